@@ -1,0 +1,250 @@
+"""`fsdp-data VERB`: from raw text to a corpus that can be trusted. Runs without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from fsdp_pretrain import config
+from fsdp_pretrain.console import Command
+from fsdp_pretrain.errors import DataError
+
+from . import quickstart
+from .corpus import Corpus
+from .prepare import Options, default_workers, prepare, summary
+from .tokenizer import Tokenizer
+from .train_tokenizer import train_tokenizer
+from .validate import Vocabulary, check_against, render, validate
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    command = Command("fsdp-data", "Tokenisers, token shards and their validation.")
+    _add_prepare(command)
+    _add_train_tokenizer(command)
+    _add_validate(command)
+    _add_inspect(command)
+    parser = command.verb(
+        "quickstart-corpus",
+        _quickstart_corpus,
+        "Write a real corpus from what every Python installation carries (no download).",
+        "fsdp-data quickstart-corpus --out /tmp/text",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory for train.jsonl and heldout.jsonl")
+    return command.run()
+
+
+def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="text, JSONL or parquet files (.gz, .zst too), or directories",
+    )
+    parser.add_argument("--text-field", default="text", help="JSONL field or parquet column (default: text)")
+    parser.add_argument(
+        "--split",
+        choices=("file", "lines"),
+        default="file",
+        help="a text file is one document, or each line is",
+    )
+    parser.add_argument(
+        "--suffix", action="append", default=[], help="take files ending so from directories (repeatable)"
+    )
+
+
+def _add_prepare(command: Command) -> None:
+    parser = command.verb(
+        "prepare",
+        _prepare,
+        "Tokenise text into a corpus of token shards. Interrupted runs continue where they stopped.",
+        "fsdp-data prepare /tmp/text/train.jsonl --tokenizer /tmp/tokenizer --out /tmp/corpus",
+    )
+    _add_input_arguments(parser)
+    parser.add_argument(
+        "--tokenizer", required=True, help="tokenizer.json, sentencepiece .model, or a directory with one"
+    )
+    parser.add_argument("--eod", help="document separator, if the tokenizer does not say (text of the token)")
+    parser.add_argument("--out", type=Path, required=True, help="corpus directory")
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
+    parser.add_argument(
+        "--shard-size",
+        type=_bytes,
+        help="text per shard, such as 512MB (default: 1/32 of the input, 8MB to 1GB)",
+    )
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="I/N", help="make only part I of N, for job arrays"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a corpus made from other inputs or options")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_train_tokenizer(command: Command) -> None:
+    parser = command.verb(
+        "train-tokenizer",
+        _train_tokenizer,
+        "Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer.",
+        "fsdp-data train-tokenizer /tmp/text/train.jsonl --kind bpe --vocab-size 4096 --out /tmp/tokenizer",
+    )
+    _add_input_arguments(parser)
+    parser.add_argument("--kind", choices=("bpe", "sentencepiece"), required=True)
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument(
+        "--max-bytes", type=_bytes, default=2 * 10**9, help="text to learn from, evenly chosen (default: 2GB)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory for tokenizer.json or tokenizer.model")
+
+
+def _add_validate(command: Command) -> None:
+    parser = command.verb(
+        "validate",
+        _validate,
+        "Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors.",
+        "fsdp-data validate /tmp/corpus --json",
+    )
+    parser.add_argument(
+        "directories", nargs="+", type=Path, metavar="DIR", help="corpora, or directories of .bin/.idx shards"
+    )
+    parser.add_argument("--tokenizer", help="compare with this tokenizer")
+    parser.add_argument("--vocab-size", type=int, help="for shards without a manifest: vocabulary size")
+    parser.add_argument("--eod", type=int, help="for shards without a manifest: id of the separator")
+    parser.add_argument("--bos", type=int, help="for shards without a manifest: id of the beginning-of-sequence token")
+    parser.add_argument("--against", help="run configuration whose model must fit the corpus")
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
+    parser.add_argument("--no-checksums", dest="checksums", action="store_false", help="do not compare file checksums")
+    parser.add_argument("--json", action="store_true", help="machine-readable report on standard output")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_inspect(command: Command) -> None:
+    parser = command.verb(
+        "inspect",
+        _inspect,
+        "Show what a corpus holds, or one of its documents.",
+        "fsdp-data inspect /tmp/corpus --doc 7",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--doc", type=int, help="number of the document to show, counted over all shards")
+    parser.add_argument("--json", action="store_true", help="the manifest as JSON")
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    options = Options(args.text_field, args.split == "lines", tuple(args.suffix), args.shard_size)
+    manifest = prepare(
+        args.inputs,
+        Tokenizer.load(args.tokenizer, args.eod),
+        args.out,
+        options,
+        workers=max(1, args.workers),
+        part=args.part,
+        overwrite=args.overwrite,
+        quiet=args.quiet,
+    )
+    if manifest is None:
+        print(f"part {args.part[0]}/{args.part[1]} is done; shards of other parts are still missing")
+    else:
+        print(summary(manifest, args.out))
+    return 0
+
+
+def _train_tokenizer(args: argparse.Namespace) -> int:
+    tokenizer = train_tokenizer(
+        args.inputs,
+        args.out,
+        kind=args.kind,
+        vocab_size=args.vocab_size,
+        options=Options(args.text_field, args.split == "lines", tuple(args.suffix)),
+        max_bytes=args.max_bytes,
+    )
+    print(
+        f"{tokenizer.path}: {tokenizer.vocab_size} tokens, "
+        f"separator {tokenizer.decode([tokenizer.eod])!r} = {tokenizer.eod}"
+    )
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
+    vocabulary = None
+    if args.vocab_size is not None or args.eod is not None:
+        if args.vocab_size is None or args.eod is None:
+            raise DataError("--vocab-size and --eod describe the ids together: give both")
+        specials = {args.eod} | ({args.bos} if args.bos is not None else set())
+        vocabulary = Vocabulary(args.vocab_size, args.eod, frozenset(specials))
+    model = config.load(args.against).model if args.against else None
+    code, reports = 0, []
+    for directory in args.directories:
+        report = validate(
+            directory,
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            workers=args.workers,
+            checksums=args.checksums,
+            quiet=args.quiet or args.json,
+        )
+        if model is not None and (directory / "manifest.json").exists():
+            report.findings.merge(check_against(Corpus(directory).manifest, model.vocab))
+        reports.append(report)
+        code = max(code, report.findings.exit_code)
+        if not args.json:
+            render(report)
+    if args.json:
+        json.dump({"exit": code, "corpora": [report.as_dict() for report in reports]}, sys.stdout, indent=1)
+        print()
+    return code
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    corpus = Corpus(args.directory)
+    manifest = corpus.manifest
+    if args.json:
+        print(manifest.model_dump_json(indent=1))
+        return 0
+    if args.doc is None:
+        entry = manifest.tokenizer
+        print(f"{args.directory}: {manifest.documents:_} documents, {manifest.tokens:_} tokens of {manifest.dtype}")
+        print(
+            f"  tokenizer   {entry.kind}, {entry.vocab_size} tokens, separator id {entry.eod}, {entry.fingerprint[:12]}"
+        )
+        print(f"  fingerprint {manifest.fingerprint}")
+        for shard in manifest.shards:
+            print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens")
+        return 0
+    number = args.doc
+    for index, shard in enumerate(manifest.shards):
+        if 0 <= number < shard.documents:
+            tokens = corpus.shard(index).document(number)
+            print(f"{shard.name}, document {number}: {len(tokens)} tokens", file=sys.stderr)
+            print(corpus.tokenizer().decode(tokens.tolist()))
+            return 0
+        number -= shard.documents
+    raise DataError(f"there is no document {args.doc}: the corpus has {manifest.documents}")
+
+
+def _quickstart_corpus(args: argparse.Namespace) -> int:
+    counts = quickstart.build(args.out)
+    for split in ("train", "heldout"):
+        documents, size = counts[f"{split}_documents"], counts[f"{split}_bytes"]
+        print(f"{args.out / (split + '.jsonl')}: {documents} documents, {size / 1e6:.2f} MB")
+    return 0
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB")
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))
+
+
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 1 <= I <= N")
+    return int(match[1]), int(match[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""A corpus: shards, a manifest that says what is in them, and a block table that makes any document findable.
+
+    CORPUS/manifest.json     tokenizer fingerprint, separator policy, shards with sizes and checksums
+    CORPUS/blocks.npy        int64 [blocks, 5], see `BLOCK_COLUMNS`
+    CORPUS/tokenizer.json    or tokenizer.model: a copy of the tokenizer
+    CORPUS/shards/*.bin,.idx Megatron-Core indexed datasets
+
+Blocks are runs of documents of about 4M tokens within one shard. The table is all that a process must read to know
+where every training sample is: 16 MB for a corpus of 2T tokens.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fsdp_pretrain.errors import DataError
+
+from .shards import Shard
+from .tokenizer import Tokenizer
+
+FORMAT = 1
+BLOCK_TOKENS = 4_000_000
+BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
+_OPEN_SHARDS = 512
+
+
+class TokenizerEntry(BaseModel):
+    """The tokenizer a corpus was made with."""
+
+    model_config = ConfigDict(extra="forbid")
+    file: str
+    kind: Literal["tokenizers", "sentencepiece"]
+    vocab_size: int = Field(gt=0)
+    eod: int = Field(ge=0)
+    specials: dict[int, str]
+    fingerprint: str
+
+
+class ShardEntry(BaseModel):
+    """One shard: `tokens` counts what the file stores, separators included if the documents carry any."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    documents: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    bin_xxh3: str
+    idx_xxh3: str
+
+
+class Manifest(BaseModel):
+    """Contents of `manifest.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+    format: Literal[1]
+    dtype: str
+    separators: Literal["none"]
+    """What stored documents carry at their ends. The packer adds the model's separator."""
+    tokenizer: TokenizerEntry
+    documents: int
+    tokens: int
+    blocks_xxh3: str
+    shards: list[ShardEntry]
+    statistics: dict[str, Any] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the token stream this corpus defines: equal fingerprints train equally."""
+        parts = [self.dtype, self.separators, self.tokenizer.fingerprint, self.blocks_xxh3]
+        parts += [entry.bin_xxh3 + entry.idx_xxh3 for entry in self.shards]
+        return xxhash.xxh3_128("\n".join(parts).encode()).hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a corpus. Raises DataError if it is absent, damaged or of another format."""
+    path = directory / "manifest.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        unfinished = (
+            " (an unfinished one: run the same `fsdp-data prepare` again)" if (directory / "plan.json").exists() else ""
+        )
+        raise DataError(
+            f"{directory} is not a corpus{unfinished}: it has no manifest.json",
+            remedy="make one with `fsdp-data prepare INPUT --tokenizer T --out DIR`",
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path} is damaged or of another version: {where}: {first['msg']}") from None
+
+
+def build_blocks(shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS) -> npt.NDArray[np.int64]:
+    """Cut each shard into runs of documents of about `block_tokens`; int64 [blocks, 5], see `BLOCK_COLUMNS`."""
+    rows = []
+    for number, shard in enumerate(shards):
+        ends = np.cumsum(shard.lengths, dtype=np.int64)
+        full = np.cumsum(shard.lengths > 0, dtype=np.int64)
+        first, done_tokens, done_full = 0, 0, 0
+        while first < shard.documents:
+            stop = int(np.searchsorted(ends, done_tokens + block_tokens)) + 1
+            stop = min(stop, shard.documents)
+            tokens, nonempty = int(ends[stop - 1]), int(full[stop - 1])
+            if nonempty > done_full:
+                rows.append((number, first, stop - first, nonempty - done_full, tokens - done_tokens))
+            first, done_tokens, done_full = stop, tokens, nonempty
+    return np.asarray(rows, dtype=np.int64).reshape(-1, len(BLOCK_COLUMNS))
+
+
+def write_corpus(
+    directory: Path,
+    tokenizer: Tokenizer,
+    entries: list[dict[str, Any]],
+    dtype: np.dtype[Any],
+    statistics: dict[str, Any],
+) -> Manifest:
+    """Write block table, tokenizer copy and, last and atomically, the manifest of shards already in place."""
+    shards = [Shard(directory / "shards" / entry["name"]) for entry in entries]
+    buffer = io.BytesIO()
+    np.save(buffer, build_blocks(shards))
+    write_atomically(directory / "blocks.npy", buffer.getvalue())
+    description = tokenizer.describe()
+    description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
+    write_atomically(directory / description["file"], tokenizer.path.read_bytes())
+    manifest = Manifest.model_validate(
+        {
+            "format": FORMAT,
+            "dtype": dtype.name,
+            "separators": "none",
+            "tokenizer": description,
+            "documents": sum(entry["documents"] for entry in entries),
+            "tokens": sum(entry["tokens"] for entry in entries),
+            "blocks_xxh3": xxhash.xxh3_128(buffer.getvalue()).hexdigest(),
+            "shards": entries,
+            "statistics": statistics,
+        }
+    )
+    write_atomically(directory / "manifest.json", (manifest.model_dump_json(indent=1) + "\n").encode())
+    return manifest
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` so that a reader, or a crash, sees the old or the new content, never a part."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class Corpus:
+    """A corpus opened for reading; shards are mapped when first needed and a bounded number stays open.
+
+    Args:
+        directory: as written by `fsdp-data prepare`.
+
+    Attributes:
+        manifest: its manifest.
+        blocks: int64 [blocks, 5].
+
+    Raises:
+        DataError: not a corpus, or the block table is not the one the manifest names.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        path = directory / "blocks.npy"
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read the block table {path}: {error.strerror}") from None
+        if xxhash.xxh3_128(raw).hexdigest() != self.manifest.blocks_xxh3:
+            raise DataError(
+                f"{path} is not the block table that manifest.json names",
+                effect="samples would be cut at other places than the run expects",
+                remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
+            )
+        self.blocks: npt.NDArray[np.int64] = np.load(io.BytesIO(raw))
+        if not len(self.blocks):
+            raise DataError(f"{directory} holds no tokens")
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+
+    def shard(self, number: int) -> Shard:
+        """Shard `number` in the order of the manifest. Raises DataError."""
+        shard = self._open.get(number)
+        if shard is None:
+            entry = self.manifest.shards[number]
+            shard = self._open[number] = Shard(self.directory / "shards" / entry.name)
+            if shard.documents != entry.documents or shard.dtype.name != self.manifest.dtype:
+                raise DataError(
+                    f"{shard.prefix}.idx holds {shard.documents} documents of {shard.dtype.name}, "
+                    f"the manifest says {entry.documents} of {self.manifest.dtype}",
+                    remedy="the shard is not the one the manifest was made for; restore it",
+                )
+            if len(self._open) > _OPEN_SHARDS:
+                self._open.popitem(last=False)
+        else:
+            self._open.move_to_end(number)
+        return shard
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer stored with the corpus. Raises DataError if it is not the one the manifest names."""
+        entry = self.manifest.tokenizer
+        tokenizer = Tokenizer.load(self.directory / entry.file, eod=entry.eod)
+        if tokenizer.fingerprint != entry.fingerprint:
+            raise DataError(
+                f"{tokenizer.path} is not the tokenizer this corpus was made with (fingerprint differs)",
+                effect="its text and the tokens of the corpus would not agree",
+                remedy="restore the file, or prepare the corpus again",
+            )
+        return tokenizer
+
+
+def describe_shares(manifest: Manifest) -> str:
+    """One line for people."""
+    return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards"
+
+
+def load_json(path: Path) -> Any:
+    """Parsed JSON of a file; DataError if it is not there or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None

@@ -1,0 +1,247 @@
+"""Raw text in: which files, cut into which pieces of work, read as which documents. No tokens here.
+
+Text files are one document each (`--split lines`: one per line), JSONL files one document per line (`--text-field`),
+parquet files one per row. `.gz` and `.zst` are unpacked while reading. A piece of work is a byte range, a range of
+row groups or a whole file, so that large files are shared between workers and a shard never depends on their number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from fsdp_pretrain.errors import DataError
+
+Kind = Literal["text", "jsonl", "parquet"]
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_PACKED = (".gz", ".zst")
+_EXPANSION = 4
+"""Assumed ratio of text to compressed bytes, for balancing shards only."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of work: bytes [start, stop) of a plain file, row groups [start, stop) of a parquet, or a whole file.
+
+    `size` is its (estimated) bytes of text.
+    """
+
+    path: str
+    kind: Kind
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it stands: `line` counts lines, rows or, for a whole file, is 0."""
+
+    text: str
+    line: int
+    repaired: bool
+    """Invalid UTF-8 or lone surrogates were replaced."""
+
+
+def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
+    """Files named or found in the directories named, without duplicates (symbolic links resolved).
+
+    Args:
+        inputs: files and directories, in the order that fixes the document numbers.
+        suffixes: when walking directories, take only files ending so; empty: `.txt`, JSONL and parquet.
+
+    Raises:
+        DataError: an input does not exist, or nothing is found.
+    """
+    wanted = tuple(suffixes) or (".txt", *_KINDS)
+    wanted += tuple(suffix + packed for suffix in wanted for packed in _PACKED)
+    found: dict[Path, Path] = {}
+    for name in inputs:
+        path = Path(name)
+        if path.is_dir():
+            for inner in sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(wanted)):
+                found.setdefault(inner.resolve(), inner)
+        elif path.exists():
+            found.setdefault(path.resolve(), path)
+        else:
+            raise DataError(f"there is no input {path}")
+    if not found:
+        raise DataError(
+            f"no input files in {', '.join(inputs)}",
+            remedy=f"files should end in {', '.join(wanted[:4])} ... or be named one by one",
+        )
+    return list(found.values())
+
+
+def kind_of(path: Path) -> Kind:
+    """How a file is read, by its suffix; anything unknown is text."""
+    name = path.name
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    return _KINDS.get(Path(name).suffix, "text")
+
+
+def plan_shards(files: Iterable[Path], shard_bytes: int | None, *, lines: bool) -> list[list[Unit]]:
+    """Group the input into shards of about `shard_bytes` of text: a function of the files and arguments alone.
+
+    Args:
+        files: in order.
+        shard_bytes: None chooses 1/32 of the input between 8 MiB and 1 GiB.
+        lines: text files hold one document per line.
+    """
+    files = list(files)
+    total = sum(_text_bytes(path) for path in files)
+    size = shard_bytes or min(1 << 30, max(8 << 20, total // 32))
+    shards: list[list[Unit]] = [[]]
+    filled = 0
+    for path in files:
+        for unit in _units(path, size, lines=lines):
+            if filled and filled + unit.size > size:
+                shards.append([])
+                filled = 0
+            shards[-1].append(unit)
+            filled += unit.size
+    return [shard for shard in shards if shard]
+
+
+def _text_bytes(path: Path) -> int:
+    return path.stat().st_size * (_EXPANSION if path.suffix in _PACKED or path.suffix == ".parquet" else 1)
+
+
+def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
+    kind, total = kind_of(path), path.stat().st_size
+    if kind == "parquet" and path.suffix == ".parquet":
+        with _parquet(path) as file:
+            for group in range(file.metadata.num_row_groups):
+                yield Unit(str(path), kind, group, group + 1, file.metadata.row_group(group).total_byte_size)
+    elif path.suffix in _PACKED or (kind == "text" and not lines):
+        yield Unit(str(path), kind, 0, total, _text_bytes(path))
+    else:
+        for start in range(0, total, size):
+            stop = min(total, start + size)
+            yield Unit(str(path), kind, start, stop, stop - start)
+
+
+def read_documents(unit: Unit, text_field: str, *, lines: bool) -> Iterator[Document]:
+    """Documents of one unit, in file order.
+
+    Raises:
+        DataError: unreadable file, invalid JSON, or a record without the text field; names file and line.
+    """
+    path = Path(unit.path)
+    try:
+        if unit.kind == "parquet":
+            yield from _read_parquet(path, unit, text_field)
+        elif unit.kind == "text" and not lines:
+            with open_unpacked(path) as file:
+                yield _document(file.read(), 0)
+        else:
+            for number, line in _read_lines(path, unit):
+                if unit.kind == "text":
+                    yield _document(line.rstrip(b"\r\n"), number)
+                elif line.strip():
+                    yield _json_document(line, number, path, text_field)
+    except (OSError, EOFError, gzip.BadGzipFile) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+
+
+def _read_lines(path: Path, unit: Unit) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of the lines that begin inside the unit. Numbers count from the unit's start."""
+    with open_unpacked(path) as file:
+        whole = path.suffix in _PACKED
+        if not whole and unit.start:
+            file.seek(unit.start - 1)
+            file.readline()  # the line that straddles the start belongs to the unit before
+        number = 0
+        while whole or file.tell() < unit.stop:
+            line = file.readline()
+            if not line:
+                return
+            yield number, line
+            number += 1
+
+
+def _json_document(line: bytes, number: int, path: Path, text_field: str) -> Document:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}, line {number + 1} of its part: not JSON ({error})") from None
+    text = record.get(text_field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "not an object"
+        raise DataError(
+            f"{path}, line {number + 1} of its part: no text in field {text_field!r} (the record has {keys})",
+            remedy="name the field with --text-field",
+        )
+    return _document(text, number)
+
+
+def _document(raw: bytes | str, number: int) -> Document:
+    """Decode; replace what is not UTF-8. JSON can smuggle in lone surrogates, which no tokenizer accepts."""
+    try:
+        if isinstance(raw, str):
+            if not raw.isascii():
+                raw.encode("utf-8")
+            return Document(raw, number, False)
+        return Document(raw.decode("utf-8"), number, False)
+    except UnicodeEncodeError:
+        assert isinstance(raw, str)
+        return Document(raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), number, True)
+    except UnicodeDecodeError:
+        assert isinstance(raw, bytes)
+        return Document(raw.decode("utf-8", "replace"), number, True)
+
+
+@contextmanager
+def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """A file's bytes, decompressed if its name ends in `.gz` or `.zst`."""
+    with path.open("rb") as file:
+        if path.suffix == ".gz":
+            yield io.BufferedReader(gzip.GzipFile(fileobj=file))  # type: ignore[arg-type]
+        elif path.suffix == ".zst":
+            import zstandard
+
+            try:
+                yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+            except zstandard.ZstdError as error:
+                raise DataError(f"cannot unpack {path}: {error}") from None
+        else:
+            yield file
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow import parquet
+
+    with open_unpacked(path) as file:
+        source = pyarrow.BufferReader(file.read()) if path.suffix in _PACKED else path
+        try:
+            yield parquet.ParquetFile(source)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"cannot read {path} as parquet: {error}") from None
+
+
+def _read_parquet(path: Path, unit: Unit, text_field: str) -> Iterator[Document]:
+    with _parquet(path) as file:
+        names = file.schema_arrow.names
+        if text_field not in names:
+            raise DataError(
+                f"{path} has no column {text_field!r} (it has {', '.join(names)})",
+                remedy="name it with --text-field",
+            )
+        whole = path.suffix in _PACKED
+        groups = range(file.metadata.num_row_groups) if whole else range(unit.start, unit.stop)
+        number = 0
+        for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=[text_field]):
+            for text in batch.column(0).to_pylist():
+                if text is None:
+                    raise DataError(f"{path}: row {number} of row groups {groups} has no text (null)")
+                yield _document(text, number)
+                number += 1

@@ -1,0 +1,320 @@
+"""`fsdp-data prepare`: raw text to token shards, in parallel, resumable, the same shards for any number of workers.
+
+Documents are stored without separators. A shard is done when its `.json` stands beside its `.bin` and `.idx`; the
+corpus is done when `manifest.json` exists. Killing it at any moment loses at most the shards being written.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from tqdm import tqdm
+
+from fsdp_pretrain.errors import DataError
+
+from .corpus import Manifest, load_json, write_atomically, write_corpus
+from .inputs import Document, Unit, find_files, plan_shards, read_documents
+from .shards import ShardWriter, token_dtype
+from .tokenizer import Tokenizer
+
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
+_ROUND_TRIPS_PER_SHARD = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the content of the shards."""
+
+    text_field: str = "text"
+    lines: bool = False
+    suffixes: tuple[str, ...] = ()
+    shard_bytes: int | None = None
+    max_quarantined: float = 0.001
+
+
+def prepare(
+    inputs: Sequence[str],
+    tokenizer: Tokenizer,
+    out: Path,
+    options: Options,
+    *,
+    workers: int,
+    part: tuple[int, int] = (1, 1),
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Manifest | None:
+    """Tokenise `inputs` into the corpus directory `out`.
+
+    Args:
+        inputs: files and directories.
+        tokenizer: whose `encode` fills the shards.
+        out: created if absent; continued if it holds the same job, refused if it holds another.
+        options: see `Options`.
+        workers: processes.
+        part: (i, n), 1-based: make only every n-th shard, for job arrays; whoever sees all shards done finishes.
+        overwrite: discard what `out` holds.
+        quiet: no progress bar.
+
+    Returns:
+        The manifest, or None if shards of other parts are still missing.
+
+    Raises:
+        DataError: unreadable input, another job in `out`, or too many documents that contain special tokens.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
+    files = find_files(inputs, options.suffixes)
+    shards = plan_shards(files, options.shard_bytes, lines=options.lines)
+    job = _job_digest(shards, tokenizer, options)
+    folder = out / "shards"
+    _claim(out, job, len(shards), overwrite=overwrite)
+    names = [f"shard-{number:05d}" for number in range(len(shards))]
+    mine = [n for n in range(len(shards)) if n % part[1] == part[0] - 1]
+    todo = [n for n in mine if not _is_done(folder / names[n])]
+    total = sum(unit.size for n in mine for unit in shards[n])
+    done = total - sum(unit.size for n in todo for unit in shards[n])
+    tasks = [(folder / names[n], shards[n]) for n in todo]
+    bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="prepare", disable=True if quiet else None)
+    with bar:
+        _run(tasks, tokenizer, options, min(workers, len(tasks)), bar)
+    if not all(_is_done(folder / name) for name in names):
+        return None
+    return _finish(out, tokenizer, [folder / name for name in names], options)
+
+
+def _job_digest(shards: list[list[Unit]], tokenizer: Tokenizer, options: Options) -> str:
+    stamps = {unit.path: os.stat(unit.path) for shard in shards for unit in shard}  # noqa: PTH116
+    content = {
+        "shards": [[asdict(unit) for unit in shard] for shard in shards],
+        "stamps": {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()},
+        "tokenizer": tokenizer.fingerprint,
+        "text_field": options.text_field,
+        "lines": options.lines,
+    }
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _claim(out: Path, job: str, shards: int, *, overwrite: bool) -> None:
+    """Make `out` this job's directory, or raise DataError if it is something else's."""
+    plan = out / "plan.json"
+    if plan.exists():
+        if load_json(plan).get("job") == job:
+            return
+        if not overwrite:
+            raise DataError(
+                f"{out} holds a corpus made from other inputs, another tokenizer or other options",
+                remedy="choose another --out, or pass --overwrite to replace it",
+            )
+        for path in [*out.glob("shards/shard-*"), out / "manifest.json", out / "blocks.npy"]:
+            path.unlink(missing_ok=True)
+    elif out.exists() and any(out.iterdir()):
+        raise DataError(f"{out} is not empty and not a corpus", remedy="choose another --out")
+    (out / "shards").mkdir(parents=True, exist_ok=True)
+    write_atomically(plan, json.dumps({"job": job, "shards": shards}).encode())
+
+
+def _is_done(prefix: Path) -> bool:
+    return all(prefix.with_name(prefix.name + suffix).exists() for suffix in (".json", ".bin", ".idx"))
+
+
+def _run(tasks: list[tuple[Path, list[Unit]]], tokenizer: Tokenizer, options: Options, workers: int, bar: Any) -> None:
+    """Make the shards; one process makes them here, several in a pool whose progress a thread shows."""
+    if workers <= 1:
+        for prefix, units in tasks:
+            make_shard(prefix, units, tokenizer, options, bar.update)
+        return
+    context = multiprocessing.get_context("spawn")
+    progress = context.Value("q", 0)
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer.path, tokenizer.eod, options, progress))
+    stop = threading.Event()
+    shown = threading.Thread(target=_show, args=(progress, bar, stop), daemon=True)
+    shown.start()
+    futures: list[Future[None]] = [pool.submit(_work, prefix, units) for prefix, units in tasks]
+    try:
+        for future in as_completed(futures):
+            future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process was killed (out of memory?)",
+            remedy="run the same command again; fewer --workers need less memory",
+        ) from None
+    finally:
+        if any(not future.done() for future in futures):  # an error or Ctrl-C: do not wait for the rest
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+        pool.shutdown(wait=True, cancel_futures=True)
+        stop.set()
+        shown.join()
+
+
+def _show(progress: Any, bar: Any, stop: threading.Event) -> None:
+    shown, ended = 0, False
+    while not ended:
+        ended = stop.wait(0.2)
+        done = progress.value
+        bar.update(done - shown)
+        shown = done
+
+
+_worker: tuple[Tokenizer, Options, Any]
+
+
+def _start_worker(path: Path, eod: int, options: Options, progress: Any) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    _worker = Tokenizer.load(path, eod), options, progress
+
+
+def _work(prefix: Path, units: list[Unit]) -> None:
+    tokenizer, options, progress = _worker
+
+    def report(size: int) -> None:
+        with progress.get_lock():
+            progress.value += size
+
+    make_shard(prefix, units, tokenizer, options, report)
+
+
+def make_shard(prefix: Path, units: list[Unit], tokenizer: Tokenizer, options: Options, report: Any) -> None:
+    """Tokenise `units` into one shard and write its `.json`, which marks it done.
+
+    Args:
+        prefix: path of the shard without suffix.
+        report: called with the number of text bytes finished, for progress.
+
+    Raises:
+        DataError: see `prepare`.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    special = np.zeros(tokenizer.vocab_size, dtype=bool)
+    special[list(tokenizer.specials)] = True
+    counts = dict.fromkeys(
+        (
+            "read",
+            "empty",
+            "repaired",
+            "characters",
+            "utf8_bytes",
+            "quarantined",
+            "round_trips",
+            "round_trips_exact",
+        ),
+        0,
+    )
+    quarantined: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
+    with ShardWriter(prefix, dtype) as writer:
+        for unit in units:
+            sources.append(
+                {
+                    "path": unit.path,
+                    "start": unit.start,
+                    "stop": unit.stop,
+                    "first_document": writer.documents,
+                }
+            )
+            for batch in _batches(unit, options):
+                for document, ids in zip(batch, tokenizer.encode([item.text for item in batch]), strict=True):
+                    counts["read"] += 1
+                    counts["repaired"] += document.repaired
+                    tokens = np.asarray(ids, dtype=np.int64)
+                    if not len(tokens):
+                        counts["empty"] += 1
+                        continue
+                    if special[tokens].any():
+                        counts["quarantined"] += 1
+                        found = sorted({tokenizer.specials[int(i)] for i in tokens[special[tokens]]})
+                        quarantined.append(
+                            {"path": unit.path, "start": unit.start, "line": document.line, "specials": found}
+                        )
+                        continue
+                    if counts["round_trips"] < _ROUND_TRIPS_PER_SHARD:
+                        counts["round_trips"] += 1
+                        counts["round_trips_exact"] += tokenizer.decode(ids) == document.text
+                    counts["characters"] += len(document.text)
+                    counts["utf8_bytes"] += len(document.text.encode("utf-8"))
+                    writer.append(tokens.astype(dtype))
+            report(unit.size)
+        if counts["quarantined"] > max(1, options.max_quarantined * counts["read"]):
+            first = quarantined[0]
+            raise DataError(
+                f"{counts['quarantined']} of {counts['read']} documents contain special tokens in their text, "
+                f"first in {first['path']} (line {first['line'] + 1} from byte {first['start']}): "
+                f"{', '.join(first['specials'])}",
+                effect="a separator inside a document would cut it in two for the model",
+                remedy="clean the input, or use a tokenizer that treats these strings as text",
+            )
+        entry = writer.finish()
+    record = {"entry": entry, "counts": counts, "sources": sources, "quarantined": quarantined}
+    write_atomically(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _batches(unit: Unit, options: Options) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in read_documents(unit, options.text_field, lines=options.lines):
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _finish(out: Path, tokenizer: Tokenizer, prefixes: list[Path], options: Options) -> Manifest:
+    """All shards are there: sweep what killed runs left half-written, and write the manifest."""
+    for path in (out / "shards").glob("*.partial"):
+        path.unlink(missing_ok=True)
+    records = [load_json(prefix.with_name(prefix.name + ".json")) for prefix in prefixes]
+    counts = {key: sum(record["counts"][key] for record in records) for key in records[0]["counts"]}
+    full = [record["entry"] for record in records if record["entry"]["documents"]]
+    if not full:
+        raise DataError(f"the input holds no text: {counts['read']} documents, all of them empty or quarantined")
+    statistics = {
+        **counts,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "text_field": options.text_field,
+    }
+    return write_corpus(out, tokenizer, full, token_dtype(tokenizer.vocab_size), statistics)
+
+
+def summary(manifest: Manifest, out: Path) -> str:
+    """What `prepare` tells a person at its end."""
+    numbers = manifest.statistics
+    lines = [
+        f"{out}: {manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards, "
+        f"{numbers['utf8_bytes'] / max(1, manifest.tokens):.2f} bytes per token"
+    ]
+    if numbers["empty"]:
+        lines.append(f"  {numbers['empty']:_} empty documents left out")
+    if numbers["repaired"]:
+        lines.append(f"  {numbers['repaired']:_} documents had invalid UTF-8, replaced by U+FFFD")
+    if numbers["quarantined"]:
+        lines.append(
+            f"  {numbers['quarantined']:_} documents left out because they contain special tokens (see shards/*.json)"
+        )
+    exact, tried = numbers["round_trips_exact"], numbers["round_trips"]
+    if exact < tried:
+        lines.append(
+            f"  {tried - exact} of {tried} sampled documents do not decode to their text (a normalising tokenizer)"
+        )
+    return "\n".join(lines)
+
+
+def default_workers() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

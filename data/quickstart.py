@@ -1,0 +1,89 @@
+"""A real corpus without a download: what every Python installation carries.
+
+Standard-library sources (without tests), their docstrings as running text, and the pydoc topics, split into training
+and held-out documents by file, so that no text derived from a held-out file is trained on.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+from tqdm import tqdm
+
+from fsdp_pretrain.errors import DataError
+
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "turtledemo"}
+_HELDOUT_ONE_IN = 16
+
+
+def build(out: Path, *, quiet: bool = False) -> dict[str, int]:
+    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`.
+
+    Returns:
+        Documents and bytes of both: keys `train_documents`, `train_bytes`, `heldout_documents`, `heldout_bytes`.
+
+    Raises:
+        DataError: this Python has no standard-library sources (a stripped image).
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    counts = dict.fromkeys(("train_documents", "train_bytes", "heldout_documents", "heldout_bytes"), 0)
+    files = {name: (out / f"{name}.jsonl").open("w", encoding="utf-8") for name in ("train", "heldout")}
+    try:
+        for source, text in _documents(quiet=quiet):
+            held_out = xxhash.xxh3_64_intdigest(source.partition("#")[0].encode()) % _HELDOUT_ONE_IN == 0
+            split = "heldout" if held_out else "train"
+            files[split].write(json.dumps({"text": text, "source": source}) + "\n")
+            counts[f"{split}_documents"] += 1
+            counts[f"{split}_bytes"] += len(text.encode())
+    finally:
+        for file in files.values():
+            file.close()
+    if counts["train_bytes"] < 1_000_000:
+        raise DataError(
+            f"this Python installation holds only {counts['train_bytes']} bytes of standard-library sources",
+            remedy="use a full Python installation, or `fsdp-data prepare` on text of your own",
+        )
+    return counts
+
+
+def _documents(*, quiet: bool) -> Iterator[tuple[str, str]]:
+    """(source, text), ordered by path; texts derived from a file have its name before `#`."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [p for p in sorted(root.rglob("*.py")) if not _SKIPPED & set(p.relative_to(root).parts)]
+    seen: set[str] = set()
+    for path in tqdm(paths, desc="quickstart corpus", unit="file", disable=True if quiet else None):
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+            continue  # a codec sample or a template, not a module
+        digest = xxhash.xxh3_128_hexdigest(text.encode())
+        if len(text) < 200 or digest in seen:
+            continue
+        seen.add(digest)
+        name = str(path.relative_to(root))
+        yield name, text
+        prose = "\n\n".join(doc for node in ast.walk(tree) if (doc := _docstring(node)))
+        if len(prose) > 500:
+            yield f"{name}#docstrings", prose
+    yield from ((f"topics/{topic}", text) for topic, text in sorted(_topics().items()))
+
+
+def _docstring(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return ast.get_docstring(node)
+    return None
+
+
+def _topics() -> dict[str, str]:
+    """The language reference behind `help("topics")`; stripped from some images."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return {}
+    return dict(topics)

@@ -1,0 +1,192 @@
+"""Token shards: the Megatron-Core indexed dataset, a `.bin` file of tokens and a `.idx` file of document lengths.
+
+Index layout (little endian): 9 bytes `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences, u64 documents + 1,
+int32 lengths[sequences] in tokens, int64 pointers[sequences] in bytes, int64 document_indices[documents + 1].
+Here every document is one sequence, which is what GPT corpora made by Megatron's tools contain as well.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from fsdp_pretrain.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("uint8"),
+    2: np.dtype("int8"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_ADVICE = "restore the file from where the corpus came from, or prepare this shard again"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Smallest dtype that Megatron's tools use for such a vocabulary: uint16 below 65,500, else int32."""
+    return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+class ShardWriter:
+    """Writes `PREFIX.bin` and `PREFIX.idx`, which appear under their names only when complete and durable.
+
+    Args:
+        prefix: path without suffix.
+        dtype: token type, one of `DTYPES`.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self._prefix, self._dtype = prefix, dtype
+        self._lengths: list[int] = []
+        self._hash = xxhash.xxh3_128()
+        self._file = _partial(prefix, ".bin").open("wb", buffering=1 << 20)
+
+    def append(self, tokens: npt.NDArray[Any]) -> None:
+        """Add one document, given as tokens of the writer's dtype."""
+        data = tokens.tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._lengths.append(len(tokens))
+
+    @property
+    def documents(self) -> int:
+        """Documents written so far."""
+        return len(self._lengths)
+
+    def finish(self) -> dict[str, Any]:
+        """Write the index, make both files durable and give them their names.
+
+        Returns:
+            The shard's entry in the corpus manifest: name, documents, tokens, bytes and checksums.
+        """
+        _close_durably(self._file)
+        lengths = np.asarray(self._lengths, dtype="<i4")
+        pointers = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self._dtype.itemsize
+        code = _CODES[self._dtype]
+        index = b"".join(
+            (
+                _HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1),
+                lengths.tobytes(),
+                pointers.tobytes(),
+                np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
+            )
+        )
+        with _partial(self._prefix, ".idx").open("wb") as file:
+            file.write(index)
+            _close_durably(file)
+        for suffix in (".bin", ".idx"):
+            _partial(self._prefix, suffix).rename(self._prefix.with_name(self._prefix.name + suffix))
+        return {
+            "name": self._prefix.name,
+            "documents": len(lengths),
+            "tokens": int(lengths.sum(dtype=np.int64)),
+            "bytes": int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize,
+            "bin_xxh3": self._hash.hexdigest(),
+            "idx_xxh3": xxhash.xxh3_128(index).hexdigest(),
+        }
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if kind is not None:
+            for suffix in (".bin", ".idx"):
+                _partial(self._prefix, suffix).unlink(missing_ok=True)
+
+
+def _partial(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(f"{prefix.name}{suffix}.{os.getpid()}.partial")
+
+
+def _close_durably(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+class Shard:
+    """A shard opened for reading, memory-mapped; nothing is read until it is asked for.
+
+    Attributes:
+        tokens: [tokens], the whole `.bin` as a flat array.
+        lengths: int32 [documents], tokens per document.
+        pointers: int64 [documents], where each starts in `.bin`, in bytes.
+
+    Raises:
+        DataError: a file is missing, not an index, or its sizes do not fit.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        bin_path, idx_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+        index = _map(idx_path)
+        if len(index) < _HEADER.size or index[: len(MAGIC)] != MAGIC:
+            raise DataError(f"{idx_path} is not a Megatron-Core index (wrong first bytes)", remedy=_ADVICE)
+        _, version, code, sequences, document_indices = _HEADER.unpack_from(index)
+        if version != 1 or code not in DTYPES:
+            raise DataError(
+                f"{idx_path} has version {version} and dtype code {code}; this program reads version 1, integers"
+            )
+        expected = _HEADER.size + sequences * 12 + document_indices * 8
+        if len(index) < expected:
+            raise DataError(
+                f"{idx_path} has {len(index)} bytes, its header promises {expected}: truncated",
+                remedy=_ADVICE,
+            )
+        self.dtype = DTYPES[code]
+        self.lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
+        self.pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + sequences * 4)
+        self.document_indices = np.frombuffer(index, "<i8", document_indices, _HEADER.size + sequences * 12)
+        self.tokens = np.frombuffer(_map(bin_path), self.dtype)
+        last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
+        if last > self.tokens.nbytes:
+            raise DataError(
+                f"{bin_path} has {self.tokens.nbytes} bytes, its index needs {last}: truncated",
+                remedy=_ADVICE,
+            )
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.lengths)
+
+    def document(self, number: int) -> npt.NDArray[Any]:
+        """Tokens of document `number`, a view into the file."""
+        start = int(self.pointers[number]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[number])]
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""  # mmap refuses empty files; a shard without tokens is legal
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise DataError(f"cannot open {path}: {error.strerror}", remedy=_ADVICE) from None
+
+
+def file_checksum(path: Path) -> str:
+    """xxh3-128 of a file's bytes, hex. Not cryptographic: it finds damage, not malice."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

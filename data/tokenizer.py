@@ -1,0 +1,205 @@
+"""sentencepiece and tokenizers models behind one class whose `encode` adds nothing and parses no special token.
+
+The separator of the training stream is the packer's alone. Every way a tokenizer slips specials in by itself is
+closed here, and `Tokenizer.load` probes that it is (see `_probe`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp_pretrain.errors import DataError
+
+EOD = "<|endoftext|>"
+"""Separator of the tokenizers trained here with `--kind bpe`; sentencepiece models use their `</s>`."""
+
+_KNOWN_EODS = (EOD, "</s>", "<eod>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<EOT>", "<eos>")
+_FILES = ("tokenizer.json", "tokenizer.model")
+
+
+class _Backend(Protocol):
+    """What differs between the libraries."""
+
+    vocab_size: int
+    specials: dict[int, str]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def id_of(self, token: str) -> int | None: ...
+    def default_eod(self) -> int | None: ...
+
+
+class _Tokenizers:
+    """A `tokenizer.json` of the `tokenizers` library."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Model
+
+        self._model = Model.from_file(str(path))
+        self._model.no_truncation()  # both can be stored in the file and would act silently
+        self._model.no_padding()
+        self._model.encode_special_tokens = True  # a literal "</s>" in a text stays text; not stored in the file
+        added = self._model.get_added_tokens_decoder()
+        self.specials = {number: token.content for number, token in added.items() if token.special}
+        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
+        self._config = path.with_name("tokenizer_config.json")
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [item.ids for item in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode(list(ids), skip_special_tokens=False))
+
+    def id_of(self, token: str) -> int | None:
+        number: int | None = self._model.token_to_id(token)
+        return number
+
+    def default_eod(self) -> int | None:
+        """The end token named by `tokenizer_config.json` beside the file, else the one special with a known name."""
+        if self._config.is_file():
+            token = json.loads(self._config.read_text(encoding="utf-8")).get("eos_token")
+            content = token.get("content") if isinstance(token, dict) else token
+            if content is not None:
+                return self.id_of(content)
+        found = [number for number, content in self.specials.items() if content in _KNOWN_EODS]
+        return found[0] if len(found) == 1 else None
+
+
+class _SentencePiece:
+    """A sentencepiece `.model`."""
+
+    def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._model = SentencePieceProcessor()
+        self._model.Load(str(path))  # the constructor could carry add_bos/add_eos for all later calls
+        self.vocab_size = self._model.GetPieceSize()
+        pieces = range(self.vocab_size)
+        self.specials = {n: self._model.IdToPiece(n) for n in pieces if self._model.IsControl(n)}
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._model.Encode(
+            list(texts), out_type=int, add_bos=False, add_eos=False, num_threads=1
+        )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Control pieces decode to nothing in sentencepiece; show them as they are written."""
+        parts: list[str] = []
+        run: list[int] = []
+        for number in ids:
+            if number in self.specials:
+                parts += [self._model.Decode(run), self.specials[number]]
+                run = []
+            else:
+                run.append(int(number))
+        return "".join([*parts, self._model.Decode(run)])
+
+    def id_of(self, token: str) -> int | None:
+        number = int(self._model.PieceToId(token))
+        return number if self._model.IdToPiece(number) == token else None
+
+    def default_eod(self) -> int | None:
+        number = int(self._model.eos_id())
+        return number if number >= 0 else None
+
+
+class Tokenizer:
+    """A loaded tokenizer. Build it with `load`.
+
+    Attributes:
+        path: its file.
+        kind: `tokenizers` or `sentencepiece`.
+        vocab_size: highest id plus one.
+        eod: id of the document separator.
+        specials: {id: text} of the control tokens; none of them ever comes out of `encode`.
+        fingerprint: sha256 over the file and the separator; equal fingerprints encode equally.
+    """
+
+    def __init__(self, path: Path, kind: str, backend: _Backend, eod: int) -> None:
+        self.path, self.kind, self.eod, self._backend = path, kind, eod, backend
+        self.vocab_size, self.specials = backend.vocab_size, dict(backend.specials)
+        self.specials.setdefault(eod, backend.decode([eod]))
+        digest = hashlib.sha256(path.read_bytes())
+        digest.update(f"\neod {eod}".encode())
+        self.fingerprint = digest.hexdigest()
+
+    @classmethod
+    def load(cls, path: str | Path, eod: str | int | None = None) -> Tokenizer:
+        """Open a tokenizer.
+
+        Args:
+            path: `tokenizer.json`, a sentencepiece `.model`, or a directory that holds one of them.
+            eod: separator, as text or id; needed only if the tokenizer does not say which token it is.
+
+        Raises:
+            DataError: no tokenizer there, not readable, no known separator, or it adds tokens by itself.
+        """
+        path = _find(Path(path))
+        kind = "sentencepiece" if path.suffix == ".model" else "tokenizers"
+        try:
+            backend: _Backend = _SentencePiece(path) if kind == "sentencepiece" else _Tokenizers(path)
+        except Exception as error:  # the libraries raise bare Exception and RuntimeError
+            raise DataError(f"cannot load the tokenizer {path}: {error}") from None
+        number = backend.id_of(eod) if isinstance(eod, str) else eod if eod is not None else backend.default_eod()
+        if number is None or not 0 <= number < backend.vocab_size:
+            asked = (
+                f"the tokenizer {path} has no token {eod!r}"
+                if eod is not None
+                else f"{path} does not say which token separates documents"
+            )
+            names = ", ".join(list(backend.specials.values())[:8])
+            raise DataError(asked, remedy=f"name one with --eod; its special tokens: {names or 'none'}")
+        tokenizer = cls(path, kind, backend, number)
+        _probe(tokenizer)
+        return tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text: nothing added, special tokens in the text treated as plain text."""
+        return self._backend.encode(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens visible."""
+        return self._backend.decode([int(number) for number in ids])
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's account of this tokenizer."""
+        return {
+            "file": self.path.name,
+            "kind": self.kind,
+            "vocab_size": self.vocab_size,
+            "eod": self.eod,
+            "specials": {str(number): text for number, text in sorted(self.specials.items())},
+            "fingerprint": self.fingerprint,
+        }
+
+
+def _find(path: Path) -> Path:
+    if path.is_dir():
+        found = [path / name for name in _FILES if (path / name).is_file()] or sorted(path.glob("*.model"))
+        if len(found) != 1:
+            what = "no tokenizer" if not found else f"several tokenizers ({', '.join(p.name for p in found)})"
+            raise DataError(f"{path} holds {what}", remedy="name the tokenizer.json or .model file itself")
+        return found[0]
+    if not path.is_file():
+        raise DataError(f"there is no tokenizer at {path}")
+    return path
+
+
+def _probe(tokenizer: Tokenizer) -> None:
+    """Raise DataError if encoding adds specials, or turns their literals in a text into specials."""
+    literals = " x ".join(tokenizer.specials.values())
+    for text in ("", "a", "b c\n", literals):
+        (ids,) = tokenizer.encode([text])
+        slipped = sorted(set(ids) & set(tokenizer.specials))
+        if slipped:
+            names = ", ".join(f"{number} {tokenizer.specials[number]!r}" for number in slipped[:4])
+            raise DataError(
+                f"{tokenizer.path} produces special tokens by itself ({names}) when it encodes {text[:60]!r}",
+                effect="documents would carry separators that the packer does not know of: doubled separators",
+                remedy="declare those tokens as control (sentencepiece) or special (tokenizers), or name another --eod",
+            )

@@ -1,0 +1,204 @@
+"""`fsdp-eval VERB`: judge checkpoints with lm-eval."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.console import Command
+from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit
+from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
+
+from .jobs import due_jobs, task_set, watch_once
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    command = Command("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
+    parser = command.verb(
+        "run",
+        _run,
+        "Evaluate one checkpoint (of a run: the newest) and print the scores.",
+        "fsdp-eval run runs/quickstart --tasks heldout_bpb,heldout_choice",
+    )
+    parser.add_argument(
+        "path", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory, or a step-N directory in it"
+    )
+    parser.add_argument("--step", type=int, help="step of the run's checkpoint to use")
+    parser.add_argument("--tasks", help="comma-separated task names (default: the run's eval.tasks)")
+    parser.add_argument("--heldout", type=Path, help="held-out documents for the bundled tasks (default: the run's)")
+    parser.add_argument("--include", type=Path, action="append", default=[], help="directory with lm-eval task files")
+    parser.add_argument("--limit", type=int, help="documents per task")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run")
+    parser.add_argument("--out", type=Path, help="write results.json here (default: only print)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser = command.verb(
+        "watch",
+        _watch,
+        "Evaluate every due checkpoint of a run exactly once; any number of workers may run.",
+        "fsdp-eval watch runs/quickstart --once",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="stop when nothing is due (for cron and Slurm); else keep watching",
+    )
+    parser.add_argument("--wait", action="store_true", help="with --once: also wait for what other workers hold")
+    parser.add_argument("--interval", type=float, default=60.0, help="seconds between looks (default: 60)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
+    parser = command.verb(
+        "report", _report, "All results of a run, oldest first.", "fsdp-eval report runs/quickstart/run"
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--json", action="store_true", help="one JSON object per result, each on its line")
+    return command.run()
+
+
+def _run(args: argparse.Namespace) -> int:
+    checkpoint = _find(args.path, args.step)
+    config = load(checkpoint.path / "config.toml")
+    settings: dict[str, Any] = {"tasks": args.tasks.split(",")} if args.tasks else {}
+    settings |= {key: getattr(args, key) for key in ("heldout", "limit", "device") if getattr(args, key) is not None}
+    if args.include:
+        settings["include"] = args.include
+    section = config.eval.model_copy(update=settings)
+    results = evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer)
+    if args.out:
+        replace_file(args.out, json.dumps(results, indent=1, default=str) + "\n")
+    print(json.dumps(results, indent=1, default=str) if args.json else table(results))
+    return 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    run = RunDir(args.run)
+    if not run.config.is_file():
+        raise ConfigError(f"{args.run} is not a run directory: it has no config.toml")
+    failed_in_all = 0
+    while True:
+        config = load(run.config)
+        if config.eval.every is None:
+            raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
+        if args.device:
+            config = config.model_copy(update={"eval": config.eval.model_copy(update={"device": args.device})})
+        evaluated, failed = watch_once(run, config, lambda checkpoint, config=config: evaluate(checkpoint, config))
+        failed_in_all += failed
+        held = len(due_jobs(run, config))
+        if evaluated or failed or args.once:
+            print(f"{now()} evaluated {evaluated}, failed {failed}, held by other workers {held}", flush=True)
+        if args.once and not (args.wait and held):
+            return int(Exit.UNEXPECTED) if failed_in_all else 0
+        time.sleep(5.0 if args.once else args.interval)
+
+
+def _report(args: argparse.Namespace) -> int:
+    found = [read_json(path) for path in sorted(RunDir(args.run).evals.glob("step-*/*/results.json"))]
+    for results in found:
+        if results is not None:
+            print(json.dumps(results) if args.json else table(results))
+    if not found:
+        print("no results yet", file=sys.stderr)
+    return 0
+
+
+def _find(path: Path, step: int | None) -> Checkpoint:
+    if path.name.startswith("step-"):
+        return Store(path.parent).find(int(path.name.removeprefix("step-")))
+    store = Store(RunDir(path).checkpoints)
+    checkpoint = store.find(step) if step is not None else store.newest()
+    if checkpoint is None:
+        raise CheckpointError(f"{store.directory} holds no checkpoint that looks whole")
+    return checkpoint
+
+
+def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None) -> dict[str, Any]:
+    """Run the configured tasks on a checkpoint; the contents of a `results.json`.
+
+    Raises:
+        UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
+    """
+    _be_quiet()
+    try:
+        import lm_eval
+        from lm_eval import simple_evaluate
+    except ImportError:
+        raise ConfigError("lm-eval is not installed", remedy="pip install 'fsdp-pretrain[eval]'") from None
+    from .harness import CheckpointLM, find_tokenizer, read_checkpoint
+    from .tasks import BUNDLED, scores, task_list, unigram_bits_per_byte
+
+    start = time.perf_counter()
+    section = config.eval
+    model, trained = read_checkpoint(checkpoint, section.device)
+    tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
+    tasks, manager = task_list(section.tasks, section.heldout, section.include)
+    adapter = CheckpointLM(model, tokenizer, length=trained.data.sequence_length, batch=section.batch)
+    # Seeds of None leave the global generators alone; lm-eval's own defaults would reseed them.
+    found = simple_evaluate(
+        adapter,
+        tasks=tasks,
+        limit=section.limit,
+        bootstrap_iters=200,
+        log_samples=False,
+        task_manager=manager,
+        random_seed=None,
+        numpy_random_seed=None,
+        torch_random_seed=None,
+        fewshot_random_seed=None,
+    )
+    results = {
+        "step": checkpoint.step,
+        "tokens": checkpoint.train_state()["tokens"],
+        "checkpoint": str(checkpoint.path),
+        "tasks": task_set(section.tasks),
+        "scores": scores(found["results"]),
+        "documents": {name: counts["effective"] for name, counts in found["n-samples"].items()},
+        "versions": found["versions"],
+        "lm_eval": lm_eval.__version__,
+        "limit": section.limit,
+        "seconds": round(time.perf_counter() - start, 1),
+        "time": now(),
+    }
+    sources = [source.path for source in trained.data.sources]
+    if BUNDLED[0] in section.tasks and section.heldout and all((path / "manifest.json").exists() for path in sources):
+        results["unigram_bits_per_byte"] = unigram_bits_per_byte(sources, tokenizer, section.heldout)
+    return results
+
+
+def _be_quiet() -> None:
+    """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may look for a network."""
+    import logging
+    import os
+    import warnings
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Scores for people."""
+    lines = [f"step {results['step']:_}, {results['tokens']:_} tokens, {results['seconds']}s"]
+    for task, row in results["scores"].items():
+        for metric, value in row.items():
+            if metric.endswith("_stderr"):
+                continue
+            error = row.get(f"{metric}_stderr")
+            spread = f" ± {error:.4f}" if error is not None else ""
+            lines.append(
+                f"  {task:24} {metric:16} {value:.4f}{spread}  ({results['documents'].get(task, '?')} documents)"
+            )
+    if "unigram_bits_per_byte" in results:
+        lines.append(f"  {'(unigram model)':24} {'bits_per_byte':16} {results['unigram_bits_per_byte']:.4f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The scheduled job: every due checkpoint evaluated exactly once, by any number of workers, crash-safe. No torch here.
+
+A worker claims a checkpoint by creating `claim.json` exclusively and touches it while it works. A claim whose owner is
+dead, or silent for too long, is moved away by an atomic rename, which only one other worker can win. Results are
+published by a rename too, and only by the worker whose claim still stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import xxhash
+
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name
+from fsdp_pretrain.config import Config
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
+from fsdp_pretrain.record.journal import Journal
+
+_BEAT_SECONDS, _SILENT_SECONDS = 10.0, 120.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One evaluation: a checkpoint and a task set."""
+
+    checkpoint: Checkpoint
+    folder: Path
+
+    @property
+    def results(self) -> Path:
+        """Where its results appear."""
+        return self.folder / "results.json"
+
+
+def task_set(tasks: list[str]) -> str:
+    """Directory name of a list of tasks."""
+    name = "+".join(tasks)
+    return name if len(name) <= 100 else f"{name[:80]}+{xxhash.xxh3_64_hexdigest(name.encode())[:8]}"
+
+
+def is_due(config: Config, manifest: dict[str, Any]) -> bool:
+    """Whether the run's configuration wants a checkpoint with this manifest evaluated."""
+    if config.eval.every is None:
+        return False
+    if manifest.get("final"):
+        return True
+    consumed, batch = manifest["consumed"], manifest["batch"]
+    return config.schedule.due(config.eval.every, step=manifest["step"], before=consumed - batch, after=consumed)
+
+
+def due_jobs(run: RunDir, config: Config) -> list[Job]:
+    """Evaluations that are due and neither done nor given up, oldest first; claimed ones included."""
+    jobs = []
+    for checkpoint in Store(run.checkpoints).scan():
+        if checkpoint.problem is not None or not is_due(config, checkpoint.manifest()):
+            continue
+        job = Job(checkpoint, run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks))
+        if not job.results.exists() and failures(job) < config.eval.attempts:
+            jobs.append(job)
+    return jobs
+
+
+def failures(job: Job) -> int:
+    """How often the evaluation was tried and failed."""
+    return len(list(job.folder.glob("failed-*.json")))
+
+
+def note_failure(job: Job, reason: str) -> int:
+    """Record a failed try; how many there are now."""
+    replace_file(
+        job.folder / f"failed-{uuid.uuid4().hex[:8]}.json",
+        json.dumps({"time": now(), "reason": reason}) + "\n",
+    )
+    return failures(job)
+
+
+@contextmanager
+def claim(job: Job) -> Iterator[Claim | None]:
+    """Hold a job for the duration of the block; None if another worker holds it or it is done."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path = job.folder / "claim.json"
+    _drop_if_stale(path)
+    mine = Claim(job, path, uuid.uuid4().hex)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(mine.describe()))
+    except FileExistsError:
+        yield None
+        return
+    try:
+        yield mine if not job.results.exists() else None
+    finally:
+        mine.release()
+
+
+class Claim:
+    """A claim that this process holds; a thread keeps it fresh."""
+
+    def __init__(self, job: Job, path: Path, token: str) -> None:
+        self.job, self._path, self._token = job, path, token
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def describe(self) -> dict[str, Any]:
+        """Contents of the claim file."""
+        process = psutil.Process()
+        return {
+            "token": self._token,
+            "host": socket.gethostname(),
+            "pid": process.pid,
+            "process_started": process.create_time(),
+            "time": now(),
+        }
+
+    def _beat(self) -> None:
+        while not self._done.wait(_BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def still_mine(self) -> bool:
+        """Whether nobody took the claim over, which happens to a worker that was frozen for long."""
+        held = read_json(self._path)
+        return held is not None and held.get("token") == self._token
+
+    def publish(self, content: str) -> bool:
+        """Write the results, unless the claim was lost meanwhile. Whether they were written."""
+        if not self.still_mine():
+            return False
+        replace_file(self.job.results, content)
+        return True
+
+    def release(self) -> None:
+        """Give the claim up."""
+        self._done.set()
+        if self.still_mine():
+            self._path.unlink(missing_ok=True)
+
+
+def _drop_if_stale(path: Path) -> None:
+    held = read_json(path)
+    try:
+        age = time.time() - path.stat().st_mtime
+    except OSError:
+        return
+    if held is None and age < _BEAT_SECONDS:  # being written this moment
+        return
+    if held is not None and not _owner_is_dead(held) and age < _SILENT_SECONDS:
+        return
+    aside = path.with_name(f"claim-stale-{uuid.uuid4().hex[:8]}.json")
+    with contextlib.suppress(OSError):
+        path.rename(aside)
+        moved = read_json(aside)
+        if moved != held:  # between the look and the rename another worker had renewed it: give it back
+            with contextlib.suppress(OSError):
+                os.link(aside, path)
+        aside.unlink(missing_ok=True)
+
+
+def _owner_is_dead(held: dict[str, Any]) -> bool:
+    """Whether the owner ran on this host and is gone."""
+    if held.get("host") != socket.gethostname():
+        return False
+    try:
+        return bool(abs(psutil.Process(held["pid"]).create_time() - held["process_started"]) > 1)
+    except (psutil.NoSuchProcess, KeyError, TypeError):
+        return True
+
+
+def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
+    """Evaluate every due checkpoint that no other worker holds, until none is left.
+
+    Args:
+        evaluate: function of (checkpoint) that gives the contents of `results.json`.
+
+    Returns:
+        (evaluated, failed).
+    """
+    journal = Journal(run)
+    evaluated = failed = 0
+    tried: set[Path] = set()
+    try:
+        while jobs := [job for job in due_jobs(run, config) if job.folder not in tried]:
+            tried.add(jobs[0].folder)
+            with claim(jobs[0]) as held:
+                if held is None:
+                    continue
+                ok = _evaluate(held, evaluate, journal, config.eval.attempts)
+                evaluated, failed = evaluated + ok, failed + (not ok)
+                if not ok:
+                    tried.discard(jobs[0].folder)  # tried again until `attempts` are used up
+    finally:
+        journal.close()
+    return evaluated, failed
+
+
+def _evaluate(held: Claim, evaluate: Any, journal: Journal, attempts: int) -> bool:
+    job, step = held.job, held.job.checkpoint.step
+    start = time.perf_counter()
+    try:
+        content = evaluate(job.checkpoint)
+    except Exception as error:  # anything a task or model can raise must not stop the other evaluations
+        reason = error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        count = note_failure(job, reason)
+        ending = "given up" if count >= attempts else "will be tried again"
+        journal.write("eval-failed", f"attempt {count} of {attempts} ({ending}): {reason}", step=step, failures=count)
+        return False
+    if held.publish(json.dumps(content, indent=1, default=str) + "\n"):
+        table = content["scores"]
+        shown = ", ".join(
+            f"{task} {name} {value:.4g}"
+            for task, row in table.items()
+            for name, value in row.items()
+            if "stderr" not in name
+        )
+        journal.write(
+            "eval",
+            f"{shown} in {time.perf_counter() - start:.0f}s",
+            step=step,
+            scores=table,
+            tasks=job.folder.name,
+        )
+    return True
+
+
+def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
+    """Start `fsdp-eval watch RUN --once` beside training: own session, no rank variables, few threads, low priority."""
+    hidden = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "TORCH_NCCL_",
+        "OMP_NUM",
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+    environment.update(
+        PYTHONSAFEPATH="1",
+        PYTHONPATH=os.pathsep.join(
+            [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep),
+        OMP_NUM_THREADS=str(config.eval.threads),
+    )
+    run.evals.mkdir(parents=True, exist_ok=True)
+    with (run.evals / "log").open("ab") as log:
+        return subprocess.Popen(
+            ["nice", "-n", "19", sys.executable, "-m", "eval.cli", "watch", str(run.path), "--once"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )

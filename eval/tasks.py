@@ -1,0 +1,166 @@
+"""Tasks made from held-out documents, so that every run can be judged without a download.
+
+`heldout_bpb`: bits per byte of the documents, by rolling likelihood. `heldout_choice`: which of four continuations
+belongs to a passage, the others being real passages of the same length from other documents; chance is 0.25.
+Both are deterministic functions of the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from data.corpus import Corpus
+from data.inputs import Unit, kind_of, read_documents
+from data.tokenizer import Tokenizer
+from fsdp_pretrain.errors import ConfigError, DataError
+
+BUNDLED = ("heldout_bpb", "heldout_choice")
+_CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
+_CONTEXT, _CONTINUATION = 600, 120
+"""Characters."""
+_BASELINE_TOKENS = 50_000_000
+
+
+def read_heldout(path: Path) -> list[str]:
+    """Texts of a held-out file (JSONL with `text`, parquet, or plain text). Raises DataError."""
+    if not path.is_file():
+        raise DataError(f"there is no held-out file {path}", remedy="eval.heldout must name a file of documents")
+    unit = Unit(str(path), kind_of(path), 0, path.stat().st_size, 0)
+    texts = [document.text for document in read_documents(unit, "text", lines=False) if document.text.strip()]
+    if not texts:
+        raise DataError(f"{path} holds no documents")
+    return texts
+
+
+def task_list(names: Sequence[str], heldout: Path | None, include: Sequence[Path]) -> tuple[list[Any], Any]:
+    """lm-eval's `tasks` and `task_manager` for task names.
+
+    Raises:
+        ConfigError: a task does not exist.
+        DataError: the held-out file cannot be used.
+    """
+    from lm_eval.tasks import TaskManager
+
+    others = [name for name in names if name not in BUNDLED]
+    paths = [str(path) for path in include]
+    manager = TaskManager(include_path=paths or None, include_defaults=False)
+    if any(name not in manager.all_tasks for name in others):
+        manager = TaskManager(include_path=paths or None)  # indexes lm-eval's own tasks: takes 10 to 20 seconds
+    unknown = [name for name in others if name not in manager.all_tasks]
+    if unknown:
+        raise ConfigError(f"lm-eval has no task {unknown[0]!r}", remedy="`lm-eval ls tasks` lists them")
+    texts = read_heldout(heldout) if heldout is not None and len(others) < len(names) else []
+    if not texts and len(others) < len(names):
+        raise ConfigError("the bundled tasks need held-out documents", remedy="set eval.heldout or pass --heldout FILE")
+    makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
+    return [makers[name](texts) if name in makers else name for name in names], manager
+
+
+def _dataset(rows: list[dict[str, Any]]) -> Any:
+    """What lm-eval calls to get a task's documents."""
+    from datasets import Dataset
+
+    return lambda **_: {"validation": Dataset.from_list(rows)}
+
+
+def _bits_per_byte(texts: list[str]) -> dict[str, Any]:
+    return {
+        "task": "heldout_bpb",
+        "custom_dataset": _dataset([{"text": text} for text in texts]),
+        "output_type": "loglikelihood_rolling",
+        "validation_split": "validation",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+        "metadata": {"version": 1.0},
+    }
+
+
+def _choice(texts: list[str]) -> dict[str, Any]:
+    questions = choice_questions(texts)
+    if not questions:
+        raise DataError("the held-out documents are too few or too short for heldout_choice")
+    return {
+        "task": "heldout_choice",
+        "custom_dataset": _dataset(questions),
+        "output_type": "multiple_choice",
+        "validation_split": "validation",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        # Some passages are likelier than others anywhere: the score that counts subtracts that (mutual information).
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc_mutual_info", "acc")
+        ],
+        "metadata": {"version": 1.0},
+    }
+
+
+def choice_questions(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows {context, choices, answer}: several per document, cut at line ends, evenly spread over it."""
+    passages = [_passages(text) for text in texts]
+    questions = []
+    for document, found in enumerate(passages):
+        others = [i for i, passage in enumerate(passages) if passage and i != document]
+        if len(others) < _CHOICES - 1:
+            continue
+        for number, (context, truth) in enumerate(found):
+            draw = xxhash.xxh3_64_intdigest(f"{document}/{number}/{truth}".encode())
+            choices = []
+            for i in range(_CHOICES - 1):
+                other = passages[others[(draw + i * (len(others) // (_CHOICES - 1))) % len(others)]]
+                choices.append(other[(draw >> 20) % len(other)][1][: len(truth)])
+            answer = (draw >> 40) % _CHOICES
+            choices.insert(answer, truth)
+            if len(set(choices)) == _CHOICES:
+                questions.append({"context": context, "choices": choices, "answer": answer})
+    return questions
+
+
+def _passages(text: str) -> list[tuple[str, str]]:
+    """(context, continuation) pairs of one document; the continuation starts a line and has the full length."""
+    found = []
+    for k in range(_QUESTIONS_PER_DOCUMENT):
+        start = text.find("\n", _CONTEXT + (len(text) - _CONTEXT) * k // _QUESTIONS_PER_DOCUMENT) + 1
+        continuation = text[start : start + _CONTINUATION]
+        if start and len(continuation) == _CONTINUATION and len(continuation.split()) > 5:
+            found.append((text[start - _CONTEXT : start], continuation))
+    return found
+
+
+def unigram_bits_per_byte(corpora: Sequence[Path], tokenizer: Tokenizer, heldout: Path) -> float:
+    """Bits per byte of the held-out documents under token frequencies of the training corpora (add-one smoothed).
+
+    The score of a model that has learned which tokens exist and nothing else. Reads at most 50M tokens.
+    """
+    counts = np.ones(tokenizer.vocab_size, dtype=np.int64)
+    left = _BASELINE_TOKENS
+    for path in corpora:
+        corpus = Corpus(path)
+        for number in range(len(corpus.manifest.shards)):
+            tokens = corpus.shard(number).tokens[:left]
+            counts += np.bincount(tokens, minlength=len(counts))[: len(counts)]
+            left -= len(tokens)
+    bits = -np.log2(counts / counts.sum())
+    texts = read_heldout(heldout)
+    total = sum(float(bits[ids].sum()) for ids in tokenizer.encode(texts))
+    return total / sum(len(text.encode()) for text in texts)
+
+
+def scores(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """`{task: {metric: value, metric_stderr: value}}` of lm-eval's results, numbers only."""
+    table: dict[str, dict[str, float]] = {}
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            name, _, filter_name = key.partition(",")
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and filter_name:
+                label = name if filter_name == "none" else f"{name}/{filter_name}"
+                table.setdefault(task, {})[label] = float(value)
+    return table

@@ -1,0 +1,175 @@
+"""How fast a configuration trains here: `python -m fsdp_pretrain.bench CONFIG [key=value ...]`, or under torchrun.
+
+Runs the trainer's own step on random tokens; needs no corpus, writes nothing. Reports the median step after warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from typing import Any
+
+import torch
+
+from data.loader import MicroBatch, StepBatch, check_batches
+
+from . import mesh, models, optim, parallel, throughput
+from .config import Config, load
+from .console import run_guarded
+from .control import Inbox
+from .mesh import World
+from .record.recorder import Silent
+from .state import TrainState
+from .trainer import Trainer
+from .units import human_bytes, human_count
+
+
+class RandomSteps:
+    """Batches of random tokens with the shapes of the configuration."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._batch = config.schedule.batch.full
+        self._local, self._micro = self._batch // world.size, config.train.micro_batch
+        self._length, self._vocab = config.data.sequence_length, config.model.vocab
+        self._lengths = config.data.attention == "document"
+        self._pin = world.device.type == "cuda"
+        self._generator = torch.Generator().manual_seed(world.rank)
+        self._steps = 0
+
+    def __next__(self) -> StepBatch:
+        self._steps += 1
+        consumed = self._steps * self._batch
+        step = StepBatch([], self._batch, consumed, consumed, targets=self._local * self._length)
+        for _ in range(self._local // self._micro):
+            tokens = torch.randint(self._vocab, (self._micro, self._length + 1), generator=self._generator)
+            lengths = torch.full((self._micro, 1), self._length, dtype=torch.int32) if self._lengths else None
+            tokens = tokens.pin_memory() if self._pin else tokens
+            step.micro.append(MicroBatch(tokens, None, lengths, torch.zeros(self._micro, dtype=torch.int64)))
+        return step
+
+
+class Records(Silent):
+    """A recorder that keeps the step records in memory."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def step(self, record: dict[str, Any], *, target: int) -> None:
+        """Keep it."""
+        del target
+        self.records.append(record)
+
+
+def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str, Any]:
+    """Time `steps` steps after `warmup`; the figures, the same on every rank but for memory."""
+    check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
+    model = models.build(config.model)
+    parameters = model.count_parameters()
+    parallel.parallelize(model, config, world)
+    device = throughput.device_name(world.device)
+    records = Records()
+    flops = throughput.flops_per_token(parameters, config.model, config.data.sequence_length)
+    trainer = Trainer(
+        config=config,
+        world=world,
+        model=model,
+        optimizer=optim.build(model, config.optimizer),
+        data=RandomSteps(config, world),
+        save=_no_save,
+        after_save=_no_save,
+        recorder=records,
+        inbox=Inbox(None),
+        state=TrainState(),
+        source_names=["random"],
+        flops_per_token=flops,
+        peak_flops=throughput.peak_flops(device),
+    )
+    model.train()
+    for _ in range(warmup + steps):
+        trainer.step()
+        trainer.collect(keep=2)
+    trainer.collect(keep=0)
+    timed = records.records[warmup:]
+    rate = statistics.median(record["tokens_per_second"] for record in timed)
+    peak = throughput.peak_flops(device)
+    return {
+        "run": config.run.name,
+        "device": device,
+        "torch": torch.__version__,
+        "world": world.size,
+        "replicas": world.replicas,
+        "shards": world.shards,
+        "parameters": parameters,
+        "dtype": str(parallel.compute_dtype(config, world.device)).removeprefix("torch."),
+        "compile": config.parallel.compile,
+        "recompute": config.parallel.recompute,
+        "batch": config.schedule.batch.full,
+        "micro_batch": config.train.micro_batch,
+        "sequence_length": config.data.sequence_length,
+        "steps": steps,
+        "tokens_per_second": rate,
+        "tokens_per_second_per_device": rate / world.size,
+        "model_flops_per_second_per_device": rate * flops / world.size,
+        "mfu": rate * flops / (peak * world.size) if peak else None,
+        "memory_bytes": max(world.gather(throughput.memory_in_use(world.device))),
+        "seconds": {part: statistics.median(r["seconds"][part] for r in timed) for part in timed[0]["seconds"]},
+        "iteration_seconds_min_max": [
+            min(record["seconds"]["iteration"] for record in timed),
+            max(record["seconds"]["iteration"] for record in timed),
+        ],
+    }
+
+
+def _no_save(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a benchmark saves nothing")
+
+
+def render(result: dict[str, Any]) -> str:
+    """The figures for people."""
+    mfu = (
+        "unknown (no peak on file for this device)"
+        if result["mfu"] is None
+        else f"{result['mfu']:.1%} of the dense peak"
+    )
+    parts = ", ".join(f"{part} {value * 1000:.1f}" for part, value in result["seconds"].items() if part != "iteration")
+    low, high = result["iteration_seconds_min_max"]
+    return "\n".join(
+        [
+            f"{result['run']}: {human_count(result['parameters'])} parameters, {result['world']} x {result['device']}, "
+            f"torch {result['torch']}, {result['dtype']}",
+            f"  tokens/s     {human_count(result['tokens_per_second'])}"
+            f" ({human_count(result['tokens_per_second_per_device'])} per device)",
+            f"  MFU          {mfu}",
+            f"  memory       {human_bytes(result['memory_bytes'])} on the fullest rank",
+            f"  step         {result['seconds']['iteration']:.4g}s, median of {result['steps']} ({low:.4g} to {high:.4g})",
+            f"  parts (ms)   {parts}",
+        ]
+    )
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_pretrain.bench",
+        description=__doc__,
+        epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=int, default=20, help="steps to time (default: 20)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before (default: 5)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    config = load(args.config, args.overrides)
+    with mesh.connect(config.parallel) as world:
+        result = bench(config, world, steps=args.steps, warmup=args.warmup)
+        if world.is_main:
+            print(json.dumps(result, indent=1) if args.json else render(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))

@@ -1,0 +1,1 @@
+"""Checkpoints: `store` decides which exist (no torch), `dcp` fills and reads them."""

@@ -1,0 +1,303 @@
+"""Filling and reading checkpoints with PyTorch's distributed checkpoint (DCP).
+
+DCP is used for what it does well, resharding and spreading the writing over all ranks, replicas included. What it
+does not do is done here and in `store`: checksums (computed while writing), proof that every chunk its metadata
+promises was written, commit by rename, read-back. Its `CheckpointException` is a BaseException.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError, StorageError
+from ..mesh import World
+from ..optim import state_by_name
+from ..record.files import replace_file
+from ..units import human_bytes
+from .store import (
+    CONFIG,
+    TRAIN_STATE,
+    Checkpoint,
+    FileEntry,
+    Store,
+    describe_file,
+    sync_directory,
+    verify_files,
+)
+
+METADATA = ".metadata"
+_HEADROOM = 1.05
+"""Room asked for beyond the tensors' bytes: headers of the chunks, metadata, manifest."""
+
+
+class _HashingStream:
+    """A file being written, hashed on the way. DCP writes strictly forward."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.digest, self.size = file, xxhash.xxh3_128(), 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.size += memoryview(data).nbytes
+        return cast(int, self._file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _HashingFileSystem(FileSystem):
+    """DCP's local file system, keeping an entry for every file it finishes writing."""
+
+    def __init__(self) -> None:
+        self.written: list[FileEntry] = []
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with Path(path).open(mode) as file:
+            hashing: Any = _HashingStream(file)
+            yield hashing
+        name = Path(path).name.removesuffix(".tmp")
+        self.written.append(FileEntry(name, hashing.size, hashing.digest.hexdigest()))
+
+
+def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A checkpoint's tensors by name, `model.NAME` and `optim.NAME.{step,exp_avg,exp_avg_sq}`; live, not copies."""
+    return {"model": model.state_dict(), "optim": state_by_name(model, optimizer)}
+
+
+def tensor_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors of a checkpoint, over all ranks, each counted once."""
+    tensors = list(model.state_dict().values())
+    for state in state_by_name(model, optimizer).values():
+        tensors += state.values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed and, if so configured, verified checkpoint, and what it took."""
+
+    checkpoint: Checkpoint
+    bytes: int
+    seconds: float
+
+
+def save(
+    world: World,
+    store: Store,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train_state: str,
+    config: str,
+    facts: dict[str, Any],
+    verify: bool,
+) -> Saved:
+    """Write, commit and verify a checkpoint. All ranks call it together.
+
+    Args:
+        train_state: contents of `train_state.json`.
+        config: contents of `config.toml`.
+        facts: further entries of the manifest.
+        verify: read everything back.
+
+    Raises:
+        StorageError: on every rank, if it failed on any; what was written is removed.
+    """
+    start = time.perf_counter()
+    needed = int(tensor_bytes(model, optimizer) * _HEADROOM)
+    attempt = world.decide(lambda: _begin(store, step, needed))
+    try:
+        files = _write(world, attempt, state_dict(model, optimizer))
+        checkpoint = world.decide(lambda: _commit(store, attempt, files, train_state, config, facts))
+    except StorageError:
+        if world.is_main:
+            store.discard(attempt)
+        raise
+    if verify:
+        _verify_after_save(world, store, checkpoint)
+        checkpoint = world.decide(lambda: store.mark_verified(checkpoint))
+    size = sum(entry.bytes for entry in files)
+    return Saved(checkpoint, size, time.perf_counter() - start)
+
+
+def _begin(store: Store, step: int, needed: int) -> Path:
+    """Check that the checkpoint fits before writing a byte of it."""
+    store.directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(store.directory).free
+    if free < needed:
+        raise StorageError(
+            f"the checkpoint of step {step} needs {human_bytes(needed)}, "
+            f"{store.directory} has {human_bytes(free)} free",
+            effect="nothing was written; training past here is not protected",
+            remedy="free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)",
+        )
+    return store.begin(step)
+
+
+def _write(world: World, attempt: Path, state: dict[str, Any]) -> list[FileEntry]:
+    """Let DCP write; the entries of all files of all ranks. Raises StorageError on every rank if any failed."""
+    files = _HashingFileSystem()
+    writer = FileSystemWriter(attempt, sync_files=True, overwrite=False)
+    writer.fs = files
+    failure, metadata = None, None
+    try:
+        metadata = dcp.save(state, storage_writer=writer, process_group=world.host_group)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        failure = _cause(error)
+    outcomes = world.gather((failure, files.written))
+    failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
+    if failures:
+        free = shutil.disk_usage(attempt.parent).free
+        raise StorageError(
+            f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]} "
+            f"({human_bytes(free)} free)"
+        )
+    missing = _missing_chunks(cast(Metadata, metadata))
+    if missing:
+        raise StorageError(f"DCP reported success but left out {len(missing)} chunks, first {missing[0]}")
+    return [entry for _, written in outcomes for entry in written]
+
+
+def _cause(error: BaseException) -> str:
+    """The most telling line of DCP's nested failures: the operating system's error if there is one below."""
+    if isinstance(error, CheckpointException):
+        inner = next(iter(error.failures.values()), None)
+        error = inner[0] if inner else error
+    while not isinstance(error, OSError) and (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _missing_chunks(metadata: Metadata) -> list[str]:
+    """Chunks that the metadata promises but no file holds."""
+    held = {(index.fqn, tuple(index.offset) if index.offset is not None else None) for index in metadata.storage_data}
+    promised: set[tuple[str, tuple[int, ...] | None]] = set()
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, TensorStorageMetadata):
+            promised |= {(name, tuple(chunk.offsets)) for chunk in item.chunks}
+        else:
+            promised.add((name, None))
+    return sorted(name for name, _ in promised - held)
+
+
+def _commit(
+    store: Store, attempt: Path, files: list[FileEntry], train_state: str, config: str, facts: dict[str, Any]
+) -> Checkpoint:
+    try:
+        for name, content in ((TRAIN_STATE, train_state), (CONFIG, config)):
+            replace_file(attempt / name, content)
+            files.append(describe_file(attempt / name))
+        sync_directory(attempt)
+    except OSError as error:
+        raise StorageError(f"cannot write into {attempt}: {error}") from None
+    return store.commit(attempt, files, facts)
+
+
+def _verify_after_save(world: World, store: Store, checkpoint: Checkpoint) -> None:
+    wrong = verify(world, checkpoint)
+    if wrong:
+        if world.is_main:
+            store.abandon(checkpoint.path)
+        raise StorageError(
+            f"{checkpoint.path.name} was written but reads back wrong: {wrong[0]}",
+            effect="it was moved to checkpoints/abandoned and does not count",
+            remedy="check the storage; the data in memory is not affected",
+        )
+
+
+def verify(world: World, checkpoint: Checkpoint) -> list[str]:
+    """Read a checkpoint back, files spread over the ranks; what is wrong, the same on every rank.
+
+    With several nodes a file is read on another node than the one that wrote it, past the writer's page cache.
+    """
+    entries = world.decide(checkpoint.files)
+    mine = [entry for i, entry in enumerate(entries) if (i + world.local_world) % world.size == world.rank]
+    return [text for texts in world.gather(verify_files(checkpoint.path, mine)) for text in texts]
+
+
+def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load a checkpoint, of any mesh, into a model and optimiser. All ranks call it together.
+
+    The optimiser's hyperparameters are not stored; those of the configuration stay in force.
+
+    Raises:
+        CheckpointError: tensors are missing, superfluous, or of another shape or dtype.
+    """
+    state = state_dict(model, optimizer)
+    world.decide(lambda: _compare(checkpoint, state))
+    dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), process_group=world.host_group)
+    model.load_state_dict(state["model"])
+    parameters = dict(model.named_parameters())
+    for name, values in state["optim"].items():
+        optimizer.state[parameters[name]] = values
+
+
+def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Load only the weights, without a process group, into an unsharded model. Raises CheckpointError."""
+    state = {"model": model.state_dict()}
+    _compare(checkpoint, state)
+    dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=True)
+
+
+def _compare(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    """DCP ignores keys nobody asks for and casts dtypes silently: compare names, shapes and dtypes first."""
+    stored = FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    wanted = _flatten(state)
+    prefixes = tuple(f"{key}." for key in state)
+    problems = [f"{name} is missing in the checkpoint" for name in sorted(set(wanted) - set(stored))]
+    problems += [
+        f"{name} is not in the model" for name in sorted(set(stored) - set(wanted)) if name.startswith(prefixes)
+    ]
+    for name in sorted(set(wanted) & set(stored)):
+        item, tensor = stored[name], wanted[name]
+        if (
+            not isinstance(item, TensorStorageMetadata)
+            or item.size != tensor.shape
+            or item.properties.dtype != tensor.dtype
+        ):
+            held = (
+                f"{tuple(item.size)} {item.properties.dtype}"
+                if isinstance(item, TensorStorageMetadata)
+                else "no tensor"
+            )
+            problems.append(f"{name} is {held} in the checkpoint, {tuple(tensor.shape)} {tensor.dtype} in the model")
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit this model: {problems[0]}"
+            + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""),
+            remedy="the [model] section must be the one the checkpoint was trained with",
+        )
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, torch.Tensor | DTensor]:
+    if isinstance(tree, torch.Tensor):
+        return {prefix: tree}
+    return {
+        name: tensor
+        for key, value in tree.items()
+        for name, tensor in _flatten(value, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
+__all__ = ["Saved", "load", "load_model", "save", "state_dict", "tensor_bytes", "verify"]

@@ -1,0 +1,279 @@
+"""The checkpoint store: which checkpoints exist, which are proved, which are kept. No torch.
+
+A checkpoint is written into `step-N.writing-<id>/`, which nobody else ever considers. `commit` writes the manifest
+(every file with its size and checksum), makes everything durable and renames the directory to `step-N`: from then on
+it exists. Reading its bytes back against the manifest makes it verified. Nothing is deleted before its successors
+are verified, and a deletion begins by renaming, so a half-deleted checkpoint is never taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..errors import CheckpointError, StorageError
+from ..record.files import now, read_json, replace_file
+
+MANIFEST, VERIFIED, TRAIN_STATE, CONFIG = "manifest.json", "verified.json", "train_state.json", "config.toml"
+FORMAT = 1
+_NAME = re.compile(r"^step-(\d{8,})$")
+_LEFTOVER = re.compile(r"^step-\d{8,}\.(writing|deleting)-")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint as its writer made it."""
+
+    name: str
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory called like a checkpoint.
+
+    Attributes:
+        step: optimiser steps taken.
+        path: its directory.
+        problem: why it must not be used, from a look at names and sizes; None if it looks whole.
+        verified: its bytes were read back after it was written.
+    """
+
+    step: int
+    path: Path
+    problem: str | None
+    verified: bool
+
+    def manifest(self) -> dict[str, Any]:
+        """Contents of its manifest. Raises CheckpointError."""
+        manifest = read_json(self.path / MANIFEST)
+        if manifest is None:
+            raise CheckpointError(f"{self.path / MANIFEST} is missing or damaged")
+        return manifest
+
+    def files(self) -> list[FileEntry]:
+        """Files listed in the manifest. Raises CheckpointError."""
+        return [FileEntry(**entry) for entry in self.manifest()["files"]]
+
+    def train_state(self) -> dict[str, Any]:
+        """Contents of `train_state.json`. Raises CheckpointError."""
+        state = read_json(self.path / TRAIN_STATE)
+        if state is None:
+            raise CheckpointError(f"{self.path / TRAIN_STATE} is missing or damaged")
+        return state
+
+
+def directory_name(step: int) -> str:
+    """`step-00001000`."""
+    return f"step-{step:08d}"
+
+
+class Store:
+    """The checkpoints of one run.
+
+    Args:
+        directory: `RUN/checkpoints`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def scan(self) -> list[Checkpoint]:
+        """Everything called like a checkpoint, oldest step first."""
+        if not self.directory.is_dir():
+            return []
+        found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.match(path.name))]
+        return [Checkpoint(step, path, _problem(path), (path / VERIFIED).is_file()) for step, path in sorted(found)]
+
+    def find(self, step: int) -> Checkpoint:
+        """The checkpoint of a step. Raises CheckpointError if there is none or it does not look whole."""
+        for checkpoint in self.scan():
+            if checkpoint.step == step:
+                if checkpoint.problem:
+                    raise CheckpointError(f"{checkpoint.path} cannot be used: {checkpoint.problem}")
+                return checkpoint
+        steps = ", ".join(str(checkpoint.step) for checkpoint in self.scan()) or "none"
+        raise CheckpointError(f"{self.directory} has no checkpoint of step {step} (there are: {steps})")
+
+    def newest(self) -> Checkpoint | None:
+        """The newest that looks whole, or None."""
+        return next((checkpoint for checkpoint in reversed(self.scan()) if checkpoint.problem is None), None)
+
+    def begin(self, step: int) -> Path:
+        """A fresh directory to write the checkpoint of `step` into; its name is never used twice.
+
+        Raises:
+            StorageError: it cannot be created.
+        """
+        path = self.directory / f"{directory_name(step)}.writing-{uuid.uuid4().hex[:12]}"
+        try:
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise StorageError(f"cannot create {path}: {error.strerror}") from None
+        return path
+
+    def commit(self, attempt: Path, files: Iterable[FileEntry], facts: dict[str, Any]) -> Checkpoint:
+        """Make a completely written attempt a checkpoint.
+
+        Args:
+            attempt: from `begin`; all its files durable, `train_state.json` and `config.toml` among them.
+            files: what the manifest promises.
+            facts: further entries of the manifest (step, mesh, fingerprints).
+
+        Raises:
+            StorageError: the manifest or the rename could not be made durable; nothing was committed.
+        """
+        manifest = {
+            "format": FORMAT,
+            **facts,
+            "committed": now(),
+            "files": [vars(entry) for entry in sorted(files, key=lambda entry: entry.name)],
+        }
+        target = attempt.with_name(attempt.name.partition(".")[0])
+        try:
+            replace_file(attempt / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            sync_directory(attempt)
+            if target.exists():  # a damaged one of the same step, which the run passed over when it resumed
+                self.abandon(target)
+            attempt.rename(target)
+            sync_directory(self.directory)
+        except OSError as error:
+            raise StorageError(f"cannot commit {target}: {error}") from None
+        return Checkpoint(manifest["step"], target, None, False)
+
+    def abandon(self, path: Path) -> Path:
+        """Move a checkpoint aside into `abandoned/`, where nothing looks for one. Raises OSError."""
+        aside = self.directory / "abandoned" / f"{path.name}-{uuid.uuid4().hex[:8]}"
+        aside.parent.mkdir(exist_ok=True)
+        path.rename(aside)
+        return aside
+
+    def mark_verified(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Note that the bytes were read back and match. Raises StorageError."""
+        try:
+            replace_file(checkpoint.path / VERIFIED, json.dumps({"verified": now()}) + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {checkpoint.path / VERIFIED}: {error}") from None
+        return Checkpoint(checkpoint.step, checkpoint.path, checkpoint.problem, True)
+
+    def retain(
+        self, keep_last: int, keep: Callable[[Checkpoint], bool], protected: Collection[int] = ()
+    ) -> list[Checkpoint]:
+        """Delete what the policy does not name.
+
+        Kept: the newest `keep_last` verified checkpoints, those that `keep` accepts, the steps in `protected`, and
+        everything newer than the oldest of these that is not verified yet.
+
+        Returns:
+            What was deleted. A deletion that fails is left for the next `sweep`.
+        """
+        whole = [checkpoint for checkpoint in self.scan() if checkpoint.problem is None]
+        verified = [checkpoint.step for checkpoint in whole if checkpoint.verified]
+        recent = set(verified[-keep_last:])
+        if len(verified) < keep_last:
+            return []
+        deleted = []
+        for checkpoint in whole:
+            step = checkpoint.step
+            if step in recent or step > min(recent) or step in protected or keep(checkpoint):
+                continue
+            self._delete(checkpoint.path)
+            deleted.append(checkpoint)
+        return deleted
+
+    def sweep(self) -> list[Path]:
+        """Remove what killed saves and deletions left behind. Only for the one job that owns the run."""
+        if not self.directory.is_dir():
+            return []
+        stale = [path for path in self.directory.iterdir() if _LEFTOVER.match(path.name)]
+        for path in stale:
+            shutil.rmtree(path, ignore_errors=True)
+        return stale
+
+    def discard(self, attempt: Path) -> None:
+        """Remove a failed attempt, to give its space back."""
+        shutil.rmtree(attempt, ignore_errors=True)
+
+    def _delete(self, path: Path) -> None:
+        doomed = path.with_name(f"{path.name}.deleting-{uuid.uuid4().hex[:8]}")
+        try:
+            path.rename(doomed)
+        except OSError:
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory as far as names and sizes tell."""
+    if not path.is_dir():
+        return "not a directory"
+    manifest = read_json(path / MANIFEST)
+    if manifest is None:
+        return f"{MANIFEST} is missing or damaged"
+    if manifest.get("format") != FORMAT:
+        return f"its format is {manifest.get('format')!r}; this program reads {FORMAT}"
+    try:
+        entries = [FileEntry(**entry) for entry in manifest["files"]]
+    except (KeyError, TypeError):
+        return f"{MANIFEST} does not list files"
+    for entry in entries:
+        try:
+            size = (path / entry.name).stat().st_size
+        except OSError:
+            return f"{entry.name} is missing"
+        if size != entry.bytes:
+            return f"{entry.name} has {size} bytes, the manifest says {entry.bytes}"
+    return None
+
+
+def verify_files(path: Path, entries: Iterable[FileEntry]) -> list[str]:
+    """Read files back and compare with the manifest; what is wrong, one text per bad file."""
+    wrong = []
+    for entry in entries:
+        try:
+            size, digest = checksum(path / entry.name)
+        except OSError as error:
+            wrong.append(f"{entry.name}: {error.strerror}")
+            continue
+        if size != entry.bytes:
+            wrong.append(f"{entry.name} has {size} bytes, the manifest says {entry.bytes}")
+        elif digest != entry.xxh3:
+            wrong.append(f"{entry.name}: its bytes are not the ones that were written (checksum)")
+    return wrong
+
+
+def checksum(path: Path) -> tuple[int, str]:
+    """(size, xxh3-128) of a file, read from storage rather than from the page cache where the system allows."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            size += len(chunk)
+    return size, digest.hexdigest()
+
+
+def describe_file(path: Path) -> FileEntry:
+    """The manifest entry of a file on disk. Raises OSError."""
+    size, digest = checksum(path)
+    return FileEntry(path.name, size, digest)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,219 @@
+"""`fsdp-pretrain VERB`: everything an operator does around a run. Verbs that only look need no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .checkpoint.store import Checkpoint, Store, verify_files
+from .config import load
+from .config_reference import reference
+from .console import Command
+from .control import VERBS, send
+from .errors import CheckpointError, ConfigError
+from .record import aim, journal
+from .record.files import RunDir
+from .status import ALERT, inspect, render
+from .units import human_bytes
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    command = Command("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
+    parser = command.verb(
+        "plan",
+        _plan,
+        "What a configuration means in numbers: parameters, mesh, disk, schedule. Exit 78 on a contradiction.",
+        "fsdp-pretrain plan configs/runs/quickstart.toml --world-size 4",
+    )
+    parser.add_argument("config", help="TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--world-size", type=int, help="check and describe this number of ranks")
+    parser.add_argument("--at", help="print the schedule at a point, such as '43680 steps'")
+    parser.add_argument("--json", action="store_true")
+
+    parser = command.verb(
+        "status",
+        _status,
+        "How a run is doing. Exit 0 ok, 1 warning, 2 alert.",
+        "fsdp-pretrain status runs/quickstart/run",
+    )
+    _add_run(parser)
+    parser.add_argument("--json", action="store_true")
+
+    parser = command.verb(
+        "checkpoints",
+        _checkpoints,
+        "List the checkpoints of a run, or read them back and compare every checksum.",
+        "fsdp-pretrain checkpoints runs/quickstart/run verify 400",
+    )
+    _add_run(parser)
+    parser.add_argument("action", choices=("list", "verify"))
+    parser.add_argument("step", type=int, nargs="?", help="verify only this one (default: all)")
+    parser.add_argument("--json", action="store_true")
+
+    parser = command.verb(
+        "control",
+        _control,
+        "Ask the running job to save a checkpoint, or to save and stop.",
+        "fsdp-pretrain control runs/quickstart/run save",
+    )
+    _add_run(parser)
+    parser.add_argument("action", choices=VERBS)
+
+    parser = command.verb("journal", _journal, "The chronicle of a run.", "fsdp-pretrain journal runs/quickstart/run")
+    _add_run(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+
+    parser = command.verb(
+        "note", _note, "Add a line to the chronicle.", 'fsdp-pretrain note runs/quickstart/run "new switch"'
+    )
+    _add_run(parser)
+    parser.add_argument("text")
+
+    parser = command.verb(
+        "aim",
+        _aim,
+        "Build, or bring up to date, the Aim run of a record.",
+        "fsdp-pretrain aim runs/quickstart/run",
+    )
+    _add_run(parser)
+
+    command.verb(
+        "config-reference",
+        _config_reference,
+        "Print docs/config.md: every configuration key.",
+        "fsdp-pretrain config-reference",
+    )
+    return command.run()
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=_run_dir, metavar="RUN", help="run directory")
+
+
+def _run_dir(text: str) -> RunDir:
+    run = RunDir(Path(text))
+    if not (run.path / "segments").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a run directory (it has no segments/)")
+    return run
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from .units import Progress
+
+    config = load(args.config, args.overrides)
+    if args.at is not None:
+        try:
+            step = config.schedule.batch.step_at(config.schedule.samples(Progress.parse(args.at)))
+        except ValueError as error:
+            raise ConfigError(f"--at: {error}") from None
+        row = config.schedule.at(max(1, step))
+        row = {**row, "cursor": row["consumed"], "sequence_length": config.data.sequence_length}
+        print(json.dumps(row, indent=1) if args.json else "\n".join(f"{key:16} {value}" for key, value in row.items()))
+        return 0
+    try:
+        from . import plan
+    except ImportError as error:
+        raise ConfigError(
+            f"plan counts parameters with torch, which is not installed ({error.name})",
+            remedy="pip install 'fsdp-pretrain[train]'",
+        ) from None
+    result = plan.plan(config, args.world_size)
+    print(json.dumps(result, indent=1) if args.json else plan.render(result))
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    report = inspect(args.run)
+    print(json.dumps(report.as_dict(), indent=1) if args.json else render(report))
+    return report.level
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    store = Store(args.run.checkpoints)
+    chosen = store.scan() if args.step is None else [c for c in store.scan() if c.step == args.step]
+    if args.step is not None and not chosen:
+        store.find(args.step)
+    rows = [_verify(item) if args.action == "verify" else _describe(item) for item in chosen]
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    elif not rows:
+        print("no checkpoints")
+    else:
+        for row in rows:
+            size = human_bytes(row["bytes"]) if row["bytes"] is not None else "-"
+            line = f"{row['step']:>12_}  {size:>9}  {row['state']:<10} {row['committed'] or '-':<25} "
+            line += row["problem"] or ""
+            print(line.rstrip())
+    return ALERT if any(row["problem"] for row in rows) else 0
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    try:
+        manifest = checkpoint.manifest()
+        size = sum(entry.bytes for entry in checkpoint.files())
+    except (CheckpointError, KeyError, TypeError):
+        manifest, size = {}, None
+    state = "damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed"
+    return {
+        "step": checkpoint.step,
+        "path": str(checkpoint.path),
+        "state": state,
+        "bytes": size,
+        "committed": manifest.get("committed"),
+        "world": manifest.get("world"),
+        "problem": checkpoint.problem,
+    }
+
+
+def _verify(checkpoint: Checkpoint) -> dict[str, Any]:
+    row = _describe(checkpoint)
+    if checkpoint.problem is None:
+        wrong = verify_files(checkpoint.path, checkpoint.files())
+        row |= {"state": "damaged", "problem": wrong[0]} if wrong else {"state": "verified"}
+    return row
+
+
+def _control(args: argparse.Namespace) -> int:
+    report = inspect(args.run)
+    if not report.running:
+        raise ConfigError(
+            f"no job of {args.run.path} is running (state {report.state})",
+            effect="the request would wait for a later start, which discards it",
+        )
+    send(args.run, args.action)
+    print(f"asked to {args.action}; the job answers within a few steps (see its log or `fsdp-pretrain journal`)")
+    return 0
+
+
+def _journal(args: argparse.Namespace) -> int:
+    for entry in journal.read(args.run):
+        print(json.dumps(entry) if args.json else journal.render(entry))
+    return 0
+
+
+def _note(args: argparse.Namespace) -> int:
+    writer = journal.Journal(args.run)
+    writer.write("note", args.text)
+    writer.close()
+    return 0
+
+
+def _aim(args: argparse.Namespace) -> int:
+    repository, count = aim.rebuild(args.run)
+    print(f"{repository}: {count} records tracked; look at them with `aim up --repo {repository}`")
+    return 0
+
+
+def _config_reference(args: argparse.Namespace) -> int:
+    del args
+    print(reference(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

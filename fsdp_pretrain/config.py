@@ -1,0 +1,572 @@
+"""Strict, typed configuration: one TOML file (with includes) plus `key=value` overrides.
+
+Every problem is reported at once, with where the offending value came from and the nearest valid key. Relative paths
+are relative to the working directory, except `include`, which is relative to the file it stands in. `docs/config.md` is
+generated from the docstrings below.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from .errors import ConfigError
+from .schedule import BatchSchedule, Ramp, Schedule
+from .units import BatchSize, Progress, Seconds
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are not coerced, objects do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.normpath(Path.cwd() / path.expanduser()))  # symbolic links stay as written
+
+
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
+
+
+class RunSection(Section):
+    """What the run is called and where its record lives."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run, used in logs and trackers."""
+    dir: FilePath
+    """Run directory. Holds checkpoints, metrics, journal, evals; created if absent, resumed if not."""
+    seed: int = 1234
+    """Seed of parameter initialisation and dropout. The data order has its own, `data.seed`."""
+
+
+class _Decoder(Section):
+    layers: Positive
+    """Number of blocks."""
+    hidden: Positive
+    """Width of the residual stream."""
+    heads: Positive
+    """Query heads; must divide `hidden`."""
+    vocab: Positive
+    """Rows of the embedding table. At least the tokenizer's vocabulary; pad it to a multiple of 64 or 128 for speed."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Epsilon of the norms."""
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 * layers)."""
+    declared_params: Positive | None = None
+    """Parameters you believe the model has. `plan` and the trainer refuse (exit 78) if the exact count differs."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> _Decoder:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
+        return self
+
+
+class LlamaModel(_Decoder):
+    """Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+
+    family: Literal["llama"]
+    """Model family."""
+    kv_heads: Positive | None = None
+    """Key/value heads (grouped-query attention); default `heads`."""
+    ffn: Positive
+    """Width of the SwiGLU feed-forward layer."""
+    rope_base: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base of the rotary frequencies."""
+    tied_head: bool = False
+    """Use the embedding table as output matrix."""
+
+    @model_validator(mode="after")
+    def _llama_shapes(self) -> LlamaModel:
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
+        if (self.hidden // self.heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {self.hidden // self.heads}")
+        return self
+
+
+class GPTModel(_Decoder):
+    """GPT-style decoder: LayerNorm, learned positions, biases, tanh-GELU."""
+
+    family: Literal["gpt"]
+    """Model family."""
+    ffn: Positive | None = None
+    """Width of the feed-forward layer; default 4 * hidden."""
+    positions: Positive
+    """Rows of the learned position table; the longest sequence the model can ever see."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on embeddings, attention probabilities and both residual branches."""
+    tied_head: bool = True
+    """Use the embedding table as output matrix."""
+
+
+Model = Annotated[LlamaModel | GPTModel, Field(discriminator="family")]
+
+
+class Source(Section):
+    """One corpus of the training mixture."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Identity of the source: keys its shuffle and its column in the metrics. Renaming it reshuffles it."""
+    path: FilePath
+    """Corpus directory, as written by `fsdp-data prepare`."""
+    weight: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 1.0
+    """Share of the samples, relative to the other sources' weights."""
+
+
+class DataSection(Section):
+    """What the model reads, and in which order."""
+
+    sequence_length: Positive
+    """Tokens per sample."""
+    sources: Annotated[list[Source], Field(min_length=1)]
+    """The mixture. One `[[data.sources]]` table each."""
+    seed: int = 1234
+    """Seed of the data order, independent of `run.seed`."""
+    lanes: Positive = 256
+    """Places of an epoch that consecutive samples come from in turn. Part of the data order: changing it reshuffles."""
+    attention: Literal["causal", "document"] = "causal"
+    """`causal` attends across the documents packed into a sample, `document` masks other documents."""
+    prefetch: Annotated[int, Field(ge=0)] = 4
+    """Steps the background thread prepares ahead."""
+    max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
+    """Share of documents that may fail the inline checks, and so be left out of the loss, before the run is refused."""
+
+    @field_validator("sources")
+    @classmethod
+    def _unique_names(cls, sources: list[Source]) -> list[Source]:
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"source names must differ, got {names}")
+        return sources
+
+
+class BatchRampSection(Section):
+    """Growth of the global batch at the start of a run (Megatron's law, in samples consumed)."""
+
+    first: BatchSize
+    """Batch at the beginning."""
+    by: BatchSize
+    """Increment."""
+    start: Progress = Progress(0, "sample")
+    """Where the ramp starts, in samples or tokens."""
+    end: Progress | None = None
+    """Where it ends, in samples or tokens. Give this or `duration`."""
+    duration: Progress | None = None
+    """How long it takes, in samples or tokens. Give this or `end`."""
+
+    @model_validator(mode="after")
+    def _one_end(self) -> BatchRampSection:
+        if (self.end is None) == (self.duration is None):
+            raise ValueError("give either `end` or `duration`, not both or neither")
+        for name in ("start", "end", "duration"):
+            value = getattr(self, name)
+            if value is not None and value.unit == "step":
+                raise ValueError(
+                    f"`{name}` cannot be in steps: how long a step is depends on the ramp; use samples or tokens"
+                )
+        return self
+
+
+class TrainSection(Section):
+    """Length of the run and size of a step."""
+
+    duration: Progress
+    """Length of the run: `"2T tokens"`, `"300 steps"`, `"1_000_000 samples"`."""
+    global_batch: BatchSize
+    """Samples or tokens per optimiser step, over all ranks, however many: `"256 samples"`, `"4M tokens"`."""
+    micro_batch: Positive
+    """Samples per rank in one forward pass; the rest of the global batch is gradient accumulation."""
+    batch_ramp: BatchRampSection | None = None
+    """Optional growth of the global batch."""
+    grad_clip: Rate = 1.0
+    """Clip the global gradient norm to this; 0 is off."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of compute; the rest is always fp32. `auto`: bf16 on GPU, fp32 on CPU."""
+
+
+class OptimizerSection(Section):
+    """AdamW and the learning-rate curve."""
+
+    lr: Annotated[float, Field(strict=False, gt=0)]
+    """Peak learning rate."""
+    min_lr: Rate = 0.0
+    """Learning rate at the end of the decay."""
+    curve: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup: Progress = Progress(0, "step")
+    """Linear warm-up from zero."""
+    decay: Progress | None = None
+    """Where the curve reaches `min_lr`, counted from the start of the run; default `train.duration`."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """AdamW betas."""
+    eps: Annotated[float, Field(strict=False, gt=0)] = 1e-8
+    """AdamW epsilon."""
+    weight_decay: Rate = 0.1
+    """Decoupled weight decay, for the parameters that decay."""
+    no_decay: list[str] = ["bias$", "norm.*\\.weight$"]
+    """Regular expressions searched in parameter names; matches form the group without weight decay."""
+
+    @field_validator("no_decay")
+    @classmethod
+    def _compiles(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        return patterns
+
+
+class ParallelSection(Section):
+    """How the model is spread over the ranks."""
+
+    shard: Positive | Literal["node"] = "node"
+    """Ranks that share one copy of the parameters, replicated over the rest (HSDP). `node`: the ranks of one node."""
+    reshard_after_forward: bool = True
+    """Free a block's parameters after its forward and gather them again for its backward: less memory, more traffic."""
+    recompute: Annotated[int, Field(ge=0)] = 0
+    """Activation checkpointing: recompute every n-th block in the backward pass; 0 is off, 1 is every block."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    timeout: Seconds = Seconds(600)
+    """How long a collective may take before the rank gives up."""
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written and which are kept."""
+
+    every: Progress
+    """Interval between checkpoints. The last step is always saved."""
+    keep_last: Annotated[int, Field(ge=2)] = 3
+    """Newest checkpoints to keep. At least two: one may turn out bad."""
+    keep_every: Progress | None = None
+    """Also keep, for ever, the checkpoints that complete this interval."""
+    verify: bool = True
+    """Read a checkpoint back and compare checksums before it counts as verified and older ones may be deleted."""
+    max_failures: Annotated[int, Field(ge=1)] = 3
+    """Consecutive failed saves after which the run stops with exit 93."""
+
+
+class EvalSection(Section):
+    """Scheduled evaluation of checkpoints by lm-eval, in processes of its own."""
+
+    every: Progress | None = None
+    """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
+    tasks: list[str] = ["heldout_bpb", "heldout_choice"]
+    """lm-eval task names. `heldout_*` are made from `eval.heldout`; others need their data at hand."""
+    heldout: FilePath | None = None
+    """JSONL of held-out documents (field `text`) for the bundled tasks."""
+    include: list[FilePath] = []
+    """Directories with further lm-eval task files."""
+    limit: Positive | None = None
+    """Documents per task; absent: all."""
+    batch: Positive = 16
+    """Sequences per forward pass."""
+    device: str = "cpu"
+    """Device of the evaluation process, for example `cpu` or `cuda`."""
+    launch: bool = True
+    """Let the trainer start the evaluation on its first node. Off: only `fsdp-eval watch` (cron, Slurm) evaluates."""
+    threads: Positive = 1
+    """CPU threads of a process the trainer starts."""
+    attempts: Positive = 3
+    """Tries per checkpoint before it is given up with an alarm in the journal."""
+
+
+class RecordSection(Section):
+    """What is written for people and trackers. The metrics record and the journal are always written."""
+
+    console_every: Positive = 10
+    """Steps between console lines."""
+    aim: bool = False
+    """Mirror the record into Aim while training (needs the extra `aim`). Never affects training."""
+    aim_repo: FilePath | None = None
+    """Aim repository; default `aim/` in the run directory."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection
+    model: Model
+    data: DataSection
+    train: TrainSection
+    optimizer: OptimizerSection
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection
+    eval: EvalSection = EvalSection()
+    record: RecordSection = RecordSection()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The run's schedules as numbers."""
+        return _build_schedule(self.data, self.train, self.optimizer)
+
+    def to_toml(self) -> str:
+        """The resolved configuration; loading it gives an equal object."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def _samples(size: Progress, sequence_length: int, name: str) -> int:
+    if size.unit == "token":
+        if size.value % sequence_length:
+            raise ValueError(f"{name} = {size} is not a whole number of samples of {sequence_length} tokens")
+        return size.value // sequence_length
+    return size.value
+
+
+def _build_schedule(data: DataSection, train: TrainSection, optimizer: OptimizerSection) -> Schedule:
+    length = data.sequence_length
+    ramp = None
+    if train.batch_ramp is not None:
+        section = train.batch_ramp
+        start = _samples(section.start, length, "train.batch_ramp.start")
+        if section.end is not None:
+            end = _samples(section.end, length, "train.batch_ramp.end")
+        else:
+            assert section.duration is not None
+            end = start + _samples(section.duration, length, "train.batch_ramp.duration")
+        first = _samples(section.first, length, "train.batch_ramp.first")
+        ramp = Ramp(first, _samples(section.by, length, "train.batch_ramp.by"), start, end)
+    return Schedule(
+        sequence_length=length,
+        batch=BatchSchedule(_samples(train.global_batch, length, "train.global_batch"), ramp),
+        duration=train.duration,
+        curve=optimizer.curve,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        warmup=optimizer.warmup,
+        decay=optimizer.decay,
+    )
+
+
+def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
+    """Contradictions between sections. Sees only the sections that are valid in themselves."""
+    model, data, train = sections.get("model"), sections.get("data"), sections.get("train")
+    optimizer, checkpoint, evaluation = (sections.get(name) for name in ("optimizer", "checkpoint", "eval"))
+    if isinstance(model, GPTModel) and data and data.sequence_length > model.positions:
+        yield f"data.sequence_length = {data.sequence_length} exceeds model.positions = {model.positions}"
+    if optimizer and optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
+    if data and train and optimizer:
+        try:
+            _build_schedule(data, train, optimizer)
+        except ValueError as error:
+            yield str(error)
+    for name, section in (("checkpoint", checkpoint), ("eval", evaluation)):
+        for key in ("every", "keep_every"):
+            every = getattr(section, key, None)
+            if every is not None and every.value < 1:
+                yield f"{name}.{key} = {every} is no interval"
+    if evaluation and evaluation.every is not None and evaluation.heldout is None:
+        bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
+        if bundled:
+            yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
+
+
+_MISSING = object()
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, merge, check.
+
+    Args:
+        path: TOML file.
+        overrides: `section.key=value`; the value is a TOML literal, or a plain string if it does not parse as one.
+
+    Raises:
+        ConfigError: listing every problem found.
+    """
+    path = Path(path)
+    origin: dict[str, str] = {}
+    raw = _read(path, origin, ())
+    problems = [problem for text in overrides if (problem := _override(raw, text, origin))]
+    config = None
+    if not problems:
+        config, problems = _validate(raw, path, origin)
+    if config is None or problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))
+    return config
+
+
+def _validate(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> tuple[Config | None, list[str]]:
+    """Validate section by section, so that sections without errors can still be checked against each other."""
+    sections, problems = {}, []
+    for key in raw:
+        if key not in Config.model_fields:
+            problems.append(_describe({"type": "extra_forbidden", "loc": (key,), "input": raw[key]}, path, origin))
+    for key, field in Config.model_fields.items():
+        value = raw.get(key, _MISSING)
+        if value is _MISSING:
+            if field.is_required():
+                problems.append(f"[{key}]: this section is missing")
+            else:
+                sections[key] = field.get_default()
+            continue
+        try:
+            annotation: Any = Annotated[field.annotation, field]
+            sections[key] = TypeAdapter(annotation).validate_python(value)
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                loc = tuple(x for x in item["loc"] if not (key == "model" and x in ("llama", "gpt")))
+                problems.append(_describe({**item, "loc": (key, *loc)}, path, origin))
+    problems += cross_checks(sections)
+    return (Config(**sections) if not problems else None), problems
+
+
+def _read(path: Path, origin: dict[str, str], chain: tuple[Path, ...]) -> dict[str, Any]:
+    """A TOML file with its includes merged under it; notes in `origin` which file each value came from."""
+    if path.resolve() in chain:
+        raise ConfigError(f"{path} includes itself", remedy="remove it from `include`")
+    try:
+        own = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        asked = f", included by {chain[-1]}" if chain else ""
+        raise ConfigError(f"cannot read the configuration {path}{asked}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    merged: dict[str, Any] = {}
+    includes = own.pop("include", [])
+    if not isinstance(includes, list) or not all(isinstance(item, str) for item in includes):
+        raise ConfigError(f"{path}: `include` must be a list of file names")
+    for item in includes:
+        _merge(merged, _read(path.parent / item, origin, (*chain, path.resolve())))
+    _merge(merged, own)
+    for key in _leaves(own):
+        origin[key] = str(path)
+    return merged
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{prefix}.{index}")
+    else:
+        yield prefix
+
+
+def _override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | None:
+    """Apply one `key=value`; the problem, if it cannot be."""
+    key, equals, literal = text.partition("=")
+    key = key.strip()
+    if not equals or not re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", key):
+        return f"override {text!r} is not of the form section.key=value"
+    try:
+        value = tomllib.loads(f"value = {literal}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = literal
+    *parents, last = key.split(".")
+    node: Any = raw
+    for depth, part in enumerate(parents):
+        child = _child(node, part)
+        if child is _MISSING:
+            if not isinstance(node, dict):
+                return f"override {text!r}: there is no {'.'.join(parents[: depth + 1])}"
+            child = node[part] = {}
+        node = child
+    if isinstance(node, list):
+        if not last.isdigit() or int(last) >= len(node):
+            return f"override {text!r}: {'.'.join(parents)} has {len(node)} entries"
+        node[int(last)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        return f"override {text!r}: {'.'.join(parents)} is a value, not a section"
+    origin[key] = f"override {text!r}"
+    return None
+
+
+def _child(node: Any, part: str) -> Any:
+    if isinstance(node, list):
+        return node[int(part)] if part.isdigit() and int(part) < len(node) else _MISSING
+    return node.get(part, _MISSING) if isinstance(node, dict) else _MISSING
+
+
+def _describe(error: Any, path: Path, origin: dict[str, str]) -> str:
+    """One validation error as `key = value (from where): what is wrong; what would be right`."""
+    key = ".".join(str(part) for part in error["loc"])
+    source = next((where for name, where in origin.items() if name == key or name.startswith(key + ".")), str(path))
+    kind, message = error["type"], str(error.get("msg", "")).removeprefix("Value error, ")
+    if kind == "missing":
+        return f"{key}: this key is required"
+    if kind == "extra_forbidden":
+        hint = _nearest(key)
+        return f"{key} ({source}): unknown key" + (f"; did you mean {hint!r}?" if hint else "")
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return f"model.family ({source}): must be one of {', '.join(_families())}"
+    value = error.get("input")
+    shown = "" if isinstance(value, dict | list) else f" = {value!r}"
+    return f"{key}{shown} ({source}): {message[:1].lower()}{message[1:]}"
+
+
+def _families() -> list[str]:
+    return [kind.model_fields["family"].annotation.__args__[0] for kind in (LlamaModel, GPTModel)]  # type: ignore[union-attr]
+
+
+def schema_keys() -> dict[str, tuple[type[Section], str]]:
+    """Every valid dotted key (list entries without index) -> (its section class, field name)."""
+    keys: dict[str, tuple[type[Section], str]] = {}
+
+    def walk(section: type[Section], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            keys.setdefault(prefix + name, (section, name))
+            for inner in _sections_in(field.annotation):
+                walk(inner, f"{prefix}{name}.")
+
+    walk(Config, "")
+    return keys
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for part in getattr(annotation, "__args__", ()) for found in _sections_in(part)]
+
+
+def _nearest(key: str) -> str | None:
+    """The valid key the user most likely meant: close in spelling, or the same name in another section."""
+    plain = re.sub(r"\.\d+(?=\.)", "", key)
+    keys = list(schema_keys())
+    last = plain.rpartition(".")[2]
+    same_name = [name for name in keys if name.rpartition(".")[2] == last]
+    if same_name:
+        return same_name[0]
+    close = difflib.get_close_matches(plain, keys, n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    names = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in keys], n=1, cutoff=0.75)
+    return next((name for name in keys if names and name.endswith(names[0])), None)

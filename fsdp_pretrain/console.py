@@ -1,0 +1,57 @@
+"""What the three console commands share: verbs with an example in their `--help`, errors as one message."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from .errors import UserError
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+class Command:
+    """A console command made of verbs.
+
+    Args:
+        name: as typed.
+        description: what it is for.
+    """
+
+    def __init__(self, name: str, description: str) -> None:
+        self._parser = argparse.ArgumentParser(prog=name, description=description)
+        self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
+
+    def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
+        """Add a verb; returns its parser, to which the caller adds arguments."""
+        parser = self._verbs.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(handler=handler)
+        return parser
+
+    def run(self, arguments: Sequence[str] | None = None) -> int:
+        """Parse and run; the exit code."""
+        parsed = self._parser.parse_args(arguments)
+        return run_guarded(lambda: parsed.handler(parsed))
+
+
+def run_guarded(act: Callable[[], int]) -> int:
+    """Run a command: user errors become one message and their exit code, Ctrl-C becomes 130."""
+    try:
+        return act()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit)
+    except BrokenPipeError:  # `... | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,98 @@
+"""Requests to a running job: the control inbox that operators write, and signals.
+
+A request is a file in `RUN/control/`; rank 0 reads and removes it. What rank 0, or a signalled rank, saw is carried
+to all ranks by the sum that every step makes anyway, so all act after the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from .record.files import RunDir, now, read_json, replace_file
+
+VERBS = ("stop", "save")
+_POLL_INTERVAL = 0.5
+
+
+def send(run: RunDir, verb: str) -> None:
+    """Leave a request for the job of a run. Raises OSError."""
+    name = f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
+    replace_file(
+        run.control / name,
+        json.dumps({"verb": verb, "time": now(), "by": os.environ.get("USER", "?")}) + "\n",
+    )
+
+
+@dataclass
+class Requests:
+    """What has been asked of this rank and not yet been answered."""
+
+    stop: bool = False
+    save: bool = False
+    reason: str = ""
+
+
+class Inbox:
+    """Collects requests on one rank.
+
+    Args:
+        run: the run directory, on rank 0; None elsewhere.
+    """
+
+    def __init__(self, run: RunDir | None) -> None:
+        self._run, self._polled = run, 0.0
+        self._requests = Requests()
+
+    def discard(self) -> int:
+        """Remove requests that were meant for an earlier start; how many."""
+        if self._run is None:
+            return 0
+        stale = [path for path in self._run.control.glob("*.json") if not path.name.startswith(".")]
+        for path in stale:
+            path.unlink(missing_ok=True)
+        return len(stale)
+
+    def listen(self) -> None:
+        """Turn SIGTERM, SIGINT and SIGUSR1 into a request to stop; a second SIGINT interrupts at once."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if number == signal.SIGINT and self._requests.stop:
+            raise KeyboardInterrupt
+        self._requests.stop = True
+        self._requests.reason = signal.Signals(number).name
+
+    def take(self) -> Requests:
+        """What has been asked: a request to save is handed out once, one to stop stays.
+
+        Looks into the inbox at most twice a second.
+        """
+        if self._run is not None and time.monotonic() - self._polled >= _POLL_INTERVAL:
+            self._polled = time.monotonic()
+            self._read_files(self._run)
+        taken = replace(self._requests)
+        self._requests.save = False
+        return taken
+
+    def _read_files(self, run: RunDir) -> None:
+        try:
+            names = sorted(name for name in os.listdir(run.control) if name.endswith(".json") and name[0] != ".")  # noqa: PTH208
+        except OSError:
+            return
+        for name in names:
+            path = run.control / name
+            content = read_json(path) or {}
+            path.unlink(missing_ok=True)
+            if content.get("verb") == "stop":
+                self._requests.stop = True
+                self._requests.reason = f"control stop by {content.get('by', '?')}"
+            elif content.get("verb") == "save":
+                self._requests.save = True

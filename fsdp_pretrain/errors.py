@@ -1,0 +1,83 @@
+"""Errors a person can act on, and the exit codes they end in.
+
+A `UserError` is shown as its text alone: what is wrong, what that means, what to do. Anything else that escapes
+is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of the main job (design, section 4)."""
+
+    COMPLETE = 0
+    UNEXPECTED = 1
+    RESUME = 75
+    RESUME_AVOIDING_HOSTS = 76
+    REFUSED = 78
+    NEEDS_PERSON = 93
+
+
+class UserError(Exception):
+    """Base of every error that is not a defect of this program.
+
+    Args:
+        cause: what was found.
+        effect: what that means for the run, if it is not obvious.
+        remedy: what to do about it.
+    """
+
+    exit: Exit = Exit.REFUSED
+    shared: bool = False
+    """Raised on every rank alike, so that one of them is enough to show it."""
+
+    def __init__(self, cause: str, *, effect: str = "", remedy: str = "") -> None:
+        self.cause, self.effect, self.remedy = cause, effect, remedy
+        super().__init__(cause, effect, remedy)
+
+    def __str__(self) -> str:
+        lines = [self.cause]
+        if self.effect:
+            lines.append(f"  effect: {self.effect}")
+        if self.remedy:
+            lines.append(f"  remedy: {self.remedy}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[type[UserError], str, str, str]]:
+        return _rebuild, (type(self), self.cause, self.effect, self.remedy)
+
+    def on_all_ranks(self) -> UserError:
+        """This error, marked as raised on every rank alike."""
+        self.shared = True
+        return self
+
+
+def _rebuild(kind: type[UserError], cause: str, effect: str, remedy: str) -> UserError:
+    return kind(cause, effect=effect, remedy=remedy)
+
+
+class ConfigError(UserError):
+    """The configuration contradicts itself, the schema or the machine."""
+
+
+class DataError(UserError):
+    """A corpus, tokenizer or shard is missing, damaged or not the one that was declared."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be read, or none is valid where one must be."""
+
+
+class StorageError(UserError):
+    """Storage failed so often or so long that going on would be unprotected training."""
+
+    exit = Exit.NEEDS_PERSON
+
+
+class NumericError(UserError):
+    """Loss or gradients are not finite."""
+
+    exit = Exit.NEEDS_PERSON

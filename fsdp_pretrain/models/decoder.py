@@ -1,0 +1,78 @@
+"""What every model family has in common: embed, run the blocks, normalise, then logits or loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .layers import Initial
+from .loss import token_losses
+
+
+class Decoder(nn.Module):
+    """Base of the families.
+
+    A family supplies `blocks`, `norm`, the embedding (`embed_tokens`), what its blocks need besides the hidden
+    state (`context`) and its initialisation (`initial`). The output matrix is `head`, or the embedding table when
+    tied: touch it only inside `forward`, where FSDP has gathered it.
+
+    Args:
+        vocab, hidden: shape of the embedding table.
+        tied_head: use it as output matrix as well.
+    """
+
+    def __init__(self, vocab: int, hidden: int, *, tied_head: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.blocks = nn.ModuleList()
+        self.norm: nn.Module = nn.Identity()
+        self.head = None if tied_head else nn.Linear(hidden, vocab, bias=False)
+        self.recompute_every = 0
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """int64 [B, S] -> [B, S, H]."""
+        out: Tensor = self.embedding(tokens)
+        return out
+
+    def context(self, tokens: Tensor, mask: Tensor | None) -> tuple[object, ...]:
+        """Positional arguments of each block after the hidden state."""
+        raise NotImplementedError
+
+    def initial(self, name: str) -> Initial:
+        """How the parameter called `name` starts. Raises KeyError for a name no rule covers."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Logits, or the loss at every position.
+
+        Args:
+            tokens: int64 [B, S].
+            labels: int64 [B, S], the token to predict at each position (`loss.IGNORE`: none), or None.
+            mask: see `attention`; None is causal over the whole sample.
+
+        Returns:
+            labels given: fp32 [B, S], natural-log cross-entropy, zero where ignored; else logits [B, S, V].
+        """
+        x = self.embed_tokens(tokens)
+        context = self.context(tokens, mask)
+        for index, block in enumerate(self.blocks):
+            if self.recompute_every and index % self.recompute_every == 0 and self.training:
+                x = checkpoint(block, x, *context, use_reentrant=False)
+            else:
+                x = block(x, *context)
+        x = self.norm(x)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if labels is None:
+            return nn.functional.linear(x, weight)
+        return token_losses(x, weight, labels)
+
+    def count_parameters(self) -> int:
+        """Exact number of parameters; tied ones count once. Works on the meta device."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def named_blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """The blocks under their parameter-name prefixes."""
+        for index, block in enumerate(self.blocks):
+            yield f"blocks.{index}", block

@@ -1,0 +1,108 @@
+"""From a model on the meta device to a sharded one with values, in one fixed order.
+
+activation checkpointing -> compile -> fully_shard (blocks, then root) -> to_empty -> initialise by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .config import Config
+from .mesh import SHARD, World
+from .models import Decoder
+from .models.layers import Constant, Initial
+
+_ELEMENTS_PER_DRAW = 2**20
+
+
+def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
+    """Shard `model` over the mesh and give its parameters their initial values.
+
+    Args:
+        model: on the meta device.
+        config: for precision, recomputation, compilation and seed.
+        world: mesh and device.
+
+    Returns:
+        The same object: parameters are fp32 DTensors (Replicate, Shard(0)); compute runs in `compute_dtype`.
+    """
+    model.recompute_every = config.parallel.recompute
+    if config.parallel.compile:
+        for block in model.blocks:
+            block.compile()
+    dtype = compute_dtype(config, world.device)
+    # Inputs are not cast: the residual stream already has the dtype of the embedding, rotary tables stay fp32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    reshard = config.parallel.reshard_after_forward
+    for block in model.blocks:
+        fully_shard(block, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # The root holds embedding and output matrix, which the backward pass needs first: keep them gathered.
+    fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+    return materialise(model, config.run.seed, world.device)
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """dtype of the matrix products: bf16 on GPU and fp32 on CPU unless the configuration says otherwise."""
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+
+
+def materialise(model: Decoder, seed: int, device: torch.device) -> Decoder:
+    """Allocate parameters on `device` and set them to their initial values.
+
+    The values depend on (seed, parameter name, shape) alone: the same bits for any mesh, without communication.
+    """
+    model.to_empty(device=device)
+    assert not list(model.buffers()), "to_empty leaves garbage in buffers; compute such tensors in forward"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            initialise(parameter, model.initial(name), f"{seed}:{name}")
+    return model
+
+
+def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
+    """Fill `parameter` (plain, or a DTensor sharded over dim 0) with its share of the full initial tensor."""
+    if isinstance(initial, Constant):
+        parameter.fill_(initial.value)
+        return
+    local, first_row = parameter, 0
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        mesh = parameter.device_mesh
+        rows = math.ceil(parameter.shape[0] / mesh[SHARD].size())
+        first_row = min(mesh.get_local_rank(SHARD) * rows, parameter.shape[0])
+    # Rows are drawn in blocks, each from a generator of its own, so a rank draws only the blocks it owns part of.
+    row_size = math.prod(parameter.shape[1:])
+    per_block = max(1, _ELEMENTS_PER_DRAW // row_size)
+    row, end = first_row, first_row + local.shape[0]
+    while row < end:
+        block = row // per_block
+        height = min(per_block, parameter.shape[0] - block * per_block)
+        generator = torch.Generator().manual_seed(_draw_seed(f"{key}:{block}"))
+        values = torch.randn(height, *parameter.shape[1:], generator=generator) * initial.std
+        stop = min(end, block * per_block + height)
+        local[row - first_row : stop - first_row] = values[row - block * per_block : stop - block * per_block]
+        row = stop
+
+
+def _draw_seed(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
+
+
+def set_last_micro_batch(model: nn.Module, last: bool) -> None:
+    """Tell FSDP whether this backward pass ends the step.
+
+    Gradients are reduce-scattered over the shard axis after every micro-batch (so no rank ever holds a full set) and
+    all-reduced over the replicas once, after the last.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(last)
+    model.set_is_last_backward(last)

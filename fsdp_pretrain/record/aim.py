@@ -1,0 +1,232 @@
+"""The Aim mirror: a view of the local record that can be lost, locked or broken without training noticing.
+
+Training never imports aim. A follower process (`python -m fsdp_pretrain.record.aim RUN --follow`) reads the metrics and
+the journal as they grow and writes one Aim run; whatever goes wrong there ends the follower and one journal line.
+`fsdp-pretrain aim RUN` rebuilds the same Aim run from the record at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, UserError
+from .files import RunDir, read_json, read_lines, replace_file
+from .journal import Journal
+
+_POLL_SECONDS, _STUCK_SECONDS, _FINISH_SECONDS = 2.0, 120.0, 20.0
+_PLAIN = ("grad_norm", "lr", "tokens_per_second", "mfu", "memory_bytes", "consumed", "tokens", "batch")
+
+
+def check_installed() -> None:
+    """Raise ConfigError if aim is not there."""
+    if importlib.util.find_spec("aim") is None:
+        raise ConfigError(
+            "record.aim is on, but aim is not installed",
+            remedy="pip install 'fsdp-pretrain[aim]' (Python 3.11 or 3.12), or set record.aim=false; "
+            "`fsdp-pretrain aim RUN` builds the same view later",
+        )
+
+
+def repository(run: RunDir) -> Path:
+    """The Aim repository of a run, by its configuration."""
+    config = tomllib.loads(run.config.read_text(encoding="utf-8"))
+    return Path(config.get("record", {}).get("aim_repo", run.path / "aim"))
+
+
+class Mirror:
+    """Writes a run's record into Aim.
+
+    Args:
+        run: the run directory.
+
+    Raises:
+        Exception: whatever aim raises; also if another process writes the same Aim run.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        aim: Any = importlib.import_module("aim")
+        self._run, self._repo = run, repository(run)
+        self._repo.mkdir(parents=True, exist_ok=True)
+        options = {
+            "system_tracking_interval": None,
+            "log_system_params": False,
+            "capture_terminal_logs": False,
+        }
+        note = run.path / "aim.json"
+        known = read_json(note) or {}
+        same = known.get("repo") == str(self._repo) and (self._repo / ".aim").is_dir()
+        self._aim = aim.Run(run_hash=known["hash"] if same else None, repo=str(self._repo), **options)
+        config = tomllib.loads(run.config.read_text(encoding="utf-8"))
+        self._aim.name = config["run"]["name"]
+        self._aim["config"] = config
+        replace_file(note, json.dumps({"repo": str(self._repo), "hash": self._aim.hash}) + "\n")
+        self._identity = (self._repo / ".aim").stat().st_ino
+        self._offsets: dict[Path, int] = {}
+
+    def sync(self) -> int:
+        """Track what was recorded since the last call; how many records that was. Raises if the repository is gone."""
+        if (self._repo / ".aim").stat().st_ino != self._identity:
+            raise OSError(f"{self._repo} was replaced")
+        count = 0
+        for segment in self._run.segments:
+            for record in self._new(segment / "metrics.jsonl"):
+                self._track_step(record)
+                count += 1
+        for entry in self._new(self._run.journal):
+            if entry.get("kind") == "eval":
+                self._track_eval(entry)
+                count += 1
+        return count
+
+    def _new(self, path: Path) -> list[dict[str, Any]]:
+        records = []
+        for record, offset in read_lines(path, self._offsets.get(path, 0)):
+            records.append(record)
+            self._offsets[path] = offset
+        return records
+
+    def _track_step(self, record: dict[str, Any]) -> None:
+        step = record["step"]
+        for name in _PLAIN:
+            if record.get(name) is not None:
+                self._aim.track(record[name], name=name, step=step)
+        for part, seconds in record["seconds"].items():
+            self._aim.track(seconds, name="seconds", step=step, context={"part": part})
+        losses = {"all": record["loss"], **(record["sources"] if len(record["sources"]) > 1 else {})}
+        for source, loss in losses.items():
+            if loss["sum"] is not None and loss["count"]:
+                self._aim.track(loss["sum"] / loss["count"], name="loss", step=step, context={"source": source})
+
+    def _track_eval(self, entry: dict[str, Any]) -> None:
+        for task, metrics in entry["scores"].items():
+            for metric, value in metrics.items():
+                self._aim.track(value, name=f"eval/{metric}", step=entry["step"], context={"task": task})
+
+    def close(self) -> None:
+        """Finish the Aim run and index it, so that Aim's own queries see it."""
+        from aim.sdk.index_manager import RepoIndexManager
+        from aim.sdk.repo import Repo
+
+        self._aim.close()
+        RepoIndexManager(Repo(str(self._repo))).index(self._aim.hash)
+
+
+def rebuild(run: RunDir) -> tuple[Path, int]:
+    """Build or bring up to date the Aim run of a record.
+
+    Returns:
+        (repository, records tracked).
+
+    Raises:
+        ConfigError: aim is not installed, or the repository cannot be written.
+    """
+    check_installed()
+    try:
+        mirror = Mirror(run)
+        count = mirror.sync()
+        mirror.close()
+    except Exception as error:
+        raise ConfigError(
+            f"cannot write the Aim repository {repository(run)}: {type(error).__name__}: {error}",
+            remedy="a running mirror holds it, or it is damaged: stop the run, or move the repository away",
+        ) from None
+    return repository(run), count
+
+
+def start_follower(run: RunDir) -> subprocess.Popen[bytes] | None:
+    """Start the follower of a live run; None, and a journal line, if even that fails. It ends when its stdin closes."""
+    try:
+        with (run.path / "aim.log").open("ab") as log:
+            return subprocess.Popen(
+                ["nice", "-n", "10", sys.executable, "-m", __name__, str(run.path), "--follow"],
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": _python_path()},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+    except OSError as error:
+        _tell(run, f"could not be started: {error}")
+        return None
+
+
+def _python_path() -> str:
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    return os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+
+def finish_follower(follower: subprocess.Popen[bytes]) -> None:
+    """Let the follower finish what is written; leave it behind if that takes long."""
+    if follower.stdin is not None:
+        with contextlib.suppress(OSError):
+            follower.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        follower.wait(_FINISH_SECONDS)
+
+
+def _follow(run: RunDir) -> int:
+    alive = time.monotonic()
+
+    def watch() -> None:
+        while time.monotonic() - alive < _STUCK_SECONDS:
+            time.sleep(1.0)
+        _tell(run, f"aim did not answer for {_STUCK_SECONDS:.0f}s")
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        mirror = Mirror(run)
+        ended = False
+        while not ended:
+            ended = bool(select.select([sys.stdin], [], [], _POLL_SECONDS)[0])
+            mirror.sync()
+            alive = time.monotonic()
+        mirror.close()
+    except Exception as error:  # aim raises anything, RocksDB errors among them
+        _tell(run, f"{type(error).__name__}: {error}".splitlines()[0])
+        return 1
+    return 0
+
+
+def _tell(run: RunDir, reason: str) -> None:
+    journal = Journal(run)
+    journal.write(
+        "aim-stopped",
+        f"the Aim mirror stopped, training goes on: {reason}; rebuild it with `fsdp-pretrain aim`",
+    )
+    journal.close()
+
+
+def main() -> int:
+    """`python -m fsdp_pretrain.record.aim RUN [--follow]`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--follow", action="store_true", help="go on until standard input closes")
+    args = parser.parse_args()
+    run = RunDir(args.run)
+    if args.follow:
+        code = _follow(run)
+        os._exit(code)  # aim's threads must not keep a finished follower alive
+    try:
+        rebuild(run)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The run directory and the ways its files are written: appended line by line, or replaced as a whole.
+
+Several processes append to the same journal (trainer, evaluation, operator commands), so a line is one `write` to a
+descriptor opened for appending. A full disk must not stop training: lines wait in memory until they can be written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+_WAITING_LINES = 100_000
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside a run directory (design, section 5)."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """Resolved configuration of the current segment."""
+        return self.path / "config.toml"
+
+    @property
+    def status(self) -> Path:
+        """State of the run right now; replaced atomically."""
+        return self.path / "status.json"
+
+    @property
+    def journal(self) -> Path:
+        """The chronicle, one JSON object per line."""
+        return self.path / "journal.jsonl"
+
+    @property
+    def chronicle(self) -> Path:
+        """The chronicle for people."""
+        return self.path / "CHRONICLE.md"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint store."""
+        return self.path / "checkpoints"
+
+    @property
+    def evals(self) -> Path:
+        """Evaluation results."""
+        return self.path / "evals"
+
+    @property
+    def control(self) -> Path:
+        """Inbox of requests to the running job."""
+        return self.path / "control"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Copy of the tokenizer the run was started with."""
+        return self.path / "tokenizer"
+
+    @property
+    def segments(self) -> list[Path]:
+        """One directory per start, oldest first."""
+        folder = self.path / "segments"
+        return sorted(path for path in folder.glob("[0-9]*") if path.is_dir()) if folder.is_dir() else []
+
+    def new_segment(self) -> Path:
+        """Create the directory of a new start."""
+        existing = self.segments
+        number = int(existing[-1].name) + 1 if existing else 1
+        path = self.path / "segments" / f"{number:04d}"
+        path.mkdir(parents=True)
+        return path
+
+
+class AppendFile:
+    """A file of lines that several processes may append to.
+
+    Args:
+        path: created, with its directory, at the first line.
+        durable: fsync after every line.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        self._path, self._durable = path, durable
+        self._descriptor: int | None = None
+        self._waiting: deque[bytes] = deque(maxlen=_WAITING_LINES)
+
+    def write(self, line: str) -> bool:
+        """Append a line; if the file cannot take it now, keep it for later. Whether everything is written."""
+        self._waiting.append(line.encode() + b"\n")
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Try to write what is waiting. Whether everything is written."""
+        try:
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            while self._waiting:
+                written = os.write(self._descriptor, self._waiting[0])
+                rest = self._waiting[0][written:]
+                if rest:  # a full disk took a part of the line
+                    self._waiting[0] = rest
+                    return False
+                self._waiting.popleft()
+            if self._durable:
+                os.fsync(self._descriptor)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Write what can be written and close."""
+        self.flush()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Parsed lines of a JSONL file from byte `offset` on, each with the offset behind it.
+
+    Stops at an unfinished last line (a writer may be in the middle of it); skips lines damaged by a crash.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record, offset
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Replace a small file atomically and durably. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None if the file is absent or not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def now() -> str:
+    """UTC time for the record, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

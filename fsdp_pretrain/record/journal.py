@@ -1,0 +1,58 @@
+"""The chronicle of a run: every start, stop, checkpoint, change, evaluation and failure, written by machine.
+
+`journal.jsonl` is the record, `CHRONICLE.md` the same for people. Any process of the run may add entries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+from .files import AppendFile, RunDir, now, read_lines
+
+
+class Journal:
+    """Appends entries to a run's chronicle.
+
+    Args:
+        run: the run directory.
+        segment: number of the current start, noted in every entry; None for commands outside the job.
+    """
+
+    def __init__(self, run: RunDir, segment: int | None = None) -> None:
+        self._segment = segment
+        self._lines = AppendFile(run.journal, durable=True)
+        self._chronicle = AppendFile(run.chronicle)
+
+    def write(self, kind: str, text: str, **data: Any) -> None:
+        """Add an entry.
+
+        Args:
+            kind: short stable name, such as `start` or `checkpoint`.
+            text: one sentence for people.
+            data: the facts, JSON values.
+        """
+        entry: dict[str, Any] = {"time": now(), "kind": kind, "text": text}
+        if self._segment is not None:
+            entry["segment"] = self._segment
+        entry.update(host=socket.gethostname(), pid=os.getpid(), **data)
+        self._lines.write(json.dumps(entry))
+        self._chronicle.write(render(entry))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._lines.close()
+        self._chronicle.close()
+
+
+def render(entry: dict[str, Any]) -> str:
+    """An entry as a line of the chronicle."""
+    step = f" (step {entry['step']:,})" if isinstance(entry.get("step"), int) else ""
+    return f"- {entry['time'][:19].replace('T', ' ')} **{entry['kind']}**{step} {entry['text']}"
+
+
+def read(run: RunDir) -> list[dict[str, Any]]:
+    """All entries, oldest first."""
+    return [entry for entry, _ in read_lines(run.journal)]

@@ -1,0 +1,165 @@
+"""What rank 0 writes while a run goes: metrics, journal, status and the console, which is also the segment's log."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..units import human_bytes, human_count, human_time
+from .files import AppendFile, RunDir, now, read_json, replace_file
+from .journal import Journal
+from .metrics import mean_loss
+
+_STATUS_INTERVAL = 1.0
+
+
+class Recorder:
+    """The record of one segment.
+
+    Args:
+        run: the run directory.
+        segment: this start's directory.
+        name: of the run.
+        console_every: steps between console lines.
+        total_steps: for the progress shown.
+    """
+
+    def __init__(self, run: RunDir, segment: Path, *, name: str, console_every: int, total_steps: int) -> None:
+        self.run, self.segment, self.number = run, segment, int(segment.name)
+        self._console_every, self._total = console_every, total_steps
+        self._journal = Journal(run, self.number)
+        self._metrics = AppendFile(segment / "metrics.jsonl")
+        self._log = AppendFile(segment / "log")
+        self._status: dict[str, Any] = {
+            "run": name,
+            "segment": self.number,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": now(),
+            "total_steps": total_steps,
+        }
+        self._status_written = -math.inf
+        self._steps_shown = 0
+
+    def say(self, text: str) -> None:
+        """A line on the console and in the segment's log."""
+        print(text, flush=True)
+        self._log.write(f"{now()} {text}")
+
+    def event(self, kind: str, text: str, **data: Any) -> None:
+        """An entry in the journal, shown on the console too."""
+        self._journal.write(kind, text, **data)
+        self.say(f"[{kind}] {text}")
+
+    def step(self, record: dict[str, Any], *, target: int) -> None:
+        """The record of one optimiser step; `target` is the number of the last step of the run."""
+        record = {**record, "segment": self.number, "host": socket.gethostname(), "time": now()}
+        self._metrics.write(json.dumps(record))
+        step = record["step"]
+        self._total = target
+        if step % self._console_every == 0 or self._steps_shown == 0 or step == target:
+            self.say(console_line(record, target))
+            self._steps_shown += 1
+        self.status(
+            state="running",
+            total_steps=target,
+            step=step,
+            consumed=record["consumed"],
+            cursor=record["cursor"],
+            tokens=record["tokens"],
+            loss=mean_loss_or_none(record),
+            grad_norm=record["grad_norm"],
+            lr=record["lr"],
+            iteration_seconds=record["seconds"]["iteration"],
+            tokens_per_second=record["tokens_per_second"],
+            mfu=record["mfu"],
+        )
+
+    def status(self, *, force: bool = False, **fields: Any) -> None:
+        """Update `status.json`, at most once a second unless forced."""
+        self._status.update(fields)
+        if not force and time.monotonic() - self._status_written < _STATUS_INTERVAL:
+            return
+        self._status_written = time.monotonic()
+        try:
+            replace_file(self.run.status, json.dumps({**self._status, "heartbeat": now()}, indent=1) + "\n")
+        except OSError as error:
+            print(f"cannot write {self.run.status}: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Write what waits and close the files."""
+        self.status(force=True)
+        for file in (self._metrics, self._log, self._journal):
+            file.close()
+
+
+class Silent(Recorder):
+    """The recorder of ranks other than 0: writes nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def event(self, kind: str, text: str, **data: Any) -> None:
+        """Nothing."""
+
+    def step(self, record: dict[str, Any], *, target: int) -> None:
+        """Nothing."""
+
+    def status(self, *, force: bool = False, **fields: Any) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def mean_loss_or_none(record: dict[str, Any]) -> float | None:
+    """Mean loss for a JSON file."""
+    loss = mean_loss(record)
+    return loss if math.isfinite(loss) else None
+
+
+def console_line(record: dict[str, Any], target: int) -> str:
+    """One step on one line, `key=value` in a fixed order, parseable by a regular expression."""
+    seconds, mfu, norm = record["seconds"], record["mfu"], record["grad_norm"]
+    eta = (target - record["step"]) * seconds["iteration"]
+    fields = {
+        "step": f"{record['step']}/{target}",
+        "tokens": human_count(record["tokens"]),
+        "loss": f"{mean_loss(record):.4f}",
+        "gnorm": "nan" if norm is None else f"{norm:.3f}",
+        "lr": f"{record['lr']:.2e}",
+        "tok/s": human_count(record["tokens_per_second"]),
+        "mfu": "-" if mfu is None else f"{mfu:.1%}",
+        "mem": human_bytes(record["memory_bytes"]).replace(" ", ""),
+        "iter": f"{seconds['iteration']:.3f}s",
+        "data": f"{seconds['data']:.3f}s",
+        "eta": human_time(eta),
+    }
+    return " ".join(f"{key}={value}" for key, value in fields.items())
+
+
+def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str) -> None:
+    """Say how this start ended, for launchers: torchrun turns every exit code into 1. The first writer wins.
+
+    A disk too full for this file is no reason to end otherwise than decided.
+    """
+    content = json.dumps({"code": code, "reason": reason, "time": now(), "host": socket.gethostname()}) + "\n"
+    try:
+        with (segment / "exit_intent.json").open("x", encoding="utf-8") as file:
+            file.write(content)
+        status = read_json(run.status)
+        if status is not None:
+            state = "complete" if code == 0 else "stopped" if code == 75 else "failed"
+            status.update(state=state, exit_intent={"code": code, "reason": reason})
+            replace_file(run.status, json.dumps(status, indent=1) + "\n")
+    except OSError:
+        pass

@@ -1,0 +1,227 @@
+"""Schedules as pure functions of `consumed`, the number of samples trained. No torch, no hidden state.
+
+This module alone turns configured durations into numbers. Two conventions matter:
+
+- a step of batch B takes `consumed` from c to c + B; step numbers start at 1;
+- the step that *brings* consumed to s uses the learning rate of s, so the first step is not wasted on lr 0 and the
+  value logged beside `consumed` is the value of the curve at that point (as in Megatron's logs).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .units import Progress
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Batch-size ramp: from `first` by `by` samples, in equal intervals between consumed `start` and `end`.
+
+    Same law as Megatron's `--rampup-batch-size`: the batch grows by `by` each time another 1/n of the interval has
+    been consumed, n being the number of increments.
+    """
+
+    first: int
+    by: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of constant batch: begins after `step` steps at `consumed` samples."""
+
+    step: int
+    consumed: int
+    batch: int
+
+
+class BatchSchedule:
+    """Global batch in samples as a function of consumed samples, and the step <-> consumed arithmetic.
+
+    Args:
+        full: final global batch, samples.
+        ramp: how it is reached, or None for a constant batch.
+
+    Raises:
+        ValueError: the ramp does not reach `full` in whole increments, or ends before it starts.
+    """
+
+    def __init__(self, full: int, ramp: Ramp | None = None) -> None:
+        self.full, self.ramp = full, ramp
+        self._increments = 0
+        if ramp is not None:
+            if ramp.end <= ramp.start:
+                raise ValueError(f"the batch ramp ends at {ramp.end} samples, not after its start at {ramp.start}")
+            if ramp.first >= full or (full - ramp.first) % ramp.by:
+                raise ValueError(
+                    f"the batch ramp does not reach {full} samples from {ramp.first} in whole increments of {ramp.by}"
+                )
+            self._increments = (full - ramp.first) // ramp.by
+        self.stages = self._build_stages()
+        self._stage_steps = [stage.step for stage in self.stages]
+        self._stage_consumed = [stage.consumed for stage in self.stages]
+
+    def batch_at(self, consumed: int) -> int:
+        """Global batch, in samples, of the step that starts at `consumed`."""
+        ramp = self.ramp
+        if ramp is None or consumed >= ramp.end:
+            return self.full
+        passed = max(0, consumed - ramp.start) * self._increments // (ramp.end - ramp.start)
+        return ramp.first + ramp.by * passed
+
+    def _build_stages(self) -> list[Stage]:
+        stages, step, consumed = [], 0, 0
+        for increment in range(self._increments):
+            batch = self.batch_at(consumed)
+            boundary = self._boundary(increment + 1)
+            if boundary <= consumed:  # a large batch overshot a whole interval
+                continue
+            stages.append(Stage(step, consumed, batch))
+            steps = math.ceil((boundary - consumed) / batch)
+            step, consumed = step + steps, consumed + steps * batch
+        stages.append(Stage(step, consumed, self.full))
+        return stages
+
+    def _boundary(self, increment: int) -> int:
+        """The first `consumed` at which so many increments have passed."""
+        assert self.ramp is not None
+        length = self.ramp.end - self.ramp.start
+        return self.ramp.start + -(-increment * length // self._increments)
+
+    def consumed_at(self, step: int) -> int:
+        """Samples consumed after `step` steps."""
+        stage = self.stages[bisect_right(self._stage_steps, step) - 1]
+        return stage.consumed + (step - stage.step) * stage.batch
+
+    def step_at(self, consumed: int) -> int:
+        """The number of whole steps after which at least `consumed` samples have been consumed."""
+        stage = self.stages[bisect_right(self._stage_consumed, consumed) - 1]
+        return stage.step + -(-(consumed - stage.consumed) // stage.batch)
+
+
+def warmup_cosine(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
+    """Linear from 0 to `peak` over `warmup` samples, then half a cosine to `floor` at `decay`, then constant."""
+    if consumed < warmup:
+        return peak * consumed / warmup
+    if consumed >= decay:
+        return floor
+    progress = (consumed - warmup) / (decay - warmup)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def warmup_linear(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
+    """Linear from 0 to `peak` over `warmup` samples, then linear to `floor` at `decay`, then constant."""
+    if consumed < warmup:
+        return peak * consumed / warmup
+    if consumed >= decay:
+        return floor
+    return peak + (floor - peak) * (consumed - warmup) / (decay - warmup)
+
+
+def warmup_constant(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
+    """Linear from 0 to `peak` over `warmup` samples, then constant (`floor` and `decay` are not used)."""
+    del floor, decay
+    return peak * consumed / warmup if consumed < warmup else peak
+
+
+LR_CURVES: dict[str, Callable[..., float]] = {
+    "cosine": warmup_cosine,
+    "linear": warmup_linear,
+    "constant": warmup_constant,
+}
+
+
+class Schedule:
+    """Everything that changes over a run, as numbers.
+
+    Args:
+        sequence_length: tokens per sample.
+        batch: global batch over time.
+        duration: length of the run. The last step is the first that reaches it.
+        curve: a key of `LR_CURVES`.
+        lr, min_lr: peak and final learning rate.
+        warmup: linear warm-up from 0.
+        decay: where the curve reaches `min_lr`, counted from the start of the run; None means `duration`.
+
+    Raises:
+        ValueError: the durations contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        sequence_length: int,
+        batch: BatchSchedule,
+        duration: Progress,
+        curve: str,
+        lr: float,
+        min_lr: float,
+        warmup: Progress,
+        decay: Progress | None,
+    ) -> None:
+        self.sequence_length, self.batch = sequence_length, batch
+        self.steps = batch.step_at(self.samples(duration))
+        self.total = batch.consumed_at(self.steps)
+        self.warmup = self.samples(warmup)
+        self.decay = self.samples(decay) if decay is not None else self.total
+        self._curve, self._peak, self._floor = LR_CURVES[curve], lr, min_lr
+        if self.steps < 1:
+            raise ValueError(f"a duration of {duration} is less than one step")
+        if self.warmup > self.decay:
+            raise ValueError(
+                f"the warm-up of {warmup} ({self.warmup:_} samples) is longer than the decay ({self.decay:_} samples)"
+            )
+
+    def samples(self, progress: Progress) -> int:
+        """Samples consumed once `progress`, counted from the start of the run, has been made (rounded up)."""
+        if progress.unit == "step":
+            return self.batch.consumed_at(progress.value)
+        if progress.unit == "token":
+            return -(-progress.value // self.sequence_length)
+        return progress.value
+
+    def lr_at(self, consumed: int) -> float:
+        """Learning rate of the step that brings the counter to `consumed`."""
+        return self._curve(consumed, peak=self._peak, floor=self._floor, warmup=self.warmup, decay=self.decay)
+
+    def due(self, every: Progress | None, *, step: int, before: int, after: int) -> bool:
+        """Whether step number `step`, which took `consumed` from `before` to `after`, completed an interval."""
+        if every is None:
+            return False
+        if every.unit == "step":
+            return step % every.value == 0
+        size = self.sequence_length if every.unit == "token" else 1
+        return after * size // every.value > before * size // every.value
+
+    def preview(self, points: int = 9) -> list[dict[str, float | int]]:
+        """Evenly spaced rows of the schedule, with the ends of warm-up, ramp and decay among them."""
+        marks = {self.total * i // (points - 1) for i in range(points)}
+        marks |= {stage.consumed for stage in self.batch.stages if stage.consumed <= self.total}
+        marks |= {mark for mark in (self.warmup, self.decay) if mark <= self.total}
+        steps = sorted({max(1, self.batch.step_at(mark)) for mark in marks})
+        if len(steps) > 2 * points:  # a long ramp: keep its ends and an even choice between
+            steps = [steps[i * (len(steps) - 1) // (2 * points - 1)] for i in range(2 * points)]
+        return [self.at(step) for step in steps]
+
+    def at(self, step: int) -> dict[str, float | int]:
+        """The schedule after step number `step`: consumed, tokens, batch and lr of that step."""
+        consumed = self.batch.consumed_at(step)
+        return {
+            "step": step,
+            "consumed": consumed,
+            "tokens": consumed * self.sequence_length,
+            "batch": consumed - self.batch.consumed_at(step - 1),
+            "lr": self.lr_at(consumed),
+        }
+
+    def batches(self) -> list[int]:
+        """Every distinct global batch of the run, ascending, in samples."""
+        stages = [stage for stage in self.batch.stages if stage.consumed < self.total]
+        assert all(a.batch < b.batch for a, b in pairwise(stages))
+        return [stage.batch for stage in stages]

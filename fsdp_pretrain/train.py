@@ -1,0 +1,337 @@
+"""The main job: `torchrun ... -m fsdp_pretrain.train CONFIG.toml [key=value ...]`.
+
+Parses, builds, runs, says how it ended. The only place that knows all parts; nothing imports it. Starting it again
+continues from the newest valid checkpoint in the run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loader import Loader, check_batches
+from data.packer import Packer
+from eval import jobs
+
+from . import __version__, mesh, models, optim, parallel, plan, throughput
+from .checkpoint.dcp import Saved
+from .checkpoint.manager import Manager
+from .checkpoint.store import Store
+from .config import Config, load
+from .control import Inbox
+from .errors import ConfigError, Exit, StorageError, UserError
+from .mesh import World
+from .record import aim
+from .record.files import RunDir, now, replace_file
+from .record.recorder import Recorder, Silent, write_exit_intent
+from .state import TrainState, identity
+from .trainer import Trainer
+from .units import human_count
+
+_RECORDED_VARIABLES = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "PYTORCH",
+    "OMP_",
+    "SLURM_JOB",
+    "SLURM_NODE",
+    "SLURM_PROCID",
+)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp_pretrain.train",
+        description="Train, or continue training, the run of a configuration. Start it with torchrun.",
+        epilog="example:\n"
+        "  torchrun --nproc-per-node 4 -m fsdp_pretrain.train configs/runs/quickstart.toml optimizer.lr=1e-3",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="TOML file, see docs/config.md")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="replace values of the file, e.g. train.duration='50 steps'",
+    )
+    parser.add_argument(
+        "--allow-fresh",
+        action="store_true",
+        help="start from step 0 although the run directory holds (only invalid) checkpoints",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the job; the exit code."""
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
+    try:
+        config = load(args.config, args.overrides)
+    except UserError as error:  # every rank of a node reads the same file: one message is enough
+        return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+    try:
+        with mesh.connect(config.parallel) as world:
+            return int(run(config, world, allow_fresh=args.allow_fresh))
+    except UserError as error:
+        return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
+
+
+def _refuse(error: UserError, *, speaks: bool) -> int:
+    if speaks:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return int(error.exit)
+
+
+def run(config: Config, world: World, *, allow_fresh: bool) -> Exit:
+    """Open a segment, train, and record how it ended, whatever the way. Raises UserError."""
+    run_dir = RunDir(config.run.dir)
+    segment = world.decide(lambda: _open_segment(run_dir, config, world))
+    recorder = Silent() if not world.is_main else _recorder(run_dir, segment, config)
+    try:
+        outcome = _train(config, world, run_dir, recorder, allow_fresh=allow_fresh)
+    except UserError as error:
+        write_exit_intent(run_dir, segment, int(error.exit), error.cause)
+        recorder.event("stop", f"exit {int(error.exit)}: {error.cause}", code=int(error.exit))
+        recorder.status(force=True, state="failed", exit_intent={"code": int(error.exit), "reason": error.cause})
+        recorder.close()
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        write_exit_intent(run_dir, segment, int(Exit.UNEXPECTED), reason)
+        recorder.event("stop", f"unexpected {reason}", code=int(Exit.UNEXPECTED))
+        recorder.status(force=True, state="failed", exit_intent={"code": int(Exit.UNEXPECTED), "reason": reason})
+        recorder.close()
+        raise
+    recorder.close()
+    return outcome
+
+
+def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *, allow_fresh: bool) -> Exit:
+    """Build everything and run the loop."""
+    model = models.build(config.model)
+    parameters = model.count_parameters()
+    world.together(lambda: _preflight(config, world, parameters))
+    packer = world.together(lambda: _open_data(config))
+    if world.is_main:
+        _copy_tokenizer(packer, run_dir)
+    parallel.parallelize(model, config, world)
+    optimizer = optim.build(model, config.optimizer)
+    manager = Manager(
+        world=world,
+        store=Store(run_dir.checkpoints),
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        identity=_identity(config, packer),
+        recorder=recorder,
+        protected=lambda: _pending_evals(run_dir, config),
+    )
+    device = throughput.device_name(world.device)
+    recorder.event(
+        "start",
+        f"{config.run.name}: {config.model.family} with {human_count(parameters)} parameters "
+        f"on {world.size} x {device} ({world.replicas} replicas x {world.shards} shards), "
+        f"{config.schedule.steps:_} steps of {config.train.global_batch}",
+        parameters=parameters,
+        world=world.size,
+        replicas=world.replicas,
+        shards=world.shards,
+        device=device,
+    )
+    state = manager.resume(allow_fresh=allow_fresh)
+    if world.is_main:
+        replace_file(run_dir.config, config.to_toml())
+    inbox = Inbox(run_dir if world.is_main else None)
+    if inbox.discard():
+        recorder.event("control", "requests left from before this start were discarded")
+    inbox.listen()
+    follower = aim.start_follower(run_dir) if world.is_main and config.record.aim else None
+    trainer = Trainer(
+        config=config,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        data=_loader(config, packer, world, state),
+        save=manager.save,
+        after_save=_Evaluations(run_dir, config, recorder).after_save if world.is_main else _nothing,
+        recorder=recorder,
+        inbox=inbox,
+        state=state,
+        source_names=[source.name for source in config.data.sources],
+        flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
+        peak_flops=throughput.peak_flops(device),
+    )
+    outcome = trainer.run()
+    _say_end(outcome, trainer, run_dir, recorder, inbox)
+    if follower is not None:
+        aim.finish_follower(follower)
+    return outcome
+
+
+def _preflight(config: Config, world: World, parameters: int) -> None:
+    """What can be refused before anything is built. Raises ConfigError."""
+    plan.check_declared(config.model, parameters)
+    check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
+    if config.record.aim:
+        aim.check_installed()
+
+
+def _say_end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorder, inbox: Inbox) -> None:
+    reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({inbox.take().reason or 'another rank'})"
+    state = "complete" if outcome is Exit.COMPLETE else "stopped"
+    step = trainer.state.step
+    recorder.event("stop", f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
+    recorder.status(force=True, state=state, exit_intent={"code": int(outcome), "reason": reason})
+    if trainer.world.is_main:
+        write_exit_intent(run_dir, recorder.segment, int(outcome), reason)
+
+
+def _recorder(run_dir: RunDir, segment: Path, config: Config) -> Recorder:
+    recorder = Recorder(
+        run_dir,
+        segment,
+        name=config.run.name,
+        console_every=config.record.console_every,
+        total_steps=config.schedule.steps,
+    )
+    recorder.status(force=True, state="starting")
+    return recorder
+
+
+def _open_segment(run_dir: RunDir, config: Config, world: World) -> Path:
+    """Create this start's directory with what it was started from. Raises ConfigError, StorageError."""
+    try:
+        segment = run_dir.new_segment()
+        replace_file(segment / "config.toml", config.to_toml())
+        replace_file(segment / "environment.json", json.dumps(_environment(world), indent=1) + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run_dir.path}: {error.strerror}") from None
+    return segment
+
+
+def _environment(world: World) -> dict[str, Any]:
+    variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
+    return {
+        "time": now(),
+        "command": sys.argv,
+        "directory": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
+        "device": throughput.device_name(world.device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fsdp_pretrain": __version__,
+        "git": _git_state(),
+        "variables": variables,
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of this program's checkout and whether it was changed; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            ["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {
+        "commit": commit.stdout.strip(),
+        "changed": sorted(line[3:] for line in changed.stdout.splitlines())[:50],
+    }
+
+
+def _open_data(config: Config) -> Packer:
+    """The packer, if the model fits the corpora's tokenizer. Raises DataError, ConfigError."""
+    data = config.data
+    packer = Packer(
+        [(source.name, source.path, source.weight) for source in data.sources],
+        data.sequence_length,
+        seed=data.seed,
+        lanes=data.lanes,
+    )
+    if packer.tokenizer.vocab_size > config.model.vocab:
+        raise ConfigError(
+            f"model.vocab = {config.model.vocab}, but the corpora's tokenizer has {packer.tokenizer.vocab_size} tokens",
+            effect="ids above the embedding table would crash a GPU kernel in the middle of a run",
+            remedy=f"set model.vocab to at least {packer.tokenizer.vocab_size}",
+        )
+    return packer
+
+
+def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:
+    """Keep the tokenizer with the run, so that it can be judged and exported when the corpora are gone."""
+    source = next(iter(packer.corpora.values())).tokenizer().path
+    run_dir.tokenizer.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, run_dir.tokenizer / source.name)
+
+
+def _identity(config: Config, packer: Packer) -> dict[str, Any]:
+    fingerprints = {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()}
+    return identity(config, fingerprints, {"fingerprint": packer.tokenizer.fingerprint, "eod": packer.tokenizer.eod})
+
+
+def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> Loader:
+    return Loader(
+        packer,
+        config.schedule.batch,
+        rank=world.rank,
+        world=world.size,
+        micro_batch=config.train.micro_batch,
+        cursor=state.cursor,
+        consumed=state.consumed,
+        prefetch=config.data.prefetch,
+        with_lengths=config.data.attention == "document",
+        pin=world.device.type == "cuda",
+    )
+
+
+def _pending_evals(run_dir: RunDir, config: Config) -> set[int]:
+    """Steps whose evaluation is due and not done; only the newest few, or evaluations that never come fill the disk."""
+    return {job.checkpoint.step for job in jobs.due_jobs(run_dir, config)[-config.checkpoint.keep_last :]}
+
+
+def _nothing(saved: Saved) -> None:
+    del saved
+
+
+class _Evaluations:
+    """Starts evaluation processes after checkpoints. Training neither waits for them nor fails with them."""
+
+    def __init__(self, run_dir: RunDir, config: Config, recorder: Recorder) -> None:
+        self._run_dir, self._config, self._recorder = run_dir, config, recorder
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def after_save(self, saved: Saved) -> None:
+        """Start a worker if the checkpoint is due and none is at work (one at work will find it, or the next will)."""
+        manifest = saved.checkpoint.manifest()
+        if not self._config.eval.launch or not jobs.is_due(self._config, manifest):
+            return
+        if self._worker is not None and self._worker.poll() is None and not manifest["final"]:
+            return
+        try:
+            self._worker = jobs.start_worker(self._run_dir, self._config)
+        except OSError as error:
+            self._recorder.event(
+                "eval-failed", f"could not start the evaluation process: {error}", step=manifest["step"]
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

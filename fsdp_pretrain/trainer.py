@@ -1,0 +1,424 @@
+"""The training loop. It receives everything it needs and builds nothing.
+
+No step waits for the device: what a step measured (loss, norm, counts, requests) is summed over the ranks on the
+device, copied to the host asynchronously and read `LAG` steps later. Every rank reads the same sums after the same
+step, so decisions taken from them need no further communication.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import optim, parallel
+from .checkpoint.dcp import Saved
+from .config import Config
+from .control import Inbox
+from .errors import DataError, Exit, NumericError, StorageError
+from .mesh import World
+from .models import Decoder
+from .models.attention import document_mask
+from .models.loss import IGNORE
+from .record.metrics import json_number, mean_loss
+from .record.recorder import Recorder
+from .state import TrainState
+from .throughput import memory_in_use
+from .units import human_bytes
+
+LAG = 2
+"""Steps between issuing a step and reading its numbers on the host."""
+
+_QUARANTINE_BASE = 100_000
+"""The share of quarantined documents is judged over at least so many, or one early bad document would stop a run."""
+
+
+class MicroBatch(Protocol):
+    """What the model sees in one forward pass; see `data.loader.MicroBatch`."""
+
+    tokens: Tensor
+    labels: Tensor | None
+    lengths: Tensor | None
+    sources: Tensor
+
+
+class StepBatch(Protocol):
+    """This rank's share of a global batch; see `data.loader.StepBatch`."""
+
+    micro: list[Any]
+    size: int
+    cursor: int
+    consumed: int
+    targets: int
+    documents: int
+    digest: int
+    quarantined: list[Any]
+
+
+class DataStream(Protocol):
+    """Where steps come from."""
+
+    def __next__(self) -> Any: ...
+
+
+class Saver(Protocol):
+    """Makes a checkpoint of the given state; collective. Raises StorageError."""
+
+    def __call__(self, state: TrainState, *, final: bool) -> Saved: ...
+
+
+@dataclass
+class _Issued:
+    """A step that was issued to the device and whose numbers are on their way."""
+
+    state: TrainState
+    lr: float
+    marks: list[Any]
+    host_data: float
+    host_checkpoint: float
+    counts: Tensor
+    sums: Tensor
+    ready: torch.cuda.Event | None
+
+
+@dataclass
+class Verdict:
+    """What the ranks agreed on, from a step's sums."""
+
+    stop: bool = False
+    save: bool = False
+
+
+class Trainer:
+    """Runs steps until the run is complete or told to stop.
+
+    Args:
+        config: the run.
+        world: all ranks.
+        model, optimizer: sharded, with their values.
+        data: this rank's batches, from `state` on.
+        save: makes checkpoints.
+        after_save: called on every rank after a checkpoint was committed (evaluation, for example).
+        recorder: writes the record (silent on other ranks than 0).
+        inbox: requests to this rank.
+        state: counters to continue from.
+        source_names: names of the data sources, by number.
+        flops_per_token, peak_flops: for MFU; the peak of one device, or None if unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        world: World,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        data: DataStream,
+        save: Saver,
+        after_save: Callable[[Saved], None],
+        recorder: Recorder,
+        inbox: Inbox,
+        state: TrainState,
+        source_names: list[str],
+        flops_per_token: float,
+        peak_flops: float | None,
+    ) -> None:
+        self.config, self.schedule, self.world = config, config.schedule, world
+        self.model, self.optimizer, self.data = model, optimizer, data
+        self._save, self._after_save, self.recorder, self.inbox = save, after_save, recorder, inbox
+        self.state, self._sources = state, source_names
+        self._flops, self._peak = flops_per_token, peak_flops
+        self._issued: deque[_Issued] = deque()
+        self._last_mark = self._mark()
+        self._checkpoint_seconds = 0.0
+        self._documents = self._quarantined = 0
+        self._failed_saves = 0
+        self._saved_step = state.step
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> Exit:
+        """Train to the end of the schedule, or until asked to stop; the reason to exit with.
+
+        Raises:
+            UserError: training cannot go on; the same on every rank where it concerns all.
+        """
+        self.model.train()
+        outcome = Exit.COMPLETE
+        while self.state.consumed < self.schedule.total:
+            self.step()
+            verdict = self.collect(keep=LAG)
+            if self._save_due() or verdict.save:
+                self.checkpoint()
+            if verdict.stop:
+                outcome = Exit.RESUME
+                break
+        self.collect(keep=0)
+        if self.state.consumed >= self.schedule.total:
+            outcome = Exit.COMPLETE
+        if self._saved_step != self.state.step:
+            self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
+        return outcome
+
+    def step(self) -> None:
+        """Issue one optimiser step: read a batch, run its micro-batches, clip, update."""
+        waited = time.perf_counter()
+        batch: StepBatch = next(self.data)
+        waited = time.perf_counter() - waited
+        state = TrainState(self.state.step + 1, batch.consumed, batch.cursor, batch.size)
+        self._seed_dropout(state.step)
+        counts = self._sum_counts(batch)
+        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
+        # size and divided by the number of targets of all ranks.
+        scale = self.world.size / counts[0].float()
+        sums = torch.zeros(2, len(self._sources), dtype=torch.float64, device=self.world.device)
+        marks = [self._last_mark, self._mark()]
+        for index, micro in enumerate(batch.micro):
+            parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
+            self._micro_step(micro, scale, sums)
+        marks.append(self._mark())
+        norm = optim.clip(self.model, self.config.train.grad_clip)
+        lr = self.schedule.lr_at(state.consumed)
+        optim.set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        marks.append(self._mark())
+        self.world.sum_(sums)
+        host_counts, host_sums, ready = self._to_host(counts, torch.cat((sums.flatten(), norm.double().view(1))))
+        issued = _Issued(state, lr, marks, waited, self._checkpoint_seconds, host_counts, host_sums, ready)
+        self._issued.append(issued)
+        self.state, self._last_mark, self._checkpoint_seconds = state, marks[-1], 0.0
+
+    def _micro_step(self, micro: MicroBatch, scale: Tensor, sums: Tensor) -> None:
+        """Forward and backward of one micro-batch; adds its loss sums and target counts to `sums` [2, sources]."""
+        device = self.world.device
+        tokens = micro.tokens.to(device, non_blocking=True)
+        labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
+        mask = None
+        if self.config.data.attention == "document":
+            assert micro.lengths is not None
+            mask = document_mask(micro.lengths.to(device, non_blocking=True), tokens.shape[1] - 1)
+        losses = self.model(tokens[:, :-1], labels, mask)
+        (losses.sum() * scale).backward()
+        with torch.no_grad():
+            sources = micro.sources.to(device, non_blocking=True)
+            sums[0].index_add_(0, sources, losses.sum(1).double())
+            sums[1].index_add_(0, sources, (labels != IGNORE).sum(1).double())
+
+    def _sum_counts(self, batch: StepBatch) -> Tensor:
+        """int64 [targets, documents, digest, quarantined, stop, save], summed over ranks, on the device."""
+        asked = self.inbox.take()
+        values = [
+            batch.targets,
+            batch.documents,
+            batch.digest,
+            len(batch.quarantined),
+            asked.stop,
+            asked.save,
+        ]
+        for piece in batch.quarantined:
+            self.recorder.say(f"quarantined: {piece}")
+        counts = torch.tensor(values, dtype=torch.int64)
+        if self.world.device.type == "cuda":
+            counts = counts.pin_memory().to(self.world.device, non_blocking=True)
+        return self.world.sum_(counts)
+
+    def _seed_dropout(self, step: int) -> None:
+        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
+        if getattr(self.config.model, "dropout", 0.0):
+            torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+
+    # ------------------------------------------------------------------ what steps measured
+
+    def collect(self, *, keep: int) -> Verdict:
+        """Read the numbers of issued steps until `keep` are outstanding; record them; what the ranks agreed on.
+
+        Raises:
+            NumericError: loss or gradients were not finite, on every rank.
+            DataError: too many documents failed the packer's checks, on every rank.
+        """
+        verdict = Verdict()
+        while len(self._issued) > keep:
+            issued = self._issued.popleft()
+            if issued.ready is not None:
+                issued.ready.synchronize()
+            _, _, _, _, stop, save = issued.counts.tolist()
+            verdict.stop |= stop > 0
+            verdict.save |= save > 0
+            record = self._record(issued)
+            self.recorder.step(record, target=self._target_step())
+            self._check(record)
+        return verdict
+
+    def _record(self, issued: _Issued) -> dict[str, Any]:
+        """The metrics record of a step (design, section 5)."""
+        state, length = issued.state, self.config.data.sequence_length
+        targets, documents, digest, quarantined, _, _ = issued.counts.tolist()
+        self._documents += documents
+        self._quarantined += quarantined
+        *sums, norm = issued.sums.tolist()
+        by_source = zip(self._sources, sums[: len(self._sources)], sums[len(self._sources) :], strict=True)
+        seconds = self._seconds(issued)
+        rate = state.batch * length / seconds["iteration"]
+        clip = self.config.train.grad_clip
+        return {
+            "step": state.step,
+            "consumed": state.consumed,
+            "cursor": state.cursor,
+            "tokens": state.consumed * length,
+            "loss": {"sum": json_number(sum(sums[: len(self._sources)])), "count": targets},
+            "sources": {name: {"sum": json_number(loss), "count": int(count)} for name, loss, count in by_source},
+            "grad_norm": json_number(norm),
+            "clip": min(1.0, clip / (norm + 1e-6)) if clip and math.isfinite(norm) else 1.0,
+            "loss_scale": None,
+            "overflow": False,
+            "lr": issued.lr,
+            "ramps": {"lr": issued.lr, "batch": state.batch},
+            "batch": state.batch,
+            "sequence_length": length,
+            "mixture": {name: count / targets if targets else 0.0 for name, count in self._counts_by_source(sums)},
+            "data_digest": f"{digest % 2**64:016x}",
+            "documents": documents,
+            "quarantined": quarantined,
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            "mfu": rate * self._flops / (self._peak * self.world.size) if self._peak else None,
+            "memory_bytes": memory_in_use(self.world.device),
+        }
+
+    def _counts_by_source(self, sums: list[float]) -> list[tuple[str, float]]:
+        return list(zip(self._sources, sums[len(self._sources) :], strict=True))
+
+    def _seconds(self, issued: _Issued) -> dict[str, float]:
+        """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
+        before, start, middle, end = issued.marks
+        gap = self._between(before, start)
+        checkpoint = min(issued.host_checkpoint, gap)
+        data = min(issued.host_data, gap - checkpoint)
+        return {
+            "iteration": self._between(before, end),
+            "data": data,
+            "forward_backward": self._between(start, middle),
+            "optimizer": self._between(middle, end),
+            "checkpoint": checkpoint,
+            "other": gap - checkpoint - data,
+        }
+
+    def _check(self, record: dict[str, Any]) -> None:
+        """Stop on numbers that no one should train on."""
+        step = record["step"]
+        if record["grad_norm"] is None or not math.isfinite(mean_loss(record)):
+            raise NumericError(
+                f"step {step}: loss {mean_loss(record)}, gradient norm {record['grad_norm']}: not finite",
+                effect=f"weights after step {step - 1} are spoilt and were not saved",
+                remedy="look at this step's data and the learning rate; a restart continues from the last checkpoint",
+            ).on_all_ranks()
+        limit = self.config.data.max_quarantined * max(self._documents, _QUARANTINE_BASE)
+        if self._quarantined > limit:
+            raise DataError(
+                f"{self._quarantined} of {self._documents} documents failed the packer's checks by step {step}",
+                effect="the corpus is not what its manifest says; training on would waste tokens",
+                remedy="run `fsdp-data validate` on the sources; the log names the documents",
+            ).on_all_ranks()
+
+    def _target_step(self) -> int:
+        """Number of the last step, from here on."""
+        return (
+            self.state.step
+            + self.schedule.batch.step_at(self.schedule.total)
+            - self.schedule.batch.step_at(self.state.consumed)
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _save_due(self) -> bool:
+        state = self.state
+        due = self.schedule.due(
+            self.config.checkpoint.every,
+            step=state.step,
+            before=state.consumed - state.batch,
+            after=state.consumed,
+        )
+        return due and state.consumed < self.schedule.total  # the last step is saved after the loop
+
+    def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
+        """Save; a failure is an alarm, not the end, until there were too many in a row or `must_succeed`.
+
+        Raises:
+            StorageError: on every rank.
+        """
+        self.collect(keep=0)  # so that nothing spoilt is ever saved
+        start = time.perf_counter()
+        self.recorder.status(force=True, state="saving")
+        while True:
+            try:
+                saved = self._save(self.state, final=final)
+                break
+            except StorageError as error:
+                self._failed_saves += 1
+                limit = self.config.checkpoint.max_failures
+                self.recorder.event(
+                    "checkpoint-failed",
+                    f"attempt {self._failed_saves} of {limit}: {error.cause}",
+                    step=self.state.step,
+                    failures=self._failed_saves,
+                )
+                if self._failed_saves >= limit:
+                    raise StorageError(
+                        f"{self._failed_saves} saves in a row failed, the last because: {error.cause}",
+                        effect=f"steps after {self._saved_step} are in no checkpoint",
+                        remedy="mend the storage, then start again; training continues from the last checkpoint",
+                    ).on_all_ranks() from error
+                if not must_succeed:
+                    self._checkpoint_seconds += time.perf_counter() - start
+                    return
+                time.sleep(1.0)
+        self._failed_saves, self._saved_step = 0, self.state.step
+        self._checkpoint_seconds += time.perf_counter() - start
+        self.recorder.event(
+            "checkpoint",
+            f"{saved.checkpoint.path.name}: {human_bytes(saved.bytes)} in {saved.seconds:.2f}s"
+            + (", verified" if saved.checkpoint.verified else ""),
+            step=self.state.step,
+            consumed=self.state.consumed,
+            bytes=saved.bytes,
+            seconds=saved.seconds,
+            verified=saved.checkpoint.verified,
+            final=final,
+        )
+        self.recorder.status(
+            force=True,
+            state="running",
+            checkpoint={"step": self.state.step, "verified": saved.checkpoint.verified},
+        )
+        self._after_save(saved)
+
+    # ------------------------------------------------------------------ the device
+
+    def _mark(self) -> Any:
+        """A point in time, on the device's own clock where it has one."""
+        if self.world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def _between(start: Any, end: Any) -> float:
+        """Seconds between two marks that have been reached."""
+        return float(end - start) if isinstance(end, float) else float(start.elapsed_time(end)) / 1000
+
+    def _to_host(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """Start copying to the host; the copies, and an event that says when they are there (None: now)."""
+        if self.world.device.type != "cuda":
+            return (*tensors, None)
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+        event = torch.cuda.Event()
+        event.record()
+        return (*copies, event)

@@ -1,0 +1,135 @@
+"""Quantities with units: `"2000 steps"`, `"1_098_632 samples"`, `"2T tokens"`, `"30 minutes"`.
+
+A bare number is rejected everywhere a duration is expected: unit mistakes in schedules have cost real runs days.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import core_schema
+
+_MULTIPLIER = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMBT]?)\s*([A-Za-z]+)\s*$")
+_SECONDS = {"s": 1, "second": 1, "minute": 60, "min": 60, "hour": 3600, "h": 3600, "day": 86400}
+
+
+def _parse(text: object, units: dict[str, int], example: str) -> tuple[Decimal, str]:
+    """Split `"2T tokens"` into (2e12, "token"). Raises ValueError that names the units allowed."""
+    names = ", ".join(f"{unit}s" for unit in units if len(unit) > 3)
+    if isinstance(text, bool) or not isinstance(text, str):
+        raise ValueError(f"a bare number has no unit; write a string such as {example!r} ({names})")
+    match = _NUMBER.match(text)
+    if match is None:
+        raise ValueError(f"not a quantity with a unit; write something like {example!r} ({names})")
+    number, multiplier, unit = match.groups()
+    if unit not in units:
+        unit = unit.removesuffix("s")
+    if unit not in units:
+        raise ValueError(f"unknown unit {match.group(3)!r}; use one of {names}, for example {example!r}")
+    return Decimal(number.replace("_", "")) * _MULTIPLIER[multiplier], unit
+
+
+@dataclass(frozen=True)
+class Progress:
+    """An amount of training: so many steps, samples or tokens.
+
+    What it comes to in the other units depends on the batch ramp and is the schedule's business.
+    """
+
+    value: int
+    unit: str
+    UNITS = {"step": 1, "sample": 1, "token": 1}  # noqa: RUF012 (a dataclass ignores it: no annotation)
+
+    @classmethod
+    def parse(cls, text: object) -> Progress:
+        """Read `"2000 steps"`. Raises ValueError for a bare number, an unknown unit or a fraction of a unit."""
+        if isinstance(text, Progress):
+            return text
+        number, unit = _parse(text, cls.UNITS, "2000 steps")
+        if number != int(number):
+            raise ValueError(f"{text!r} is not a whole number of {unit}s")
+        return cls(int(number), unit)
+
+    def __str__(self) -> str:
+        return f"{self.value:_} {self.unit}{'' if self.value == 1 else 's'}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+
+@dataclass(frozen=True)
+class BatchSize(Progress):
+    """A batch: so many samples, or so many tokens (which must be whole samples)."""
+
+    UNITS = {"sample": 1, "token": 1}  # noqa: RUF012
+
+    @classmethod
+    def parse(cls, text: object) -> BatchSize:
+        """Read `"256 samples"` or `"4M tokens"`. Raises ValueError."""
+        if isinstance(text, BatchSize):
+            return text
+        number, unit = _parse(text, cls.UNITS, "256 samples")
+        if number != int(number) or number < 1:
+            raise ValueError(f"{text!r} is not a positive whole number of {unit}s")
+        return cls(int(number), unit)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A wall-clock duration."""
+
+    value: float
+
+    @classmethod
+    def parse(cls, text: object) -> Seconds:
+        """Read `"30 minutes"` (s, minutes, hours, days). Raises ValueError."""
+        if isinstance(text, Seconds):
+            return text
+        number, unit = _parse(text, _SECONDS, "30 minutes")
+        return cls(float(number * _SECONDS[unit]))
+
+    def __str__(self) -> str:
+        return f"{self.value:g} s"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+
+def human_count(value: float) -> str:
+    """1_260_000_000 -> `1.26B`: for people, never for a file a program reads."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:g}"
+
+
+def human_bytes(value: float) -> str:
+    """Bytes in binary units, `61.3 GiB`."""
+    for suffix in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or suffix == "TiB":
+            return f"{value:.0f} {suffix}" if suffix == "B" else f"{value:.3g} {suffix}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def human_time(seconds: float) -> str:
+    """Seconds as `3h12m`, `2d04h`, `45s`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.3g}s" if seconds < 10 else f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# From a fresh clone to an evaluated checkpoint: set-up, real text, tokenizer, shards, validation, training under
+# torchrun with hybrid sharding, evaluation by lm-eval. CPU is enough; nothing but Python packages is downloaded.
+#
+#   scripts/quickstart.sh            about ten minutes on two cores, half of it installing packages
+#   RANKS=2 scripts/quickstart.sh    fewer processes
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+. scripts/environment.sh all
+ranks=${RANKS:-4}
+work=runs/quickstart
+say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+
+say "text: what this Python installation carries, split into training and held-out documents"
+fsdp-data quickstart-corpus --out $work/text
+
+say "tokenizer: byte-level BPE"
+fsdp-data train-tokenizer $work/text/train.jsonl --kind bpe --vocab-size 2048 --out $work/tokenizer
+
+say "token shards, validated"
+fsdp-data prepare $work/text/train.jsonl --tokenizer $work/tokenizer --out $work/corpus --overwrite
+fsdp-data validate $work/corpus
+
+say "plan"
+fsdp-pretrain plan configs/runs/quickstart.toml --world-size "$ranks"
+
+say "train on $ranks ranks (starting this script again continues from the newest checkpoint)"
+torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train configs/runs/quickstart.toml
+
+say "evaluate what is still due (the trainer started the rest beside training)"
+fsdp-eval watch $work/run --once --wait
+
+say "the run"
+fsdp-pretrain status $work/run || true
+fsdp-pretrain journal $work/run
+fsdp-eval report $work/run
+printf '\nLook at the curves with: .venv/bin/aim up --repo %s/run/aim\n' "$work"

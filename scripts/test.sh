@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Lint, types and tests, from nothing: makes its own virtual environment on a fresh clone.
+#
+#   scripts/test.sh             everything but the long tests
+#   scripts/test.sh -m quick    while editing (under three minutes)
+#   scripts/test.sh -m slow     long fault and soak tests
+#   scripts/test.sh tests/test_packer.py -k lanes      any pytest arguments
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/environment.sh dev
+
+ruff format --check .
+ruff check .
+mypy
+if [ "$#" -eq 0 ]; then
+    set -- -m "not slow and not gpu"
+fi
+exec python -m pytest "$@"
