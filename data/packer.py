@@ -252,6 +252,7 @@ class Packer:
         self.eod = self.tokenizer.eod
         self._special = np.zeros(self.tokenizer.vocab_size, dtype=bool)
         self._special[[self.eod, *self.tokenizer.specials]] = True
+        self._signed = any(np.dtype(manifest.dtype).kind == "i" for manifest in manifests)
 
     @property
     def corpora(self) -> dict[str, Corpus]:
@@ -286,9 +287,12 @@ class Packer:
         return packed
 
     def _clean(self, flat: Ints, separators: int) -> bool:
+        """Whether the only special tokens are the separators just written and no id is outside the vocabulary."""
+        if self._signed and flat.min() < 0:  # `take` would count a negative id from the end
+            return False
         try:
             return int(np.count_nonzero(self._special.take(flat))) == separators
-        except IndexError:  # an id outside the vocabulary
+        except IndexError:  # an id above the vocabulary
             return False
 
     def _quarantine(self, packed: Packed, separators: list[list[int]]) -> None:

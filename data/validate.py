@@ -96,26 +96,21 @@ CATALOGUE: dict[str, tuple[Severity, str, str]] = {
 }
 """Every finding `validate` can make."""
 
+_PER_DOCUMENT = {code for code in CATALOGUE if code.startswith(("separator-", "special-")) or "documents" in code}
+
 
 @dataclass
 class Finding:
-    """One kind of defect: how often, out of how many, and where first."""
+    """One kind of defect: how often and where first."""
 
     code: str
     count: int
-    total: int
     examples: list[str] = field(default_factory=list)
 
     @property
     def severity(self) -> Severity:
         """`error` or `warning`."""
         return CATALOGUE[self.code][0]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        severity, meaning, remedy = CATALOGUE[self.code]
-        rate = self.count / self.total if self.total else None
-        return {**asdict(self), "severity": severity, "rate": rate, "meaning": meaning, "remedy": remedy}
 
 
 class Findings:
@@ -124,19 +119,18 @@ class Findings:
     def __init__(self) -> None:
         self.by_code: dict[str, Finding] = {}
 
-    def add(self, code: str, count: int, total: int, examples: Iterable[str] = ()) -> None:
-        """Count `count` of `total` defects (nothing happens for 0)."""
+    def add(self, code: str, count: int, examples: Iterable[str] = ()) -> None:
+        """Count defects (nothing happens for 0)."""
         if not count:
             return
-        finding = self.by_code.setdefault(code, Finding(code, 0, 0))
+        finding = self.by_code.setdefault(code, Finding(code, 0))
         finding.count += count
-        finding.total = max(finding.total, total)
         finding.examples += list(examples)[: _EXAMPLES - len(finding.examples)]
 
     def merge(self, other: Findings) -> None:
         """Add another shard's findings."""
         for finding in other.by_code.values():
-            self.add(finding.code, finding.count, finding.total, finding.examples)
+            self.add(finding.code, finding.count, finding.examples)
 
     @property
     def exit_code(self) -> int:
@@ -170,8 +164,19 @@ class Report:
             "documents": self.documents,
             "tokens": self.tokens,
             "exit": self.findings.exit_code,
-            "findings": [finding.as_dict() for finding in self.findings.by_code.values()],
+            "findings": [self._describe(finding) for finding in self.findings.by_code.values()],
         }
+
+    def rate(self, finding: Finding) -> float | None:
+        """Share of the corpus's documents or tokens that a finding concerns; None for findings about files."""
+        code = finding.code
+        total = self.tokens if code == "outside-vocabulary" else self.documents if code in _PER_DOCUMENT else 0
+        return finding.count / total if total else None
+
+    def _describe(self, finding: Finding) -> dict[str, Any]:
+        severity, meaning, remedy = CATALOGUE[finding.code]
+        facts = {"severity": severity, "rate": self.rate(finding), "meaning": meaning, "remedy": remedy}
+        return {**asdict(finding), **facts}
 
 
 def validate(
@@ -246,16 +251,12 @@ def _compare(directory: Path, manifest: Manifest, tokenizer: Tokenizer | None) -
     try:
         stored = Tokenizer.load(directory / entry.file, eod=entry.eod)
         if stored.fingerprint != entry.fingerprint:
-            findings.add("tokenizer", 1, 1, [f"{stored.path}: not the tokenizer the manifest names"])
+            findings.add("tokenizer", 1, [f"{stored.path}: not the tokenizer the manifest names"])
     except DataError as error:
-        findings.add("unreadable", 1, 1, [error.cause])
+        findings.add("unreadable", 1, [error.cause])
     if tokenizer is not None and tokenizer.fingerprint != entry.fingerprint:
-        findings.add(
-            "tokenizer",
-            1,
-            1,
-            [f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"],
-        )
+        both = f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"
+        findings.add("tokenizer", 1, [both])
     return findings
 
 
@@ -267,7 +268,7 @@ def _check_shard(
     try:
         shard = Shard(prefix)
     except DataError as error:
-        findings.add("unreadable", 1, 1, [error.cause])
+        findings.add("unreadable", 1, [error.cause])
         return findings, 0, 0
     if manifest is not None:
         entry = manifest.shards[number]
@@ -284,13 +285,13 @@ def _check_shard(
         ]
         if shard.tokens.nbytes != entry.bytes:
             wrong.append(f"{prefix.name}.bin has {shard.tokens.nbytes} bytes, the manifest says {entry.bytes}")
-        findings.add("manifest-mismatch", len(wrong), len(manifest.shards), wrong)
+        findings.add("manifest-mismatch", len(wrong), wrong)
         if checksums:
             for suffix, expected in ((".bin", entry.bin_xxh3), (".idx", entry.idx_xxh3)):
                 path = prefix.with_name(prefix.name + suffix)
-                findings.add("checksum", file_checksum(path) != expected, 2 * len(manifest.shards), [str(path)])
+                findings.add("checksum", file_checksum(path) != expected, [str(path)])
     if not _index_is_sound(shard):
-        findings.add("index", 1, 1, [str(prefix)])
+        findings.add("index", 1, [str(prefix)])
         return findings, shard.documents, int(shard.lengths.sum(dtype=np.int64))
     _check_lengths(shard, findings)
     for first, stop in _runs(shard):
@@ -311,7 +312,7 @@ def _index_is_sound(shard: Shard) -> bool:
 def _check_lengths(shard: Shard, findings: Findings) -> None:
     for code, length in (("empty-documents", 0), ("one-token-documents", 1)):
         which = np.flatnonzero(shard.lengths == length)
-        findings.add(code, len(which), shard.documents, (_place(shard, n) for n in which[:_EXAMPLES]))
+        findings.add(code, len(which), (_place(shard, n) for n in which[:_EXAMPLES]))
 
 
 def _runs(shard: Shard) -> Iterator[tuple[int, int]]:
@@ -327,38 +328,38 @@ def _runs(shard: Shard) -> Iterator[tuple[int, int]]:
 
 def _check_tokens(shard: Shard, first: int, stop: int, vocabulary: Vocabulary, findings: Findings) -> None:
     """Ids and special tokens of documents [first, stop)."""
-    item = shard.dtype.itemsize
-    begin = int(shard.pointers[first]) // item
-    ends = np.cumsum(shard.lengths[first:stop], dtype=np.int64)
+    lengths = shard.lengths[first:stop].astype(np.int64)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    begin = int(shard.pointers[first]) // shard.dtype.itemsize
     tokens = shard.tokens[begin : begin + int(ends[-1])]
 
-    def report(code: str, where: npt.NDArray[np.int64], total: int) -> None:
-        documents = first + np.searchsorted(ends, where[:_EXAMPLES], side="right")
-        places = (
-            _place(shard, n, at)
-            for n, at in zip(documents, where - (ends - shard.lengths[first:stop])[documents - first], strict=False)
-        )
-        findings.add(code, len(where), total, places)
+    def report(code: str, where: npt.NDArray[np.int64]) -> None:
+        shown = where[:_EXAMPLES]
+        inside = np.searchsorted(ends, shown, side="right")
+        places = [_place(shard, first + n, at - starts[n]) for n, at in zip(inside, shown, strict=True)]
+        findings.add(code, len(where), places)
 
     outside = np.flatnonzero(_outside(tokens, vocabulary.size))
-    report("outside-vocabulary", outside, len(shard.tokens))
-    table = np.zeros(max(vocabulary.size, 1 << 16), dtype=bool)
+    report("outside-vocabulary", outside)
+    table = np.zeros(vocabulary.size, dtype=bool)
     table[list(vocabulary.specials | {vocabulary.eod})] = True
-    inside_vocabulary = np.where(_outside(tokens, len(table)), 0, tokens) if len(outside) else tokens
-    special = np.flatnonzero(table[inside_vocabulary])
+    known = np.where(_outside(tokens, vocabulary.size), 0, tokens) if len(outside) else tokens
+    special = np.flatnonzero(table[known])
+    if len(outside):
+        special = np.setdiff1d(special, outside)
     if not len(special):
         return
+    full = lengths > 0
     is_eod = tokens[special] == vocabulary.eod
-    nonempty = ends[shard.lengths[first:stop] > 0]
-    last = np.isin(special, nonempty - 1)
-    starts = (ends - shard.lengths[first:stop])[shard.lengths[first:stop] > 0]
-    leading = np.isin(special, starts)
-    report("separator-at-end", special[is_eod & last], shard.documents)
-    report("separator-at-start", special[is_eod & leading & ~last], shard.documents)
-    report("separator-inside", special[is_eod & ~last & ~leading], shard.documents)
-    neighbours = np.flatnonzero((np.diff(special) == 1) & is_eod[1:] & is_eod[:-1] & ~leading[1:])
-    report("separator-doubled", special[1:][neighbours], shard.documents)
-    report("special-token", special[~is_eod], shard.documents)
+    at_end, at_start = np.isin(special, ends[full] - 1), np.isin(special, starts[full])
+    side_by_side = np.zeros(len(special), dtype=bool)
+    side_by_side[1:] = (np.diff(special) == 1) & is_eod[1:] & is_eod[:-1] & ~at_start[1:]
+    report("separator-at-end", special[is_eod & at_end])
+    report("separator-at-start", special[is_eod & at_start & ~at_end])
+    report("separator-inside", special[is_eod & ~at_end & ~at_start])
+    report("separator-doubled", special[side_by_side])
+    report("special-token", special[~is_eod])
 
 
 def _outside(tokens: npt.NDArray[Any], size: int) -> npt.NDArray[np.bool_]:
@@ -375,12 +376,8 @@ def check_against(manifest: Manifest, vocab: int) -> Findings:
     """Whether a model with `vocab` embedding rows can be trained on the corpus."""
     findings = Findings()
     too_small = vocab < manifest.tokenizer.vocab_size
-    findings.add(
-        "vocabulary-too-small",
-        too_small,
-        1,
-        [f"model.vocab = {vocab}, tokenizer {manifest.tokenizer.vocab_size}"],
-    )
+    both = f"model.vocab = {vocab}, tokenizer {manifest.tokenizer.vocab_size}"
+    findings.add("vocabulary-too-small", too_small, [both])
     return findings
 
 
@@ -389,8 +386,9 @@ def render(report: Report, write: Callable[[str], None] = print) -> None:
     write(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens")
     for finding in sorted(report.findings.by_code.values(), key=lambda item: item.severity):
         severity, meaning, remedy = CATALOGUE[finding.code]
-        rate = f" ({finding.count / finding.total:.3%} of {finding.total:_})" if finding.total else ""
-        write(f"  {severity.upper():7} {finding.code}: {meaning}; {finding.count:_}{rate}")
+        rate = report.rate(finding)
+        share = f" ({rate:.3%})" if rate is not None else ""
+        write(f"  {severity.upper():7} {finding.code}: {meaning}; {finding.count:_}{share}")
         for example in finding.examples:
             write(f"            at {example}")
         write(f"            remedy: {remedy}")

@@ -137,13 +137,14 @@ def render(result: dict[str, Any]) -> str:
     low, high = result["iteration_seconds_min_max"]
     return "\n".join(
         [
-            f"{result['run']}: {human_count(result['parameters'])} parameters, {result['world']} x {result['device']}, "
-            f"torch {result['torch']}, {result['dtype']}",
+            f"{result['run']}: {human_count(result['parameters'])} parameters, {result['dtype']}, "
+            f"{result['world']} x {result['device']}, torch {result['torch']}",
             f"  tokens/s     {human_count(result['tokens_per_second'])}"
             f" ({human_count(result['tokens_per_second_per_device'])} per device)",
             f"  MFU          {mfu}",
             f"  memory       {human_bytes(result['memory_bytes'])} on the fullest rank",
-            f"  step         {result['seconds']['iteration']:.4g}s, median of {result['steps']} ({low:.4g} to {high:.4g})",
+            f"  step         {result['seconds']['iteration']:.4g}s, median of {result['steps']} "
+            f"({low:.4g} to {high:.4g})",
             f"  parts (ms)   {parts}",
         ]
     )

@@ -7,10 +7,8 @@ generated from the docstrings below.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from .config_file import describe, override, read_toml
 from .errors import ConfigError
 from .schedule import BatchSchedule, Ramp, Schedule
 from .units import BatchSize, Progress, Seconds
@@ -386,9 +385,6 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
 
 
-_MISSING = object()
-
-
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read, merge, check.
 
@@ -401,8 +397,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     origin: dict[str, str] = {}
-    raw = _read(path, origin, ())
-    problems = [problem for text in overrides if (problem := _override(raw, text, origin))]
+    raw = read_toml(path, origin)
+    problems = [problem for text in overrides if (problem := override(raw, text, origin))]
     config = None
     if not problems:
         config, problems = _validate(raw, path, origin)
@@ -417,10 +413,11 @@ def _validate(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> tuple[
     sections, problems = {}, []
     for key in raw:
         if key not in Config.model_fields:
-            problems.append(_describe({"type": "extra_forbidden", "loc": (key,), "input": raw[key]}, path, origin))
+            problems.append(
+                describe({"type": "extra_forbidden", "loc": (key,), "input": raw[key]}, path, origin, schema_keys())
+            )
     for key, field in Config.model_fields.items():
-        value = raw.get(key, _MISSING)
-        if value is _MISSING:
+        if key not in raw:
             if field.is_required():
                 problems.append(f"[{key}]: this section is missing")
             else:
@@ -428,113 +425,13 @@ def _validate(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> tuple[
             continue
         try:
             annotation: Any = Annotated[field.annotation, field]
-            sections[key] = TypeAdapter(annotation).validate_python(value)
+            sections[key] = TypeAdapter(annotation).validate_python(raw[key])
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 loc = tuple(x for x in item["loc"] if not (key == "model" and x in ("llama", "gpt")))
-                problems.append(_describe({**item, "loc": (key, *loc)}, path, origin))
+                problems.append(describe({**item, "loc": (key, *loc)}, path, origin, schema_keys()))
     problems += cross_checks(sections)
     return (Config(**sections) if not problems else None), problems
-
-
-def _read(path: Path, origin: dict[str, str], chain: tuple[Path, ...]) -> dict[str, Any]:
-    """A TOML file with its includes merged under it; notes in `origin` which file each value came from."""
-    if path.resolve() in chain:
-        raise ConfigError(f"{path} includes itself", remedy="remove it from `include`")
-    try:
-        own = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        asked = f", included by {chain[-1]}" if chain else ""
-        raise ConfigError(f"cannot read the configuration {path}{asked}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    merged: dict[str, Any] = {}
-    includes = own.pop("include", [])
-    if not isinstance(includes, list) or not all(isinstance(item, str) for item in includes):
-        raise ConfigError(f"{path}: `include` must be a list of file names")
-    for item in includes:
-        _merge(merged, _read(path.parent / item, origin, (*chain, path.resolve())))
-    _merge(merged, own)
-    for key in _leaves(own):
-        origin[key] = str(path)
-    return merged
-
-
-def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
-    for key, value in other.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else key)
-    elif isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
-        for index, value in enumerate(tree):
-            yield from _leaves(value, f"{prefix}.{index}")
-    else:
-        yield prefix
-
-
-def _override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | None:
-    """Apply one `key=value`; the problem, if it cannot be."""
-    key, equals, literal = text.partition("=")
-    key = key.strip()
-    if not equals or not re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", key):
-        return f"override {text!r} is not of the form section.key=value"
-    try:
-        value = tomllib.loads(f"value = {literal}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = literal
-    *parents, last = key.split(".")
-    node: Any = raw
-    for depth, part in enumerate(parents):
-        child = _child(node, part)
-        if child is _MISSING:
-            if not isinstance(node, dict):
-                return f"override {text!r}: there is no {'.'.join(parents[: depth + 1])}"
-            child = node[part] = {}
-        node = child
-    if isinstance(node, list):
-        if not last.isdigit() or int(last) >= len(node):
-            return f"override {text!r}: {'.'.join(parents)} has {len(node)} entries"
-        node[int(last)] = value
-    elif isinstance(node, dict):
-        node[last] = value
-    else:
-        return f"override {text!r}: {'.'.join(parents)} is a value, not a section"
-    origin[key] = f"override {text!r}"
-    return None
-
-
-def _child(node: Any, part: str) -> Any:
-    if isinstance(node, list):
-        return node[int(part)] if part.isdigit() and int(part) < len(node) else _MISSING
-    return node.get(part, _MISSING) if isinstance(node, dict) else _MISSING
-
-
-def _describe(error: Any, path: Path, origin: dict[str, str]) -> str:
-    """One validation error as `key = value (from where): what is wrong; what would be right`."""
-    key = ".".join(str(part) for part in error["loc"])
-    source = next((where for name, where in origin.items() if name == key or name.startswith(key + ".")), str(path))
-    kind, message = error["type"], str(error.get("msg", "")).removeprefix("Value error, ")
-    if kind == "missing":
-        return f"{key}: this key is required"
-    if kind == "extra_forbidden":
-        hint = _nearest(key)
-        return f"{key} ({source}): unknown key" + (f"; did you mean {hint!r}?" if hint else "")
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return f"model.family ({source}): must be one of {', '.join(_families())}"
-    value = error.get("input")
-    shown = "" if isinstance(value, dict | list) else f" = {value!r}"
-    return f"{key}{shown} ({source}): {message[:1].lower()}{message[1:]}"
-
-
-def _families() -> list[str]:
-    return [kind.model_fields["family"].annotation.__args__[0] for kind in (LlamaModel, GPTModel)]  # type: ignore[union-attr]
 
 
 def schema_keys() -> dict[str, tuple[type[Section], str]]:
@@ -555,18 +452,3 @@ def _sections_in(annotation: Any) -> list[type[Section]]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [found for part in getattr(annotation, "__args__", ()) for found in _sections_in(part)]
-
-
-def _nearest(key: str) -> str | None:
-    """The valid key the user most likely meant: close in spelling, or the same name in another section."""
-    plain = re.sub(r"\.\d+(?=\.)", "", key)
-    keys = list(schema_keys())
-    last = plain.rpartition(".")[2]
-    same_name = [name for name in keys if name.rpartition(".")[2] == last]
-    if same_name:
-        return same_name[0]
-    close = difflib.get_close_matches(plain, keys, n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    names = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in keys], n=1, cutoff=0.75)
-    return next((name for name in keys if names and name.endswith(names[0])), None)

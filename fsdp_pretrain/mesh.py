@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,16 +140,15 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     ranks = Ranks.from_environment()
     shards = shard_size(parallel, ranks.world, ranks.local_world)
     device = _device(ranks)
-    for name, value in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", "0"),
-    ):
-        os.environ.setdefault(name, value)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=parallel.timeout.value)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=_store(ranks, timeout),
+        rank=ranks.rank,
+        world_size=ranks.world,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     mesh = init_device_mesh(device.type, (ranks.world // shards, shards), mesh_dim_names=(REPLICATE, SHARD))
     for axis in (REPLICATE, SHARD):  # a mesh group does not inherit the timeout of init_process_group
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
@@ -156,6 +156,31 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     yield World(ranks, device, mesh, host_group)
     # Not in a `finally`: after an error peers may be gone, and leaving the group would wait for them.
     dist.destroy_process_group()
+
+
+def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:
+    """Where ranks find each other's addresses.
+
+    torchrun's agents keep one store over all restarts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and the c10d
+    rendezvous are used), so a restarted rank would read the addresses of dead peers. On one node the restart count
+    tells the attempts apart; between nodes that count can differ, and only the variable helps.
+    """
+    if ranks.world == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    master = ranks.rank == 0 and not shared
+    store: dist.Store = dist.TCPStore(address, port, ranks.world, master, timeout, multi_tenant=True)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if shared and ranks.local_world == ranks.world:
+        store = dist.PrefixStore(f"attempt-{restarts}", store)
+    elif shared and restarts != "0" and ranks.local_rank == 0:
+        warnings.warn(
+            "torchrun restarted this node, but its agents share one store over all restarts: the ranks may not find "
+            "each other. Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d.",
+            stacklevel=2,
+        )
+    return store
 
 
 def _device(ranks: Ranks) -> torch.device:

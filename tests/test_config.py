@@ -1,0 +1,199 @@
+"""Configuration: strict, all problems at once, each with its origin and a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.config import Config, load, schema_keys
+from fsdp_pretrain.config_reference import reference
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.units import Progress
+
+pytestmark = pytest.mark.quick
+ROOT = Path(__file__).resolve().parent.parent
+
+GOOD = """
+[run]
+name = "x"
+dir = "here"
+[model]
+family = "llama"
+layers = 2
+hidden = 64
+heads = 4
+ffn = 128
+vocab = 512
+[data]
+sequence_length = 64
+[[data.sources]]
+name = "a"
+path = "corpus"
+[train]
+duration = "100 steps"
+global_batch = "512 tokens"
+micro_batch = 2
+[optimizer]
+lr = 1e-3
+[checkpoint]
+every = "50 steps"
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    assert caught.value.exit == 78
+    return str(caught.value)
+
+
+def test_resolved_configuration_loads_to_the_same_object(good: Path, tmp_path: Path) -> None:
+    config = load(good, ["optimizer.lr=2e-4", "parallel.timeout=5 minutes", "train.grad_clip=0", "run.name=other"])
+    assert (config.optimizer.lr, config.parallel.timeout.value, config.run.name) == (2e-4, 300, "other")
+    again = tmp_path / "again.toml"
+    again.write_text(config.to_toml())
+    assert load(again) == config
+
+
+def test_batch_in_tokens_and_samples_is_the_same(good: Path) -> None:
+    assert load(good).schedule.batch.full == 8
+    assert load(good, ["train.global_batch=8 samples"]).schedule.steps == 100
+
+
+def test_relative_paths_become_absolute(good: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(good)
+    assert config.run.dir == tmp_path / "here"
+    assert config.data.sources[0].path == tmp_path / "corpus"
+
+
+def test_all_problems_come_in_one_report(good: Path) -> None:
+    text = problems(
+        good,
+        "train.lrr=3",
+        "train.duration=100",
+        "optimizer.warmup=500 potatoes",
+        "model.heads=3",
+        "data.sources.0.pathh=x",
+        "optimizer.lr=abc",
+        "checkpoint.keep_last=1",
+    )
+    assert "7 problems" in text
+    for part in (
+        "train.lrr (override 'train.lrr=3'): unknown key; did you mean 'optimizer.lr'?",
+        "train.duration = 100",
+        "bare number has no unit",
+        "unknown unit 'potatoes'",
+        "hidden = 64 is not a multiple of heads = 3",
+        "did you mean 'data.sources.path'?",
+        "optimizer.lr = 'abc'",
+        "checkpoint.keep_last = 1",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.warmup=500 steps", "warm-up of 500 steps (4_000 samples) is longer than the decay"),
+        ("optimizer.min_lr=1", "optimizer.min_lr = 1.0 is above optimizer.lr"),
+        ("train.global_batch=100 tokens", "not a whole number of samples of 64 tokens"),
+        ("eval.every=50 steps", "eval.heldout names no file"),
+        ("train.batch_ramp={first='2 samples', by='5 samples', end='80 samples'}", "whole increments"),
+        ("train.batch_ramp={first='2 samples', by='2 samples', end='80 steps'}", "cannot be in steps"),
+        ("train.batch_ramp={first='2 samples', by='2 samples'}", "either `end` or `duration`"),
+        ("train.duration=0 steps", "less than one step"),
+        ("checkpoint.every=0 steps", "is no interval"),
+        ("model.family=bert", "must be one of 'llama', 'gpt'"),
+        ("model.positions=32", "unknown key"),
+        ("nonsense", "not of the form section.key=value"),
+        ("data.sources.3.name=x", "there is no data.sources.3"),
+        ("run.name.x=1", "is a value, not a section"),
+        ("optimizer.no_decay=['(']", "not a regular expression"),
+        ("train.micro_batch='2'", "valid integer"),
+        ("train.micro_batch=true", "valid integer"),
+        ("optimizer.lr=nan", "optimizer.lr"),
+    ],
+)
+def test_each_mistake_is_named(good: Path, override: str, expected: str) -> None:
+    assert expected in problems(good, override)
+
+
+def test_duplicate_source_names(good: Path) -> None:
+    good.write_text(GOOD + '[[data.sources]]\nname = "a"\npath = "b"\n'.replace("[[", "\n[["))
+    assert "source names must differ" in problems(good)
+
+
+def test_gpt_positions_bound_the_sequence(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.toml"
+    path.write_text(GOOD.replace('family = "llama"', 'family = "gpt"\npositions = 32').replace("ffn = 128", ""))
+    assert "data.sequence_length = 64 exceeds model.positions = 32" in problems(path)
+
+
+def test_missing_sections_and_keys(tmp_path: Path) -> None:
+    path = tmp_path / "empty.toml"
+    path.write_text('[run]\nname = "x"\n')
+    text = problems(path)
+    assert "run.dir: this key is required" in text
+    assert "[model]: this section is missing" in text
+
+
+def test_includes_merge_under_the_file_and_name_themselves(good: Path, tmp_path: Path) -> None:
+    top = tmp_path / "sub/top.toml"
+    top.parent.mkdir()
+    top.write_text('include = ["../good.toml"]\n[model]\nlayers = 5\n[train]\nmicro = 1\n')
+    text = problems(top)
+    assert f"train.micro ({top})" in text and "train.micro_batch" in text
+    top.write_text('include = ["../good.toml"]\n[model]\nlayers = 5\n')
+    assert (load(top).model.layers, load(top).model.hidden) == (5, 64)
+    good.write_text('include = ["sub/top.toml"]\n')
+    assert "includes itself" in problems(top)
+
+
+@pytest.mark.parametrize("content", ["[run", "\xff"])
+def test_unreadable_files(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content.encode("latin-1"))
+    assert "not valid TOML" in problems(path)
+    assert "cannot read" in problems(tmp_path / "absent.toml")
+
+
+def test_schedule_of_a_ramp_in_tokens(good: Path) -> None:
+    ramp = "train.batch_ramp={first='2 samples', by='2 samples', start='640 tokens', duration='1920 tokens'}"
+    schedule = load(good, [ramp]).schedule
+    assert schedule.batches() == [2, 4, 6, 8]
+    assert schedule.batch.batch_at(10) == 2 and schedule.batch.batch_at(40) == 8
+
+
+def test_reference_page_is_current_and_complete() -> None:
+    page = (ROOT / "docs/config.md").read_text()
+    assert page == reference(), "run: fsdp-pretrain config-reference > docs/config.md"
+    for key, (section, name) in schema_keys().items():
+        assert (
+            f"`{key.rpartition('.')[2]}`" in page or name in Config.model_fields or name in ("sources", "batch_ramp")
+        ), key
+        description: Any = section.model_fields[name].description
+        assert description or section is Config, f"{key} has no docstring"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*/*.toml")), ids=lambda path: path.stem)
+def test_shipped_configurations_load(path: Path) -> None:
+    if path.parent.name == "models":
+        return
+    assert load(path).schedule.steps > 0
+
+
+def test_durations_are_never_bare_numbers() -> None:
+    for section, name in schema_keys().values():
+        annotation = str(section.model_fields[name].annotation)
+        if name in ("every", "keep_every", "duration", "warmup", "decay", "end", "start"):
+            assert Progress.__name__ in annotation, name

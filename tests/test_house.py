@@ -1,0 +1,199 @@
+"""The house: which module may import which, what runs without torch, and what a clash of names does."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+ROOT = Path(__file__).resolve().parent.parent
+
+# Level by level: a module may import modules of lower levels, and of its own level where listed in SIDEWAYS.
+LEVELS = [
+    ["fsdp_pretrain.errors", "fsdp_pretrain.units"],
+    ["fsdp_pretrain.schedule", "fsdp_pretrain.console", "fsdp_pretrain.config_file"],
+    ["fsdp_pretrain.config"],
+    [
+        "fsdp_pretrain.config_reference",
+        "fsdp_pretrain.record",
+        "data.shards",
+        "data.tokenizer",
+        "data.inputs",
+    ],
+    [
+        "fsdp_pretrain.checkpoint.store",
+        "fsdp_pretrain.control",
+        "fsdp_pretrain.state",
+        "data.corpus",
+        "data.mixture",
+        "data.quickstart",
+    ],
+    ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.validate"],
+    ["data.train_tokenizer", "data.loader", "fsdp_pretrain.models", "fsdp_pretrain.mesh", "fsdp_pretrain.throughput"],
+    ["data.cli", "fsdp_pretrain.parallel", "fsdp_pretrain.optim", "fsdp_pretrain.plan"],
+    ["fsdp_pretrain.checkpoint", "fsdp_pretrain.cli"],
+    ["fsdp_pretrain.trainer"],
+    ["eval"],
+    ["fsdp_pretrain.train", "fsdp_pretrain.bench"],
+]
+TORCH_FREE = [
+    "fsdp_pretrain.cli",
+    "fsdp_pretrain.status",
+    "fsdp_pretrain.config_reference",
+    "fsdp_pretrain.checkpoint.store",
+    "fsdp_pretrain.record.aim",
+    "fsdp_pretrain.record.recorder",
+    "data.cli",
+    "data.packer",
+    "data.validate",
+    "eval.jobs",
+]
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in ("fsdp_pretrain", "data", "eval"):
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def level_of(module: str) -> int | None:
+    """The level of the longest listed prefix."""
+    named = [
+        (len(name), level)
+        for level, names in enumerate(LEVELS)
+        for name in names
+        if (module + ".").startswith(name + ".")
+    ]
+    return max(named)[1] if named else None
+
+
+def imports(module: str, path: Path) -> set[str]:
+    """Modules of this project that a file imports, at any depth of its code."""
+    found = set()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                anchor = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+                base = f"{anchor}.{base}" if base else anchor
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules() else base for alias in node.names}
+    return {name for name in found if name.partition(".")[0] in ("fsdp_pretrain", "data", "eval")}
+
+
+def test_every_module_has_a_level() -> None:
+    unplaced = [name for name in modules() if level_of(name) is None and name not in ("fsdp_pretrain", "data", "eval")]
+    assert not unplaced
+
+
+def test_arrows_point_down() -> None:
+    wrong = []
+    for module, path in modules().items():
+        if module in ("fsdp_pretrain", "data", "eval"):
+            continue
+        for target in imports(module, path) - {"fsdp_pretrain"}:
+            related = module.rpartition(".")[0] == target.rpartition(".")[0] or target.startswith(module + ".")
+            if not (related and level_of(module) == level_of(target)) and level_of(target) >= level_of(module):
+                wrong.append(f"{module} -> {target}")
+    assert not wrong
+
+
+def test_nothing_imports_the_composition_roots() -> None:
+    roots = {"fsdp_pretrain.train", "fsdp_pretrain.bench"}
+    assert not [name for name, path in modules().items() if imports(name, path) & roots]
+
+
+def test_data_knows_only_configuration_of_the_trainer() -> None:
+    allowed = {f"fsdp_pretrain.{name}" for name in ("config", "schedule", "errors", "units", "console")}
+    for name, path in modules().items():
+        if name.startswith("data."):
+            outside = {target for target in imports(name, path) if target.startswith("fsdp_pretrain")}
+            assert outside <= allowed, name
+
+
+def test_only_the_loader_uses_torch_in_data_and_torchdata_anywhere() -> None:
+    users: dict[str, set[str]] = {"torch": set(), "torchdata": set()}
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                targets = [node.module or ""]
+            for target in targets:
+                if target.partition(".")[0] in users:
+                    users[target.partition(".")[0]].add(name)
+    assert users["torchdata"] == {"data.loader"}
+    assert {name for name in users["torch"] if name.startswith("data.")} == {"data.loader"}
+
+
+def test_packages_with_common_names_are_empty() -> None:
+    assert (ROOT / "data/__init__.py").read_text() == ""
+    assert (ROOT / "eval/__init__.py").read_text() == ""
+    assert not (ROOT / "tests/__init__.py").exists()
+
+
+def test_torch_free_modules_do_not_import_torch() -> None:
+    heavy = {"torch", "lm_eval", "aim"}
+    code = f"import sys\nfor m in {TORCH_FREE!r}: __import__(m)\nassert not {heavy!r} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("intruder", ["data.py", "data/packer_of_another.py", "eval.py"])
+def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, intruder: str) -> None:
+    (tmp_path / intruder).parent.mkdir(exist_ok=True)
+    (tmp_path / intruder).write_text("")
+    if "/" in intruder:
+        (tmp_path / "data/__init__.py").write_text("")
+    environment = {"PATH": "/usr/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import fsdp_pretrain"], env=environment, cwd="/", capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert str(tmp_path) in done.stderr and "PYTHONSAFEPATH" in done.stderr
+
+
+def test_the_guard_does_not_mind_a_folder_called_data(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    done = subprocess.run([sys.executable, "-c", "import fsdp_pretrain"], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert done.returncode == 0
+
+
+def test_files_fit_a_head() -> None:
+    long = {name: n for name, path in modules().items() if (n := path.read_text().count("\n")) > 520}
+    assert not long
+
+
+def test_every_public_thing_has_a_docstring() -> None:
+    bare = []
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text())
+        if path.read_text() and not ast.get_docstring(tree):
+            bare.append(name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                public = [f for f in node.body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")]
+                if not node.name.startswith("_"):
+                    bare += [f"{name}.{node.name}.{f.name}" for f in public if not ast.get_docstring(f)]
+                    bare += [] if ast.get_docstring(node) else [f"{name}.{node.name}"]
+        functions = [f for f in tree.body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")]
+        bare += [f"{name}.{f.name}" for f in functions if not ast.get_docstring(f)]
+    assert not bare
+
+
+@pytest.mark.parametrize("module", ["fsdp_pretrain.cli", "data.cli", "eval.cli"])
+def test_every_verb_shows_an_example(module: str, run_command: object) -> None:
+    listing = run_command(module, "--help").stdout  # type: ignore[operator]
+    verbs = [line.split()[0] for line in listing.splitlines() if line.startswith("    ") and line[4] != " "]
+    assert len(verbs) >= 3
+    for verb in verbs:
+        shown = run_command(module, verb, "--help")  # type: ignore[operator]
+        assert shown.returncode == 0 and "example:" in shown.stdout, verb

@@ -1,0 +1,115 @@
+"""The loader: the same global batches for any number of ranks, micro-batch, prefetch and restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.loader import IGNORE, Loader, StepBatch, check_batches
+from data.packer import Packer
+from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.schedule import BatchSchedule, Ramp
+
+pytestmark = pytest.mark.quick
+BATCHES = BatchSchedule(24, Ramp(12, 12, 0, 100))
+
+
+@pytest.fixture
+def packer(shared_corpus: Path) -> Packer:
+    return Packer([("text", shared_corpus / "corpus", 1.0)], 32, seed=5, lanes=8)
+
+
+def steps(packer: Packer, rank: int, world: int, count: int, **options: Any) -> list[StepBatch]:
+    loader = Loader(packer, BATCHES, rank=rank, world=world, **{"micro_batch": 2, **options})
+    return [next(loader) for _ in range(count)]
+
+
+def global_batches(packer: Packer, world: int, count: int, **options: Any) -> list[torch.Tensor]:
+    ranks = [steps(packer, rank, world, count, **options) for rank in range(world)]
+    return [torch.cat([m.tokens for rank in ranks for m in rank[i].micro]) for i in range(count)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_global_batches_do_not_depend_on_the_ranks(packer: Packer, world: int, prefetch: int) -> None:
+    expected = global_batches(packer, 1, 14, micro_batch=1, prefetch=0)
+    micro = 1 if world == 4 else 2
+    for ours, theirs in zip(
+        global_batches(packer, world, 14, micro_batch=micro, prefetch=prefetch), expected, strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert [len(batch) for batch in expected] == [12] * 9 + [24] * 5  # the ramp
+
+
+@pytest.mark.parametrize("world", [1, 2, 6])
+def test_digests_add_up_to_the_same_whatever_the_ranks(packer: Packer, world: int) -> None:
+    ranks = [steps(packer, rank, world, 8) for rank in range(world)]
+    alone = steps(packer, 0, 1, 8, micro_batch=3)
+    for i in range(8):
+        assert (sum(rank[i].digest for rank in ranks) - alone[i].digest) % 2**64 == 0
+        assert sum(rank[i].targets for rank in ranks) == alone[i].targets == alone[i].size * 32
+        assert sum(rank[i].documents for rank in ranks) == alone[i].documents
+    assert len({step.digest for step in alone}) == 8
+
+
+def test_state_is_small_and_resumes_at_another_world_size(packer: Packer) -> None:
+    expected = global_batches(packer, 2, 12)
+    loader = Loader(packer, BATCHES, rank=0, world=2, micro_batch=2)
+    for _ in range(7):
+        next(loader)
+    state = loader.state()  # belongs to the batch handed out, not to what was prefetched
+    assert len(json.dumps(state)) < 1024
+    resumed = global_batches(packer, 3, 5, **state)
+    assert all(torch.equal(a, b) for a, b in zip(resumed, expected[7:], strict=True))
+
+
+def test_cursor_and_consumed_are_separate(packer: Packer) -> None:
+    """Samples may be skipped: the position in the data moves on, the batch ramp does not."""
+    (step,) = steps(packer, 0, 1, 1, cursor=1000, consumed=0)
+    assert (step.size, step.cursor, step.consumed) == (12, 1012, 12)
+
+
+def test_document_lengths_travel_only_when_wanted(packer: Packer) -> None:
+    (with_lengths,) = steps(packer, 0, 1, 1, with_lengths=True)
+    assert all(int(m.lengths.sum()) == 32 * len(m.tokens) for m in with_lengths.micro if m.lengths is not None)
+    assert all(m.lengths is None for m in steps(packer, 0, 1, 1)[0].micro)
+
+
+def test_quarantined_stretches_are_not_learned(packer: Packer) -> None:
+    spelt = int(packer.pack(0, 1).tokens[0, 5])
+    packer._special[spelt] = True  # from now on this token is a special one
+    quarantined = 0
+    for step in steps(packer, 0, 1, 3, micro_batch=4):
+        learned = 0
+        for micro in step.micro:
+            labels = micro.tokens[:, 1:] if micro.labels is None else micro.labels
+            assert not (labels == spelt).any() and not (micro.tokens == spelt).any()
+            learned += int((labels != IGNORE).sum())
+        assert learned == step.targets
+        assert (step.targets < step.size * 32) == bool(step.quarantined)
+        quarantined += len(step.quarantined)
+    assert quarantined > 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_errors_of_the_background_thread_arrive_whole(tmp_path: Path, shared_corpus: Path, prefetch: int) -> None:
+    import shutil
+
+    shutil.copytree(shared_corpus / "corpus", tmp_path / "c")
+    packer = Packer([("text", tmp_path / "c", 1.0)], 32, seed=5, lanes=8)
+    next(iter((tmp_path / "c/shards").glob("*.bin"))).unlink()
+    loader = Loader(packer, BATCHES, rank=0, world=1, micro_batch=2, prefetch=prefetch)
+    with pytest.raises(DataError, match=r"cannot open .*\.bin") as caught:
+        for _ in range(50):
+            next(loader)
+    assert caught.value.remedy
+
+
+def test_batches_that_do_not_split_are_refused() -> None:
+    check_batches([12, 24], 6, 2)
+    with pytest.raises(ConfigError, match="12 samples does not split over 8 ranks"):
+        check_batches([12, 24], 8, 2)

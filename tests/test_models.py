@@ -1,0 +1,275 @@
+"""The model families against closed forms and plain reference computations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_pretrain import models, optim
+from fsdp_pretrain.config import GPTModel, LlamaModel, OptimizerSection
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.models import loss
+from fsdp_pretrain.models.attention import document_ids, document_mask
+from fsdp_pretrain.models.decoder import Decoder
+from fsdp_pretrain.models.layers import rotary_table, rotate
+from fsdp_pretrain.parallel import materialise
+from fsdp_pretrain.plan import check_declared, count_parameters
+
+pytestmark = pytest.mark.quick
+LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "layers": 3,
+    "hidden": 48,
+    "heads": 6,
+    "kv_heads": 2,
+    "ffn": 80,
+    "vocab": 97,
+}
+GPT: dict[str, Any] = {"family": "gpt", "layers": 3, "hidden": 48, "heads": 6, "vocab": 97, "positions": 40}
+
+
+def make(values: dict[str, Any], seed: int = 1, **changes: Any) -> Decoder:
+    kind = LlamaModel if values["family"] == "llama" else GPTModel
+    return materialise(models.build(kind(**{**values, **changes})), seed, torch.device("cpu"))
+
+
+def tokens(batch: int = 3, length: int = 20, seed: int = 0) -> Tensor:
+    return torch.randint(97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("config", "exact"),
+    [
+        (LlamaModel(family="llama", layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000), 6_738_415_616),
+        (
+            LlamaModel(family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
+            8_030_261_248,
+        ),
+        # Megatron: L(12h^2 + 13h) + Vh + Sh + 2h; the shape tr8 meant, and tr1-13B with its padding removed.
+        (GPTModel(family="gpt", layers=32, hidden=16384, heads=32, vocab=50257, positions=2048), 103_943_028_736),
+        (GPTModel(family="gpt", layers=40, hidden=5120, heads=32, vocab=50257, positions=2048), 12_853_386_240),
+        (
+            GPTModel(family="gpt", layers=32, hidden=16384, heads=32, ffn=20480, vocab=50257, positions=2048),
+            56_696_946_688,
+        ),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(config: LlamaModel | GPTModel, exact: int) -> None:
+    assert count_parameters(config) == exact
+
+
+def test_a_104b_that_is_57b_is_refused() -> None:
+    config = GPTModel(
+        family="gpt",
+        layers=32,
+        hidden=16384,
+        heads=32,
+        ffn=20480,
+        vocab=50257,
+        positions=2048,
+        declared_params=104 * 10**9,
+    )
+    with pytest.raises(ConfigError, match=r"declared_params = 104_000_000_000.* 56_696_946_688 parameters \(-45"):
+        check_declared(config, count_parameters(config))
+
+
+@pytest.mark.parametrize("values", [LLAMA, GPT, {**LLAMA, "tied_head": True}, {**GPT, "tied_head": False}])
+def test_the_future_does_not_change_the_past(values: dict[str, Any]) -> None:
+    model, x = make(values), tokens()
+    y = x.clone()
+    y[:, 12] = (y[:, 12] + 1) % 97
+    a, b = model(x), model(y)
+    assert torch.equal(a[:, :12], b[:, :12])
+    assert not torch.allclose(a[:, 12:], b[:, 12:])
+
+
+@pytest.mark.parametrize("values", [LLAMA, GPT])
+def test_masked_documents_equal_separate_documents(values: dict[str, Any]) -> None:
+    """Packed with the document mask, the first document of a sample is what it would be alone."""
+    model, x = make(values), tokens()
+    lengths = torch.tensor([[7, 13, 0], [20, 0, 0], [1, 4, 15]], dtype=torch.int32)
+    packed = model(x, None, document_mask(lengths, 20))
+    for row, first in enumerate((7, 20, 1)):
+        alone = model(x[row : row + 1, :first])
+        torch.testing.assert_close(packed[row, :first], alone[0], rtol=1e-4, atol=1e-5)
+    changed = x.clone()
+    changed[0, :7] = 0
+    again = model(changed, None, document_mask(lengths, 20))
+    assert torch.equal(packed[0, 7:], again[0, 7:])  # other documents are invisible
+
+
+def test_document_ids_and_mask() -> None:
+    lengths = torch.tensor([[2, 3], [5, 0]], dtype=torch.int32)
+    assert document_ids(lengths, 5).tolist() == [[0, 0, 1, 1, 1], [0] * 5]
+    mask = document_mask(lengths, 5)
+    assert mask.shape == (2, 1, 5, 5) and mask.dtype == torch.bool
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+    ]
+    assert torch.equal(mask[1, 0], torch.ones(5, 5, dtype=torch.bool).tril())
+
+
+def test_llama_against_plain_formulas() -> None:
+    """One block and the head, written out again with nothing shared."""
+    model = make(LLAMA, layers=1)
+    x = tokens(1, 9)
+    parameters = dict(model.named_parameters())
+
+    def weight(name: str) -> Tensor:
+        return parameters[name].detach().double()
+
+    def rms(h: Tensor, g: Tensor) -> Tensor:
+        return h / torch.sqrt((h**2).mean(-1, keepdim=True) + 1e-5) * g
+
+    h = weight("embedding.weight")[x[0]]
+    normed = rms(h, weight("blocks.0.attention_norm.weight"))
+    q = (normed @ weight("blocks.0.attention.query.weight").T).view(9, 6, 8)
+    k = (normed @ weight("blocks.0.attention.key.weight").T).view(9, 2, 8)
+    v = (normed @ weight("blocks.0.attention.value.weight").T).view(9, 2, 8)
+    rotated = []
+    for part in (q, k):
+        angle = torch.arange(9).double().view(9, 1, 1) * 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
+        turn = torch.polar(torch.ones_like(angle), angle)
+        spun = torch.complex(part[..., :4], part[..., 4:]) * turn
+        rotated.append(torch.cat((spun.real, spun.imag), -1))
+    q, k = rotated
+    out = torch.empty(9, 6, 8, dtype=torch.float64)
+    for head in range(6):
+        scores = q[:, head] @ k[:, head // 3].T / math.sqrt(8)
+        scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+        out[:, head] = scores.softmax(-1) @ v[:, head // 3]
+    h = h + out.reshape(9, 48) @ weight("blocks.0.attention.out.weight").T
+    normed = rms(h, weight("blocks.0.mlp_norm.weight"))
+    gate = normed @ weight("blocks.0.mlp.gate.weight").T
+    up = normed @ weight("blocks.0.mlp.up.weight").T
+    h = h + (gate * torch.sigmoid(gate) * up) @ weight("blocks.0.mlp.down.weight").T
+    logits = rms(h, weight("norm.weight")) @ weight("head.weight").T
+    torch.testing.assert_close(model(x)[0].double(), logits, rtol=1e-4, atol=1e-5)
+
+
+def test_gpt_against_torch_layers() -> None:
+    model = make(GPT, layers=1)
+    x = tokens(2, 9)
+    block = model.blocks[0]
+    h = model.embedding(x) + model.get_parameter("positions.weight")[:9]
+    n = F.layer_norm(h, (48,), block.attention_norm.weight, block.attention_norm.bias, 1e-5)
+    packed = torch.cat([getattr(block.attention, part).weight for part in ("query", "key", "value")])
+    bias = torch.cat([getattr(block.attention, part).bias for part in ("query", "key", "value")])
+    attended, _ = F.multi_head_attention_forward(
+        n.transpose(0, 1), n.transpose(0, 1), n.transpose(0, 1), 48, 6, packed, bias, None, None, False, 0.0,
+        block.attention.out.weight, block.attention.out.bias,
+        attn_mask=torch.ones(9, 9).triu(1).bool(), is_causal=True, need_weights=False,
+    )  # fmt: skip
+    h = h + attended.transpose(0, 1)
+    n = F.layer_norm(h, (48,), block.mlp_norm.weight, block.mlp_norm.bias, 1e-5)
+    u = F.linear(n, block.mlp.up.weight, block.mlp.up.bias)
+    u = 0.5 * u * (1 + torch.tanh(0.79788456 * (u + 0.044715 * u**3)))
+    h = h + F.linear(u, block.mlp.down.weight, block.mlp.down.bias)
+    expected = F.layer_norm(h, (48,), model.norm.weight, model.norm.bias, 1e-5) @ model.embedding.weight.T
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_is_relative_and_keeps_lengths() -> None:
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+
+    def score(a: int, b: int) -> float:
+        turned = [rotate(x, *rotary_table(torch.tensor([p]), 16, 10000.0)) for x, p in ((q, a), (k, b))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
+    assert abs(score(7, 3) - score(7, 5)) > 1e-4
+    long = torch.tensor([1_000_000])
+    assert rotate(q, *rotary_table(long, 16, 10000.0)).norm() == pytest.approx(float(q.norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2**12, 2**26])
+def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
+    hidden, weight = torch.randn(5, 201, 16), torch.randn(97, 16)
+    labels = torch.randint(97, (5, 201))
+    labels[0, :50] = loss.IGNORE
+    results = []
+    for compute in (
+        lambda h, w: loss.token_losses(h, w, labels),
+        lambda h, w: F.cross_entropy((h @ w.T).flatten(0, 1), labels.flatten(), reduction="none").view(5, 201),
+    ):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        losses = compute(h, w)
+        (losses.sum() / 7).backward()
+        results.append((losses, h.grad, w.grad))
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+    assert results[0][0][0, :50].abs().sum() == 0
+
+
+@pytest.mark.parametrize("values", [LLAMA, GPT, {**GPT, "dropout": 0.2}])
+def test_recomputation_changes_no_gradient(values: dict[str, Any]) -> None:
+    x, gradients = tokens(), []
+    for every in (0, 1, 2):
+        model = make(values)
+        model.recompute_every = every
+        torch.manual_seed(0)
+        model(x[:, :-1], x[:, 1:]).mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
+@pytest.mark.parametrize("values", [{**LLAMA, "hidden": 384, "ffn": 512}, {**GPT, "hidden": 384}])
+def test_initial_values(values: dict[str, Any]) -> None:
+    """Standard deviations per tensor, and every parameter and no garbage covered."""
+    model = make(values)
+    for name, parameter in model.named_parameters():
+        kind = name.split(".")[-2]
+        if "norm" in kind or name.endswith("bias"):
+            assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all(), name
+        else:
+            expected = 0.02 / math.sqrt(6) if kind in ("out", "down") else 0.02
+            assert float(parameter.std()) == pytest.approx(expected, rel=0.03), name
+            assert abs(float(parameter.mean())) < expected / 20, name
+    with pytest.raises(KeyError):
+        model.initial("blocks.0.attention.unknown.weight")
+
+
+def test_initial_values_depend_on_seed_and_name_only() -> None:
+    a, b, c = make(LLAMA, 1), make(LLAMA, 1), make(LLAMA, 2)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.embedding.weight, c.embedding.weight)
+    assert not torch.equal(a.blocks[0].mlp.up.weight, a.blocks[1].mlp.up.weight)
+    assert not torch.equal(a.blocks[0].mlp.up.weight, a.blocks[0].mlp.gate.weight)
+
+
+def test_no_two_rows_are_alike() -> None:
+    """Drawing in blocks must not repeat a block (the trap of initialising sharded tensors)."""
+    weight = make({**LLAMA, "vocab": 70_000}).embedding.weight
+    assert len(torch.unique(weight[:, 0])) > 69_000
+
+
+@pytest.mark.parametrize("values", [LLAMA, GPT])
+def test_groups_of_the_optimiser(values: dict[str, Any]) -> None:
+    model = make(values)
+    decaying, spared = optim.parameter_groups(model, OptimizerSection(lr=1e-3).no_decay)
+    assert all(dict(model.named_parameters())[name].ndim == 1 for name in spared)
+    assert all(dict(model.named_parameters())[name].ndim == 2 for name in decaying)
+    assert len(decaying) + len(spared) == len(list(model.parameters()))
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        optim.parameter_groups(model, ["embeding"])
+
+
+def test_asking_for_optimiser_state_takes_no_step() -> None:
+    model = make(LLAMA)
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = optim.build(model, OptimizerSection(lr=1e-3))
+    states = optim.state_by_name(model, optimizer)
+    assert set(states) == {name for name, _ in model.named_parameters()}
+    assert all(float(state["step"]) == 0 for state in states.values())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

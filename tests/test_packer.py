@@ -1,0 +1,288 @@
+"""The packer: a pure function of the sample index that hands out every token exactly once per epoch."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.corpus import build_blocks, read_manifest, write_corpus
+from data.mixture import BLOCK, Mixture
+from data.packer import Packer, permutation
+from data.shards import Shard, ShardWriter
+from data.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError
+
+pytestmark = pytest.mark.quick
+VOCAB, EOD = 512, 0
+
+
+def build(path: Path, documents: list[list[int]], tokenizer: Tokenizer, shards: int = 2, dtype: str = "<u2") -> Path:
+    """A corpus of the given token lists, spread over shards."""
+    (path / "shards").mkdir(parents=True)
+    entries = []
+    for number in range(shards):
+        with ShardWriter(path / "shards" / f"shard-{number:05d}", np.dtype(dtype)) as writer:
+            for document in documents[number::shards]:
+                writer.append(np.array(document, dtype=dtype))
+            entries.append(writer.finish())
+    write_corpus(path, tokenizer, entries, np.dtype(dtype), {})
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_corpus: Path) -> Tokenizer:
+    return Tokenizer.load(shared_corpus / "tokenizer")
+
+
+def unique_documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
+    """Documents whose first two tokens identify them and whose others give their position."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([2, 3, 5, 17, longest]) for _ in range(count)]
+    return [
+        [1 + n % 500, 1 + n // 500, *[1 + (k % 500) for k in range(length - 2)]] for n, length in enumerate(lengths)
+    ]
+
+
+def line(packer: Packer, first: int, count: int) -> list[list[int]]:
+    return packer.pack(first, count).tokens.tolist()
+
+
+def test_permutation_is_the_one_of_every_other_version() -> None:
+    # Golden values: the order of data is part of a run's identity and must never change silently.
+    assert permutation(0, 8).tolist() == [2, 4, 6, 5, 1, 7, 0, 3]
+    assert permutation(2**63 + 5, 5).tolist() == [1, 3, 2, 0, 4]
+    assert permutation(1, 1).tolist() == [0]
+    for size in (2, 255, 256, 257, 10_000):
+        assert sorted(permutation(size, size).tolist()) == list(range(size))
+
+
+def test_permutation_mixes() -> None:
+    """Neighbours end up far apart, parities are not kept, and different keys give different orders."""
+    size = 20_000
+    orders = [permutation(key, size) for key in range(5)]
+    for order in orders:
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+        assert abs(np.mean((order[:-1] ^ order[1:]) & 1) - 0.5) < 0.02
+        assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.03
+    assert all(abs(np.corrcoef(a, b)[0, 1]) < 0.03 for i, a in enumerate(orders) for b in orders[:i])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 120),
+    length=st.integers(3, 70),
+    lanes=st.integers(1, 40),
+    shards=st.integers(1, 3),
+    block=st.integers(5, 400),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_every_document_once_per_epoch(
+    tmp_path_factory: Any,
+    tokenizer: Tokenizer,
+    count: int,
+    length: int,
+    lanes: int,
+    shards: int,
+    block: int,
+    seed: int,
+    data: Any,
+) -> None:
+    """Over any two epochs, whatever the lanes, blocks and shards: every token predicted exactly once per epoch."""
+    path = tmp_path_factory.mktemp("corpus")
+    documents = unique_documents(count, seed)
+    empties = data.draw(st.lists(st.integers(0, count), max_size=3))
+    for at in empties:
+        documents.insert(at, [])
+    build(path, documents, tokenizer, shards=min(shards, len(documents)))
+    packer = with_blocks(path, length, seed, lanes, block)
+    full = [document for document in documents if document]
+    total = sum(len(document) + 1 for document in full)
+
+    # Put the windows back in line order: locate() says where each sample starts.
+    source = packer._sources[0]
+    samples = -(-2 * total // length)
+    order = sorted(range(samples), key=lambda i: (lambda e, o: e * total + o)(*source.locate(i)))
+    starts = [(lambda e, o: e * total + o)(*source.locate(i)) for i in order]
+    assert starts == [k * length for k in range(samples)]  # windows tile the line
+    tokens = [packer.pack(i, 1).tokens[0].tolist() for i in order]
+    for a, b in pairwise(tokens):
+        assert a[-1] == b[0]  # and overlap by exactly the label
+    stream = [token for row in tokens for token in row[:-1]]
+    for epoch in range(2):
+        part = stream[epoch * total : (epoch + 1) * total]
+        seen, document = [], []
+        for token in part:
+            if token == EOD:
+                seen.append(tuple(document))
+                document = []
+            else:
+                document.append(token)
+        assert not document  # an epoch ends with a separator
+        assert Counter(seen) == Counter(map(tuple, full))
+
+
+def with_blocks(path: Path, length: int, seed: int, lanes: int, block: int) -> Packer:
+    """A packer on a corpus cut into blocks of another size than the default 4M tokens."""
+    packer = Packer([("a", path, 1.0)], length, seed=seed, lanes=lanes)
+    source = packer._sources[0]
+    shards = [Shard(path / "shards" / entry.name) for entry in source.corpus.manifest.shards]
+    source.corpus.blocks = build_blocks(shards, block)
+    source.block_lengths = source.corpus.blocks[:, 4] + source.corpus.blocks[:, 3]
+    return packer
+
+
+def test_a_sample_does_not_depend_on_how_it_is_asked_for(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Order of requests, batch sizes, restarts: the same index is the same sample."""
+    path = build(tmp_path / "c", unique_documents(200, 1), tokenizer)
+    first = with_blocks(path, 32, 7, 8, 300)
+    expected = line(first, 0, 300)
+    indices = list(range(300))
+    random.Random(0).shuffle(indices)
+    again = with_blocks(path, 32, 7, 8, 300)
+    for index in indices:
+        assert line(again, index, 1)[0] == expected[index]
+    assert [row for start in range(0, 300, 7) for row in line(again, start, min(7, 300 - start))] == expected
+
+
+def test_seed_source_name_and_epoch_change_the_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = build(tmp_path / "c", unique_documents(200, 1), tokenizer)
+    orders = {
+        tuple(map(tuple, line(Packer([(name, path, 1.0)], 32, seed=seed, lanes=8), 0, 20)))
+        for name, seed in (("a", 1), ("a", 2), ("b", 1))
+    }
+    assert len(orders) == 3
+    packer = Packer([("a", path, 1.0)], 32, seed=1, lanes=8)
+    epoch = round(packer.epoch_samples["a"])
+    assert line(packer, 0, epoch // 2) != line(packer, epoch, epoch // 2)
+
+
+def test_lengths_are_the_documents_of_the_inputs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    packer = Packer([("a", build(tmp_path / "c", unique_documents(150, 3), tokenizer), 1.0)], 48, seed=1, lanes=4)
+    packed = packer.pack(0, 120)
+    ended = 0
+    for row, lengths in zip(packed.tokens, packed.lengths, strict=True):
+        inputs = row[:-1].tolist()
+        assert lengths.sum() == 48 and (lengths >= 0).all()
+        expected, last = [], -1
+        for at, token in enumerate(inputs):
+            if token == EOD:
+                expected.append(at - last)
+                last = at
+        expected += [47 - last] if last < 47 else []
+        assert lengths[lengths > 0].tolist() == expected
+        ended += int((row == EOD).sum())
+    assert packed.documents == ended
+
+
+def test_provenance_names_the_very_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = build(tmp_path / "c", unique_documents(150, 3), tokenizer)
+    packer = Packer([("a", path, 1.0)], 48, seed=1, lanes=4)
+    for index in (0, 5, 77, 300):
+        tokens = [token for token in packer.pack(index, 1).tokens[0].tolist() if token != EOD]
+        found = []
+        for piece in packer.provenance(index):
+            found += Shard(path / "shards" / piece.shard).document(piece.document)[piece.start : piece.stop].tolist()
+        assert found == tokens
+
+
+@pytest.mark.parametrize("bad", [[7, EOD, 9], [7, 511, 9]])
+def test_bad_documents_leave_the_loss_and_nothing_else(tmp_path: Path, tokenizer: Tokenizer, bad: list[int]) -> None:
+    """A separator inside a document, or an id outside the vocabulary: quarantined, counted, order unchanged."""
+    tokenizer = Tokenizer.load(tokenizer.path)
+    tokenizer.vocab_size = 511  # so that 511 is outside
+    good = unique_documents(60, 5)
+    clean = Packer([("a", build(tmp_path / "clean", [*good, [7, 8, 9]], tokenizer, 1), 1.0)], 40, seed=3, lanes=3)
+    dirty = Packer([("a", build(tmp_path / "dirty", [*good, bad], tokenizer, 1), 1.0)], 40, seed=3, lanes=3)
+    samples = int(clean.epoch_samples["a"])
+    a, b = clean.pack(0, samples), dirty.pack(0, samples)
+    assert not a.ignore and not a.quarantined
+    assert {(piece.document, piece.source) for piece in b.quarantined} == {(60, "a")}
+    assert (b.lengths == a.lengths).all()
+    ignored = np.zeros_like(b.tokens, dtype=bool)
+    for row, start, stop in b.ignore:
+        ignored[row, start:stop] = True
+    assert (a.tokens[~ignored] == b.tokens[~ignored]).all()
+    assert 3 <= ignored.sum() <= 4  # the document, once more where two samples overlap
+    assert b.tokens.max() < 511
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<i4"])
+def test_negative_and_large_ids(tmp_path: Path, tokenizer: Tokenizer, dtype: str) -> None:
+    value = 40_000 if dtype == "<u2" else -5
+    path = build(tmp_path / "c", [*unique_documents(20, 5), [3, value]], tokenizer, 1, dtype)
+    packed = Packer([("a", path, 1.0)], 16, seed=3, lanes=3).pack(0, 200)
+    assert packed.quarantined and packed.tokens.min() >= 0 and packed.tokens.max() < 512
+
+
+def test_corpus_smaller_than_a_sample(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    packer = Packer([("a", build(tmp_path / "c", [[5, 6]], tokenizer, 1), 1.0)], 10, seed=1, lanes=4)
+    assert line(packer, 0, 2) == [[5, 6, 0, 5, 6, 0, 5, 6, 0, 5, 6], [6, 0, 5, 6, 0, 5, 6, 0, 5, 6, 0]]
+
+
+def test_different_tokenizers_do_not_mix(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    a = build(tmp_path / "a", unique_documents(20, 5), tokenizer)
+    other = tmp_path / "tokenizer.json"
+    other.write_text(tokenizer.path.read_text() + " ")
+    b = build(tmp_path / "b", unique_documents(20, 5), Tokenizer.load(other))
+    with pytest.raises(DataError, match="different tokenizers"):
+        Packer([("a", a, 1.0), ("b", b, 1.0)], 16, seed=1, lanes=2)
+
+
+def test_a_changed_block_table_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = build(tmp_path / "c", unique_documents(20, 5), tokenizer)
+    table = np.load(path / "blocks.npy")
+    table[0, 4] += 1
+    np.save(path / "blocks.npy", table)
+    with pytest.raises(DataError, match="not the block table"):
+        Packer([("a", path, 1.0)], 16, seed=1, lanes=2)
+
+
+def test_fingerprint_follows_the_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    documents = unique_documents(20, 5)
+    one, same, other = (
+        read_manifest(build(tmp_path / name, docs, tokenizer)).fingerprint
+        for name, docs in (("a", documents), ("b", documents), ("c", [*documents[:-1], [9, 9]]))
+    )
+    assert one == same != other
+
+
+@pytest.mark.parametrize("weights", [[1.0], [3, 1], [0.5, 0.3, 0.15, 0.05], [1, 1, 1], [0.999, 0.001]])
+def test_mixture_keeps_its_shares_exactly(weights: list[float]) -> None:
+    mixture = Mixture(weights)
+    shares = [weight / sum(weights) for weight in weights]
+    next_of = [0] * len(weights)
+    for index in range(3 * BLOCK + 100):
+        if index % 997 == 0:
+            assert mixture.counts(index) == next_of
+        source, number = mixture.locate(index)
+        assert number == next_of[source]  # every source is read in its own order, none skipped
+        next_of[source] += 1
+        if index % BLOCK == BLOCK - 1:
+            assert all(abs(n - share * (index + 1)) <= 1 for n, share in zip(next_of, shares, strict=True))
+    for source in range(len(weights)):  # even small batches are mixed
+        drawn = [mixture.locate(i)[0] for i in range(500)].count(source)
+        assert abs(drawn - 500 * shares[source]) <= len(weights)
+    assert mixture.locate(10**10) == Mixture(weights).locate(10**10)
+
+
+def test_weights_too_small_to_deal_are_refused() -> None:
+    with pytest.raises(DataError, match="less than 1 sample in 4096"):
+        Mixture([1.0, 1e-5])
+
+
+def test_sources_keep_their_own_order_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    a = build(tmp_path / "a", unique_documents(90, 1), tokenizer)
+    b = build(tmp_path / "b", [[401, 402, 403]] * 50, tokenizer)
+    alone = line(Packer([("a", a, 1.0)], 24, seed=1, lanes=5), 0, 60)
+    packed = Packer([("a", a, 2.0), ("b", b, 1.0)], 24, seed=1, lanes=5).pack(0, 90)
+    assert packed.tokens[packed.sources == 0].tolist() == alone
+    assert (packed.sources == 1).sum() == 30

@@ -1,0 +1,366 @@
+"""From raw text to shards: every format, any number of workers, kills and resumes, and nothing special slipped in."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from data.corpus import Corpus, read_manifest
+from data.inputs import find_files, plan_shards, read_documents
+from data.shards import Shard
+from data.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError
+
+pytestmark = pytest.mark.quick
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def texts(helpers: Any) -> list[str]:
+    rng = random.Random(3)
+    return [helpers.text(n, rng.choice([3, 40, 200])) for n in range(120)]
+
+
+def tokens_of(corpus: Path) -> list[list[int]]:
+    shards = [Shard(corpus / "shards" / entry.name) for entry in read_manifest(corpus).shards]
+    return [shard.document(n).tolist() for shard in shards for n in range(shard.documents)]
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    """The same texts in the format the name asks for."""
+    plain = path.name.removesuffix(".gz").removesuffix(".zst")
+    if plain.endswith(".parquet"):
+        pq.write_table(pa.table({"text": texts, "n": list(range(len(texts)))}), path, row_group_size=30)
+        return path
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        half = len(content) // 2  # two frames, as concatenated dumps have
+        compressor = zstandard.ZstdCompressor()
+        content = compressor.compress(content[:half]) + compressor.compress(content[half:])
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_formats_and_workers_give_the_same_documents(
+    tmp_path: Path, run_command: Run, shared_corpus: Path, texts: list[str], name: str, workers: int
+) -> None:
+    source = write(tmp_path / name, texts)
+    out = tmp_path / "out"
+    arguments = ["prepare", source, "--tokenizer", shared_corpus / "tokenizer", "--out", out, "--workers", workers]
+    done = run_command("data.cli", *arguments, "--shard-size", "10KB")
+    assert done.returncode == 0, done.stderr
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    assert tokens_of(out) == tokenizer.encode(texts)
+    assert len(read_manifest(out).shards) > 1 or name.endswith((".gz", ".zst"))
+    assert Corpus(out).tokenizer().fingerprint == tokenizer.fingerprint
+
+
+def test_shards_are_megatron_core_indexed_datasets(shared_corpus: Path) -> None:
+    """Read with nothing but the published layout."""
+    prefix = shared_corpus / "corpus/shards" / read_manifest(shared_corpus / "corpus").shards[0].name
+    raw = prefix.with_suffix(".idx").read_bytes()
+    assert raw[:9] == b"MMIDIDX\x00\x00"
+    version, code, sequences, documents = struct.unpack_from("<QBQQ", raw, 9)
+    assert (version, code, documents) == (1, 8, sequences + 1)
+    lengths = np.frombuffer(raw, "<i4", sequences, 34)
+    pointers = np.frombuffer(raw, "<i8", sequences, 34 + 4 * sequences)
+    assert np.array_equal(np.frombuffer(raw, "<i8", documents, 34 + 12 * sequences), np.arange(documents))
+    assert len(raw) == 34 + 12 * sequences + 8 * documents
+    flat = np.fromfile(prefix.with_suffix(".bin"), "<u2")
+    shard = Shard(prefix)
+    for n in (0, sequences // 2, sequences - 1):
+        assert np.array_equal(flat[pointers[n] // 2 :][: lengths[n]], shard.document(n))
+
+
+def test_text_files_and_lines(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "b.txt").write_text("second file\nwith lines\n")
+    (folder / "a.txt").write_text("first file\n\nafter an empty line")
+    (folder / "ignored.bin").write_text("not text")
+    (folder / "link.txt").symlink_to(folder / "a.txt")
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    for split, expected in (
+        ("file", ["first file\n\nafter an empty line", "second file\nwith lines\n"]),
+        ("lines", ["first file", "after an empty line", "second file", "with lines"]),
+    ):
+        out = tmp_path / split
+        done = run_command("data.cli", "prepare", folder, "--tokenizer", tokenizer.path, "--out", out, "--split", split)
+        assert done.returncode == 0, done.stderr
+        assert tokens_of(out) == tokenizer.encode(expected)
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 333, 10_000])
+def test_byte_ranges_lose_and_repeat_no_line(tmp_path: Path, texts: list[str], size: int) -> None:
+    source = write(tmp_path / "a.jsonl", texts)
+    units = [unit for shard in plan_shards([source], size * 100, lines=False) for unit in shard]
+    assert [document.text for unit in units for document in read_documents(unit, "text", lines=False)] == texts
+
+
+def test_interrupted_runs_continue(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
+    """kill -9 in the middle; the second run makes only what is missing and the result is the uninterrupted one."""
+    source = write(tmp_path / "a.jsonl", texts * 120)
+    arguments = ["-m", "data.cli", "prepare", str(source), "--tokenizer", str(shared_corpus / "tokenizer"), "--quiet"]
+    arguments += ["--shard-size", "200KB", "--workers", "2", "--out"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    environment = helpers.environment()
+    subprocess.run([sys.executable, *arguments, str(whole)], check=True, cwd="/", env=environment)
+    process = subprocess.Popen(
+        [sys.executable, *arguments, str(broken)], cwd="/", env=environment, start_new_session=True
+    )
+    helpers.wait_for(lambda: len(list(broken.glob("shards/*.json"))) >= 3, what="three shards")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (broken / "manifest.json").exists()
+    with pytest.raises(DataError, match="unfinished"):
+        read_manifest(broken)
+    made = {path: path.stat().st_mtime_ns for path in broken.glob("shards/*.json")}
+    subprocess.run([sys.executable, *arguments, str(broken)], check=True, cwd="/", env=environment)
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in made.items())
+    assert read_manifest(broken).fingerprint == read_manifest(whole).fingerprint
+    assert not list(broken.rglob("*.partial"))
+
+
+def test_ctrl_c_says_so_and_loses_nothing(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
+    source = write(tmp_path / "a.jsonl", texts * 200)
+    arguments = ["-m", "data.cli", "prepare", str(source), "--tokenizer", str(shared_corpus / "tokenizer")]
+    arguments += ["--shard-size", "200KB", "--workers", "2", "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd="/", env=helpers.environment(), stderr=subprocess.PIPE, text=True
+    )
+    helpers.wait_for(lambda: list((tmp_path / "out").glob("shards/*.json")), what="a shard")
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors and "interrupted" in errors
+
+
+def test_parts_of_a_job_array_make_one_corpus(
+    tmp_path: Path, run_command: Run, shared_corpus: Path, texts: list[str]
+) -> None:
+    source = write(tmp_path / "a.jsonl", texts)
+    arguments = ["prepare", source, "--tokenizer", shared_corpus / "tokenizer", "--shard-size", "10KB", "--out"]
+    for part in ("2/3", "1/3"):
+        done = run_command("data.cli", *arguments, tmp_path / "parts", "--part", part)
+        assert done.returncode == 0 and "still missing" in done.stdout
+    assert "documents" in run_command("data.cli", *arguments, tmp_path / "parts", "--part", "3/3").stdout
+    run_command("data.cli", *arguments, tmp_path / "whole")
+    assert read_manifest(tmp_path / "parts").fingerprint == read_manifest(tmp_path / "whole").fingerprint
+
+
+def test_another_job_is_not_mixed_in(tmp_path: Path, run_command: Run, shared_corpus: Path, texts: list[str]) -> None:
+    arguments = ["--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
+    assert run_command("data.cli", "prepare", write(tmp_path / "a.jsonl", texts), *arguments).returncode == 0
+    other = write(tmp_path / "b.jsonl", texts[:50])
+    refused = run_command("data.cli", "prepare", other, *arguments)
+    assert refused.returncode == 78 and "--overwrite" in refused.stderr
+    assert run_command("data.cli", "prepare", other, *arguments, "--overwrite").returncode == 0
+    assert len(tokens_of(tmp_path / "out")) == 50
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("x")
+    refused = run_command(
+        "data.cli", "prepare", other, "--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "full"
+    )
+    assert refused.returncode == 78 and "not empty" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2 of its part: not JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', "no text in field 'text' (the record has 'body')"),
+        ("a.jsonl", b"[1]\n", "not an object"),
+        ("a.jsonl", b'{"text": ""}\n', "holds no text"),
+        ("a.jsonl.gz", b"not gzip", "cannot read"),
+        ("a.jsonl.zst", b"not zstd", "cannot unpack"),
+        ("a.parquet", b"not parquet", "as parquet"),
+    ],
+)
+def test_unusable_input_is_named(
+    tmp_path: Path, run_command: Run, shared_corpus: Path, name: str, content: bytes, expected: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    done = run_command(
+        "data.cli", "prepare", tmp_path / name, "--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"
+    )
+    assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_missing_inputs(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no input"):
+        find_files([str(tmp_path / "absent")])
+    with pytest.raises(DataError, match="no input files"):
+        find_files([str(tmp_path)])
+
+
+def test_damaged_text_is_repaired_and_counted(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(b'{"text": "lone \\ud800 surrogate"}\n{"text": ""}\n{"text": "nul \\u0000 stays"}\n')
+    bad = tmp_path / "b.txt"
+    bad.write_bytes(b"latin \xe9 text")
+    out = tmp_path / "out"
+    done = run_command("data.cli", "prepare", source, bad, "--tokenizer", shared_corpus / "tokenizer", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "1 empty documents" in done.stdout and "2 documents had invalid UTF-8" in done.stdout
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    decoded = [tokenizer.decode(ids) for ids in tokens_of(out)]
+    assert decoded == ["lone \ufffd surrogate", "nul \x00 stays", "latin \ufffd text"]
+
+
+# ---------------------------------------------------------------- separators and specials
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory, run_command: Run, shared_corpus: Path) -> Path:
+    out = tmp_path_factory.mktemp("sp")
+    arguments = ["train-tokenizer", shared_corpus / "train.jsonl", "--kind", "sentencepiece", "--vocab-size", "400"]
+    done = run_command("data.cli", *arguments, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out / "tokenizer.model"
+
+
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_own_tokenizers_are_lossless_and_literals_stay_text(
+    kind: str, shared_corpus: Path, sentencepiece_model: Path, tmp_path: Path, run_command: Run, helpers: Any
+) -> None:
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer" if kind == "bpe" else sentencepiece_model)
+    nasty = ["<|endoftext|> in text", "a </s> b <s> <unk>", "  two  spaces\n\ttab\r\n", "ﬁ ﷺ é 漢字 🙂", "\u200b\ufeff"]
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode(nasty)] == nasty
+    source = helpers.jsonl(tmp_path / "in.jsonl", nasty)
+    done = run_command("data.cli", "prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert not set(tokenizer.specials) & {token for ids in tokens_of(tmp_path / "out") for token in ids}
+    assert run_command("data.cli", "validate", tmp_path / "out").returncode == 0
+
+
+def test_templates_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path, shared_corpus: Path) -> None:
+    """A tokenizer.json that adds BOS and EOS, cuts at 4 and pads: what our `encode` gives has none of it."""
+    from tokenizers import Tokenizer as Model
+    from tokenizers.processors import TemplateProcessing
+
+    model = Model.from_file(str(shared_corpus / "tokenizer/tokenizer.json"))
+    plain = model.encode("the run writes every checkpoint", add_special_tokens=False).ids
+    model.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    model.enable_truncation(4)
+    model.enable_padding(length=50)
+    model.save(str(tmp_path / "tokenizer.json"))
+    assert 0 in Model.from_file(str(tmp_path / "tokenizer.json")).encode("x").ids  # the trap is real
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode(["the run writes every checkpoint"]) == [plain]
+
+
+def test_a_separator_that_text_can_spell_is_refused(tmp_path: Path, shared_corpus: Path) -> None:
+    """An added token that is not `special` is always parsed from text: never a separator."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Model
+
+    model = Model.from_file(str(shared_corpus / "tokenizer/tokenizer.json"))
+    model.add_tokens([AddedToken("<eod>", special=False)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="produces special tokens by itself"):
+        Tokenizer.load(tmp_path, eod="<eod>")
+
+
+def test_user_defined_control_in_sentencepiece_is_refused(tmp_path: Path, shared_corpus: Path) -> None:
+    from sentencepiece import SentencePieceTrainer
+
+    SentencePieceTrainer.Train(
+        input=str(shared_corpus / "train.jsonl"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        user_defined_symbols=["<eod>"],
+        minloglevel=2,
+    )
+    with pytest.raises(DataError, match="produces special tokens by itself"):
+        Tokenizer.load(tmp_path, eod="<eod>")
+    assert Tokenizer.load(tmp_path).specials == {1: "<s>", 2: "</s>"}
+
+
+def test_documents_that_would_encode_to_control_tokens_are_quarantined(
+    tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
+) -> None:
+    """With a tokenizer whose second special is spelt by text, such documents are left out; too many are an error."""
+    from data.prepare import Options, prepare
+
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    (spelt,) = set(tokenizer.encode(["state"])[0][:1])
+    tokenizer.specials[spelt] = "state-like"
+    texts = ["the run"] * 3000 + ["state"] * 2
+    source = helpers.jsonl(tmp_path / "a.jsonl", texts)
+    manifest = prepare([str(source)], tokenizer, tmp_path / "few", Options(), workers=1, quiet=True)
+    assert manifest is not None and manifest.statistics["quarantined"] == 2 and manifest.documents == 3000
+    with pytest.raises(DataError, match="documents contain special tokens"):
+        prepare([str(source)], tokenizer, tmp_path / "many", Options(max_quarantined=0.0001), workers=1, quiet=True)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [(["--eod", "<nope>"], "has no token '<nope>'"), ([], "several")])
+def test_unclear_tokenizers(
+    tmp_path: Path,
+    run_command: Run,
+    shared_corpus: Path,
+    sentencepiece_model: Path,
+    arguments: list[str],
+    expected: str,
+) -> None:
+    folder = tmp_path / "tok"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((shared_corpus / "tokenizer/tokenizer.json").read_bytes())
+    if not arguments:
+        (folder / "tokenizer.model").write_bytes(sentencepiece_model.read_bytes())
+    done = run_command(
+        "data.cli", "prepare", shared_corpus / "train.jsonl", "--tokenizer", folder, "--out", tmp_path / "o", *arguments
+    )
+    assert done.returncode == 78 and expected in done.stderr
+
+
+def test_quickstart_corpus_is_real_and_split_by_file(tmp_path: Path, run_command: Run) -> None:
+    done = run_command("data.cli", "quickstart-corpus", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout")
+    }
+    files = {name: {row["source"].partition("#")[0] for row in part} for name, part in rows.items()}
+    assert not files["train"] & files["heldout"]
+    sizes = {name: sum(len(row["text"]) for row in part) for name, part in rows.items()}
+    assert sizes["train"] > 5_000_000 and sizes["heldout"] > 200_000
+    assert {row["source"] for row in rows["train"]} >= {
+        "argparse.py",
+        "argparse.py#docstrings",
+    } or "argparse.py" in files["heldout"]
+
+
+def test_inspect_shows_a_document(run_command: Run, shared_corpus: Path) -> None:
+    first = json.loads((shared_corpus / "train.jsonl").read_text().splitlines()[0])["text"]
+    shown = run_command("data.cli", "inspect", shared_corpus / "corpus", "--doc", 0)
+    assert shown.stdout.rstrip("\n") == first.rstrip("\n")
+    assert run_command("data.cli", "inspect", shared_corpus / "corpus", "--doc", 10**6).returncode == 78
+    assert (
+        json.loads(run_command("data.cli", "inspect", shared_corpus / "corpus", "--json").stdout)["separators"]
+        == "none"
+    )

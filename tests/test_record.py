@@ -1,0 +1,209 @@
+"""The record: lines that survive crashes and full disks, one curve out of many starts, a status valid at any instant."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.record.files import AppendFile, RunDir, read_json, read_lines, replace_file
+from fsdp_pretrain.record.journal import Journal, read
+from fsdp_pretrain.record.metrics import read_metrics
+from fsdp_pretrain.record.recorder import Recorder, write_exit_intent
+from fsdp_pretrain.status import ALERT, OK, WARN, inspect, render
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of one megabyte."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_lines_survive_a_full_disk_in_order(small_disk: Path) -> None:
+    file = AppendFile(small_disk / "lines.jsonl")
+    hog = small_disk / "hog"
+    assert file.write(json.dumps({"n": 0}))
+    hog.write_bytes(b"x" * 1_040_000)
+    with (small_disk / "hog2").open("wb", buffering=0) as rest:  # the last byte
+        try:
+            while rest.write(b"x" * 512):
+                pass
+        except OSError:
+            pass
+    results = [file.write(json.dumps({"n": n, "fill": "y" * 3000})) for n in range(1, 50)]
+    assert not all(results)
+    hog.unlink()
+    assert file.flush()
+    assert [record["n"] for record, _ in read_lines(small_disk / "lines.jsonl")] == list(range(50))
+
+
+def _append(path: str, writer: int) -> None:
+    file = AppendFile(Path(path))
+    for n in range(500):
+        file.write(json.dumps({"writer": writer, "n": n, "fill": "z" * (n % 300)}))
+    file.close()
+
+
+def test_several_processes_append_to_one_journal(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.starmap(_append, [(str(path), writer) for writer in range(4)])
+    records = [record for record, _ in read_lines(path)]
+    assert len(records) == 2000
+    for writer in range(4):
+        assert [record["n"] for record in records if record["writer"] == writer] == list(range(500))
+
+
+def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"a": 1}\n\x00\x00garbage\n[1]\n{"a": 2}\n{"a": 3')
+    found = list(read_lines(path))
+    assert [record for record, _ in found] == [{"a": 1}, {"a": 2}]
+    with path.open("ab") as file:
+        file.write(b"}\n")
+    assert [record for record, _ in read_lines(path, found[-1][1])] == [{"a": 3}]  # goes on where it stopped
+    assert list(read_lines(tmp_path / "absent")) == []
+
+
+def test_replaced_files_are_never_seen_half_written(tmp_path: Path) -> None:
+    path, stop = tmp_path / "status.json", threading.Event()
+    replace_file(path, json.dumps({"n": -1, "fill": "x" * 5000}))
+
+    def rewrite() -> None:
+        for n in range(300):
+            replace_file(path, json.dumps({"n": n, "fill": "x" * 5000}))
+        stop.set()
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    while not stop.is_set():
+        assert read_json(path) is not None
+    writer.join()
+    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+def metric(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step, "consumed": step * 8, "cursor": step * 8, "tokens": step * 256, "loss": {"sum": 512.0, "count": 256},
+        "sources": {"a": {"sum": 512.0, "count": 256}}, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 1e4, "mfu": None,
+        "memory_bytes": 2**30, "seconds": {"iteration": 0.5, "data": 0.0}, **changes,
+    }  # fmt: skip
+
+
+def recorder(run: RunDir) -> Recorder:
+    return Recorder(run, run.new_segment(), name="x", console_every=2, total_steps=10)
+
+
+def test_restarts_make_one_curve(tmp_path: Path) -> None:
+    """A start that resumes from step r replaces what came after r; a start that made no step replaces nothing."""
+    run = RunDir(tmp_path)
+    for steps in (range(1, 8), range(5, 7), range(0), range(6, 11)):
+        record = recorder(run)
+        for step in steps:
+            record.step(metric(step), target=10)
+        record.close()
+    kept = list(read_metrics(run))
+    assert [record["step"] for record in kept] == list(range(1, 11))
+    assert [record["segment"] for record in kept] == [1] * 4 + [2] + [4] * 5
+
+
+def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = recorder(RunDir(tmp_path))
+    record.step(metric(2), target=10)
+    record.step(metric(3), target=10)
+    record.step(metric(4, grad_norm=None, mfu=0.4123, loss={"sum": None, "count": 4}), target=10)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "step=2/10 tokens=512 loss=2.0000 gnorm=0.500 lr=1.00e-03 tok/s=10K mfu=- mem=1GiB iter=0.500s data=0.000s eta=4s",
+        "step=4/10 tokens=1.02K loss=nan gnorm=nan lr=1.00e-03 tok/s=10K mfu=41.2% mem=1GiB iter=0.500s data=0.000s eta=3s",
+    ]
+    assert all(line in (tmp_path / "segments/0001/log").read_text() for line in lines)
+
+
+def test_journal_and_chronicle(tmp_path: Path, run_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    run = RunDir(tmp_path)
+    (tmp_path / "segments").mkdir()
+    journal = Journal(run, 3)
+    journal.write("checkpoint", "step-00000010: 5 MiB", step=10, bytes=5)
+    journal.close()
+    noted = run_command("fsdp_pretrain.cli", "note", tmp_path, "new switch in rack 4")
+    assert noted.returncode == 0, noted.stderr
+    first, second = read(run)
+    assert (first["kind"], first["segment"], first["step"], first["bytes"]) == ("checkpoint", 3, 10, 5)
+    assert (second["kind"], second["text"]) == ("note", "new switch in rack 4")
+    shown = run_command("fsdp_pretrain.cli", "journal", tmp_path).stdout
+    assert shown == (tmp_path / "CHRONICLE.md").read_text()
+    assert "**checkpoint** (step 10) step-00000010: 5 MiB" in shown
+
+
+def test_first_exit_intent_wins(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record = recorder(run)
+    record.status(force=True, state="running")
+    write_exit_intent(run, record.segment, 93, "disk full")
+    write_exit_intent(run, record.segment, 1, "later")
+    intent = read_json(record.segment / "exit_intent.json")
+    status = read_json(run.status)
+    assert intent is not None and status is not None
+    assert (intent["code"], intent["reason"]) == (93, "disk full")
+    assert status["state"] == "failed" and status["exit_intent"]["code"] == 93
+
+
+@pytest.mark.parametrize(
+    ("fields", "level", "text"),
+    [
+        ({"state": "running"}, OK, ""),
+        ({"state": "running", "pid": 2**22 + 1}, ALERT, "is gone without saying why"),
+        ({"state": "running", "heartbeat": "2020-01-01T00:00:00.000Z"}, ALERT, "no sign of life"),
+        ({"state": "failed", "exit_intent": {"code": 93, "reason": "disk"}}, ALERT, "exit 93: disk"),
+        (
+            {"state": "stopped", "exit_intent": {"code": 75, "reason": "SIGTERM"}},
+            WARN,
+            "stopped before its end: SIGTERM",
+        ),
+        ({"state": "complete", "exit_intent": {"code": 0, "reason": "complete"}}, OK, ""),
+    ],
+)
+def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text: str, run_command: Any) -> None:
+    run = RunDir(tmp_path)
+    record = recorder(run)
+    record.step(metric(2), target=10)
+    record.status(force=True, **fields)
+    status = read_json(run.status)
+    assert status is not None
+    replace_file(run.status, json.dumps({**status, **fields}))
+    report = inspect(run)
+    assert report.level == level, render(report)
+    assert text in render(report)
+    done = run_command("fsdp_pretrain.cli", "status", tmp_path, "--json")
+    assert done.returncode == level
+    assert json.loads(done.stdout)["step"] == 2
+
+
+def test_status_of_nothing(tmp_path: Path, run_command: Any) -> None:
+    refused = run_command("fsdp_pretrain.cli", "status", tmp_path)
+    assert refused.returncode == 2 and "is not a run directory" in refused.stderr
+    (tmp_path / "segments").mkdir()
+    assert run_command("fsdp_pretrain.cli", "status", tmp_path).returncode == ALERT
+
+
+def test_control_is_refused_when_nobody_listens(tmp_path: Path, run_command: Any) -> None:
+    run = RunDir(tmp_path)
+    recorder(run).status(force=True, state="complete", exit_intent={"code": 0, "reason": "complete"})
+    done = run_command("fsdp_pretrain.cli", "control", tmp_path, "stop")
+    assert done.returncode == 78 and "no job" in done.stderr
+    assert not run.control.exists()

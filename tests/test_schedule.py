@@ -1,0 +1,154 @@
+"""Units and schedules against golden values from published training logs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_pretrain.schedule import BatchSchedule, Ramp, Schedule
+from fsdp_pretrain.units import BatchSize, Progress, Seconds, human_bytes, human_count, human_time
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("2000 steps", 2000, "step"),
+        ("1 step", 1, "step"),
+        ("1_098_632 samples", 1_098_632, "sample"),
+        ("2T tokens", 2 * 10**12, "token"),
+        ("4.2B tokens", 4_200_000_000, "token"),
+        ("0.5K steps", 500, "step"),
+    ],
+)
+def test_progress_is_read_exactly(text: str, value: int, unit: str) -> None:
+    assert Progress.parse(text) == Progress(value, unit)
+    assert Progress.parse(str(Progress.parse(text))) == Progress.parse(text)
+
+
+@pytest.mark.parametrize(
+    "bad", [100, 1.5, True, "100", "steps", "ten steps", "1.5 steps", "3 epochs", "-1 steps", "", None]
+)
+def test_progress_without_a_clear_unit_is_rejected(bad: object) -> None:
+    with pytest.raises(ValueError, match=r"unit|whole number|quantity"):
+        Progress.parse(bad)
+
+
+def test_other_quantities() -> None:
+    assert BatchSize.parse("4M tokens").value == 4_000_000
+    for bad in ("4 steps", "0 samples"):
+        with pytest.raises(ValueError):
+            BatchSize.parse(bad)
+    assert Seconds.parse("30 minutes").value == 1800
+    assert Seconds.parse("1.5 h").value == 5400
+    assert (human_count(1.26e9), human_bytes(61.3 * 2**30), human_time(11520)) == ("1.26B", "61.3 GiB", "3h12m")
+
+
+# Iteration, samples consumed and batch as the published runs logged them.
+TR8 = BatchSchedule(2048, Ramp(16, 16, 0, 6_000_000))
+TR11 = BatchSchedule(2048, Ramp(192, 16, 0, 9_765_625))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "consumed", "batch"),
+    [
+        (TR8, 6900, 251312, 96),
+        (TR8, 7000, 260912, 96),
+        (TR8, 6502, 216960, 80),
+        (TR8, 8738, 488048, 176),
+        (TR8, 11446, 1255856, 432),
+        (TR8, 12000, 1519744, 528),
+        (TR11, 12695, 9841584, 2048),
+        (TR11, 31214, 47768496, 2048),
+    ],
+)
+def test_batch_ramp_reproduces_published_logs(schedule: BatchSchedule, step: int, consumed: int, batch: int) -> None:
+    assert schedule.consumed_at(step) == consumed
+    assert schedule.step_at(consumed) == step
+    assert consumed - schedule.consumed_at(step - 1) == batch
+
+
+def test_ramp_ends_where_the_published_runs_ended_theirs() -> None:
+    tr1 = BatchSchedule(1024, Ramp(16, 16, 0, 5_000_000))
+    glm = BatchSchedule(4224, Ramp(192, 24, 0, 5_493_164))
+    assert [s.stages[-1].step for s in (tr1, TR8, TR11, glm)] == [23456, 16022, 12658, 4296]
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 30), st.integers(0, 5000), st.integers(1, 20_000))
+def test_stages_agree_with_walking_step_by_step(first: int, by: int, increments: int, start: int, length: int) -> None:
+    schedule = BatchSchedule(first + by * increments, Ramp(first, by, start, start + length))
+    consumed = 0
+    for step in range(1, 400):
+        consumed += schedule.batch_at(consumed)
+        assert schedule.consumed_at(step) == consumed
+        assert schedule.step_at(consumed) == step
+
+
+def published(samples: str, lr: float, floor: float, warmup: int, decay: int) -> Schedule:
+    return Schedule(
+        sequence_length=2048,
+        batch=TR11,
+        duration=Progress.parse(samples),
+        curve="cosine",
+        lr=lr,
+        min_lr=floor,
+        warmup=Progress(warmup, "sample"),
+        decay=Progress(decay, "sample"),
+    )
+
+
+def test_cosine_reproduces_the_learning_rate_of_a_published_log() -> None:
+    schedule = published("220_000_000 samples", 6e-5, 6e-6, 183_105, 200_000_000)
+    assert schedule.lr_at(9841584) == pytest.approx(5.969e-5, rel=5e-5)
+    assert schedule.lr_at(47768496) == pytest.approx(5.279e-5, rel=5e-5)
+
+
+@pytest.mark.parametrize("curve", ["cosine", "linear", "constant"])
+def test_curves_begin_and_end_where_they_should(curve: str) -> None:
+    schedule = Schedule(
+        sequence_length=10,
+        batch=BatchSchedule(4),
+        duration=Progress(100, "step"),
+        curve=curve,
+        lr=1.0,
+        min_lr=0.1,
+        warmup=Progress(10, "step"),
+        decay=None,
+    )
+    assert schedule.lr_at(4) == pytest.approx(0.1)  # the first of ten warm-up steps already moves
+    assert schedule.lr_at(40) == 1.0
+    assert schedule.lr_at(400) == (1.0 if curve == "constant" else 0.1)
+    if curve == "linear":
+        assert schedule.lr_at(220) == pytest.approx(0.55)
+    if curve == "cosine":
+        assert schedule.lr_at(130) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25)))
+
+
+def test_intervals_fire_once_in_every_unit() -> None:
+    schedule = published("100_000 samples", 1e-4, 0, 0, 1000)
+    for every, size in (("300 samples", 300), ("1M tokens", 10**6 / 2048), ("7 steps", None)):
+        interval = Progress.parse(every)
+        fired = []
+        for step in range(1, 200):
+            before, after = TR11.consumed_at(step - 1), TR11.consumed_at(step)
+            if schedule.due(interval, step=step, before=before, after=after):
+                fired.append(step)
+        assert fired == (
+            list(range(7, 200, 7))
+            if size is None
+            else [s for s in range(1, 200) if TR11.consumed_at(s) // size > TR11.consumed_at(s - 1) // size]
+        )
+    assert not schedule.due(None, step=1, before=0, after=10**9)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "text"),
+    [(Ramp(16, 10, 0, 100), "whole increments"), (Ramp(16, 16, 50, 50), "ends"), (Ramp(64, 16, 0, 9), "reach")],
+)
+def test_impossible_ramps_are_refused(ramp: Ramp, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        BatchSchedule(64, ramp)

@@ -1,0 +1,309 @@
+"""Real jobs of one to four processes: the same curve on every mesh, across kills, restarts and other world sizes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MESHES = {
+    # name: (ranks, overrides)
+    "one": (1, ["train.micro_batch=8"]),
+    "one-accumulating": (1, ["train.micro_batch=2"]),
+    "fsdp4": (4, ["parallel.shard=4", "train.micro_batch=2"]),
+    "fsdp4-accumulating": (4, ["parallel.shard=4", "train.micro_batch=1", "parallel.reshard_after_forward=false"]),
+    "hsdp2x2": (4, ["parallel.shard=2", "train.micro_batch=2"]),
+    "hsdp2x2-accumulating": (4, ["parallel.shard=2", "train.micro_batch=1"]),
+    "ddp2": (2, ["parallel.shard=1", "train.micro_batch=2", "parallel.recompute=1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def curves(module_lab: Any, helpers: Any) -> dict[str, list[tuple[int, float, float]]]:
+    """20 steps on every mesh."""
+    config = module_lab.config("parity", checkpoint={"every": "1000 steps"})
+    result = {}
+    for name, (ranks, overrides) in MESHES.items():
+        run = module_lab.path / name
+        module_lab.train(config, f"run.dir={run}", *overrides, ranks=ranks)
+        result[name] = helpers.losses(run)
+    return result
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
+def test_every_mesh_gives_the_curve_of_one_process(curves: dict[str, Any], mesh: str) -> None:
+    assert len(curves["one"]) == 20
+    for (step, loss, norm), (step_one, loss_one, norm_one) in zip(curves[mesh], curves["one"], strict=True):
+        assert step == step_one
+        assert loss == pytest.approx(loss_one, rel=1e-5)
+        assert norm == pytest.approx(norm_one, rel=1e-5)
+    assert curves["one"][-1][1] < 0.95 * curves["one"][0][1]  # and it learns
+
+
+def test_the_record_is_complete(module_lab: Any, curves: dict[str, Any], helpers: Any) -> None:
+    del curves
+    records = helpers.metrics(module_lab.path / "hsdp2x2")
+    reference = helpers.metrics(module_lab.path / "one")
+    for record, other in zip(records, reference, strict=True):
+        step = record["step"]
+        assert (record["consumed"], record["cursor"], record["tokens"]) == (step * 8, step * 8, step * 256)
+        assert record["loss"]["count"] == 256 and record["sources"]["text"]["count"] == 256
+        assert record["data_digest"] == other["data_digest"]
+        assert record["documents"] == other["documents"] and record["quarantined"] == 0
+        assert record["clip"] == pytest.approx(min(1.0, 1 / record["grad_norm"]), rel=1e-4)
+        parts = record["seconds"]
+        assert parts["iteration"] == pytest.approx(sum(v for k, v in parts.items() if k != "iteration"), rel=1e-6)
+        assert record["mfu"] is None  # a CPU has no peak on file, and none is guessed
+        assert record["mixture"] == {"text": 1.0} and record["segment"] == 1 and record["host"]
+    assert records[3]["lr"] == pytest.approx(1e-2) and records[-1]["lr"] == pytest.approx(1e-3)
+
+
+@pytest.fixture(scope="module")
+def long_config(module_lab: Any) -> Path:
+    path: Path = module_lab.config(
+        "long",
+        train={"duration": "40 steps"},
+        checkpoint={"every": "7 steps"},
+        parallel={"shard": 2, "timeout": "20 s"},
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(module_lab: Any, long_config: Path, helpers: Any) -> list[Any]:
+    module_lab.train(long_config, f"run.dir={module_lab.path / 'whole'}", ranks=4)
+    return list(helpers.metrics(module_lab.path / "whole"))
+
+
+def curve(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(r["step"], r["loss"]["sum"], r["grad_norm"], r["data_digest"], r["lr"], r["cursor"]) for r in records]
+
+
+def test_kill_and_restart_is_bitwise(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any
+) -> None:
+    """kill -9 of one rank at random steps, several times; started again, the curve is the uninterrupted one to the bit."""
+    rng = random.Random()
+    run = module_lab.path / "killed"
+    for _ in range(2):
+        at = rng.randrange(8, 38)
+        job = module_lab.start(long_config, f"run.dir={run}", ranks=4)
+        helpers.wait_for(
+            lambda at=at, job=job: reached(run, at, helpers) or job.ranks[0].poll() is not None, what=f"step {at}"
+        )
+        job.kill(rng.randrange(4))
+        codes = job.wait()
+        assert -signal.SIGKILL in codes and 0 not in codes, job.output()
+    module_lab.train(long_config, f"run.dir={run}", ranks=4)
+    assert curve(helpers.metrics(run)) == curve(uninterrupted)
+    resumes = helpers.journal(run, "resume")
+    assert all(entry["step"] % 7 == 0 for entry in resumes) and len(resumes) == 2
+
+
+def reached(run: Path, step: int, helpers: Any) -> bool:
+    records = helpers.metrics(run)
+    return bool(records) and records[-1]["step"] >= step
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), [(2, ["parallel.shard=2"]), (1, ["parallel.shard=1"])])
+def test_another_world_size_continues_the_same_batches(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int, overrides: list[str]
+) -> None:
+    run = module_lab.path / f"rescaled-{ranks}"
+    module_lab.train(long_config, f"run.dir={run}", "train.duration=14 steps", "optimizer.decay=40 steps", ranks=4)
+    module_lab.train(long_config, f"run.dir={run}", *overrides, ranks=ranks)
+    records = helpers.metrics(run)
+    assert len(records) == 40
+    for ours, theirs in zip(records, uninterrupted, strict=True):
+        assert ours["data_digest"] == theirs["data_digest"]
+        assert ours["loss"]["sum"] == pytest.approx(theirs["loss"]["sum"], rel=1e-5)
+    (resume,) = helpers.journal(run, "resume")
+    assert f"world.size: 4 -> {ranks}" in resume["changed"]
+    assert any(change.startswith("train.duration:") for change in resume["changed"])
+
+
+@pytest.mark.parametrize("shared_store", ["0", "1"])
+def test_torchrun_restarts_by_itself(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, shared_store: str
+) -> None:
+    """Plain torchrun with --max-restarts, rank 0 killed under it: it recovers and finishes with the same curve."""
+    run = module_lab.path / f"elastic-{shared_store}"
+    log = module_lab.path / f"elastic-{shared_store}.log"
+    rendezvous = ["--master-port", str(helpers.port())] if shared_store == "1" else ["--standalone"]
+    with log.open("wb") as out:
+        torchrun = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1"),
+                *(*rendezvous, "-m", "fsdp_pretrain.train", str(long_config), f"run.dir={run}"),
+            ],
+            cwd="/",
+            env=helpers.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0" if shared_store == "1" else "1"),
+            stdout=out,
+            stderr=out,
+        )
+    helpers.wait_for(lambda: reached(run, 20, helpers) or torchrun.poll() is not None, what="step 20")
+    status = json.loads((run / "status.json").read_text())
+    subprocess.run(["kill", "-9", str(status["pid"])], check=True)
+    assert torchrun.wait(150) == 0, log.read_text()
+    assert curve(helpers.metrics(run)) == curve(uninterrupted)
+    assert len(list((run / "segments").iterdir())) == 2
+
+
+def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any) -> None:
+    """Two torchrun agents on this machine: shards inside each, replicas between them."""
+    run, port = module_lab.path / "nodes", helpers.port()
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"),
+                *("--rdzv-conf", f"is_host={'true' if node == 0 else 'false'}", "--local-addr", "127.0.0.1"),
+                *("-m", "fsdp_pretrain.train", str(long_config), f"run.dir={run}", "parallel.shard='node'"),
+            ],
+            cwd="/",
+            env=helpers.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert curve(helpers.metrics(run)) == curve(uninterrupted)
+    environment = json.loads((run / "segments/0001/environment.json").read_text())
+    assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
+
+
+def test_stopping_saves_and_says_resume(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any
+) -> None:
+    """SIGTERM to one rank only: all agree, save, exit 75; `control save` and `stop` likewise; nothing is lost."""
+    run = module_lab.path / "stopped"
+    job = module_lab.start(long_config, f"run.dir={run}", ranks=2)
+    helpers.wait_for(lambda: reached(run, 9, helpers), what="step 9")
+    job.kill(1, signal.SIGTERM)
+    assert job.wait() == [75, 75], job.output()
+    stopped_at = helpers.metrics(run)[-1]["step"]
+    assert (run / f"checkpoints/step-{stopped_at:08d}/manifest.json").exists()
+    assert json.loads((run / "status.json").read_text())["exit_intent"]["code"] == 75
+    assert json.loads((run / "segments/0001/exit_intent.json").read_text())["code"] == 75
+
+    job = module_lab.start(long_config, f"run.dir={run}", ranks=2)
+    helpers.wait_for(lambda: reached(run, stopped_at + 2, helpers), what="the second start")
+    control(run, "save")
+    helpers.wait_for(
+        lambda: any(e["step"] % 7 for e in helpers.journal(run, "checkpoint")[1:]), what="a save on request"
+    )
+    control(run, "stop")
+    assert job.wait() == [75, 75], job.output()
+    assert "control stop by" in json.loads((run / "status.json").read_text())["exit_intent"]["reason"]
+
+    module_lab.train(long_config, f"run.dir={run}", ranks=2)
+    for ours, theirs in zip(helpers.metrics(run), uninterrupted, strict=True):
+        assert ours["data_digest"] == theirs["data_digest"]
+        assert ours["loss"]["sum"] == pytest.approx(theirs["loss"]["sum"], rel=1e-5)
+    assert json.loads((run / "status.json").read_text())["state"] == "complete"
+
+
+def control(run: Path, verb: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_pretrain.cli", "control", str(run), verb],
+        capture_output=True, text=True, env={"PYTHONPATH": str(Path(__file__).parent.parent)}, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_complete_run_started_again_does_nothing(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any
+) -> None:
+    run = module_lab.path / "whole"
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    module_lab.train(long_config, f"run.dir={run}", ranks=2)
+    assert curve(helpers.metrics(run)) == curve(uninterrupted)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+    assert json.loads((run / "status.json").read_text())["state"] == "complete"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.hidden=48", "model.hidden: 32 -> 48"),
+        ("data.seed=9", "data.seed: 1234 -> 9"),
+        ("data.lanes=9", "data.lanes: 8 -> 9"),
+        ("data.sources.0.name=other", "data.sources.other"),
+    ],
+)
+def test_resuming_another_run_is_refused(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], override: str, expected: str
+) -> None:
+    del uninterrupted
+    output = module_lab.train(long_config, f"run.dir={module_lab.path / 'whole'}", override, ranks=2, expect=78)
+    assert expected in output and output.count("error:") == 1 and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("override", "ranks", "expected"),
+    [
+        ("model.vocab=300", 1, "model.vocab = 300, but the corpora's tokenizer has"),
+        ("model.declared_params=5", 2, "model.declared_params = 5, but this model has"),
+        ("train.micro_batch=3", 2, "does not split over 2 ranks into micro-batches of 3"),
+        ("parallel.shard=3", 2, "parallel.shard = 3 does not divide the world size 2"),
+        ("data.sources.0.path=/nowhere", 2, "/nowhere is not a corpus"),
+        ("optimizer.no_decay=['embeding']", 1, "matches no parameter"),
+        ("optimizer.lrr=1", 2, "did you mean"),
+    ],
+)
+def test_refused_before_work_starts(lab: Any, override: str, ranks: int, expected: str) -> None:
+    output = lab.train(lab.config(), override, ranks=ranks, expect=78)
+    assert expected in output and "Traceback" not in output
+    assert output.count("error:") == 1 or "does not divide" in expected  # said once, not once per rank
+    intent = lab.path / "run/segments/0001/exit_intent.json"
+    if intent.exists():
+        assert json.loads(intent.read_text())["code"] == 78
+
+
+def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, helpers: Any) -> None:
+    output = lab.train(lab.config(optimizer={"lr": 1e30, "min_lr": 0.0}, train={"grad_clip": 0.0}), ranks=2, expect=93)
+    assert "not finite" in output and output.count("error:") == 1
+    last = helpers.metrics(lab.path / "run")[-1]
+    assert last["loss"]["sum"] is None or last["grad_norm"] is None
+    assert not list((lab.path / "run/checkpoints").glob("step-*"))
+    assert json.loads((lab.path / "run/status.json").read_text())["exit_intent"]["code"] == 93
+
+
+def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Callable[..., Any]) -> None:
+    """Random numbers are functions of (seed, step, rank): no generator state is stored, yet a resume repeats them."""
+    gpt = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab": 512, "positions": 32, "dropout": 0.2}
+    config = lab.config("gpt", model={**dict.fromkeys(["kv_heads", "ffn"]), **gpt})
+    text = config.read_text()
+    assert "kv_heads" not in text
+    whole, parts = lab.path / "whole", lab.path / "parts"
+    lab.train(config, f"run.dir={whole}", "checkpoint.every=10 steps", ranks=2)
+    lab.train(config, f"run.dir={parts}", "train.duration=10 steps", "optimizer.decay=20 steps", ranks=2)
+    lab.train(config, f"run.dir={parts}", ranks=2)
+    assert helpers.losses(whole) == helpers.losses(parts)
+
+
+def test_document_attention_and_many_sources(lab: Any, helpers: Any) -> None:
+    sources = [
+        {"name": "a", "path": str(lab.corpus), "weight": 3.0},
+        {"name": "b", "path": str(lab.corpus), "weight": 1.0},
+    ]
+    lab.train(lab.config(data={"attention": "document", "sources": sources}), ranks=2)
+    records = helpers.metrics(lab.path / "run")
+    assert records[-1]["loss"]["sum"] < records[0]["loss"]["sum"]
+    total = {name: sum(r["sources"][name]["count"] for r in records) for name in ("a", "b")}
+    assert total == {"a": 20 * 192, "b": 20 * 64}
+    for record in records:
+        assert record["loss"]["sum"] == pytest.approx(sum(s["sum"] for s in record["sources"].values()))
