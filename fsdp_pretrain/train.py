@@ -179,7 +179,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
     outcome = trainer.run()
     _say_end(outcome, trainer, run_dir, recorder, inbox)
     if follower is not None:
-        aim.finish_follower(follower)
+        aim.finish_follower(run_dir, follower)
     return outcome
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -72,30 +73,86 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class Zygote:
+    """Starts training ranks by forking a process that has already imported torch; see `zygote.py`."""
+
+    def __init__(self, exits: Path) -> None:
+        self.exits = exits
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/zygote.py"), str(exits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+            env=clean_environment(),
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def start(self, arguments: list[str], environment: dict[str, str], log: Path) -> Rank:
+        """A new rank."""
+        request = {"arguments": arguments, "environment": environment, "log": str(log)}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return Rank(int(self._process.stdout.readline()), self.exits)
+
+    def close(self) -> None:
+        """End the zygote."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+class Rank:
+    """One process of a training job."""
+
+    def __init__(self, pid: int, exits: Path) -> None:
+        self.pid, self._exit = pid, exits / str(pid)
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return int(self._exit.read_text()) if self._exit.exists() else None
+
+    def wait(self, timeout: float) -> int:
+        """Exit code; raises TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"rank process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def signal(self, number: int) -> None:
+        """Send a signal if it still runs."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
 class Job:
     """The ranks of one training job, started without torchrun so that survivors can be watched."""
 
-    def __init__(self, config: Path, overrides: tuple[str, ...], ranks: int, log: Path, flags: tuple[str, ...]) -> None:
+    def __init__(
+        self, zygote: Zygote, config: Path, overrides: tuple[str, ...], ranks: int, log: Path, flags: tuple[str, ...]
+    ) -> None:
         port = free_port()
         self.log = log
-        with log.open("ab") as out:
-            self.ranks = [
-                subprocess.Popen(
-                    [sys.executable, "-m", "fsdp_pretrain.train", str(config), *overrides, *flags],
-                    stdout=out,
-                    stderr=out,
-                    cwd="/",
-                    env=clean_environment(
-                        RANK=str(rank),
-                        LOCAL_RANK=str(rank),
-                        WORLD_SIZE=str(ranks),
-                        LOCAL_WORLD_SIZE=str(ranks),
-                        MASTER_ADDR="127.0.0.1",
-                        MASTER_PORT=str(port),
-                    ),
-                )
-                for rank in range(ranks)
-            ]
+        self.ranks = [
+            zygote.start(
+                [str(config), *overrides, *flags],
+                clean_environment(
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE=str(ranks),
+                    LOCAL_WORLD_SIZE=str(ranks),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                ),
+                log,
+            )
+            for rank in range(ranks)
+        ]
 
     def wait(self, timeout: float = 150) -> list[int]:
         """Exit codes of all ranks."""
@@ -108,8 +165,7 @@ class Job:
     def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
         """Signal one rank, or all that are alive."""
         for process in self.ranks if rank is None else [self.ranks[rank]]:
-            if process.poll() is None:
-                process.send_signal(number)
+            process.signal(number)
 
     def output(self) -> str:
         """What the ranks printed."""
@@ -126,8 +182,8 @@ class Lab:
         heldout: held-out JSONL.
     """
 
-    def __init__(self, path: Path, shared: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, shared: Path, zygote: Zygote) -> None:
+        self.path, self._zygote = path, zygote
         self.corpus, self.tokenizer, self.heldout = shared / "corpus", shared / "tokenizer", shared / "heldout.jsonl"
         self._jobs: list[Job] = []
 
@@ -158,7 +214,7 @@ class Lab:
 
     def start(self, config: Path, *overrides: str, ranks: int = 1, flags: tuple[str, ...] = ()) -> Job:
         """Start a training job."""
-        job = Job(config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags)
+        job = Job(self._zygote, config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags)
         self._jobs.append(job)
         return job
 
@@ -192,20 +248,48 @@ def shared_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """The process that ranks are forked from."""
+    started = Zygote(tmp_path_factory.mktemp("exits"))
+    yield started
+    started.close()
+
+
 @pytest.fixture
-def lab(tmp_path: Path, shared_corpus: Path) -> Iterator[Lab]:
+def lab(tmp_path: Path, shared_corpus: Path, zygote: Zygote) -> Iterator[Lab]:
     """A fresh laboratory for one test."""
-    laboratory = Lab(tmp_path, shared_corpus)
+    laboratory = Lab(tmp_path, shared_corpus, zygote)
     yield laboratory
     laboratory.close()
 
 
 @pytest.fixture(scope="module")
-def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path) -> Iterator[Lab]:
+def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zygote: Zygote) -> Iterator[Lab]:
     """A laboratory whose runs the tests of one module share."""
-    laboratory = Lab(tmp_path_factory.mktemp("lab"), shared_corpus)
+    laboratory = Lab(tmp_path_factory.mktemp("lab"), shared_corpus, zygote)
     yield laboratory
     laboratory.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`small_disk("4m")` mounts a real file system of that size."""
+    mounted = []
+
+    def mount(size: str) -> Path:
+        path = tmp_path / f"disk-{len(mounted)}"
+        path.mkdir()
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True
+        ).returncode:
+            pytest.skip("mounting a tmpfs needs root")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -41,8 +41,8 @@ from .store import (
 )
 
 METADATA = ".metadata"
-_HEADROOM = 1.05
-"""Room asked for beyond the tensors' bytes: headers of the chunks, metadata, manifest."""
+_CHUNK_OVERHEAD = 2048
+"""Bytes that DCP adds to each chunk (the header of its zip format, its line in the metadata), rounded up."""
 
 
 class _HashingStream:
@@ -84,12 +84,10 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {"model": model.state_dict(), "optim": state_by_name(model, optimizer)}
 
 
-def tensor_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors of a checkpoint, over all ranks, each counted once."""
-    tensors = list(model.state_dict().values())
-    for state in state_by_name(model, optimizer).values():
-        tensors += state.values()
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def checkpoint_bytes(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes the next checkpoint takes at most, over all ranks: every tensor once, and what DCP adds to its chunks."""
+    tensors = _flatten(state_dict(model, optimizer)).values()
+    return sum(tensor.numel() * tensor.element_size() + _CHUNK_OVERHEAD * world.shards for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def save(
         StorageError: on every rank, if it failed on any; what was written is removed.
     """
     start = time.perf_counter()
-    needed = int(tensor_bytes(model, optimizer) * _HEADROOM)
+    needed = checkpoint_bytes(world, model, optimizer)
     attempt = world.decide(lambda: _begin(store, step, needed))
     try:
         files = _write(world, attempt, state_dict(model, optimizer))
@@ -300,4 +298,4 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, torch.Tensor | DTensor]:
     }
 
 
-__all__ = ["Saved", "load", "load_model", "save", "state_dict", "tensor_bytes", "verify"]
+__all__ = ["Saved", "load", "load_model", "save", "state_dict", "verify"]

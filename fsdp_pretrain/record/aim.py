@@ -20,7 +20,7 @@ import threading
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import ConfigError, UserError
 from .files import RunDir, read_json, read_lines, replace_file
@@ -168,16 +168,19 @@ def _python_path() -> str:
     return os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
-def finish_follower(follower: subprocess.Popen[bytes]) -> None:
-    """Let the follower finish what is written; leave it behind if that takes long."""
+def finish_follower(run: RunDir, follower: subprocess.Popen[bytes]) -> None:
+    """Let the follower finish what is written; leave it behind if that takes long. Notes if it was killed before."""
     if follower.stdin is not None:
         with contextlib.suppress(OSError):
             follower.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        follower.wait(_FINISH_SECONDS)
+        code = follower.wait(_FINISH_SECONDS)
+        if code < 0:  # it could not say so itself
+            _tell(run, f"killed by signal {-code}")
 
 
-def _follow(run: RunDir) -> int:
+def _follow(run: RunDir) -> NoReturn:
+    """Mirror until standard input closes, or until aim fails or hangs."""
     alive = time.monotonic()
 
     def watch() -> None:
@@ -197,8 +200,8 @@ def _follow(run: RunDir) -> int:
         mirror.close()
     except Exception as error:  # aim raises anything, RocksDB errors among them
         _tell(run, f"{type(error).__name__}: {error}".splitlines()[0])
-        return 1
-    return 0
+        os._exit(1)  # at once: aim's destructors may wait for the broken repository
+    os._exit(0)  # nor may its threads keep a finished follower alive
 
 
 def _tell(run: RunDir, reason: str) -> None:
@@ -218,8 +221,7 @@ def main() -> int:
     args = parser.parse_args()
     run = RunDir(args.run)
     if args.follow:
-        code = _follow(run)
-        os._exit(code)  # aim's threads must not keep a finished follower alive
+        _follow(run)
     try:
         rebuild(run)
     except UserError as error:

@@ -1,0 +1,277 @@
+"""Checkpoints of real jobs: damage is passed over loudly, a full disk is survived, nothing valid is never step 0."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from fsdp_pretrain.checkpoint.dcp import _missing_chunks
+from fsdp_pretrain.checkpoint.store import Store
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def trained(module_lab: Any) -> Path:
+    """40 steps on two ranks, saved at 10, 20, 30 and 40."""
+    config = module_lab.config("trained", train={"duration": "40 steps"}, checkpoint={"keep_last": 4})
+    module_lab.train(config, ranks=2)
+    run: Path = module_lab.path / "trained"
+    return run
+
+
+@pytest.fixture
+def copy(module_lab: Any, trained: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """(configuration, run directory) of a copy of the run as it was after step 30, to be damaged."""
+    run = tmp_path / "copy"
+    shutil.copytree(trained, run)
+    shutil.rmtree(run / "checkpoints/step-00000040")
+    return module_lab.path / "trained.toml", run
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "bit": (lambda p: flip(p / "__1_0.distcp"), "its bytes are not the ones that were written"),
+    "truncated": (lambda p: (p / "__0_0.distcp").write_bytes(b"x"), "has 1 bytes"),
+    "metadata": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
+    "metadata-bit": (lambda p: flip(p / ".metadata"), "its bytes are not the ones that were written"),
+    "manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "state": (lambda p: flip(p / "train_state.json"), "its bytes are not the ones that were written"),
+    "half-deleted": (lambda p: [f.unlink() for f in p.glob("*.distcp")], "__0_0.distcp is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_passed_over_loudly(
+    lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, damage: str
+) -> None:
+    config, run = copy
+    act, text = DAMAGE[damage]
+    act(run / "checkpoints/step-00000030")
+    listed = run_command("fsdp_pretrain.cli", "checkpoints", run, "verify", "--json")
+    assert listed.returncode == 2
+    assert [row["step"] for row in json.loads(listed.stdout) if row["problem"]] == [30]
+    output = lab.train(config, f"run.dir={run}", ranks=2)
+    assert re.search(f"passed over step-00000030: (\\S+ )?{re.escape(text)}", output), output
+    resume = helpers.journal(run, "resume")[-1]
+    assert resume["step"] == 20 and len(resume["passed_over"]) == 1
+    assert helpers.losses(run) == helpers.losses(trained)
+    assert Store(run / "checkpoints").find(30).verified  # made again; the damaged one was moved aside
+    assert len(list((run / "checkpoints/abandoned").iterdir())) == 1
+
+
+def test_touched_times_and_stray_files_do_not_matter(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
+    config, run = copy
+    (run / "checkpoints/step-00000010/manifest.json").touch()
+    (run / "checkpoints/step-00000099").write_text("a stray file")
+    (run / "checkpoints/step-00000077.writing-0123456789ab").mkdir()
+    (run / "checkpoints/step-00000030/stray").write_text("x")
+    output = lab.train(config, f"run.dir={run}", ranks=2)
+    assert helpers.journal(run, "resume")[-1]["step"] == 30
+    assert "passed over step-00000099: not a directory" in output
+    assert not (run / "checkpoints/step-00000077.writing-0123456789ab").exists()
+
+
+def test_nothing_valid_is_an_error_and_never_step_0(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
+    config, run = copy
+    for path in (run / "checkpoints").iterdir():
+        flip(path / "__0_0.distcp")
+    before = len(helpers.metrics(run))
+    output = lab.train(config, f"run.dir={run}", ranks=2, expect=93)
+    assert "none of them valid" in output and "--allow-fresh" in output and output.count("error:") == 1
+    assert len(helpers.metrics(run)) == before
+    lab.train(
+        config,
+        f"run.dir={run}",
+        "train.duration=5 steps",
+        "optimizer.decay=40 steps",
+        ranks=2,
+        flags=("--allow-fresh",),
+    )
+    assert helpers.metrics(run)[-1]["step"] == 5
+
+
+def test_weights_and_optimiser_come_back_to_the_bit(
+    lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any
+) -> None:
+    """Resuming and saving again without a step in between writes the same tensors, on another mesh as well."""
+    config, run = copy
+    lab.train(
+        config, f"run.dir={run}", "train.duration=31 steps", "optimizer.decay=40 steps", "parallel.shard=1", ranks=2
+    )
+    assert helpers.losses(run)[-1][1] == pytest.approx(helpers.losses(trained)[30][1], rel=1e-6)
+    a, b = (FileSystemReader(trained / "checkpoints/step-00000030").read_metadata() for _ in range(2))
+    assert a.state_dict_metadata.keys() == b.state_dict_metadata.keys()
+    names = set(a.state_dict_metadata)
+    assert "model.blocks.0.attention.query.weight" in names
+    assert "optim.blocks.0.attention.query.weight.exp_avg_sq" in names
+    assert not [name for name in names if "_orig_mod" in name or "_checkpoint" in name]
+
+
+def test_hyperparameters_of_the_configuration_win(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
+    config, run = copy
+    lab.train(config, f"run.dir={run}", "optimizer.lr=5e-3", "optimizer.min_lr=5e-3", ranks=2)
+    assert helpers.metrics(run)[-1]["lr"] == 5e-3
+    assert "optimizer.lr: 0.01 -> 0.005" in helpers.journal(run, "resume")[-1]["changed"]
+
+
+def test_chunks_that_no_file_holds_are_noticed(trained: Path) -> None:
+    """DCP can report success with chunks missing; its metadata betrays it."""
+    metadata = FileSystemReader(trained / "checkpoints/step-00000040").read_metadata()
+    assert _missing_chunks(metadata) == []
+    lost = next(index for index in metadata.storage_data if "exp_avg" in index.fqn)
+    del metadata.storage_data[lost]
+    assert _missing_chunks(metadata) == [lost.fqn]
+
+
+def test_another_model_does_not_load_silently(lab: Any, copy: tuple[Path, Path]) -> None:
+    """Should the identity check ever pass, names, shapes and dtypes are compared before DCP may ignore or cast them."""
+    config, run = copy
+    for path in (run / "checkpoints").glob("*/train_state.json"):
+        state = json.loads(path.read_text())
+        state["identity"]["model"]["ffn"] = 96
+        path.write_text(json.dumps(state))
+        manifest = json.loads((path.parent / "manifest.json").read_text())
+        from fsdp_pretrain.checkpoint.store import describe_file
+
+        manifest["files"] = [f for f in manifest["files"] if f["name"] != path.name] + [vars(describe_file(path))]
+        (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    output = lab.train(config, f"run.dir={run}", "model.ffn=96", ranks=2, expect=78)
+    assert "does not fit this model" in output and "(32, 64)" in output and "(32, 96)" in output
+
+
+def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
+    config = lab.config(
+        train={"duration": "30 steps"}, checkpoint={"every": "3 steps", "keep_last": 2, "keep_every": "12 steps"}
+    )
+    lab.train(config)
+    store = Store(lab.path / "run/checkpoints")
+    assert [checkpoint.step for checkpoint in store.scan()] == [12, 24, 27, 30]
+    assert all(checkpoint.verified for checkpoint in store.scan())
+    assert helpers.journal(lab.path / "run", "checkpoint-deleted")
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
+    """A neighbour fills the disk: saves fail, training goes on and says so; space returns, saving does too."""
+    disk = small_disk("12m")
+    config = lab.config(train={"duration": "400 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000})
+    run, hog = disk / "run", disk / "hog"
+    job = lab.start(config, f"run.dir={run}", ranks=2)
+    helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
+    fill(disk, hog, leave=200_000)
+    failed = helpers.wait_for(lambda: helpers.journal(run, "checkpoint-failed"), what="a failed save")[0]
+    assert "needs" in failed["text"] and "free" in failed["text"]
+    at = failed["step"]
+    helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] > at + 10, what="training going on")
+    hog.unlink()
+    helpers.wait_for(lambda: helpers.journal(run, "checkpoint")[-1]["step"] > at, what="a checkpoint after the alarm")
+    assert not list((run / "checkpoints").glob("*writing*"))
+    job.kill(0, 15)
+    assert job.wait() == [75, 75], job.output()
+
+
+def fill(disk: Path, hog: Path, leave: int) -> None:
+    """Take all free space of a file system but `leave` bytes."""
+    size = shutil.disk_usage(disk).free - leave
+    hog.write_bytes(b"x" * max(0, size))
+
+
+def test_too_many_failed_saves_stop_with_93(
+    lab: Any, helpers: Any, small_disk: Callable[[str], Path], run_command: Run
+) -> None:
+    disk = small_disk("12m")
+    config = lab.config(train={"duration": "100 steps"}, checkpoint={"every": "5 steps", "max_failures": 3})
+    run, hog = disk / "run", disk / "hog"
+    job = lab.start(config, f"run.dir={run}", "train.duration=4000 steps", ranks=2)
+    helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
+    fill(disk, hog, leave=200_000)
+    assert job.wait() == [93, 93], job.output()
+    assert "3 saves in a row failed" in job.output() and job.output().count("error:") == 1
+    saved = helpers.journal(run, "checkpoint")[-1]["step"]
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 2
+    hog.unlink()
+    lab.train(config, f"run.dir={run}", f"train.duration={saved + 2} steps", ranks=2)
+    assert helpers.journal(run, "resume")[-1]["step"] == saved
+
+
+def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
+    """The space is there when a save begins and gone when it writes: partial files go, training goes on."""
+    disk = small_disk("12m")
+    config = lab.config(train={"duration": "4000 steps"}, checkpoint={"every": "3 steps", "max_failures": 1000})
+    run, hog = disk / "run", disk / "hog"
+    job = lab.start(config, f"run.dir={run}", ranks=2)
+    helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
+
+    def fill_during_a_save() -> list[str]:
+        if list((run / "checkpoints").glob("*writing*")):
+            fill(disk, hog, leave=50_000)
+            time.sleep(0.3)
+            hog.unlink()
+        return [entry["text"] for entry in helpers.journal(run, "checkpoint-failed") if "failed: rank" in entry["text"]]
+
+    (text, *_) = helpers.wait_for(fill_during_a_save, what="a save that ran out of space while writing")
+    assert "No space left on device" in text
+    at = helpers.metrics(run)[-1]["step"]
+    helpers.wait_for(lambda: helpers.journal(run, "checkpoint")[-1]["step"] > at, what="a checkpoint after the alarm")
+    job.kill(0, 15)
+    assert job.wait() == [75, 75], job.output()
+    assert not list((run / "checkpoints").glob("*writing*"))
+    assert all(checkpoint.problem is None for checkpoint in Store(run / "checkpoints").scan())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_in_the_middle_of_saves(lab: Any, helpers: Any, seed: int) -> None:
+    """kill -9 of all ranks while they save, again and again: the run always goes on from a committed checkpoint."""
+    rng = random.Random(seed)
+    config = lab.config(train={"duration": "40 steps"}, checkpoint={"every": "2 steps"})
+    run = lab.path / "run"
+    for _ in range(3):
+        job = lab.start(config, ranks=2)
+        helpers.wait_for(
+            lambda job=job: list((run / "checkpoints").glob("*writing*")) or job.ranks[0].poll() is not None,
+            what="a save under way",
+        )
+        for _ in range(rng.randrange(3)):
+            helpers.wait_for(lambda: not list((run / "checkpoints").glob("*writing*")), what="its end")
+            helpers.wait_for(
+                lambda job=job: list((run / "checkpoints").glob("*writing*")) or job.ranks[0].poll() is not None,
+                what="the next save",
+            )
+        job.kill()
+        job.wait()
+    lab.train(config, ranks=2)
+    lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2)
+    assert helpers.losses(run) == helpers.losses(lab.path / "whole")
+    assert all(checkpoint.problem is None for checkpoint in Store(run / "checkpoints").scan())
+
+
+def test_torch_sees_the_same_weights(trained: Path) -> None:
+    """The evaluation's loader, one process without a process group, reads what two ranks wrote."""
+    from fsdp_pretrain import models
+    from fsdp_pretrain.checkpoint.dcp import load_model
+    from fsdp_pretrain.config import load
+
+    checkpoint = Store(trained / "checkpoints").find(40)
+    model = models.build(load(checkpoint.path / "config.toml").model).to_empty(device="cpu")
+    load_model(checkpoint, model)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert float(model.blocks[0].mlp.up.weight.detach().std()) > 0.01
