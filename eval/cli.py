@@ -127,31 +127,19 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     _be_quiet()
     try:
         import lm_eval
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator
     except ImportError:
         raise ConfigError("lm-eval is not installed", remedy="pip install 'fsdp-pretrain[eval]'") from None
     from .harness import CheckpointLM, find_tokenizer, read_checkpoint
-    from .tasks import BUNDLED, scores, task_list, unigram_bits_per_byte
+    from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
 
     start = time.perf_counter()
     section = config.eval
     model, trained = read_checkpoint(checkpoint, section.device)
     tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
-    tasks, manager = task_list(section.tasks, section.heldout, section.include)
+    tasks = load_tasks(section.tasks, section.heldout, section.include)
     adapter = CheckpointLM(model, tokenizer, length=trained.data.sequence_length, batch=section.batch)
-    # Seeds of None leave the global generators alone; lm-eval's own defaults would reseed them.
-    found = simple_evaluate(
-        adapter,
-        tasks=tasks,
-        limit=section.limit,
-        bootstrap_iters=200,
-        log_samples=False,
-        task_manager=manager,
-        random_seed=None,
-        numpy_random_seed=None,
-        torch_random_seed=None,
-        fewshot_random_seed=None,
-    )
+    found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
     results = {
         "step": checkpoint.step,
         "tokens": checkpoint.train_state()["tokens"],
@@ -179,6 +167,8 @@ def _be_quiet() -> None:
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
 

@@ -6,6 +6,7 @@ training. No request cache is offered: lm-eval's ignores which model filled it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ class CheckpointLM(TemplateLM):
         """Ids of a text, nothing added."""
         del add_special_tokens, kwargs
         return self._tokens.encode([string])[0]
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihood of continuations given contexts, and whether greedy decoding gives them."""
+        scored: list[tuple[float, bool]] = super().loglikelihood(
+            requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty()
+        )
+        return scored
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any

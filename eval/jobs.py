@@ -75,6 +75,16 @@ def due_jobs(run: RunDir, config: Config) -> list[Job]:
     return jobs
 
 
+def protected_steps(run: RunDir, config: Config) -> set[int]:
+    """Steps whose checkpoints an evaluation is reading or will read next.
+
+    Only the oldest few of those that wait, or evaluations that never come would fill the disk.
+    """
+    waiting = due_jobs(run, config)
+    claimed = {job.checkpoint.step for job in waiting if (job.folder / "claim.json").exists()}
+    return claimed | {job.checkpoint.step for job in waiting[: config.checkpoint.keep_last]}
+
+
 def failures(job: Job) -> int:
     """How often the evaluation was tried and failed."""
     return len(list(job.folder.glob("failed-*.json")))
@@ -103,7 +113,8 @@ def claim(job: Job) -> Iterator[Claim | None]:
         yield None
         return
     try:
-        yield mine if not job.results.exists() else None
+        gone = not job.checkpoint.path.exists()  # deleted by retention before it was claimed
+        yield None if gone or job.results.exists() else mine
     finally:
         mine.release()
 

@@ -38,14 +38,14 @@ def read_heldout(path: Path) -> list[str]:
     return texts
 
 
-def task_list(names: Sequence[str], heldout: Path | None, include: Sequence[Path]) -> tuple[list[Any], Any]:
-    """lm-eval's `tasks` and `task_manager` for task names.
+def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Path]) -> dict[str, Any]:
+    """lm-eval's task objects for task names, groups nested, ready for its `evaluate`.
 
     Raises:
         ConfigError: a task does not exist.
         DataError: the held-out file cannot be used.
     """
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager, get_task_dict
 
     others = [name for name in names if name not in BUNDLED]
     paths = [str(path) for path in include]
@@ -59,7 +59,20 @@ def task_list(names: Sequence[str], heldout: Path | None, include: Sequence[Path
     if not texts and len(others) < len(names):
         raise ConfigError("the bundled tasks need held-out documents", remedy="set eval.heldout or pass --heldout FILE")
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
-    return [makers[name](texts) if name in makers else name for name in names], manager
+    tasks: dict[str, Any] = get_task_dict([makers[name](texts) if name in makers else name for name in names], manager)
+    _set_defaults(tasks)
+    return tasks
+
+
+def _set_defaults(tasks: dict[Any, Any]) -> None:
+    """What lm-eval's command line would set: no examples unless the task wants some, and those drawn repeatably."""
+    for task in tasks.values():
+        if isinstance(task, dict):
+            _set_defaults(task)
+            continue
+        if task.get_config("num_fewshot") is None:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(1234)
 
 
 def _dataset(rows: list[dict[str, Any]]) -> Any:

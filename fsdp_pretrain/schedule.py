@@ -107,7 +107,7 @@ class BatchSchedule:
 
 def warmup_cosine(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
     """Linear from 0 to `peak` over `warmup` samples, then half a cosine to `floor` at `decay`, then constant."""
-    if consumed < warmup:
+    if warmup and consumed <= warmup:
         return peak * consumed / warmup
     if consumed >= decay:
         return floor
@@ -117,7 +117,7 @@ def warmup_cosine(consumed: int, *, peak: float, floor: float, warmup: int, deca
 
 def warmup_linear(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
     """Linear from 0 to `peak` over `warmup` samples, then linear to `floor` at `decay`, then constant."""
-    if consumed < warmup:
+    if warmup and consumed <= warmup:
         return peak * consumed / warmup
     if consumed >= decay:
         return floor
@@ -127,7 +127,7 @@ def warmup_linear(consumed: int, *, peak: float, floor: float, warmup: int, deca
 def warmup_constant(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
     """Linear from 0 to `peak` over `warmup` samples, then constant (`floor` and `decay` are not used)."""
     del floor, decay
-    return peak * consumed / warmup if consumed < warmup else peak
+    return peak * consumed / warmup if warmup and consumed <= warmup else peak
 
 
 LR_CURVES: dict[str, Callable[..., float]] = {

@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from data.loader import Loader, check_batches
@@ -33,7 +34,7 @@ from .control import Inbox
 from .errors import ConfigError, Exit, StorageError, UserError
 from .mesh import World
 from .record import aim
-from .record.files import RunDir, now, replace_file
+from .record.files import RunDir, now, read_json, replace_file
 from .record.recorder import Recorder, Silent, write_exit_intent
 from .state import TrainState, identity
 from .trainer import Trainer
@@ -100,6 +101,7 @@ def _refuse(error: UserError, *, speaks: bool) -> int:
 def run(config: Config, world: World, *, allow_fresh: bool) -> Exit:
     """Open a segment, train, and record how it ended, whatever the way. Raises UserError."""
     run_dir = RunDir(config.run.dir)
+    world.decide(lambda: _refuse_unwanted_restart(run_dir))
     segment = world.decide(lambda: _open_segment(run_dir, config, world))
     recorder = Silent() if not world.is_main else _recorder(run_dir, segment, config)
     try:
@@ -121,6 +123,24 @@ def run(config: Config, world: World, *, allow_fresh: bool) -> Exit:
     return outcome
 
 
+def _refuse_unwanted_restart(run_dir: RunDir) -> None:
+    """torchrun restarts its ranks after any exit but 0. Do not train on if the last one was a decision to end.
+
+    Raises:
+        UserError: with the exit code that was decided; torchrun uses up its restarts on it and ends.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run_dir.segments:
+        return
+    path = run_dir.segments[-1] / "exit_intent.json"
+    intent = read_json(path)
+    if intent is None or intent["code"] not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
+        return
+    if path.stat().st_mtime > psutil.Process(os.getppid()).create_time():  # decided under this torchrun
+        error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent['reason']})")
+        error.exit = Exit(intent["code"])
+        raise error
+
+
 def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *, allow_fresh: bool) -> Exit:
     """Build everything and run the loop."""
     model = models.build(config.model)
@@ -139,7 +159,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         config=config,
         identity=_identity(config, packer),
         recorder=recorder,
-        protected=lambda: _pending_evals(run_dir, config),
+        protected=lambda: jobs.protected_steps(run_dir, config),
     )
     device = throughput.device_name(world.device)
     recorder.event(
@@ -300,11 +320,6 @@ def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> 
         with_lengths=config.data.attention == "document",
         pin=world.device.type == "cuda",
     )
-
-
-def _pending_evals(run_dir: RunDir, config: Config) -> set[int]:
-    """Steps whose evaluation is due and not done; only the newest few, or evaluations that never come fill the disk."""
-    return {job.checkpoint.step for job in jobs.due_jobs(run_dir, config)[-config.checkpoint.keep_last :]}
 
 
 def _nothing(saved: Saved) -> None:

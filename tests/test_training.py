@@ -156,6 +156,30 @@ def test_torchrun_restarts_by_itself(
     assert len(list((run / "segments").iterdir())) == 2
 
 
+def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
+    module_lab: Any, long_config: Path, helpers: Any
+) -> None:
+    run, log = module_lab.path / "purpose", module_lab.path / "purpose.log"
+    with log.open("wb") as out:
+        torchrun = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
+                *("--standalone", "-m", "fsdp_pretrain.train", str(long_config), f"run.dir={run}"),
+                "train.duration=4000 steps",
+            ],
+            cwd="/",
+            env=helpers.environment(),
+            stdout=out,
+            stderr=out,
+        )
+    helpers.wait_for(lambda: reached(run, 8, helpers) or torchrun.poll() is not None, what="step 8")
+    control(run, "stop")
+    assert torchrun.wait(100) == 1, log.read_text()
+    assert "not restarted by torchrun: the run ended on purpose (stopped on request" in log.read_text()
+    assert len(list((run / "segments").iterdir())) == 1
+    assert json.loads((run / "status.json").read_text())["exit_intent"]["code"] == 75
+
+
 def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any) -> None:
     """Two torchrun agents on this machine: shards inside each, replicas between them."""
     run, port = module_lab.path / "nodes", helpers.port()

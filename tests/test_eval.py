@@ -1,0 +1,338 @@
+"""Evaluation: the adapter against sums written out by hand, and the scheduled job exactly once whatever happens to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("lm_eval")
+import torch
+
+from eval import jobs
+from eval.harness import CheckpointLM, find_tokenizer, read_checkpoint
+from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config import load
+from fsdp_pretrain.record.files import RunDir
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def trained(module_lab: Any) -> Path:
+    """Saved and due for evaluation at 10, 20 and 30; nobody has evaluated yet."""
+    config = module_lab.config(
+        "trained",
+        train={"duration": "30 steps"},
+        eval={"every": "10 steps", "heldout": str(module_lab.heldout), "launch": False, "limit": 4},
+    )
+    module_lab.train(config, ranks=2)
+    run: Path = module_lab.path / "trained"
+    return run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run."""
+    import shutil
+
+    path = tmp_path / "run"
+    shutil.copytree(trained, path)
+    config = (path / "config.toml").read_text().replace(str(trained), str(path))
+    (path / "config.toml").write_text(config)
+    return path
+
+
+@pytest.fixture(scope="module")
+def adapter(trained: Path) -> CheckpointLM:
+    checkpoint = Store(trained / "checkpoints").find(30)
+    model, config = read_checkpoint(checkpoint, "cpu")
+    return CheckpointLM(model, find_tokenizer(checkpoint, config, None), length=32, batch=3)
+
+
+class Request:
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def log_probability(adapter: CheckpointLM, tokens: list[int], first: int) -> float:
+    """Sum of log p(token | everything before), one forward pass per token."""
+    total = 0.0
+    for at in range(first, len(tokens)):
+        logits = adapter._model(torch.tensor([tokens[:at]]))[0, -1].double()
+        total += float(logits.log_softmax(-1)[tokens[at]].detach())
+    return total
+
+
+def test_likelihoods_are_sums_over_tokens(adapter: CheckpointLM) -> None:
+    pairs = [("the run writes", " every checkpoint"), ("", "the mesh"), ("the loss ", "falls"), ("a", "b c d e")]
+    scored = adapter.loglikelihood([Request(*pair) for pair in pairs], disable_tqdm=True)
+    for (context, continuation), (score, greedy) in zip(pairs, scored, strict=True):
+        prompt = adapter.tok_encode(context.rstrip()) or [adapter.eot_token_id]
+        whole = adapter.tok_encode(context + continuation)
+        tokens = whole if context else prompt + whole
+        first = len(prompt)
+        assert score == pytest.approx(log_probability(adapter, tokens, first), rel=1e-4)
+        best = [int(adapter._model(torch.tensor([tokens[:at]]))[0, -1].argmax()) for at in range(first, len(tokens))]
+        assert greedy == (best == tokens[first:])
+
+
+def test_rolling_likelihood_predicts_every_token_once(adapter: CheckpointLM) -> None:
+    """Texts shorter than, equal to and much longer than the context; padding and batching change nothing."""
+    texts = ["the", "the run writes every checkpoint " * 3, "gradients over replicas and the loss falls " * 20]
+    together = adapter.loglikelihood_rolling([Request(text) for text in texts], disable_tqdm=True)
+    for text, score in zip(texts, together, strict=True):
+        (alone,) = adapter.loglikelihood_rolling([Request(text)], disable_tqdm=True)
+        assert alone == pytest.approx(score, rel=1e-5)
+        tokens = [adapter.eot_token_id, *adapter.tok_encode(text)]
+        predicted = [(stop - count, stop) for stop, count in windows_of(adapter, tokens)]
+        assert [i for start, stop in predicted for i in range(start, stop)] == list(range(1, len(tokens)))
+        if len(tokens) <= 33:
+            assert score == pytest.approx(log_probability(adapter, tokens, 1), rel=1e-4)
+
+
+def windows_of(adapter: CheckpointLM, tokens: list[int]) -> list[tuple[int, int]]:
+    at, found = 1, []
+    for window, count in adapter._windows(tokens, 1):
+        assert len(window) <= 33
+        assert window == tokens[at + count - len(window) : at + count]
+        at += count
+        found.append((at, count))
+    return found
+
+
+def test_a_continuation_longer_than_the_context_is_scored(adapter: CheckpointLM) -> None:
+    ((score, _),) = adapter.loglikelihood([Request("the", " run writes" * 60)], disable_tqdm=True)
+    assert score < -10
+
+
+def test_generation_stops_where_it_should(adapter: CheckpointLM) -> None:
+    options = {"until": [" "], "max_gen_toks": 5}
+    (text,) = adapter.generate_until([Request("the run", options)], disable_tqdm=True)
+    assert " " not in text
+    (longer,) = adapter.generate_until([Request("the run", {"max_gen_toks": 7})], disable_tqdm=True)
+    assert 0 < len(adapter.tok_encode(longer)) <= 8
+
+
+def test_a_tokenizer_of_another_run_is_refused(trained: Path, tmp_path: Path, run_command: Run) -> None:
+    other = tmp_path / "tokenizer.json"
+    other.write_text((trained / "tokenizer/tokenizer.json").read_text() + " ")
+    done = run_command("eval.cli", "run", trained, "--tokenizer", other, "--tasks", "heldout_bpb")
+    assert done.returncode == 78 and "scores would be meaningless" in done.stderr
+
+
+def test_run_command_and_its_figures(
+    trained: Path, tmp_path: Path, run_command: Run, adapter: CheckpointLM, module_lab: Any
+) -> None:
+    out = tmp_path / "results.json"
+    done = run_command("eval.cli", "run", trained, "--out", out, "--limit", "5")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    assert results["step"] == 30 and results["documents"] == {"heldout_bpb": 5, "heldout_choice": 5}
+    texts = read_heldout(module_lab.heldout)[:5]
+    total = sum(adapter.loglikelihood_rolling([Request(text) for text in texts], disable_tqdm=True))
+    expected = -total / sum(len(text.encode()) for text in texts) / 0.6931471805599453
+    assert results["scores"]["heldout_bpb"]["bits_per_byte"] == pytest.approx(expected, rel=1e-4)
+    assert results["unigram_bits_per_byte"] > 0
+    assert "heldout_bpb" in done.stdout and "unigram" in done.stdout
+    step10 = run_command(
+        "eval.cli", "run", trained / "checkpoints/step-00000010", "--tasks", "heldout_bpb", "--limit", "5", "--json"
+    )
+    assert json.loads(step10.stdout)["scores"]["heldout_bpb"]["bits_per_byte"] > expected  # it learned since
+
+
+def test_questions_are_real_and_fair(shared_corpus: Path) -> None:
+    texts = read_heldout(shared_corpus / "heldout.jsonl")
+    questions = choice_questions(texts)
+    assert questions == choice_questions(texts) and len(questions) >= 10
+    for question in questions:
+        choices = question["choices"]
+        assert len(set(choices)) == 4 and len({len(choice) for choice in choices}) == 1
+        source = next(text for text in texts if question["context"] + choices[question["answer"]] in text)
+        for n, choice in enumerate(choices):
+            if n != question["answer"]:  # a real passage of another document
+                assert any(choice in text for text in texts if text != source)
+    answers = [question["answer"] for question in questions]
+    assert {answers.count(n) > 0 for n in range(4)} == {True}
+
+
+def test_unigram_baseline_is_the_entropy_of_token_counts(shared_corpus: Path) -> None:
+    import math
+    from collections import Counter
+
+    from data.corpus import Corpus
+
+    corpus = Corpus(shared_corpus / "corpus")
+    tokenizer = corpus.tokenizer()
+    counts = Counter(t for s in range(len(corpus.manifest.shards)) for t in corpus.shard(s).tokens.tolist())
+    total = sum(counts.values()) + tokenizer.vocab_size
+    texts = read_heldout(shared_corpus / "heldout.jsonl")
+    bits = -sum(math.log2((counts[t] + 1) / total) for ids in tokenizer.encode(texts) for t in ids)
+    expected = bits / sum(len(text.encode()) for text in texts)
+    found = unigram_bits_per_byte([shared_corpus / "corpus"], tokenizer, shared_corpus / "heldout.jsonl")
+    assert found == pytest.approx(expected)
+
+
+# ---------------------------------------------------------------- the scheduled job
+
+
+def results(run: Path) -> dict[int, dict[str, Any]]:
+    found = {}
+    for path in run.glob("evals/step-*/*/results.json"):
+        content = json.loads(path.read_text())
+        found[content["step"]] = content
+    return found
+
+
+def test_every_due_checkpoint_exactly_once_by_many_workers(run: Path, helpers: Any, run_command: Run) -> None:
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "eval.cli", "watch", str(run), "--once"],
+            cwd="/", env=helpers.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    outputs = [worker.communicate(timeout=200) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
+    assert set(results(run)) == {10, 20, 30}
+    entries = helpers.journal(run, "eval")
+    assert sorted(entry["step"] for entry in entries) == [10, 20, 30]
+    assert entries[0]["scores"]["heldout_bpb"]["bits_per_byte"] > 0
+    assert not list(run.glob("evals/**/claim*"))
+    again = run_command("eval.cli", "watch", run, "--once", "--wait")
+    assert again.returncode == 0 and "evaluated 0" in again.stdout
+    report = run_command("eval.cli", "report", run).stdout
+    assert report.count("heldout_bpb") == 3 and "step 10," in report
+
+
+def test_a_killed_worker_is_taken_over(run: Path, helpers: Any, run_command: Run) -> None:
+    """kill -9 in the middle of an evaluation: the next worker sees that the owner is dead and does the job."""
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "eval.cli", "watch", str(run), "--once"], cwd="/", env=helpers.environment()
+    )
+    helpers.wait_for(lambda: list(run.glob("evals/**/claim.json")), what="a claim")
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    assert list(run.glob("evals/**/claim.json"))
+    assert run_command("eval.cli", "watch", run, "--once", timeout=200).returncode == 0
+    assert set(results(run)) == {10, 20, 30}
+
+
+def make_claim(job: jobs.Job, **changes: Any) -> Path:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    process = psutil.Process()
+    content = {
+        "token": "other",
+        "host": socket.gethostname(),
+        "pid": process.pid,
+        "process_started": process.create_time(),
+    }
+    path = job.folder / "claim.json"
+    path.write_text(json.dumps({**content, **changes}))
+    return path
+
+
+@pytest.mark.quick
+def test_claims(run: Path) -> None:
+    config = load(run / "config.toml")
+    first, second, _ = jobs.due_jobs(RunDir(run), config)
+    with jobs.claim(first) as mine:
+        assert mine is not None and mine.still_mine()
+        with jobs.claim(first) as other:  # held: nobody else gets it
+            assert other is None
+        with jobs.claim(second) as other:  # another job is free
+            assert other is not None
+        assert mine.publish("{}\n")
+    with jobs.claim(first) as done:  # done: nobody gets it again
+        assert done is None
+    assert [job.checkpoint.step for job in jobs.due_jobs(RunDir(run), config)] == [20, 30]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("changes", "age", "free"),
+    [
+        ({}, 0, False),
+        ({"pid": 2**22 + 5}, 0, True),
+        ({"process_started": 1.0}, 0, True),  # the process id was used again
+        ({"host": "elsewhere", "pid": 2**22 + 5}, 30, False),
+        ({"host": "elsewhere"}, 300, True),
+    ],
+)
+def test_stale_claims(run: Path, changes: dict[str, Any], age: float, free: bool) -> None:
+    job = jobs.due_jobs(RunDir(run), load(run / "config.toml"))[0]
+    path = make_claim(job, **changes)
+    os.utime(path, (time.time() - age,) * 2)
+    with jobs.claim(job) as mine:
+        assert (mine is not None) == free
+
+
+@pytest.mark.quick
+def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
+    job = jobs.due_jobs(RunDir(run), load(run / "config.toml"))[0]
+    with jobs.claim(job) as mine:
+        assert mine is not None
+        make_claim(job)  # somebody took over meanwhile
+        assert not mine.publish("{}\n")
+    assert not job.results.exists() and (job.folder / "claim.json").exists()
+
+
+def test_an_evaluation_that_fails_is_tried_again_then_given_up(run: Path, helpers: Any, run_command: Run) -> None:
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("attempts = 3", "attempts = 2"))
+    done = run_command("eval.cli", "watch", run, "--once", "--device", "cuda:7")
+    assert done.returncode == 1 and "failed 6" in done.stdout
+    entries = helpers.journal(run, "eval-failed")
+    assert len(entries) == 6 and "cuda:7" in entries[0]["text"]
+    assert sum("given up" in entry["text"] for entry in entries) == 3
+    assert "evaluated 0, failed 0" in run_command("eval.cli", "watch", run, "--once").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "{run}", "--step", "11"], "no checkpoint of step 11 (there are: 10, 20, 30)"),
+        (["run", "{run}", "--heldout", "/nowhere"], "there is no held-out file /nowhere"),
+        (["run", "{run}", "--device", "cuda:7"], "device 'cuda:7' cannot be used"),
+        (["run", "{run}", "--tasks", "no_such_task"], "lm-eval has no task 'no_such_task'"),
+        (["watch", "/tmp"], "is not a run directory"),
+    ],
+)
+def test_mistakes(trained: Path, run_command: Run, arguments: list[str], expected: str) -> None:
+    done = run_command("eval.cli", *(argument.format(run=trained) for argument in arguments))
+    assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any, run_command: Run) -> None:
+    """Beside training, without delaying or changing it; a due checkpoint outlives retention until it is judged."""
+    common = {"train": {"duration": "30 steps"}, "checkpoint": {"every": "5 steps", "keep_last": 2}}
+    scheduled = {"every": "10 steps", "heldout": str(lab.heldout), "limit": 3}
+    lab.train(lab.config("with", **common, eval=scheduled), ranks=2)
+    run = lab.path / "with"
+    assert json.loads((run / "status.json").read_text())["state"] == "complete"
+    assert run_command("eval.cli", "watch", run, "--once", "--wait", timeout=200).returncode == 0
+    assert set(results(run)) == {10, 20, 30}, (run / "evals/log").read_text()
+    assert sorted(entry["step"] for entry in helpers.journal(run, "eval")) == [10, 20, 30]
+    lab.train(lab.config("without", **common), ranks=2)
+    assert helpers.losses(run) == helpers.losses(lab.path / "without")
+
+
+def test_a_crashing_evaluation_does_not_touch_training(lab: Any, helpers: Any) -> None:
+    heldout = lab.path / "heldout.jsonl"
+    heldout.write_text("not json\n")
+    lab.train(lab.config(eval={"every": "10 steps", "heldout": str(heldout), "attempts": 1}), ranks=2)
+    run = lab.path / "run"
+    assert json.loads((run / "status.json").read_text())["state"] == "complete"
+    failed = helpers.wait_for(lambda: helpers.journal(run, "eval-failed"), what="the failure in the journal")
+    assert "not JSON" in failed[0]["text"]
