@@ -15,14 +15,14 @@ import torch
 
 from data.loader import MicroBatch, StepBatch, check_batches
 
-from . import mesh, models, optim, parallel, throughput
+from . import mesh, models, optim, parallel, plan, throughput
 from .config import Config, load
 from .console import run_guarded
 from .control import Inbox
 from .mesh import World
 from .record.recorder import Silent
 from .state import TrainState
-from .trainer import Trainer
+from .trainer import LAG, Trainer
 from .units import human_bytes, human_count
 
 
@@ -62,15 +62,13 @@ class Records(Silent):
         self.records.append(record)
 
 
-def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Time `steps` steps after `warmup`; the figures, the same on every rank but for memory."""
+def build(config: Config, world: World) -> tuple[Trainer, Records]:
+    """The run's trainer on random tokens, with nowhere to save, and what will hold its records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
     model = models.build(config.model)
     parameters = model.count_parameters()
     parallel.parallelize(model, config, world)
-    device = throughput.device_name(world.device)
     records = Records()
-    flops = throughput.flops_per_token(parameters, config.model, config.data.sequence_length)
     trainer = Trainer(
         config=config,
         world=world,
@@ -83,13 +81,22 @@ def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str,
         inbox=Inbox(None),
         state=TrainState(),
         source_names=["random"],
-        flops_per_token=flops,
-        peak_flops=throughput.peak_flops(device),
+        flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
+        peak_flops=throughput.peak_flops(throughput.device_name(world.device)),
     )
     model.train()
+    return trainer, records
+
+
+def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str, Any]:
+    """Time `steps` steps after `warmup`; the figures, the same on every rank but for memory."""
+    trainer, records = build(config, world)
+    parameters = plan.count_parameters(config.model)
+    flops = throughput.flops_per_token(parameters, config.model, config.data.sequence_length)
+    device = throughput.device_name(world.device)
     for _ in range(warmup + steps):
         trainer.step()
-        trainer.collect(keep=2)
+        trainer.collect(keep=LAG)
     trainer.collect(keep=0)
     timed = records.records[warmup:]
     rate = statistics.median(record["tokens_per_second"] for record in timed)

@@ -22,7 +22,6 @@ export PYTHONSAFEPATH=1                      # `data` and `eval` are common name
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # torchrun's restarts do not recover without it
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 
 # Keep-alive and join times: a lost node is noticed in about 15 s, and the rest does not wait ten minutes for it.
 rendezvous=(--rdzv-conf "join_timeout=300,close_timeout=30,read_timeout=60")

@@ -1,0 +1,188 @@
+"""The same trainer on one CUDA device: bf16, compiled, flash attention, no host synchronisation, save and resume.
+
+    scripts/test_gpu.sh suite
+
+Needs torch 2.11 or later with CUDA, pytest and the base dependencies; neither aim nor lm-eval.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def train(helpers: Any, config: Path, *overrides: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_pretrain.train", str(config), *overrides],
+        capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def config(module_lab: Any) -> Path:
+    """A Llama with heads of 64, wide enough for the fused kernels."""
+    path: Path = module_lab.config(
+        "gpu",
+        model={"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512},
+        data={"sequence_length": 256},
+        train={"duration": "30 steps", "global_batch": "16 samples", "micro_batch": 8},
+        optimizer={"lr": 3e-3, "min_lr": 3e-4},
+    )
+    return path
+
+
+def relative(a: list[tuple[int, float, float]], b: list[tuple[int, float, float]]) -> float:
+    """Largest relative difference of two loss curves."""
+    assert [x[0] for x in a] == [x[0] for x in b]
+    return max(abs(x[1] - y[1]) / abs(y[1]) for x, y in zip(a, b, strict=True))
+
+
+def test_bf16_learns_and_measures_itself(module_lab: Any, config: Path, helpers: Any) -> None:
+    run = module_lab.path / "bf16"
+    train(helpers, config, f"run.dir={run}")
+    records = helpers.metrics(run)
+    assert records[-1]["loss"]["sum"] < 0.8 * records[0]["loss"]["sum"]
+    for record in records:
+        parts = record["seconds"]
+        assert parts["iteration"] > 0 and min(parts.values()) >= 0
+        assert parts["iteration"] == pytest.approx(sum(v for k, v in parts.items() if k != "iteration"), rel=1e-3)
+    assert 1e6 < records[-1]["memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
+    from fsdp_pretrain.throughput import peak_flops
+
+    assert (records[-1]["mfu"] is None) == (peak_flops(torch.cuda.get_device_name(0)) is None)
+
+
+def test_fp32_is_the_curve_of_the_cpu(module_lab: Any, config: Path, helpers: Any) -> None:
+    on_gpu, on_cpu = module_lab.path / "fp32", module_lab.path / "cpu"
+    train(
+        helpers,
+        config,
+        f"run.dir={on_gpu}",
+        "train.precision=fp32",
+        "train.duration=8 steps",
+        "optimizer.decay=30 steps",
+    )
+    environment = helpers.environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="8")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "fsdp_pretrain.train", str(config), f"run.dir={on_cpu}"),
+            *("train.duration=8 steps", "optimizer.decay=30 steps"),
+        ],
+        check=True, cwd="/", env=environment,
+    )  # fmt: skip
+    assert relative(helpers.losses(on_gpu), helpers.losses(on_cpu)) < 1e-4
+    digests = [[record["data_digest"] for record in helpers.metrics(run)] for run in (on_gpu, on_cpu)]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.compile=true"],
+        ["parallel.recompute=1"],
+        ["parallel.compile=true", "parallel.recompute=2", "parallel.reshard_after_forward=false"],
+        ["train.micro_batch=4"],
+    ],
+    ids=lambda overrides: "+".join(o.partition(".")[2] for o in overrides),
+)
+def test_variants_give_the_same_curve(module_lab: Any, config: Path, helpers: Any, overrides: list[str]) -> None:
+    reference = module_lab.path / "reference"
+    if not reference.exists():
+        train(helpers, config, f"run.dir={reference}")
+    run = module_lab.path / "-".join(o.replace("=", "_") for o in overrides)
+    train(helpers, config, f"run.dir={run}", *overrides)
+    assert relative(helpers.losses(run), helpers.losses(reference)) < 0.02
+
+
+def test_save_and_resume(module_lab: Any, config: Path, helpers: Any) -> None:
+    """Not bitwise: flash attention's backward pass adds in no fixed order."""
+    whole, parts = module_lab.path / "whole", module_lab.path / "parts"
+    train(helpers, config, f"run.dir={whole}", "parallel.compile=true")
+    train(
+        helpers,
+        config,
+        f"run.dir={parts}",
+        "parallel.compile=true",
+        "train.duration=10 steps",
+        "optimizer.decay=30 steps",
+    )
+    train(helpers, config, f"run.dir={parts}")  # not compiled: names in the checkpoint do not depend on it
+    assert relative(helpers.losses(parts), helpers.losses(whole)) < 0.02
+    (resume,) = helpers.journal(parts, "resume")
+    assert resume["step"] == 10
+
+
+def test_document_attention_on_the_gpu(module_lab: Any, config: Path, helpers: Any) -> None:
+    run = module_lab.path / "documents"
+    train(helpers, config, f"run.dir={run}", "data.attention=document")
+    records = helpers.metrics(run)
+    assert records[-1]["loss"]["sum"] < 0.8 * records[0]["loss"]["sum"]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    from fsdp_pretrain import mesh
+    from fsdp_pretrain.config import ParallelSection
+
+    with mesh.connect(ParallelSection()) as connected:
+        yield connected
+
+
+def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
+    from fsdp_pretrain import bench
+    from fsdp_pretrain.config import load
+
+    trainer, records = bench.build(load(config, ["train.micro_batch=4", "data.attention=document"]), world)
+    for _ in range(3):
+        trainer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            trainer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    trainer.collect(keep=0)
+    assert [record["step"] for record in records.records] == list(range(1, 9))
+    assert all(record["loss"]["sum"] > 0 for record in records.records)
+
+
+def test_flash_attention_takes_our_shapes() -> None:
+    """bf16, causal, grouped keys and values: the flash kernel accepts it, so SDPA will choose it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from fsdp_pretrain.models.attention import Attention
+
+    layer = Attention(512, 8, 2).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        layer(x, None, None).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_loss_of_a_large_vocabulary_stays_small() -> None:
+    """8k tokens x 128k vocabulary: far below the logits and their gradient in fp32 (8 GiB)."""
+    from fsdp_pretrain.models.loss import token_losses
+
+    hidden = torch.randn(2, 4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(131072, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(131072, (2, 4096), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    token_losses(hidden, weight, labels).mean().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2 * 2**30
+
+
+def test_nothing_here_needs_aim(config: Path, helpers: Any) -> None:
+    code = "import sys; sys.modules['aim'] = None; sys.modules['lm_eval'] = None; import fsdp_pretrain.train, fsdp_pretrain.bench"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env=helpers.environment())

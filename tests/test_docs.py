@@ -1,0 +1,88 @@
+"""The documentation is true: its commands run, its files exist, its tables match the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.validate import CATALOGUE
+from fsdp_pretrain.errors import Exit
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["docs/data.md", "docs/training.md", "docs/evaluation.md"]
+
+
+def blocks(page: str) -> list[str]:
+    """The blocks of a page marked as run."""
+    return re.findall(r"^```bash run\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.timeout(600)
+def test_commands_of_the_documentation_run(tmp_path: Path, helpers: Any) -> None:
+    """Page after page, in one directory, as a reader would."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    binaries = Path(sys.executable).parent
+    if not (binaries / "fsdp-data").exists():
+        pytest.skip("the project is not installed here; scripts/test.sh installs it")
+    environment = helpers.environment(PATH=f"{binaries}{os.pathsep}{os.environ['PATH']}")
+    done = 0
+    for page in PAGES:
+        for block in blocks(page):
+            ran = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True
+            )
+            assert ran.returncode == 0, f"{page}:\n{block}\n{ran.stdout}\n{ran.stderr}"
+            done += 1
+    assert done >= 10
+    assert (tmp_path / "runs/demo/run/checkpoints/step-00000008/manifest.json").exists()
+
+
+@pytest.mark.quick
+def test_files_named_in_the_documentation_exist() -> None:
+    for page in ["README.md", *PAGES, "docs/performance.md", "docs/decisions.md"]:
+        text = (ROOT / page).read_text()
+        for name in re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.(?:sh|sbatch|toml|md)", text):
+            if "my-run" not in name:
+                assert (ROOT / name).exists(), f"{page} names {name}"
+        for target in re.findall(r"\]\(([\w./-]+\.md)\)", text):
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.quick
+def test_tables_match_the_code() -> None:
+    data, training = (ROOT / "docs/data.md").read_text(), (ROOT / "docs/training.md").read_text()
+    for code in CATALOGUE:
+        assert f"`{code}`" in data or f"`-{code.partition('-')[2]}`" in data, code
+    for code in (Exit.COMPLETE, Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON, Exit.UNEXPECTED):
+        assert f"| {int(code)} |" in training
+
+
+@pytest.mark.quick
+def test_scripts_are_sound_shell() -> None:
+    for path in [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("slurm/*"), ROOT / ".ci/run"]:
+        subprocess.run(["bash", "-n", path], check=True)
+        assert path.name == "environment.sh" or os.access(path, os.X_OK), f"{path} is not executable"
+
+
+@pytest.mark.quick
+def test_launch_script_gives_torchrun_what_it_needs(tmp_path: Path) -> None:
+    """With a torchrun that only shows its arguments and environment."""
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/sh\necho "$@"\nenv\n')
+    fake.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    launch = [ROOT / "scripts/launch.sh", "configs/runs/x.toml", "a=1"]
+    one = subprocess.run(launch, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "--standalone" in one and "-m fsdp_pretrain.train configs/runs/x.toml a=1" in one
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in one and "PYTHONSAFEPATH=1" in one
+    many = {**environment, "NODES": "3", "HEAD": "first", "RANKS_PER_NODE": "8"}
+    shown = subprocess.run(launch, env=many, capture_output=True, text=True, check=True).stdout
+    assert "--nnodes 3 --nproc-per-node 8" in shown and "--rdzv-endpoint first:29400 --rdzv-id x" in shown
+    refused = subprocess.run(launch, env={**environment, "NODES": "3"}, capture_output=True, text=True)
+    assert refused.returncode != 0 and "HEAD must name the first node" in refused.stderr
