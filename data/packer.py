@@ -7,7 +7,9 @@ How a source becomes samples (all integers; S is the sequence length, T the toke
 2. Window w covers tokens [w*S, w*S + S] of that endless line: S inputs and, one further, their labels. Windows
    overlap by one token, so every token is predicted exactly once and nothing is dropped at any end.
 3. The windows that start in epoch e are split into `lanes` runs of equal length (+-1). Sample j of the epoch is
-   position j div lanes of lane j mod lanes: consecutive samples come from far apart, each lane reads sequentially.
+   position j div lanes of lane j mod lanes: consecutive samples come from far apart.
+4. Inside a lane, each stretch of `STRETCH` windows is permuted, so that the windows of a long document do not follow
+   each other, while a lane still reads one neighbourhood of the files at a time.
 
 So a sample is found from the block table and one block's lengths. There is no iterator state, no shuffle buffer and
 no rank in this file; the permutations depend on (seed, source name, epoch, block) by a hash defined here, not by a
@@ -32,6 +34,8 @@ from .corpus import Corpus
 from .mixture import Mixture
 
 Ints = npt.NDArray[np.int64]
+STRETCH = 1024
+"""Windows of a lane that are permuted together: 4M tokens at a sequence length of 4096, the size of a block."""
 
 
 def permutation(key: int, size: int) -> Ints:
@@ -127,6 +131,7 @@ class _Source:
         self.epoch_tokens = int(self.block_lengths.sum())
         self._epochs: OrderedDict[int, tuple[list[int] | Ints, Ints]] = OrderedDict()
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
+        self._stretches: OrderedDict[tuple[int, int, int], npt.NDArray[np.int16]] = OrderedDict()
         self._keep_blocks = max(64, min(2 * lanes, 4096))
 
     def locate(self, number: int) -> tuple[int, int]:
@@ -137,8 +142,21 @@ class _Source:
         count = -(-(epoch + 1) * total // length) - first
         run, longer = divmod(count, self.lanes)
         position, lane = divmod(number - first, self.lanes)
-        window = first + lane * run + min(lane, longer) + position
+        stretch, inside = divmod(position, STRETCH)
+        size = min(STRETCH, run + (lane < longer) - stretch * STRETCH)
+        start = first + lane * run + min(lane, longer) + stretch * STRETCH
+        window = start + int(self._stretch(epoch, lane, stretch, size)[inside])
         return epoch, window * length - epoch * total
+
+    def _stretch(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
+        """The order of the windows of one stretch of a lane."""
+        found = self._stretches.get((epoch, lane, stretch))
+        if found is None:
+            order = permutation(_key(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
+            found = self._stretches[(epoch, lane, stretch)] = order
+            if len(self._stretches) > 4 * self.lanes + 64:
+                self._stretches.popitem(last=False)
+        return found
 
     def _epoch(self, epoch: int) -> tuple[Any, Ints]:
         """(block order, cumulative ends of the blocks in that order)."""

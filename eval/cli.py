@@ -81,7 +81,7 @@ def _watch(args: argparse.Namespace) -> int:
     run = RunDir(args.run)
     if not run.config.is_file():
         raise ConfigError(f"{args.run} is not a run directory: it has no config.toml")
-    failed_in_all = 0
+    failed_in_all, held = 0, -1
     while True:
         config = load(run.config)
         if config.eval.every is None:
@@ -90,8 +90,8 @@ def _watch(args: argparse.Namespace) -> int:
             config = config.model_copy(update={"eval": config.eval.model_copy(update={"device": args.device})})
         evaluated, failed = watch_once(run, config, lambda checkpoint, config=config: evaluate(checkpoint, config))
         failed_in_all += failed
-        held = len(due_jobs(run, config))
-        if evaluated or failed or args.once:
+        held, before = len(due_jobs(run, config)), held
+        if evaluated or failed or held != before:
             print(f"{now()} evaluated {evaluated}, failed {failed}, held by other workers {held}", flush=True)
         if args.once and not (args.wait and held):
             return int(Exit.UNEXPECTED) if failed_in_all else 0

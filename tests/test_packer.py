@@ -286,3 +286,17 @@ def test_sources_keep_their_own_order_in_a_mixture(tmp_path: Path, tokenizer: To
     packed = Packer([("a", a, 2.0), ("b", b, 1.0)], 24, seed=1, lanes=5).pack(0, 90)
     assert packed.tokens[packed.sources == 0].tolist() == alone
     assert (packed.sources == 1).sum() == 30
+
+
+def test_parts_of_a_long_document_do_not_follow_each_other(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A lane inside a long document jumps about in it, and all lanes are read at once."""
+    path = build(tmp_path / "c", [[1 + k % 400 for k in range(40_000)]], tokenizer, 1)
+    packer = Packer([("a", path, 1.0)], 20, seed=1, lanes=4)
+    source = packer._sources[0]
+    starts = [source.locate(i)[1] // 20 for i in range(2000)]
+    assert sorted(starts) == list(range(2000))
+    for lane in range(4):
+        own = starts[lane::4]
+        assert max(own) - min(own) == 499  # one quarter of the epoch each
+        assert sum(abs(a - b) == 1 for a, b in pairwise(own)) < 10
+        assert abs(np.corrcoef(own[:-1], own[1:])[0, 1]) < 0.2
