@@ -290,7 +290,7 @@ def test_sources_keep_their_own_order_in_a_mixture(tmp_path: Path, tokenizer: To
 
 def test_parts_of_a_long_document_do_not_follow_each_other(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """A lane inside a long document jumps about in it, and all lanes are read at once."""
-    path = build(tmp_path / "c", [[1 + k % 400 for k in range(40_000)]], tokenizer, 1)
+    path = build(tmp_path / "c", [[1 + k % 400 for k in range(39_999)]], tokenizer, 1)
     packer = Packer([("a", path, 1.0)], 20, seed=1, lanes=4)
     source = packer._sources[0]
     starts = [source.locate(i)[1] // 20 for i in range(2000)]
