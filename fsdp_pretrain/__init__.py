@@ -13,17 +13,14 @@ __version__ = "0.1.0"
 def _check_siblings() -> None:
     """Raise ImportError if a foreign `data` or `eval` hides ours (a `data.py` in the working directory, say)."""
     root = Path(__file__).resolve().parent.parent
-    for module in ("data.packer", "eval.harness"):
-        package = module.partition(".")[0]
-        try:
-            spec = find_spec(module)
-        except ImportError:  # `data` is a module, not a package
-            spec = None
-        found = Path(spec.origin).resolve() if spec and spec.origin else None
-        if found is not None and found.is_relative_to(root):
+    for package, module in (("data", "packer"), ("eval", "harness")):
+        found = find_spec(package)
+        # A mere folder called `data` has no origin, and hides nothing. A foreign package or module does, even where
+        # an editable installation would still find our `data.packer` under it.
+        ours = found is not None and (found.origin is None or Path(found.origin).resolve().is_relative_to(root))
+        if ours and find_spec(f"{package}.{module}") is not None:
             continue
-        intruder = find_spec(package)
-        where = (intruder.origin or str(list(intruder.submodule_search_locations or []))) if intruder else "nothing"
+        where = (found.origin or str(list(found.submodule_search_locations or []))) if found else "nothing"
         raise ImportError(
             f"fsdp_pretrain needs its own package {package!r} from {root / package}, but Python finds {where}. "
             f"Start from another directory, or set PYTHONSAFEPATH=1 so that the working directory is not searched."
