@@ -12,7 +12,7 @@ from fsdp_pretrain import config
 from fsdp_pretrain.console import Command
 from fsdp_pretrain.errors import DataError
 
-from . import quickstart
+from . import bench, quickstart
 from .corpus import Corpus
 from .prepare import Options, default_workers, prepare, summary
 from .tokenizer import Tokenizer
@@ -27,6 +27,7 @@ def main() -> int:
     _add_train_tokenizer(command)
     _add_validate(command)
     _add_inspect(command)
+    _add_bench(command)
     parser = command.verb(
         "quickstart-corpus",
         _quickstart_corpus,
@@ -131,6 +132,22 @@ def _add_inspect(command: Command) -> None:
     parser.add_argument("--json", action="store_true", help="the manifest as JSON")
 
 
+def _add_bench(command: Command) -> None:
+    parser = command.verb(
+        "bench",
+        _bench,
+        "Time the packer on a corpus, or on a synthetic one.",
+        "fsdp-data bench /tmp/corpus --sequence-length 2048",
+    )
+    parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="corpus (default: a synthetic one)")
+    parser.add_argument("--tokens", type=_bytes, default=10**8, help="size of the synthetic corpus (default: 100M)")
+    parser.add_argument("--sequence-length", type=int, default=2048, help="tokens per sample (default: 2048)")
+    parser.add_argument("--batch", type=int, default=8, help="samples per call (default: 8)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of each of three rounds (default: 1.5)")
+    parser.add_argument("--cold", action="store_true", help="do not read the corpus into memory first")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+
+
 def _prepare(args: argparse.Namespace) -> int:
     options = Options(args.text_field, args.split == "lines", tuple(args.suffix), args.shard_size)
     manifest = prepare(
@@ -222,6 +239,19 @@ def _inspect(args: argparse.Namespace) -> int:
             return 0
         number -= shard.documents
     raise DataError(f"there is no document {args.doc}: the corpus has {manifest.documents}")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    figures = bench.bench(
+        args.directory,
+        tokens=args.tokens,
+        sequence_length=args.sequence_length,
+        batch=args.batch,
+        seconds=args.seconds,
+        warm=not args.cold,
+    )
+    print(json.dumps(figures, indent=1) if args.json else bench.render(figures))
+    return 0
 
 
 def _quickstart_corpus(args: argparse.Namespace) -> int:

@@ -6,8 +6,9 @@ How a source becomes samples (all integers; S is the sequence length, T the toke
    by one separator. That is a line of T tokens; the lines of all epochs are laid end to end.
 2. Window w covers tokens [w*S, w*S + S] of that endless line: S inputs and, one further, their labels. Windows
    overlap by one token, so every token is predicted exactly once and nothing is dropped at any end.
-3. The windows that start in epoch e are split into `lanes` runs of equal length (+-1). Sample j of the epoch is
-   position j div lanes of lane j mod lanes: consecutive samples come from far apart.
+3. The windows that start in epoch e are split into `lanes` runs of equal length (+-1). Samples are dealt in rounds,
+   one from every lane in an order permuted anew each round: consecutive samples come from far apart, and a batch
+   smaller than a round does not meet the same lanes every so many steps.
 4. Inside a lane, each stretch of `STRETCH` windows is permuted, so that the windows of a long document do not follow
    each other, while a lane still reads one neighbourhood of the files at a time.
 
@@ -132,6 +133,7 @@ class _Source:
         self._epochs: OrderedDict[int, tuple[list[int] | Ints, Ints]] = OrderedDict()
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._stretches: OrderedDict[tuple[int, int, int], npt.NDArray[np.int16]] = OrderedDict()
+        self._latest_round: tuple[tuple[int, int], Ints] = ((-1, -1), np.empty(0, np.int64))
         self._keep_blocks = max(64, min(2 * lanes, 4096))
 
     def locate(self, number: int) -> tuple[int, int]:
@@ -141,12 +143,20 @@ class _Source:
         first = -(-epoch * total // length)
         count = -(-(epoch + 1) * total // length) - first
         run, longer = divmod(count, self.lanes)
-        position, lane = divmod(number - first, self.lanes)
+        position, turn = divmod(number - first, self.lanes)
+        lane = int(self._round(epoch, position, self.lanes if position < run else longer)[turn])
         stretch, inside = divmod(position, STRETCH)
         size = min(STRETCH, run + (lane < longer) - stretch * STRETCH)
         start = first + lane * run + min(lane, longer) + stretch * STRETCH
         window = start + int(self._stretch(epoch, lane, stretch, size)[inside])
         return epoch, window * length - epoch * total
+
+    def _round(self, epoch: int, position: int, size: int) -> Ints:
+        """The order of the lanes in one round."""
+        if self._latest_round[0] != (epoch, position):
+            order = permutation(_key(self.seed, self.name, epoch, "round", position), size)
+            self._latest_round = ((epoch, position), order)
+        return self._latest_round[1]
 
     def _stretch(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
         """The order of the windows of one stretch of a lane."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from itertools import pairwise
@@ -295,8 +296,30 @@ def test_parts_of_a_long_document_do_not_follow_each_other(tmp_path: Path, token
     source = packer._sources[0]
     starts = [source.locate(i)[1] // 20 for i in range(2000)]
     assert sorted(starts) == list(range(2000))
+    rounds = [
+        [start // 500 for start in starts[at : at + 4]] for at in range(0, 2000, 4)
+    ]  # lanes: quarters of the epoch
+    assert all(sorted(lanes) == [0, 1, 2, 3] for lanes in rounds)
+    assert len({tuple(lanes) for lanes in rounds}) == 24  # dealt in every order
     for lane in range(4):
-        own = starts[lane::4]
-        assert max(own) - min(own) == 499  # one quarter of the epoch each
+        own = [start for start in starts if start // 500 == lane]
         assert sum(abs(a - b) == 1 for a, b in pairwise(own)) < 10
         assert abs(np.corrcoef(own[:-1], own[1:])[0, 1]) < 0.2
+
+
+def test_bench_measures_a_corpus(shared_corpus: Path, run_command: Any) -> None:
+    done = run_command(
+        *("data.cli", "bench", shared_corpus / "corpus", "--sequence-length", 32, "--batch", 4),
+        *("--seconds", 0.05, "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["tokens"] == read_manifest(shared_corpus / "corpus").tokens
+    assert figures["tokens_per_second_best"] >= figures["tokens_per_second_worst"] > 0
+    assert 0 < figures["random_sample_ms_median"] <= figures["random_sample_ms_max"] and figures["state_bytes"] < 1024
+
+
+def test_bench_makes_its_own_corpus(run_command: Any) -> None:
+    done = run_command("data.cli", "bench", "--tokens", "40K", "--sequence-length", 64, "--seconds", 0.05)
+    assert done.returncode == 0, done.stderr
+    assert "M tokens/s" in done.stdout

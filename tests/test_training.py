@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,74 @@ def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupt
     assert curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
     assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
+    """Two network namespaces joined by a cable: for each, what to put before a command and its environment."""
+    names, hosts = [f"fsdp{os.getpid()}{end}" for end in "ab"], ["10.77.0.1", "10.77.0.2"]
+    cable = [f"fp{os.getpid() % 10**6}{end}" for end in "ab"]
+
+    def ip(*arguments: str) -> int:
+        return subprocess.run(["ip", *arguments], capture_output=True).returncode
+
+    if ip("netns", "add", names[0]):
+        pytest.skip("network namespaces need root and iproute2")
+    try:
+        ip("netns", "add", names[1])
+        assert ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1]) == 0
+        for name, host, end in zip(names, hosts, cable, strict=True):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", end)
+            assert ip("-n", name, "link", "set", end, "up") == ip("-n", name, "link", "set", "lo", "up") == 0
+        yield [
+            (["ip", "netns", "exec", name], {"HEAD": hosts[0], "ADDRESS": host, "GLOO_SOCKET_IFNAME": end})
+            for name, host, end in zip(names, hosts, cable, strict=True)
+        ]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@pytest.mark.slow
+def test_two_nodes_over_a_network(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: list[Any]
+) -> None:
+    """`scripts/launch.sh` in two network namespaces: nothing is shared but a cable and the file system."""
+    run = module_lab.path / "namespaces"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    agents = [
+        subprocess.Popen(
+            [*prefix, helpers.root / "scripts/launch.sh", long_config, f"run.dir={run}", "parallel.shard='node'"],
+            env=helpers.environment(**extra, NODES="2", RANKS_PER_NODE="2", RESTARTS="0", PATH=path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for prefix, extra in two_nodes
+    ]
+    outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert curve(helpers.metrics(run)) == curve(uninterrupted)
+    environment = json.loads((run / "segments/0001/environment.json").read_text())
+    assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_at_any_instant(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, seed: int
+) -> None:
+    """kill -9 of any rank at a random instant, start-up and saves included, until the run completes: the same curve."""
+    rng, run = random.Random(seed), module_lab.path / f"instant-{seed}"
+    for _ in range(3):
+        job = module_lab.start(long_config, f"run.dir={run}", ranks=4)
+        time.sleep(rng.uniform(0.5, 9))
+        job.kill(rng.randrange(4))
+        assert 78 not in job.wait(), job.output()
+    module_lab.train(long_config, f"run.dir={run}", ranks=4)
+    assert curve(helpers.metrics(run)) == curve(uninterrupted)
+    assert not list((run / "checkpoints").glob("*.writing-*"))
 
 
 def test_stopping_saves_and_says_resume(
