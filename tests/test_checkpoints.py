@@ -238,7 +238,7 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
     assert all(checkpoint.problem is None for checkpoint in Store(run / "checkpoints").scan())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_killed_in_the_middle_of_saves(lab: Any, helpers: Any, seed: int) -> None:
     """kill -9 of all ranks while they save, again and again: the run always goes on from a committed checkpoint."""
     rng = random.Random(seed)

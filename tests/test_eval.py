@@ -305,7 +305,10 @@ def test_an_evaluation_that_fails_is_tried_again_then_given_up(run: Path, helper
         (["run", "{run}", "--step", "11"], "no checkpoint of step 11 (there are: 10, 20, 30)"),
         (["run", "{run}", "--heldout", "/nowhere"], "there is no held-out file /nowhere"),
         (["run", "{run}", "--device", "cuda:7"], "device 'cuda:7' cannot be used"),
-        (["run", "{run}", "--tasks", "no_such_task"], "lm-eval has no task 'no_such_task'"),
+        pytest.param(
+            *(["run", "{run}", "--tasks", "no_such_task"], "lm-eval has no task 'no_such_task'"),
+            marks=pytest.mark.slow,  # lm-eval reads the descriptions of all its tasks
+        ),
         (["watch", "/tmp"], "is not a run directory"),
     ],
 )

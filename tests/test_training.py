@@ -133,7 +133,7 @@ def test_another_world_size_continues_the_same_batches(
     assert any(change.startswith("train.duration:") for change in resume["changed"])
 
 
-@pytest.mark.parametrize("shared_store", ["0", "1"])
+@pytest.mark.parametrize("shared_store", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_torchrun_restarts_by_itself(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, shared_store: str
 ) -> None:
