@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from data.loader import Loader, check_batches
+from data.opening import open_packer
 from data.packer import Packer
 from eval import jobs
 
@@ -31,7 +32,7 @@ from .checkpoint.manager import Manager
 from .checkpoint.store import Store
 from .config import Config, load
 from .control import Inbox
-from .errors import ConfigError, Exit, StorageError, UserError
+from .errors import Exit, StorageError, UserError
 from .mesh import World
 from .record import aim
 from .record.files import RunDir, now, read_json, replace_file
@@ -146,7 +147,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
     model = models.build(config.model)
     parameters = model.count_parameters()
     world.together(lambda: _preflight(config, world, parameters))
-    packer = world.together(lambda: _open_data(config))
+    packer = world.together(lambda: open_packer(config))
     if world.is_main:
         _copy_tokenizer(packer, run_dir)
     parallel.parallelize(model, config, world)
@@ -275,24 +276,6 @@ def _git_state() -> dict[str, Any] | None:
         "commit": commit.stdout.strip(),
         "changed": sorted(line[3:] for line in changed.stdout.splitlines())[:50],
     }
-
-
-def _open_data(config: Config) -> Packer:
-    """The packer, if the model fits the corpora's tokenizer. Raises DataError, ConfigError."""
-    data = config.data
-    packer = Packer(
-        [(source.name, source.path, source.weight) for source in data.sources],
-        data.sequence_length,
-        seed=data.seed,
-        lanes=data.lanes,
-    )
-    if packer.tokenizer.vocab_size > config.model.vocab:
-        raise ConfigError(
-            f"model.vocab = {config.model.vocab}, but the corpora's tokenizer has {packer.tokenizer.vocab_size} tokens",
-            effect="ids above the embedding table would crash a GPU kernel in the middle of a run",
-            remedy=f"set model.vocab to at least {packer.tokenizer.vocab_size}",
-        )
-    return packer
 
 
 def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:

@@ -32,9 +32,10 @@ LEVELS = [
         "data.mixture",
         "data.quickstart",
     ],
-    ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.validate"],
+    ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.validate", "data.formats"],
     [
         "data.bench",
+        "data.opening",
         "data.train_tokenizer",
         "data.loader",
         "fsdp_pretrain.models",
