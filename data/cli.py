@@ -12,9 +12,10 @@ from fsdp_pretrain import config
 from fsdp_pretrain.console import Command
 from fsdp_pretrain.errors import DataError
 
-from . import bench, quickstart
+from . import adopt, bench, quickstart
 from .corpus import Corpus
-from .prepare import Options, default_workers, prepare, summary
+from .jobs import default_workers
+from .prepare import Options, prepare, summary
 from .tokenizer import Tokenizer
 from .train_tokenizer import train_tokenizer
 from .validate import Vocabulary, check_against, render, validate
@@ -24,6 +25,7 @@ def main() -> int:
     """Entry point of the console script."""
     command = Command("fsdp-data", "Tokenisers, token shards and their validation.")
     _add_prepare(command)
+    _add_import(command)
     _add_train_tokenizer(command)
     _add_validate(command)
     _add_inspect(command)
@@ -80,6 +82,33 @@ def _add_prepare(command: Command) -> None:
         "--part", type=_part, default=(1, 1), metavar="I/N", help="make only part I of N, for job arrays"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a corpus made from other inputs or options")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_import(command: Command) -> None:
+    parser = command.verb(
+        "import",
+        _import,
+        "Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped.",
+        "fsdp-data import /data/megatron --tokenizer /tmp/tokenizer --separators trailing --out /tmp/corpus",
+    )
+    parser.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="token files, or directories of them")
+    parser.add_argument(
+        "--format", choices=("megatron", "arrow", "npy", "bin"), help="format of the files (default: by their names)"
+    )
+    parser.add_argument("--tokenizer", required=True, help="the tokenizer that made the tokens")
+    parser.add_argument("--eod", help="document separator, if the tokenizer does not say (text of the token)")
+    parser.add_argument(
+        "--separators",
+        choices=("none", "trailing", "leading"),
+        required=True,
+        help="what each document carries; measured, and refused if one carries anything else",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="corpus directory")
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
+    parser.add_argument("--copy", action="store_true", help="copy Megatron shards instead of pointing to them")
+    parser.add_argument("--dtype", help="integer type of bin files (default: uint16)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a corpus made from other files or options")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -164,6 +193,20 @@ def _prepare(args: argparse.Namespace) -> int:
         print(f"part {args.part[0]}/{args.part[1]} is done; shards of other parts are still missing")
     else:
         print(summary(manifest, args.out))
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    manifest = adopt.adopt(
+        args.sources,
+        Tokenizer.load(args.tokenizer, args.eod),
+        args.out,
+        adopt.Options(args.format, args.separators, args.copy, args.dtype),
+        workers=args.workers,
+        overwrite=args.overwrite,
+        quiet=args.quiet,
+    )
+    print(adopt.summary(manifest, args.out))
     return 0
 
 

@@ -159,7 +159,8 @@ class Shard:
         self.lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
         self.pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + sequences * 4)
         self.document_indices = np.frombuffer(index, "<i8", document_indices, _HEADER.size + sequences * 12)
-        self.tokens = np.frombuffer(map_file(bin_path), self.dtype)
+        raw = map_file(bin_path)
+        self.tokens = np.frombuffer(raw, self.dtype, len(raw) // self.dtype.itemsize)
         last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if last > self.tokens.nbytes:
             raise DataError(

@@ -204,7 +204,7 @@ def validate(
     findings = Findings()
     manifest = read_manifest(directory) if (directory / "manifest.json").exists() else None
     if manifest is not None:
-        prefixes = [directory / "shards" / entry.name for entry in manifest.shards]
+        prefixes = [entry.prefix(directory) for entry in manifest.shards]
         entry = manifest.tokenizer
         vocabulary = vocabulary or Vocabulary(entry.vocab_size, entry.eod, frozenset(entry.specials))
         findings.merge(_compare(directory, manifest, tokenizer))

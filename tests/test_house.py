@@ -32,9 +32,12 @@ LEVELS = [
         "data.mixture",
         "data.quickstart",
     ],
-    ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.validate", "data.formats"],
+    ["fsdp_pretrain.status", "data.packer", "data.jobs", "data.validate", "data.formats"],
     [
         "data.bench",
+        "data.measure",
+        "data.prepare",
+        "data.adopt",
         "data.opening",
         "data.train_tokenizer",
         "data.loader",
