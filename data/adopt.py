@@ -7,6 +7,7 @@ their separators stripped. What the documents carry is declared, and measured on
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -82,7 +83,7 @@ def adopt(
     claim(out, _job_digest(files, tokenizer, options), len(files), overwrite=overwrite)
     prefixes = [out / "shards" / name for name in _names(files)]
     suffixes = (".json", ".bin", ".idx") if options.copy else (".json",)
-    sizes = [_data_file(file, kind).stat().st_size for file in files]
+    sizes = [_stat(file, kind).st_size for file in files]
     todo = [n for n, prefix in enumerate(prefixes) if not is_done(prefix, suffixes)]
     done = sum(sizes) - sum(sizes[n] for n in todo)
     bar = tqdm(total=sum(sizes), initial=done, unit="B", unit_scale=True, desc="import", disable=quiet or None)
@@ -123,7 +124,7 @@ def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
 
 def _job_digest(files: list[Path], tokenizer: Tokenizer, options: Options) -> str:
     assert options.format is not None
-    stamps = [_data_file(file, options.format).stat() for file in files]
+    stamps = [_stat(file, options.format) for file in files]
     content = {
         "files": [str(file) for file in files],
         "stamps": [[stamp.st_size, stamp.st_mtime_ns] for stamp in stamps],
@@ -133,8 +134,13 @@ def _job_digest(files: list[Path], tokenizer: Tokenizer, options: Options) -> st
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _data_file(file: Path, kind: Format) -> Path:
-    return file.with_name(file.name + ".bin") if kind == "megatron" else file
+def _stat(file: Path, kind: Format) -> os.stat_result:
+    """Of the file that holds the tokens. Raises DataError."""
+    path = file.with_name(file.name + ".bin") if kind == "megatron" else file
+    try:
+        return path.stat()
+    except OSError as error:
+        raise DataError(f"cannot open {path}: {error.strerror}") from None
 
 
 def _names(files: list[Path]) -> list[str]:
@@ -190,7 +196,7 @@ def _entry(name: str, source: Path, measure: Measure, bin_xxh3: str) -> dict[str
         "path": str(source.parent.resolve() / source.name),
         "documents": measure.documents,
         "tokens": measure.tokens,
-        "bytes": _data_file(source, "megatron").stat().st_size,
+        "bytes": _stat(source, "megatron").st_size,
         "bin_xxh3": bin_xxh3,
         "idx_xxh3": file_checksum(source.with_name(source.name + ".idx")),
     }

@@ -269,9 +269,11 @@ def _inspect(args: argparse.Namespace) -> int:
         print(
             f"  tokenizer   {entry.kind}, {entry.vocab_size} tokens, separator id {entry.eod}, {entry.fingerprint[:12]}"
         )
+        print(f"  separators  stored with each document: {manifest.separators}")
         print(f"  fingerprint {manifest.fingerprint}")
         for shard in manifest.shards:
-            print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens")
+            where = f" ({shard.path})" if shard.path else ""
+            print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens{where}")
         return 0
     number = args.doc
     for index, shard in enumerate(manifest.shards):

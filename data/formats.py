@@ -190,9 +190,9 @@ class ArrowFile:
         import pyarrow
 
         self.name, self._path = path.name, path
-        with path.open("rb") as file:
-            self._is_file = file.read(6) == b"ARROW1"
         try:
+            with path.open("rb") as file:
+                self._is_file = file.read(6) == b"ARROW1"
             schema = self._reader().schema
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"cannot read {path} as an Arrow IPC file or stream: {error}") from None

@@ -21,11 +21,12 @@ from .tokenizer import Tokenizer
 _PLACES = 3
 _CONTEXT = 6
 _DOUBLED = "doubled separators"
+_MISSING = "no separator"
 _BOTH = "a separator at both ends, so two between documents"
 _KINDS = (
     "what was declared",
     _DOUBLED,
-    "no separator",
+    _MISSING,
     "a separator inside",
     _BOTH,
     "a separator at the end",
@@ -55,7 +56,8 @@ class Measure:
         self._special[list(tokenizer.specials)] = True
         self._special[tokenizer.eod] = False
         self.documents = self.tokens = self.empty = self.unterminated = 0
-        self._outside = self._foreign = 0
+        self._outside = self._foreign = self._separators = 0
+        self._edge_alone = False
         self._fits: Counter[Separators] = Counter()
         self._wrong: Counter[str] = Counter()
         self._places: dict[str, list[str]] = {"outside": [], "foreign": [], "separators": []}
@@ -83,6 +85,7 @@ class Measure:
             self._foreign += len(foreign)
             self._note_all("foreign", run, ends, foreign)
         at = np.flatnonzero(tokens == self._tokenizer.eod)
+        self._separators += len(at)
         counts = np.diff(np.searchsorted(at, np.append(0, ends)))
         self._add_separators(run, starts, at, counts)
         return counts
@@ -106,9 +109,13 @@ class Measure:
         self.empty += int(np.count_nonzero(run.lengths == counts))
         good = fits[self._declared]
         if self._flat and self._declared != "none":
-            edge = (counts == 0) & (len(at) > 0 or self.documents > len(counts))
+            edge = counts == 0
             self.unterminated += int(np.count_nonzero(edge))
             doubled |= alone
+            if self._declared == "leading":
+                self._edge_alone = bool(alone[-1])
+            elif run.first == 0:
+                self._edge_alone = bool(alone[0])
             good = (good | edge) & ~alone
         if good.all():
             return
@@ -134,6 +141,8 @@ class Measure:
 
     def require(self, name: str) -> None:
         """Raise DataError, with counts, rates, first places and the declaration that would fit, unless it holds."""
+        if self.unterminated and not self._separators:  # no cut at all: not the edge of anything
+            self._wrong[_MISSING] += self.unterminated
         if self._outside:
             size = self._tokenizer.vocab_size
             raise DataError(
@@ -158,6 +167,9 @@ class Measure:
             )
 
     def _remedy(self) -> str:
+        if self._edge_alone and self._wrong.total() == 1:
+            edge, other = ("ends", "trailing") if self._declared == "leading" else ("begins", "leading")
+            return f"the file {edge} with a separator: all documents fit `--separators {other}`: declare that"
         if self._wrong[_DOUBLED] or self._wrong[_BOTH]:
             return (
                 "separators are doubled, as when two tools add one each (or documents are empty): "
