@@ -111,7 +111,7 @@ def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
         problem = ""
         if not shard.has_single_sequences:
             problem = f"{prefix} has documents of several sequences"
-        elif shard.documents and (shard.pointers[0] or shard.lengths.sum(dtype=np.int64) != len(shard.tokens)):
+        elif int(shard.lengths.sum(dtype=np.int64)) * shard.dtype.itemsize != _stat(prefix, "megatron").st_size:
             problem = f"{prefix}.bin holds more than the documents of its index"
         elif first is not None and shard.dtype != first.dtype:
             problem = f"{prefix} is of {shard.dtype.name}, {first.prefix} of {first.dtype.name}"

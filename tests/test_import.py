@@ -307,6 +307,7 @@ def truncate(path: Path) -> None:
         ("megatron", lambda f: truncate(f / "s.idx"), "truncated"),
         ("megatron", lambda f: (f / "s.bin").unlink(), "cannot open"),
         ("megatron", lambda f: (f / "s.bin").open("ab").write(b"1234"), "holds more than the documents of its index"),
+        ("megatron", lambda f: (f / "s.bin").open("ab").write(b"1"), "holds more than the documents of its index"),
         ("megatron", lambda f: sequences(f / "s", [0, 5, 2, 120]), "documents of several sequences"),
         ("copy", lambda f: (f / "s.bin").unlink(), "cannot open"),
         ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "points backwards"),
