@@ -27,15 +27,16 @@ LEVELS = [
     [
         "fsdp_pretrain.checkpoint.store",
         "fsdp_pretrain.control",
-        "fsdp_pretrain.state",
         "data.corpus",
         "data.mixture",
+        "data.skip",
         "data.quickstart",
     ],
     ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.validate", "data.formats"],
     [
         "data.bench",
         "data.opening",
+        "fsdp_pretrain.state",
         "data.train_tokenizer",
         "data.loader",
         "fsdp_pretrain.models",
