@@ -86,7 +86,7 @@ def _type(annotation: Any) -> str:
         Progress: "amount",
         BatchSize: "samples or tokens",
         Seconds: "time",
-        SampleRange: "range of samples",
+        SampleRange: "sample range",
         int: "integer",
         float: "number",
         str: "string",
@@ -94,6 +94,8 @@ def _type(annotation: Any) -> str:
     }
     if annotation in names:
         return names[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "table"
     origin, parts = get_origin(annotation), [part for part in get_args(annotation) if part is not type(None)]
     if origin is Literal:
         return ", ".join(f"`{part!r}`".replace("'", '"') for part in parts)
