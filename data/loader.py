@@ -19,6 +19,7 @@ from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.schedule import BatchSchedule
 
 from .packer import Packed, Packer, Piece
+from .skip import Skips
 
 IGNORE = -100
 """Label of tokens that are not learned; the value PyTorch's losses ignore by default."""
@@ -55,6 +56,7 @@ class StepBatch:
         digest: sum over samples of xxh3 of their tokens, modulo 2^64, as a signed integer. Summed over ranks it
             identifies the global batch whatever the number of ranks.
         quarantined: documents taken out of the loss by the packer's checks.
+        shares, epochs: of each source: the planned share around this step, and how often it has been read after it.
     """
 
     micro: list[MicroBatch]
@@ -67,6 +69,8 @@ class StepBatch:
     adjacent_specials: int = 0
     digest: int = 0
     quarantined: list[Piece] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
+    epochs: dict[str, float] = field(default_factory=dict)
 
 
 class _Steps(BaseNode[Any]):
@@ -97,7 +101,8 @@ class _Steps(BaseNode[Any]):
 class Loader(Iterator[StepBatch]):
     """An endless stream of this rank's share of each global batch.
 
-    The global batch at cursor c is samples [c, c + B); rank r of W takes the r-th of W equal slices.
+    The global batch at cursor c is the next B samples from c on that are not skipped; rank r of W takes the r-th of W
+    equal slices.
 
     Args:
         packer: where samples come from.
@@ -105,6 +110,7 @@ class Loader(Iterator[StepBatch]):
         rank, world: this rank among those that split a batch.
         micro_batch: samples per forward pass.
         cursor, consumed: where to start.
+        skips: samples that are not trained.
         prefetch: steps prepared ahead; 0 prepares in the caller's thread.
         with_lengths: include document lengths.
         pin: put tensors in pinned memory, for asynchronous copies to a GPU.
@@ -120,12 +126,14 @@ class Loader(Iterator[StepBatch]):
         micro_batch: int,
         cursor: int = 0,
         consumed: int = 0,
+        skips: Skips | None = None,
         prefetch: int = 4,
         with_lengths: bool = False,
         pin: bool = False,
     ) -> None:
         self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
         self._micro_batch, self._with_lengths, self._pin = micro_batch, with_lengths, pin
+        self._skips = skips or Skips()
         self.cursor, self.consumed = cursor, consumed
         steps = _Steps(self)
         self._node: BaseNode[Any] = Prefetcher(steps, prefetch, snapshot_frequency=0) if prefetch else steps
@@ -146,11 +154,13 @@ class Loader(Iterator[StepBatch]):
     def build(self, cursor: int, consumed: int) -> StepBatch:
         """This rank's share of the global batch at `cursor`, a pure function."""
         size = self._batches.batch_at(consumed)
+        samples = self._skips.take(cursor, size)
         share = size // self._world
-        first = cursor + self._rank * share
-        step = StepBatch([], size, cursor + size, consumed + size)
-        for start in range(first, first + share, self._micro_batch):
-            packed = self._packer.pack(start, min(self._micro_batch, first + share - start))
+        own = samples[self._rank * share : (self._rank + 1) * share]
+        step = StepBatch([], size, samples[-1] + 1, consumed + size)
+        step.shares, step.epochs = self._packer.mixture.shares(cursor), self._packer.position(step.cursor)
+        for start in range(0, share, self._micro_batch):
+            packed = self._packer.pack_samples(own[start : start + self._micro_batch])
             step.micro.append(self._micro(packed))
             step.targets += packed.tokens.shape[0] * self._packer.length - _ignored(packed)
             step.documents += packed.documents

@@ -1,81 +1,220 @@
-"""Which source each sample comes from: a pure function of the global sample index.
+"""Which source each sample comes from: a pure function of the sample index, with weights that may change along it.
 
-Samples are dealt in blocks of `BLOCK`. A block gives every source its quota, the difference of the rounded cumulative
-shares, so realised shares never drift from the weights by more than one sample; inside the block the sources are
-interleaved evenly, so even a small batch is mixed.
+Think of the samples as laid on a line, one per unit. Source i has a share r_i(t) of the line at position t (its weight
+over the sum of the weights) and so a cumulative share E_i(t), the integral of r_i. Its k-th sample (k = 0, 1, ...) is
+due at the last t with E_i(t) = k. Sorting all due positions gives the order of the samples. Three things follow:
+
+- Among the samples due before t every source has ceil(E_i(t)): shares never drift from the plan by a whole sample.
+- What happens at or after t has no influence on samples before t: a source can be added, dropped or re-weighted from
+  there on, and each source's own samples keep their order, since they are numbered per source.
+- A sample is found from a table with one row per change of the shares.
+
+Shares are integers in units of 1 / `SCALE`, so nothing depends on the order of floating-point sums. While a weight
+ramps, it is held for `GRID` samples at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdp_pretrain.errors import DataError
 
-BLOCK = 4096
+Ints = npt.NDArray[np.int64]
+SCALE = 1 << 28
+"""Resolution of a share. int64 sums of shares reach `LONGEST` samples."""
+LONGEST = 1 << 34
+GRID = 4096
+"""Samples for which the shares are held while a weight ramps."""
+CHUNK = 1024
+"""Samples whose order is worked out at a time."""
+_MOST_CELLS = 4_000_000
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Weight of one source along the data.
+
+    Attributes:
+        points: (sample index, value), ascending; linear between them, constant before the first and after the last;
+            two points at one index are a jump.
+        start: the weight is 0 before this index.
+        stop: the weight is 0 from this index on; None for never.
+        limit: samples the source can give in all; None for no end.
+    """
+
+    points: tuple[tuple[int, float], ...] = ((0, 1.0),)
+    start: int = 0
+    stop: int | None = None
+    limit: int | None = None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Weight:
+        """The weight whose fields, as JSON, are `content`."""
+        return cls(**{**content, "points": tuple((int(p), float(v)) for p, v in content["points"])})
+
+    def at(self, positions: Ints) -> npt.NDArray[np.float64]:
+        """Values at sample indices; on a ramp, those in the middle of the grid's cell."""
+        x, y = np.array([p for p, _ in self.points]), np.array([v for _, v in self.points], dtype=np.float64)
+        left = np.searchsorted(x, positions, "right") - 1
+        right = np.minimum(left + 1, len(x) - 1)
+        left = np.maximum(left, 0)
+        width = np.maximum(x[right] - x[left], 1)
+        middle = np.clip(positions // GRID * GRID + GRID // 2, x[left], x[right])
+        values = y[left] + (y[right] - y[left]) * ((middle - x[left]) / width)
+        stop = self.stop if self.stop is not None else np.iinfo(np.int64).max
+        result: npt.NDArray[np.float64] = np.where((positions >= self.start) & (positions < stop), values, 0.0)
+        return result
+
+    def knots(self) -> Ints:
+        """Sample indices where the value changes, those of the grid inside ramps included. Raises DataError."""
+        ramps = [(x0, x1) for (x0, y0), (x1, y1) in pairwise(self.points) if y0 != y1]
+        if sum(x1 - x0 for x0, x1 in ramps) // GRID > _MOST_CELLS:
+            raise DataError(
+                f"a weight ramps from sample {ramps[0][0]:_} to {ramps[-1][1]:_}, longer than can be planned",
+                remedy="check the units of the points of data.sources.weight",
+            )
+        parts = [np.array([0, self.start, *(p for p, _ in self.points)], dtype=np.int64)]
+        if self.stop is not None:
+            parts.append(np.array([self.stop], dtype=np.int64))
+        parts += [np.arange(-(-x0 // GRID) * GRID, x1, GRID, dtype=np.int64) for x0, x1 in ramps]
+        return np.concatenate(parts)
 
 
 class Mixture:
     """Maps a global sample index to (source, index within the source).
 
     Args:
-        weights: positive, any scale; one per source.
+        weights: by source name. The order of the names does not matter to the order of the samples.
+
+    Attributes:
+        weights, names: of the sources, as given.
+        capacity: samples there are before some stretch of the data has no source left; None for no end.
 
     Raises:
-        DataError: a source would get less than one sample of a block.
+        DataError: no source has any weight at the beginning, or a ramp is absurdly long.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        total = sum(weights)
-        self._shares = [weight / total for weight in weights]
-        if min(self._shares) * BLOCK < 1:
-            raise DataError(
-                f"the smallest source weight is {min(self._shares):.2g} of the mixture, less than 1 sample in {BLOCK}",
-                remedy="raise its weight, or merge the source into another",
-            )
-        self._block = -1
-        self._base: list[int] = []
-        self._source: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._number: npt.NDArray[np.int64] = np.empty(0, np.int64)
+    def __init__(self, weights: Mapping[str, Weight]) -> None:
+        self.weights, self.names = dict(weights), list(weights)
+        self._order = sorted(range(len(weights)), key=lambda i: self.names[i])
+        sources = [weights[self.names[i]] for i in self._order]
+        while (used_up := self._build(sources)) is not None:
+            position, column = used_up
+            sources[column] = Weight(sources[column].points, sources[column].start, position, None)
+        empty = np.flatnonzero(self._rates.sum(axis=1) == 0)
+        self.capacity = int(self._counts_at(int(self._starts[empty[0]])).sum()) if len(empty) else None
+        if self.capacity == 0:
+            raise DataError("no source of the mixture has any weight at its beginning", remedy="see data.sources")
+        self._chunk, self._base = -1, np.zeros(len(weights), np.int64)
+        self._source = self._number = np.empty(0, np.int64)
+
+    def _build(self, sources: list[Weight]) -> tuple[int, int] | None:
+        """Fill the tables; (sample index, column) of the first source to be used up, or None."""
+        starts = np.unique(np.concatenate([source.knots() for source in sources]))
+        values = np.stack([source.at(starts) for source in sources], axis=1)
+        total = np.zeros(len(starts))
+        for column in values.T:  # one after the other: a source of weight 0 leaves the sum of the rest as it was
+            total += column
+        shares = values / np.where(total == 0, 1, total)[:, None]
+        rates = np.floor(shares * SCALE).astype(np.int64)
+        rates[np.arange(len(rates)), shares.argmax(axis=1)] += np.where(total == 0, 0, SCALE - rates.sum(axis=1))
+        self._starts, self._rates = starts, rates
+        self._sums = np.zeros_like(rates)
+        np.cumsum(rates[:-1] * np.diff(starts)[:, None], axis=0, out=self._sums[1:])
+        ends = []
+        for column, source in enumerate(sources):
+            if source.limit is None:
+                continue
+            if rates[-1, column] > 0 or self._sums[-1, column] > (source.limit - 1) * SCALE:  # it gets there
+                whole, _ = self._due(column, np.array([source.limit - 1]))
+                ends.append((int(whole[0]) + 1, column))
+        return min(ends, default=None)
+
+    def _due(self, column: int, numbers: Ints) -> tuple[Ints, npt.NDArray[np.float64]]:
+        """Where samples of a source are due: whole positions and fractions. They must be due somewhere."""
+        reached = numbers * SCALE
+        cell = np.searchsorted(self._sums[:, column], reached, "right") - 1
+        whole, rest = np.divmod(reached - self._sums[cell, column], self._rates[cell, column])
+        return self._starts[cell] + whole, rest / self._rates[cell, column]
+
+    def _counts_at(self, position: int) -> Ints:
+        """Samples of each column that are due before `position`."""
+        cell = int(np.searchsorted(self._starts, position, "right")) - 1
+        reached = self._sums[cell] + self._rates[cell] * (position - int(self._starts[cell]))
+        counts: Ints = -(-reached // SCALE)
+        return counts
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(source, index in that source) of sample `index`."""
-        if len(self._shares) == 1:
+        """(source, index in that source) of sample `index`; `source` counts as in `names`. Raises DataError."""
+        self._check(index)
+        if len(self.names) == 1:
             return 0, index
-        block, inside = divmod(index, BLOCK)
-        if block != self._block:
-            self._open(block)
-        source = int(self._source[inside])
-        return source, self._base[source] + int(self._number[inside])
+        inside = self._open(index)
+        return int(self._source[inside]), int(self._number[inside])
 
     def counts(self, index: int) -> list[int]:
         """Samples of each source among [0, index)."""
-        if len(self._shares) == 1:
+        if len(self.names) == 1:
             return [index]
-        block, inside = divmod(index, BLOCK)
-        if block != self._block:
-            self._open(block)
-        taken = np.bincount(self._source[:inside], minlength=len(self._shares))
-        return [base + int(count) for base, count in zip(self._base, taken, strict=True)]
+        inside = self._open(index)
+        taken = np.bincount(self._source[:inside], minlength=len(self.names))
+        return [int(base + count) for base, count in zip(self._base, taken, strict=True)]
 
-    def _cumulative(self, block: int) -> list[int]:
-        """Samples of each source in blocks [0, block): largest-remainder rounding of the exact shares."""
-        total = block * BLOCK
-        exact = [share * total for share in self._shares]
-        counts = [int(value) for value in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
-        for i in by_remainder[: total - sum(counts)]:
-            counts[i] += 1
-        return counts
+    def shares(self, index: int) -> dict[str, float]:
+        """The planned share of each source around sample `index`."""
+        rates = self._rates[int(np.searchsorted(self._starts, index, "right")) - 1]
+        return {self.names[i]: float(rate) / SCALE for i, rate in zip(self._order, rates, strict=True)}
 
-    def _open(self, block: int) -> None:
-        """Lay out one block: source i's k-th sample sits at the fraction (k + 1/2) / quota of the block."""
-        self._block, self._base = block, self._cumulative(block)
-        quotas = [b - a for a, b in zip(self._base, self._cumulative(block + 1), strict=True)]
-        source = np.repeat(np.arange(len(quotas)), quotas)
-        number = np.concatenate([np.arange(quota) for quota in quotas])
-        place = (number + 0.5) / np.repeat(quotas, quotas)
-        order = np.lexsort((source, place))
-        self._source, self._number = source[order], number[order]
+    def past(self, index: int) -> list[tuple[int, dict[str, int]]]:
+        """The plan before sample `index`: (from, share in units of 1 / SCALE by name), changes only, no zeros.
+
+        Two mixtures with equal pasts give the same samples before `index`, each source's numbers included.
+        """
+        changes: list[tuple[int, dict[str, int]]] = []
+        for start, rates in zip(self._starts.tolist(), self._rates.tolist(), strict=True):
+            if start >= index:
+                break
+            plan = {self.names[i]: rate for i, rate in zip(self._order, rates, strict=True) if rate}
+            if not changes or changes[-1][1] != plan:
+                changes.append((start, plan))
+        return changes
+
+    def _check(self, index: int) -> None:
+        if index >= LONGEST:
+            raise DataError(f"sample {index:_} is beyond what a mixture can order ({LONGEST:_} samples)")
+        if self.capacity is not None and index >= self.capacity:
+            raise DataError(
+                f"the mixture ends after {self.capacity:_} samples; sample {index:_} does not exist",
+                remedy="raise max_epochs of a source, add data, or shorten the run",
+            )
+
+    def _open(self, index: int) -> int:
+        """Work out the order of the chunk that holds `index`; the place in it."""
+        chunk, inside = divmod(index, CHUNK)
+        if chunk != self._chunk:
+            self._lay_out(chunk * CHUNK)
+            self._chunk = chunk
+        return inside
+
+    def _lay_out(self, first: int) -> None:
+        """Sort the samples due around [first, first + CHUNK) and keep those with these ranks."""
+        # Between t and t + sources samples are due before t, so [first - sources, first + CHUNK) holds the chunk.
+        begin = max(0, first - len(self.names))
+        base, stop = self._counts_at(begin), self._counts_at(first + CHUNK)
+        numbers = [np.arange(low, high, dtype=np.int64) for low, high in zip(base, stop, strict=True)]
+        due = [self._due(column, own) for column, own in enumerate(numbers)]
+        columns, flat = np.repeat(np.arange(len(base)), stop - base), np.concatenate(numbers)
+        # Whole positions are exact, so that a chunk's border falls between the same two samples from both sides.
+        order = np.lexsort((columns, np.concatenate([f for _, f in due]), np.concatenate([w for w, _ in due])))
+        before = first - int(base.sum())
+        early, order = order[:before], order[before : before + CHUNK]
+        names = np.array(self._order)
+        self._base = np.zeros(len(base), np.int64)
+        self._base[names] = base + np.bincount(columns[early], minlength=len(base))
+        self._source, self._number = names[columns[order]], flat[order]

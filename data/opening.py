@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from fsdp_pretrain.config import Config
-from fsdp_pretrain.errors import ConfigError
+from pathlib import Path
 
+from fsdp_pretrain.config import Config, Source
+from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.schedule import Schedule
+
+from .mixture import Weight
 from .packer import Packer
+from .skip import Skips
 
 
 def open_packer(config: Config) -> Packer:
-    """The packer of a run, if the model fits the corpora's tokenizer. Raises DataError, ConfigError."""
+    """The packer of a run, if the corpora fit the model and last for the run. Raises DataError, ConfigError."""
     data = config.data
     packer = Packer(
-        [(source.name, source.path, source.weight) for source in data.sources],
+        [(source.name, source.path, _weight(source, config.schedule)) for source in data.sources],
         data.sequence_length,
         seed=data.seed,
         lanes=data.lanes,
+        max_epochs={source.name: source.max_epochs for source in data.sources if source.max_epochs is not None},
+        reshuffle=[config.schedule.samples(place) for place in data.reshuffle],
+        exclude=_read_exclusions(data.exclude) if data.exclude is not None else (),
     )
     if packer.tokenizer.vocab_size > config.model.vocab:
         raise ConfigError(
@@ -24,3 +32,50 @@ def open_packer(config: Config) -> Packer:
             remedy=f"set model.vocab to at least {packer.tokenizer.vocab_size}",
         )
     return packer
+
+
+def open_skips(config: Config) -> Skips:
+    """The samples that a run does not train."""
+    return Skips((span.first, span.stop) for span in config.data.skip)
+
+
+def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) -> None:
+    """Raise DataError unless the mixture lasts to the end of the run from these counters on."""
+    last, capacity = open_skips(config).after(cursor, config.schedule.total - consumed), packer.mixture.capacity
+    if capacity is not None and last > capacity:
+        epochs = ", ".join(f"{name} after {epochs:.2f} epochs" for name, epochs in packer.position(capacity).items())
+        raise DataError(
+            f"the run reads {last:_} samples, but the mixture ends after {capacity:_} ({epochs})",
+            effect="the run would stop in the middle of its schedule",
+            remedy="raise max_epochs or stop of a source, add data, or shorten train.duration",
+        )
+
+
+def _weight(source: Source, schedule: Schedule) -> Weight:
+    """A source's weight by sample index."""
+    if isinstance(source.weight, list):
+        points = tuple((schedule.samples(point.at), point.value) for point in source.weight)
+    else:
+        points = ((0, source.weight),)
+    stop = None if source.stop is None else schedule.samples(source.stop)
+    return Weight(points, schedule.samples(source.start), stop)
+
+
+def _read_exclusions(path: Path) -> set[tuple[str, str, int]]:
+    """(source, shard, document) of each line of `data.exclude`. Raises DataError."""
+    found = set()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read data.exclude = {path}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        parts = line.split()
+        if not parts or parts[0].startswith("#"):
+            continue
+        if len(parts) != 3 or not parts[2].isdecimal():
+            raise DataError(
+                f"{path}, line {number} is not a document: {line[:60]!r}",
+                remedy="write SOURCE SHARD DOCUMENT, as `fsdp-pretrain where` shows them",
+            )
+        found.add((parts[0], parts[1], int(parts[2])))
+    return found

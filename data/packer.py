@@ -21,8 +21,9 @@ stripped, and `pack` checks what it hands out.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,16 @@ import xxhash
 from fsdp_pretrain.errors import DataError
 
 from .corpus import Corpus
-from .mixture import Mixture
+from .mixture import Mixture, Weight
 from .shards import Shard
 
 Ints = npt.NDArray[np.int64]
 STRETCH = 1024
 """Windows of a lane that are permuted together: 4M tokens at a sequence length of 4096, the size of a block."""
+
+
+_ROUNDS = 64
+"""Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
 
 
 def permutation(key: int, size: int) -> Ints:
@@ -57,6 +62,9 @@ def permutation(key: int, size: int) -> Ints:
     x = (x & ~low) | index
     x.sort()
     return (x & low).astype(np.int64)
+
+
+_cached_permutation = lru_cache(maxsize=64)(permutation)
 
 
 def _key(*parts: object) -> int:
@@ -92,14 +100,14 @@ class _Block:
 
 @dataclass(slots=True)
 class Packed:
-    """Consecutive samples, packed.
+    """Samples, packed.
 
     Attributes:
         tokens: int64 [n, S + 1]; inputs are `[:, :-1]`, labels `[:, 1:]`.
         lengths: int32 [n, D], document lengths over the S inputs (separators counted), zero-padded.
         sources: int64 [n], number of the source each sample comes from.
-        first: index of the first sample.
-        ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined documents.
+        samples: int [n], their indices.
+        ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined and excluded documents.
         quarantined: the pieces those spans come from.
         documents: documents that end inside the samples, so separators written.
     """
@@ -107,7 +115,7 @@ class Packed:
     tokens: Ints
     lengths: npt.NDArray[np.int32]
     sources: Ints
-    first: int
+    samples: Sequence[int]
     documents: int
     ignore: list[tuple[int, int, int]] = field(default_factory=list)
     quarantined: list[Piece] = field(default_factory=list)
@@ -135,15 +143,16 @@ class _Source:
         self._epochs: OrderedDict[int, tuple[list[int] | Ints, Ints]] = OrderedDict()
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._stretches: OrderedDict[tuple[int, int, int], npt.NDArray[np.int16]] = OrderedDict()
+        self.reshuffles: list[int] = []
+        """Numbers of samples of this source before each reshuffle."""
         self._latest_round: tuple[tuple[int, int], Ints] = ((-1, -1), np.empty(0, np.int64))
         self._keep_blocks = max(64, min(2 * lanes, 4096))
 
     def locate(self, number: int) -> tuple[int, int]:
         """(epoch, offset in the epoch's line) where sample `number` of this source starts."""
-        total, length = self.epoch_tokens, self.length
-        epoch = number * length // total
-        first = -(-epoch * total // length)
-        count = -(-(epoch + 1) * total // length) - first
+        epoch, first, count = self._epoch_of(number)
+        for generation in reversed(range(len(self.reshuffles))):
+            number = self._reshuffled(number, generation, first, count)
         run, longer = divmod(count, self.lanes)
         position, turn = divmod(number - first, self.lanes)
         lane = int(self._round(epoch, position, self.lanes if position < run else longer)[turn])
@@ -151,7 +160,27 @@ class _Source:
         size = min(STRETCH, run + (lane < longer) - stretch * STRETCH)
         start = first + lane * run + min(lane, longer) + stretch * STRETCH
         window = start + int(self._stretch(epoch, lane, stretch, size)[inside])
-        return epoch, window * length - epoch * total
+        return epoch, window * self.length - epoch * self.epoch_tokens
+
+    def _epoch_of(self, number: int) -> tuple[int, int, int]:
+        """(epoch, its first sample, its samples) of sample `number`."""
+        total, length = self.epoch_tokens, self.length
+        epoch = number * length // total
+        first = -(-epoch * total // length)
+        return epoch, first, -(-(epoch + 1) * total // length) - first
+
+    def _reshuffled(self, number: int, generation: int, first: int, count: int) -> int:
+        """Where a reshuffle sends sample `number`: what is left of its epoch is permuted, in chunks and inside them."""
+        begin = max(first, self.reshuffles[generation])
+        if number < begin:
+            return number
+        size, left = self.lanes * _ROUNDS, first + count - begin
+        chunk, inside = divmod(number - begin, size)
+        whole = left // size
+        if chunk < whole:
+            chunk = int(_cached_permutation(_key(self.seed, self.name, "chunks", generation, first), whole)[chunk])
+        key = _key(self.seed, self.name, "chunk", generation, first, chunk)
+        return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
 
     def _round(self, epoch: int, position: int, size: int) -> Ints:
         """The order of the lanes in one round."""
@@ -281,17 +310,32 @@ class Packer:
         sequence_length: S, tokens predicted per sample.
         seed: seed of the data order.
         lanes: places of an epoch that consecutive samples come from in turn.
+        max_epochs: by source name, how often it may be read; absent is without limit.
+        reshuffle: sample indices from which on the rest of each source comes in another order.
+        exclude: (source, shard, document) that keep their places and are not learned.
 
     Raises:
         DataError: a corpus cannot be opened, or the corpora were not made with the same tokenizer.
     """
 
     def __init__(
-        self, sources: Sequence[tuple[str, Path, float]], sequence_length: int, *, seed: int, lanes: int
+        self,
+        sources: Sequence[tuple[str, Path, float | Weight]],
+        sequence_length: int,
+        *,
+        seed: int,
+        lanes: int,
+        max_epochs: Mapping[str, float] | None = None,
+        reshuffle: Sequence[int] = (),
+        exclude: Collection[tuple[str, str, int]] = (),
     ) -> None:
         self.length = sequence_length
         self._sources = [_Source(name, Corpus(path), sequence_length, seed, lanes) for name, path, _ in sources]
-        self._mixture = Mixture([weight for _, _, weight in sources])
+        self.mixture = Mixture(self._weights(sources, max_epochs or {}))
+        for sample in sorted(reshuffle):
+            for source, count in zip(self._sources, self.mixture.counts(sample), strict=True):
+                source.reshuffles.append(count)
+        self._excluded = frozenset(exclude)
         manifests = [source.corpus.manifest for source in self._sources]
         self.tokenizer = manifests[0].tokenizer
         for source, manifest in zip(self._sources, manifests, strict=True):
@@ -304,7 +348,19 @@ class Packer:
         self.eod = self.tokenizer.eod
         self._special = np.zeros(self.tokenizer.vocab_size, dtype=bool)
         self._special[[self.eod, *self.tokenizer.specials]] = True
+        self._filler = int(self._special.argmin())  # an ordinary token: a separator would stand beside another
         self._signed = any(np.dtype(manifest.dtype).kind == "i" for manifest in manifests)
+
+    def _weights(
+        self, sources: Sequence[tuple[str, Path, float | Weight]], max_epochs: Mapping[str, float]
+    ) -> dict[str, Weight]:
+        weights = {}
+        for source, (name, _, given) in zip(self._sources, sources, strict=True):
+            weight = given if isinstance(given, Weight) else Weight(((0, given),))
+            if name in max_epochs:
+                weight = replace(weight, limit=int(max_epochs[name] * source.epoch_tokens / self.length))
+            weights[name] = weight
+        return weights
 
     @property
     def corpora(self) -> dict[str, Corpus]:
@@ -317,25 +373,31 @@ class Packer:
         return {source.name: source.epoch_tokens / self.length for source in self._sources}
 
     def pack(self, first: int, count: int) -> Packed:
-        """Samples [first, first + count), checked.
+        """Samples [first, first + count); see `pack_samples`."""
+        return self.pack_samples(range(first, first + count))
+
+    def pack_samples(self, samples: Sequence[int]) -> Packed:
+        """Samples by index, checked.
 
         Every separator stands at a document's end and nowhere else, no two are adjacent, no other special token and no
         id outside the vocabulary occurs: by construction for what this class writes, by measurement for what the shards
-        hold. A document that breaks this is quarantined: its offending tokens are replaced by the separator and its
+        hold. A document that breaks this is quarantined: its offending tokens are replaced by an ordinary one and its
         whole stretch is listed in `ignore`.
         """
-        tokens = np.empty((count, self.length + 1), dtype=np.int64)
-        separators, sources = [], np.empty(count, dtype=np.int64)
-        for row in range(count):
-            source, number = self._mixture.locate(first + row)
+        tokens = np.empty((len(samples), self.length + 1), dtype=np.int64)
+        separators, sources = [], np.empty(len(samples), dtype=np.int64)
+        for row, sample in enumerate(samples):
+            source, number = self.mixture.locate(sample)
             sources[row] = source
             separators.append(self._sources[source].fill(number, tokens[row]))
         flat = tokens.reshape(-1)
         where = [row * (self.length + 1) + at for row, ats in enumerate(separators) for at in ats]
         flat[where] = self.eod
-        packed = Packed(tokens, _document_lengths(separators, self.length), sources, first, len(where))
+        packed = Packed(tokens, _document_lengths(separators, self.length), sources, samples, len(where))
         if not self._clean(flat, len(where)):
             self._quarantine(packed, separators)
+        if self._excluded:
+            self._leave_out(packed)
         return packed
 
     def _clean(self, flat: Ints, separators: int) -> bool:
@@ -348,13 +410,11 @@ class Packer:
             return False
 
     def measure(self, packed: Packed) -> tuple[int, int]:
-        """(separators, pairs of adjacent special tokens) among the tokens, quarantined stretches aside.
+        """(separators, pairs of adjacent special tokens) among the tokens.
 
         Counted from the tokens alone, not from how they were made: separators must equal `packed.documents`, pairs 0.
         """
         special = self._special.take(packed.tokens)
-        for row, start, stop in packed.ignore:
-            special[row, start:stop] = False
         separators = np.count_nonzero(packed.tokens[special] == self.eod)
         return int(separators), int(np.count_nonzero(special[:, 1:] & special[:, :-1]))
 
@@ -367,15 +427,29 @@ class Packer:
             bad[separators[row]] = False
             if not bad.any():
                 continue
-            source = self._sources[int(packed.sources[row])]
-            pieces: list[_Span] = []
-            _, number = self._mixture.locate(packed.first + row)
-            source.fill(number, np.empty(self.length + 1, dtype=np.int64), pieces)
+            source, pieces = self._spans(packed.samples[row])
             for block, at, position, start, stop in pieces:
                 if bad[position : position + stop - start].any():
                     packed.ignore.append((row, position, position + stop - start))
                     packed.quarantined.append(self._piece(source, block, at, start, stop))
-            values[bad] = self.eod
+            values[bad] = self._filler
+
+    def _leave_out(self, packed: Packed) -> None:
+        """Take excluded documents out of the loss."""
+        for row, sample in enumerate(packed.samples):
+            source, spans = self._spans(sample)
+            for block, at, position, start, stop in spans:
+                shard = source.corpus.manifest.shards[block.shard].name
+                span = (row, position, position + stop - start)
+                if (source.name, shard, int(block.documents[at])) in self._excluded and span not in packed.ignore:
+                    packed.ignore.append(span)
+
+    def _spans(self, sample: int) -> tuple[_Source, list[_Span]]:
+        """A sample's source and the stretches it is made of."""
+        number, inner = self.mixture.locate(sample)
+        spans: list[_Span] = []
+        self._sources[number].fill(inner, np.empty(self.length + 1, dtype=np.int64), spans)
+        return self._sources[number], spans
 
     def _piece(self, source: _Source, block: _Block, at: int, start: int, stop: int) -> Piece:
         entry, document = source.corpus.manifest.shards[block.shard].name, int(block.documents[at])
@@ -385,15 +459,12 @@ class Packer:
 
     def provenance(self, index: int) -> list[Piece]:
         """Which documents sample `index` is made of, in order."""
-        number, inner = self._mixture.locate(index)
-        source = self._sources[number]
-        pieces: list[_Span] = []
-        source.fill(inner, np.empty(self.length + 1, dtype=np.int64), pieces)
-        return [self._piece(source, block, at, start, stop) for block, at, _, start, stop in pieces]
+        source, spans = self._spans(index)
+        return [self._piece(source, block, at, start, stop) for block, at, _, start, stop in spans]
 
     def position(self, index: int) -> dict[str, float]:
         """Epochs completed by each source once samples [0, index) have been read."""
-        counts = self._mixture.counts(index)
+        counts = self.mixture.counts(index)
         return {
             source.name: count * self.length / source.epoch_tokens
             for source, count in zip(self._sources, counts, strict=True)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,7 @@ from pydantic import (
 from .config_file import describe, override, read_toml
 from .errors import ConfigError
 from .schedule import BatchSchedule, Ramp, Schedule
-from .units import BatchSize, Progress, Seconds
+from .units import BatchSize, Progress, SampleRange, Seconds
 
 
 class Section(BaseModel):
@@ -124,6 +125,25 @@ class GPTModel(_Decoder):
 Model = Annotated[LlamaModel | GPTModel, Field(discriminator="family")]
 
 
+def _in_samples(value: Progress) -> Progress:
+    if value.unit == "step":
+        raise ValueError("a place in the data is counted in samples or tokens, not in steps")
+    return value
+
+
+Place = Annotated[Progress, AfterValidator(_in_samples)]
+Weighting = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+
+
+class WeightPoint(Section):
+    """A point of a weight that changes; linear between points, two at one place are a jump."""
+
+    at: Place
+    """Where in the data, in samples or tokens read since the beginning of the run."""
+    value: Weighting
+    """The weight there."""
+
+
 class Source(Section):
     """One corpus of the training mixture."""
 
@@ -131,8 +151,23 @@ class Source(Section):
     """Identity of the source: keys its shuffle and its column in the metrics. Renaming it reshuffles it."""
     path: FilePath
     """Corpus directory, as written by `fsdp-data prepare`."""
-    weight: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 1.0
-    """Share of the samples, relative to the other sources' weights."""
+    weight: Weighting | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
+    """Share of the samples, relative to the other sources' weights: a number, or points of a ramp."""
+    start: Place = Progress(0, "sample")
+    """Before this place in the data the source is not used: for adding it to a run that is under way."""
+    stop: Place | None = None
+    """From this place in the data on the source is not used: for dropping it from a run that is under way."""
+    max_epochs: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
+    """How often the source may be read; the other sources share its weight afterwards. Default: without limit."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Source:
+        points = self.weight if isinstance(self.weight, list) else []
+        if any(a.at.unit == b.at.unit and a.at.value > b.at.value for a, b in pairwise(points)):
+            raise ValueError("the points of `weight` are not in order")
+        if self.stop is not None and self.stop.unit == self.start.unit and self.stop.value <= self.start.value:
+            raise ValueError(f"`stop` = {self.stop} is not after `start` = {self.start}")
+        return self
 
 
 class DataSection(Section):
@@ -148,6 +183,12 @@ class DataSection(Section):
     """Places of an epoch that consecutive samples come from in turn. Part of the data order: changing it reshuffles."""
     attention: Literal["causal", "document"] = "causal"
     """`causal` attends across the documents packed into a sample, `document` masks other documents."""
+    skip: list[SampleRange] = []
+    """Samples that are read past and not trained: `["1200:1332 samples"]`. Nothing else moves."""
+    reshuffle: list[Place] = []
+    """Places in the data from which on the rest of every source comes in another order."""
+    exclude: FilePath | None = None
+    """File with documents that keep their places and are not learned; a line each: SOURCE SHARD DOCUMENT."""
     prefetch: Annotated[int, Field(ge=0)] = 4
     """Steps the background thread prepares ahead."""
     max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4

@@ -23,8 +23,9 @@ from .config import (
     Section,
     Source,
     TrainSection,
+    WeightPoint,
 )
-from .units import BatchSize, Progress, Seconds
+from .units import BatchSize, Progress, SampleRange, Seconds
 
 _SECTIONS: list[tuple[str, type[Section]]] = [
     ("[run]", RunSection),
@@ -32,6 +33,7 @@ _SECTIONS: list[tuple[str, type[Section]]] = [
     ('[model] with family = "gpt"', GPTModel),
     ("[data]", DataSection),
     ("[[data.sources]]", Source),
+    ("points of data.sources.weight", WeightPoint),
     ("[train]", TrainSection),
     ("[train.batch_ramp]", BatchRampSection),
     ("[optimizer]", OptimizerSection),
@@ -84,6 +86,7 @@ def _type(annotation: Any) -> str:
         Progress: "amount",
         BatchSize: "samples or tokens",
         Seconds: "time",
+        SampleRange: "sample range",
         int: "integer",
         float: "number",
         str: "string",
@@ -91,6 +94,8 @@ def _type(annotation: Any) -> str:
     }
     if annotation in names:
         return names[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "table"
     origin, parts = get_origin(annotation), [part for part in get_args(annotation) if part is not type(None)]
     if origin is Literal:
         return ", ".join(f"`{part!r}`".replace("'", '"') for part in parts)

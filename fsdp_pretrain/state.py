@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
+
+from data.mixture import SCALE, Mixture, Weight
+from data.packer import Packer
 
 from .config import Config
 from .errors import ConfigError
@@ -40,25 +44,16 @@ class TrainState:
         return cls(**{key: int(content[key]) for key in ("step", "consumed", "cursor", "batch")})
 
 
-def identity(config: Config, fingerprints: dict[str, str], tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """What defines the model and the order of the data: changing it under a running curve is forbidden.
-
-    Args:
-        fingerprints: corpus fingerprint by source name.
-        tokenizer: its `fingerprint` and `eod`.
-    """
+def identity(config: Config, packer: Packer) -> dict[str, Any]:
+    """What defines the model and the order of the data: changing it under a running curve is forbidden."""
+    data, mixture = config.data, packer.mixture
     return {
         "model": config.model.model_dump(mode="json", exclude={"declared_params"}),
-        "data": {
-            "sequence_length": config.data.sequence_length,
-            "seed": config.data.seed,
-            "lanes": config.data.lanes,
-            "sources": {
-                source.name: {"weight": source.weight, "fingerprint": fingerprints[source.name]}
-                for source in config.data.sources
-            },
-        },
-        "tokenizer": tokenizer,
+        "data": {"sequence_length": data.sequence_length, "seed": data.seed, "lanes": data.lanes},
+        "mixture": {name: asdict(weight) for name, weight in mixture.weights.items()},
+        "corpora": {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
+        "reshuffle": [config.schedule.samples(place) for place in data.reshuffle],
+        "tokenizer": {"fingerprint": packer.tokenizer.fingerprint, "eod": packer.tokenizer.eod},
     }
 
 
@@ -79,12 +74,38 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def check_identity(stored: dict[str, Any], current: dict[str, Any], where: str) -> None:
-    """Raise ConfigError if a resume would change the model or the data under the run."""
-    changed = differences(stored, current)
+def check_identity(stored: dict[str, Any], current: dict[str, Any], where: str, cursor: int) -> None:
+    """Raise ConfigError if a resume would change the model, or the data before sample `cursor`.
+
+    What the mixture does from `cursor` on may change: other weights, sources added or dropped, a reshuffle.
+    """
+    fixed = ("model", "data", "tokenizer")
+    changed = differences({key: stored[key] for key in fixed}, {key: current[key] for key in fixed})
+    changed += _changed_past(stored, current, cursor)
     if changed:
         raise ConfigError(
             f"{where} was trained with another model or other data:\n    " + "\n    ".join(changed),
             effect="resuming would continue a different run under the same name",
-            remedy="restore these settings or corpora, or start a new run in another run.dir",
+            remedy="restore these settings or corpora, or start a new run in another run.dir; a change of the mixture "
+            f'needs a place that is still ahead, such as start = "{cursor} samples" of a source',
         )
+
+
+def _changed_past(stored: dict[str, Any], current: dict[str, Any], cursor: int) -> list[str]:
+    """Differences in the data before sample `cursor`."""
+    before, now_ = ([place for place in side["reshuffle"] if place < cursor] for side in (stored, current))
+    changed = differences({"reshuffle": sorted(before)}, {"reshuffle": sorted(now_)}, "data")
+    pasts = [
+        Mixture({name: Weight.from_json(weight) for name, weight in side["mixture"].items()}).past(cursor)
+        for side in (stored, current)
+    ]
+    for (start, old), (other, new) in zip_longest(*pasts, fillvalue=(cursor, {})):
+        was, is_ = (
+            {n: {"share": rate / SCALE, "corpus": side["corpora"][n]} for n, rate in plan.items()}
+            for plan, side in ((old, stored), (new, current))
+        )
+        if start != other or was != is_:
+            at = [f"data.sources: the shares change at sample {start} -> {other}"]
+            changed += differences(was, is_, "data.sources") or at
+            break
+    return changed

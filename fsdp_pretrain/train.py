@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from data.loader import Loader, check_batches
-from data.opening import open_packer
+from data.opening import check_supply, open_packer, open_skips
 from data.packer import Packer
 from eval import jobs
 
@@ -158,7 +158,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         model=model,
         optimizer=optimizer,
         config=config,
-        identity=_identity(config, packer),
+        identity=identity(config, packer),
         recorder=recorder,
         protected=lambda: jobs.protected_steps(run_dir, config),
     )
@@ -175,6 +175,8 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         device=device,
     )
     state = manager.resume(allow_fresh=allow_fresh)
+    world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
+    _list_skips(config, state, recorder)
     if world.is_main:
         replace_file(run_dir.config, config.to_toml())
     inbox = Inbox(run_dir if world.is_main else None)
@@ -285,11 +287,6 @@ def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:
     shutil.copyfile(source, run_dir.tokenizer / source.name)
 
 
-def _identity(config: Config, packer: Packer) -> dict[str, Any]:
-    fingerprints = {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()}
-    return identity(config, fingerprints, {"fingerprint": packer.tokenizer.fingerprint, "eod": packer.tokenizer.eod})
-
-
 def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> Loader:
     return Loader(
         packer,
@@ -299,10 +296,18 @@ def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> 
         micro_batch=config.train.micro_batch,
         cursor=state.cursor,
         consumed=state.consumed,
+        skips=open_skips(config),
         prefetch=config.data.prefetch,
         with_lengths=config.data.attention == "document",
         pin=world.device.type == "cuda",
     )
+
+
+def _list_skips(config: Config, state: TrainState, recorder: Recorder) -> None:
+    """Say at every start what is skipped, and what of it comes too late."""
+    for first, stop in open_skips(config).ranges:
+        late = " (before this start's position: no effect)" if stop <= state.cursor else ""
+        recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
 
 
 def _nothing(saved: Saved) -> None:

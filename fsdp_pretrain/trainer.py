@@ -61,6 +61,8 @@ class StepBatch(Protocol):
     adjacent_specials: int
     digest: int
     quarantined: list[Any]
+    shares: dict[str, float]
+    epochs: dict[str, float]
 
 
 class DataStream(Protocol):
@@ -87,6 +89,8 @@ class _Issued:
     counts: Tensor
     sums: Tensor
     ready: torch.cuda.Event | None
+    shares: dict[str, float]
+    epochs: dict[str, float]
 
 
 @dataclass
@@ -193,8 +197,10 @@ class Trainer:
         marks.append(self._mark())
         self.world.sum_(sums)
         host_counts, host_sums, ready = self._to_host(counts, torch.cat((sums.flatten(), norm.double().view(1))))
-        issued = _Issued(state, lr, marks, waited, self._checkpoint_seconds, host_counts, host_sums, ready)
-        self._issued.append(issued)
+        seconds = self._checkpoint_seconds
+        self._issued.append(
+            _Issued(state, lr, marks, waited, seconds, host_counts, host_sums, ready, batch.shares, batch.epochs)
+        )
         self.state, self._last_mark, self._checkpoint_seconds = state, marks[-1], 0.0
 
     def _micro_step(self, micro: MicroBatch, scale: Tensor, sums: Tensor) -> None:
@@ -283,10 +289,11 @@ class Trainer:
             "loss_scale": None,
             "overflow": False,
             "lr": issued.lr,
-            "ramps": {"lr": issued.lr, "batch": state.batch},
+            "ramps": {"lr": issued.lr, "batch": state.batch, "shares": issued.shares},
             "batch": state.batch,
             "sequence_length": length,
             "mixture": {name: count / targets if targets else 0.0 for name, count in self._counts_by_source(sums)},
+            "epochs": issued.epochs,
             "data_digest": f"{digest % 2**64:016x}",
             "documents": documents,
             "separators": separators,

@@ -66,6 +66,42 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class SampleRange:
+    """Samples [first, stop) by index."""
+
+    first: int
+    stop: int
+
+    @classmethod
+    def parse(cls, text: object) -> SampleRange:
+        """Read `"1200:1332 samples"`. Raises ValueError."""
+        if isinstance(text, SampleRange):
+            return text
+        match = (
+            re.fullmatch(r"\s*([0-9][0-9_]*)\s*:\s*([0-9][0-9_]*)\s+samples?\s*", text)
+            if isinstance(text, str)
+            else None
+        )
+        if match is None:
+            raise ValueError(
+                'not a range of samples; write something like "1200:1332 samples" (the second is not in it)'
+            )
+        first, stop = (int(number.replace("_", "")) for number in match.groups())
+        if stop <= first:
+            raise ValueError(f"{text!r} is empty: it ends where it begins or before")
+        return cls(first, stop)
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.stop} samples"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+
+@dataclass(frozen=True)
 class BatchSize(Progress):
     """A batch: so many samples, or so many tokens (which must be whole samples)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -192,7 +193,8 @@ def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_dis
 def fill(disk: Path, hog: Path, leave: int) -> None:
     """Take all free space of a file system but `leave` bytes."""
     size = shutil.disk_usage(disk).free - leave
-    hog.write_bytes(b"x" * max(0, size))
+    with contextlib.suppress(OSError):  # the job writes too: full sooner is as full
+        hog.write_bytes(b"x" * max(0, size))
 
 
 def test_too_many_failed_saves_stop_with_93(

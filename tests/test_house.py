@@ -27,9 +27,9 @@ LEVELS = [
     [
         "fsdp_pretrain.checkpoint.store",
         "fsdp_pretrain.control",
-        "fsdp_pretrain.state",
         "data.corpus",
         "data.mixture",
+        "data.skip",
         "data.quickstart",
     ],
     ["fsdp_pretrain.status", "data.packer", "data.jobs", "data.validate", "data.formats"],
@@ -39,6 +39,7 @@ LEVELS = [
         "data.prepare",
         "data.adopt",
         "data.opening",
+        "fsdp_pretrain.state",
         "data.train_tokenizer",
         "data.loader",
         "fsdp_pretrain.models",

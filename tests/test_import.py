@@ -465,5 +465,3 @@ def test_adjacent_specials_are_counted_from_the_tokens(tmp_path: Path, tokenizer
     packed.tokens[0, [3, 4, 5, 9]] = EOD
     packed.tokens[1, -1] = packed.tokens[2, 0] = EOD  # of different samples: not adjacent
     assert packer.measure(packed) == (6, 2)
-    packed.ignore = [(0, 4, 6)]
-    assert packer.measure(packed) == (4, 0)

@@ -91,6 +91,7 @@ def test_quarantined_stretches_are_not_learned(packer: Packer) -> None:
             learned += int((labels != IGNORE).sum())
         assert learned == step.targets
         assert (step.targets < step.size * 32) == bool(step.quarantined)
+        assert (step.separators, step.adjacent_specials) == (step.documents, 0)
         quarantined += len(step.quarantined)
     assert quarantined > 0
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.corpus import build_blocks, read_manifest, write_corpus
-from data.mixture import BLOCK, Mixture
 from data.packer import Packer, permutation
 from data.shards import Shard, ShardWriter
 from data.tokenizer import Tokenizer
@@ -254,30 +253,6 @@ def test_fingerprint_follows_the_tokens(tmp_path: Path, tokenizer: Tokenizer) ->
         for name, docs in (("a", documents), ("b", documents), ("c", [*documents[:-1], [9, 9]]))
     )
     assert one == same != other
-
-
-@pytest.mark.parametrize("weights", [[1.0], [3, 1], [0.5, 0.3, 0.15, 0.05], [1, 1, 1], [0.999, 0.001]])
-def test_mixture_keeps_its_shares_exactly(weights: list[float]) -> None:
-    mixture = Mixture(weights)
-    shares = [weight / sum(weights) for weight in weights]
-    next_of = [0] * len(weights)
-    for index in range(3 * BLOCK + 100):
-        if index % 997 == 0:
-            assert mixture.counts(index) == next_of
-        source, number = mixture.locate(index)
-        assert number == next_of[source]  # every source is read in its own order, none skipped
-        next_of[source] += 1
-        if index % BLOCK == BLOCK - 1:
-            assert all(abs(n - share * (index + 1)) <= 1 for n, share in zip(next_of, shares, strict=True))
-    for source in range(len(weights)):  # even small batches are mixed
-        drawn = [mixture.locate(i)[0] for i in range(500)].count(source)
-        assert abs(drawn - 500 * shares[source]) <= len(weights)
-    assert mixture.locate(10**10) == Mixture(weights).locate(10**10)
-
-
-def test_weights_too_small_to_deal_are_refused() -> None:
-    with pytest.raises(DataError, match="less than 1 sample in 4096"):
-        Mixture([1.0, 1e-5])
 
 
 def test_sources_keep_their_own_order_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:

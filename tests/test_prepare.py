@@ -146,8 +146,9 @@ def test_ctrl_c_says_so_and_loses_nothing(tmp_path: Path, shared_corpus: Path, h
     arguments = ["-m", "data.cli", "prepare", str(source), "--tokenizer", str(shared_corpus / "tokenizer")]
     arguments += ["--shard-size", "200KB", "--workers", "2", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, *arguments], cwd="/", env=helpers.environment(), stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, *arguments], cwd="/", env=helpers.environment(), stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored if the tests run in the background
+    )  # fmt: skip
     helpers.wait_for(lambda: list((tmp_path / "out").glob("shards/*.json")), what="a shard")
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)

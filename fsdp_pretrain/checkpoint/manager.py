@@ -78,7 +78,9 @@ class Manager:
 
     def _load(self, checkpoint: Checkpoint, passed_over: list[str]) -> TrainState:
         content = self._world.decide(checkpoint.train_state)
-        self._world.decide(lambda: check_identity(content["identity"], self._identity, str(checkpoint.path)))
+        self._world.decide(
+            lambda: check_identity(content["identity"], self._identity, str(checkpoint.path), content["cursor"])
+        )
         dcp.load(self._world, checkpoint, self._model, self._optimizer)
         if not checkpoint.verified:
             self._world.decide(lambda: self._store.mark_verified(checkpoint))

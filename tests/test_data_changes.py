@@ -1,0 +1,148 @@
+"""Changing the data of a real run: skips, mixtures, reshuffles, bad documents; before, during and after crashes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.corpus import write_corpus
+from data.opening import open_packer, open_skips
+from data.shards import ShardWriter
+from data.tokenizer import Tokenizer
+from fsdp_pretrain.config import load
+
+
+def digests(config: Path, run: Path, helpers: Any) -> list[str]:
+    """Recorded digests, each checked against the samples that the run's own configuration says."""
+    import xxhash
+
+    settings = load(str(config))
+    packer, skips, cursor = open_packer(settings), open_skips(settings), 0
+    recorded = []
+    for record in helpers.metrics(run):
+        samples = skips.take(cursor, record["batch"])
+        rows = packer.pack_samples(samples).tokens
+        assert f"{sum(xxhash.xxh3_64_intdigest(row) for row in rows) % 2**64:016x}" == record["data_digest"]
+        cursor = samples[-1] + 1
+        assert record["cursor"] == cursor and record["consumed"] == record["step"] * record["batch"]
+        recorded.append(record["data_digest"])
+    return recorded
+
+
+def test_skipped_steps_across_crashes(lab: Any, helpers: Any) -> None:
+    """Steps 10 to 20 at 4 x 3 samples: never trained, whether the skip is there from the start or comes after a crash."""
+    train = {"duration": "30 steps", "global_batch": "12 samples", "micro_batch": 4}
+    plain = lab.config("plain", train=train, checkpoint={"every": "6 steps"})
+    skipping = lab.config("skipping", train=train, checkpoint={"every": "6 steps"}, data={"skip": ["108:240 samples"]})
+    lab.train(skipping)
+    reference = digests(skipping, lab.path / "skipping", helpers)
+    (entry,) = helpers.journal(lab.path / "skipping", "skip")
+    assert (entry["first"], entry["stop"]) == (108, 240)
+    assert helpers.metrics(lab.path / "skipping")[9]["cursor"] == 252  # step 10 trains samples 240 to 251
+
+    late = lab.path / "late"  # trained step 6 without the skip, crashed in step 14, resumed from 12 would be too late
+    lab.train(plain, f"run.dir={late}", "train.duration=6 steps", "optimizer.decay=30 steps")
+    for step in (8, 16):  # before and after the range
+        job = lab.start(skipping, f"run.dir={late}")
+        helpers.wait_for(
+            lambda step=step, job=job: helpers.metrics(late)[-1]["step"] >= step or job.ranks[0].poll() is not None,
+            what=f"step {step}",
+        )
+        job.kill(0, signal.SIGKILL)
+        job.wait()
+    lab.train(skipping, f"run.dir={late}")
+    assert digests(skipping, late, helpers) == reference
+    assert helpers.losses(late) == helpers.losses(lab.path / "skipping")
+
+
+def test_adding_and_dropping_sources_on_the_way(lab: Any, helpers: Any) -> None:
+    """A resume may change the mixture ahead and not behind; a run that knew it from the start is the same run."""
+    a, b, c = (
+        {"name": name, "path": str(lab.corpus), "weight": weight}
+        for name, weight in (("a", 3.0), ("b", 1.0), ("c", 2.0))
+    )
+    before = lab.config(
+        "before", data={"sources": [a, b]}, train={"duration": "10 steps"}, optimizer={"decay": "20 steps"}
+    )
+    after = lab.config("after", data={"sources": [{**c, "start": "80 samples"}, a, {**b, "stop": "120 samples"}]})
+    changed, whole = lab.path / "changed", lab.path / "whole"
+    lab.train(before, f"run.dir={changed}")
+    too_late = lab.config("too-late", data={"sources": [a, b, {**c, "start": "79 samples"}]})
+    output = lab.train(too_late, f"run.dir={changed}", expect=78)
+    assert "data.sources.c" in output and 'start = "80 samples"' in output and "Traceback" not in output
+    lab.train(after, f"run.dir={changed}")
+    lab.train(after, f"run.dir={whole}")
+    assert digests(after, changed, helpers) == digests(after, whole, helpers)
+    assert helpers.losses(changed) == helpers.losses(whole)
+    record = helpers.metrics(whole)[-1]
+    assert record["ramps"]["shares"] == pytest.approx({"a": 0.6, "b": 0, "c": 0.4}, abs=1e-6)
+    packer = open_packer(load(str(after)))
+    expected = {
+        n: c / packer.epoch_samples[n] for n, c in zip(packer.mixture.names, packer.mixture.counts(160), strict=True)
+    }
+    assert record["epochs"] == pytest.approx(expected) and all(expected.values())
+
+
+def test_a_mixture_that_ends_before_the_run_is_refused(lab: Any) -> None:
+    output = lab.train(
+        lab.config(data={"sources": [{"name": "a", "path": str(lab.corpus), "max_epochs": 0.1}]}), expect=78
+    )
+    assert "the run reads 160 samples, but the mixture ends after" in output and "a after 0.1" in output
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"skip": ["5:5 samples"]}, "it ends where it begins"),
+        ({"skip": ["5:9"]}, "not a range of samples"),
+        ({"reshuffle": ["5 steps"]}, "counted in samples or tokens, not in steps"),
+        ({"exclude": "/nowhere"}, "cannot read data.exclude = /nowhere"),
+    ],
+)
+def test_mistakes(lab: Any, data: dict[str, Any], expected: str) -> None:
+    output = lab.train(lab.config(data=data), expect=78)
+    assert expected in output and "Traceback" not in output
+
+
+def test_a_corpus_with_bad_documents_is_trained(lab: Any, helpers: Any) -> None:
+    """1% empty, 1% of one token, 1% of nothing but separators: every other document once, no adjacent separators."""
+    tokenizer = Tokenizer.load(lab.tokenizer)
+    rng = np.random.default_rng(3)
+    assert max(tokenizer.specials) < 5
+    documents = [rng.integers(5, tokenizer.vocab_size, rng.integers(5, 60)) for _ in range(1000)]
+    for number, tokens in ((10, []), (20, [301]), (30, [tokenizer.eod] * 3)):
+        for at in range(number, 1000, 100):
+            documents[at] = np.array(tokens)
+    corpus = lab.path / "corpus"
+    (corpus / "shards").mkdir(parents=True)
+    with ShardWriter(corpus / "shards/shard-00000", np.dtype("<u2")) as writer:
+        for document in documents:
+            writer.append(document.astype("<u2"))
+        write_corpus(corpus, tokenizer, [writer.finish()], np.dtype("<u2"), {})
+    sources = [{"name": "bad", "path": str(corpus)}]
+    config = lab.config(
+        data={"sources": sources, "max_quarantined": 0.02},
+        train={"duration": "150 steps"},
+        checkpoint={"every": "1000 steps"},
+    )
+    lab.train(config, ranks=2)
+    records = helpers.metrics(lab.path / "run")
+    packer = open_packer(load(str(config)))
+    epoch = int(packer.epoch_samples["bad"]) + 1
+    assert epoch < 150 * 8
+    assert sum(record["quarantined"] for record in records) >= 10  # once per epoch, in as many pieces as samples
+    seen: dict[int, int] = {}
+    for sample in range(epoch):
+        tokens = packer.pack(sample, 1)
+        row = tokens.tokens[0] == packer.eod
+        assert not (row[1:] & row[:-1]).any()
+        for piece in packer.provenance(sample):
+            seen[piece.document] = seen.get(piece.document, 0) + piece.stop - piece.start
+    assert set(seen) == {n for n, document in enumerate(documents) if len(document)}
+    assert all(seen[n] >= len(documents[n]) for n in seen)
+    assert json.loads((lab.path / "run/status.json").read_text())["state"] == "complete"
