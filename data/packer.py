@@ -97,18 +97,28 @@ class Packed:
         lengths: int32 [n, D], document lengths over the S inputs (separators counted), zero-padded.
         sources: int64 [n], number of the source each sample comes from.
         first: index of the first sample.
+        separators: int64, where the separators stand in `tokens` laid flat: the ends of documents.
         ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined documents.
         quarantined: the pieces those spans come from.
-        documents: documents that end inside the samples, so separators written.
     """
 
     tokens: Ints
     lengths: npt.NDArray[np.int32]
     sources: Ints
     first: int
-    documents: int
+    separators: Ints
     ignore: list[tuple[int, int, int]] = field(default_factory=list)
     quarantined: list[Piece] = field(default_factory=list)
+
+    @property
+    def documents(self) -> int:
+        """Documents that end inside the samples."""
+        return len(self.separators)
+
+    @property
+    def digest(self) -> int:
+        """Sum over samples of xxh3 of their tokens, modulo 2^64: identifies a batch however it is split."""
+        return sum(xxhash.xxh3_64_intdigest(row) for row in self.tokens) % 2**64
 
 
 _AHEAD = 8
@@ -307,9 +317,9 @@ class Packer:
             sources[row] = source
             separators.append(self._sources[source].fill(number, tokens[row]))
         flat = tokens.reshape(-1)
-        where = [row * (self.length + 1) + at for row, ats in enumerate(separators) for at in ats]
+        where = np.array([row * (self.length + 1) + at for row, ats in enumerate(separators) for at in ats], np.int64)
         flat[where] = self.eod
-        packed = Packed(tokens, _document_lengths(separators, self.length), sources, first, len(where))
+        packed = Packed(tokens, _document_lengths(separators, self.length), sources, first, where)
         if not self._clean(flat, len(where)):
             self._quarantine(packed, separators)
         return packed

@@ -41,7 +41,7 @@ class TrainState:
 
 
 def identity(config: Config, fingerprints: dict[str, str], tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """What defines the model and the order of the data: changing it under a running curve is forbidden.
+    """What defines the model, the order of the data and what is learned from it: no resume may change it.
 
     Args:
         fingerprints: corpus fingerprint by source name.
@@ -53,6 +53,9 @@ def identity(config: Config, fingerprints: dict[str, str], tokenizer: dict[str, 
             "sequence_length": config.data.sequence_length,
             "seed": config.data.seed,
             "lanes": config.data.lanes,
+            "attention": config.data.attention,
+            "positions": config.data.positions,
+            "loss_across_documents": config.data.loss_across_documents,
             "sources": {
                 source.name: {"weight": source.weight, "fingerprint": fingerprints[source.name]}
                 for source in config.data.sources

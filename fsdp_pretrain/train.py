@@ -300,7 +300,8 @@ def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> 
         cursor=state.cursor,
         consumed=state.consumed,
         prefetch=config.data.prefetch,
-        with_lengths=config.data.attention == "document",
+        with_lengths=config.data.uses_lengths,
+        across_documents=config.data.loss_across_documents,
         pin=world.device.type == "cuda",
     )
 
