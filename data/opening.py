@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import ConfigError
 
 from .packer import Packer
+
+
+def identity_facts(packer: Packer) -> dict[str, Any]:
+    """What a run's identity says of its corpora: `fingerprints` by source, and `tokenizer`."""
+    return {
+        "fingerprints": {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
+        "tokenizer": {"fingerprint": packer.tokenizer.fingerprint, "eod": packer.tokenizer.eod},
+    }
 
 
 def open_packer(config: Config) -> Packer:

@@ -63,13 +63,22 @@ def _key(*parts: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a stretch of a sample comes from: tokens [start, stop) of a document, separator not counted."""
+    """Where a stretch of a sample comes from: tokens [start, stop) of a document, separator not counted.
+
+    Attributes:
+        document: number within the shard.
+        length: tokens of the whole document.
+        position: where in the sample's S + 1 tokens the stretch begins. Behind it stands the separator, unless the
+            sample ends there.
+    """
 
     source: str
     shard: str
     document: int
     start: int
     stop: int
+    length: int
+    position: int
 
 
 @dataclass(slots=True)
@@ -349,14 +358,15 @@ class Packer:
             for block, at, position, start, stop in pieces:
                 if bad[position : position + stop - start].any():
                     packed.ignore.append((row, position, position + stop - start))
-                    packed.quarantined.append(self._piece(source, block, at, start, stop))
+                    packed.quarantined.append(self._piece(source, block, at, position, start, stop))
             values[bad] = self.eod
 
-    def _piece(self, source: _Source, block: _Block, at: int, start: int, stop: int) -> Piece:
+    def _piece(self, source: _Source, block: _Block, at: int, position: int, start: int, stop: int) -> Piece:
         entry, document = source.corpus.manifest.shards[block.shard].name, int(block.documents[at])
         shard = source.corpus.shard(block.shard)
         first = int(shard.pointers[document]) // shard.dtype.itemsize
-        return Piece(source.name, entry, document, start - first, stop - first)
+        length = int(shard.lengths[document])
+        return Piece(source.name, entry, document, start - first, stop - first, length, position)
 
     def provenance(self, index: int) -> list[Piece]:
         """Which documents sample `index` is made of, in order."""
@@ -364,7 +374,12 @@ class Packer:
         source = self._sources[number]
         pieces: list[_Span] = []
         source.fill(inner, np.empty(self.length + 1, dtype=np.int64), pieces)
-        return [self._piece(source, block, at, start, stop) for block, at, _, start, stop in pieces]
+        return [self._piece(source, block, at, position, start, stop) for block, at, position, start, stop in pieces]
+
+    def epoch(self, index: int) -> int:
+        """The epoch, of the source it comes from, in which sample `index` starts."""
+        source, number = self._mixture.locate(index)
+        return self._sources[source].locate(number)[0]
 
     def position(self, index: int) -> dict[str, float]:
         """Epochs completed by each source once samples [0, index) have been read."""

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from data.loader import Loader, check_batches
-from data.opening import open_packer
+from data.opening import identity_facts, open_packer
 from data.packer import Packer
 from eval import jobs
 
@@ -158,7 +158,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         model=model,
         optimizer=optimizer,
         config=config,
-        identity=_identity(config, packer),
+        identity=identity(config, **identity_facts(packer)),
         recorder=recorder,
         protected=lambda: jobs.protected_steps(run_dir, config),
     )
@@ -283,11 +283,6 @@ def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:
     source = next(iter(packer.corpora.values())).tokenizer().path
     run_dir.tokenizer.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, run_dir.tokenizer / source.name)
-
-
-def _identity(config: Config, packer: Packer) -> dict[str, Any]:
-    fingerprints = {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()}
-    return identity(config, fingerprints, {"fingerprint": packer.tokenizer.fingerprint, "eod": packer.tokenizer.eod})
 
 
 def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> Loader:
