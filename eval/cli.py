@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--step", type=int, required=True, help="optimiser step, from 1")
     parser.add_argument("--checkpoint", type=int, help="step of the checkpoint to use (default: newest before --step)")
     parser.add_argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
     parser.add_argument("--top", type=int, default=10, help="samples to show (default: 10)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser = command.verb(

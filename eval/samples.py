@@ -20,7 +20,7 @@ from .checkpoints import read_checkpoint
 
 
 def sample_losses(
-    run: RunDir, number: int, *, checkpoint: int | None = None, segment: int | None = None, device: str = "cpu"
+    run: RunDir, number: int, *, checkpoint: int | None = None, segment: int | None = None, device: str | None = None
 ) -> dict[str, Any]:
     """Losses of a step's global batch with the parameters of a checkpoint, dropout off.
 
@@ -29,7 +29,7 @@ def sample_losses(
         number: the step.
         checkpoint: step of the checkpoint; None is the newest before the step.
         segment: the start that trained the step; None is the one whose step was kept.
-        device: `cpu`, `cuda`, ...
+        device: `cpu`, `cuda`, ...; None is the run's `eval.device`.
 
     Returns:
         Loss as sum, count and mean, in total, as recorded, by source and by sample (highest mean first), natural log
@@ -40,7 +40,7 @@ def sample_losses(
     """
     step = trained_step(run, number, segment)
     chosen = _choose(Store(run.checkpoints), number, checkpoint)
-    measured = _measure(step, chosen, device)
+    measured = _measure(step, chosen, device or step.config.eval.device)
     samples = [
         {**_loss(total, count), **describe_sample(step, position, world=step.world)}
         for position, (_, total, count) in enumerate(measured)
