@@ -43,7 +43,7 @@ LEVELS = [
         "fsdp_pretrain.mesh",
         "fsdp_pretrain.throughput",
     ],
-    ["data.cli", "fsdp_pretrain.parallel", "fsdp_pretrain.optim", "fsdp_pretrain.plan"],
+    ["data.cli", "fsdp_pretrain.where", "fsdp_pretrain.parallel", "fsdp_pretrain.optim", "fsdp_pretrain.plan"],
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.cli"],
     ["fsdp_pretrain.trainer"],
     ["eval"],
@@ -52,6 +52,7 @@ LEVELS = [
 TORCH_FREE = [
     "fsdp_pretrain.cli",
     "fsdp_pretrain.status",
+    "fsdp_pretrain.where",
     "fsdp_pretrain.config_reference",
     "fsdp_pretrain.checkpoint.store",
     "fsdp_pretrain.record.aim",
