@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
@@ -53,8 +52,8 @@ class StepBatch:
         targets: tokens to predict.
         documents: documents that end in the share.
         separators, adjacent_specials: counted from the tokens; see `Packer.measure`.
-        digest: sum over samples of xxh3 of their tokens, modulo 2^64, as a signed integer. Summed over ranks it
-            identifies the global batch whatever the number of ranks.
+        digest: sum of `Packed.digest`, as a signed 64-bit integer. Summed over ranks it identifies the global batch
+            whatever the number of ranks.
         quarantined: documents taken out of the loss by the packer's checks.
         shares, epochs: of each source: the planned share around this step, and how often it has been read after it.
     """
@@ -113,6 +112,7 @@ class Loader(Iterator[StepBatch]):
         skips: samples that are not trained.
         prefetch: steps prepared ahead; 0 prepares in the caller's thread.
         with_lengths: include document lengths.
+        across_documents: learn the label that crosses from a separator into the next document.
         pin: put tensors in pinned memory, for asynchronous copies to a GPU.
     """
 
@@ -129,10 +129,12 @@ class Loader(Iterator[StepBatch]):
         skips: Skips | None = None,
         prefetch: int = 4,
         with_lengths: bool = False,
+        across_documents: bool = True,
         pin: bool = False,
     ) -> None:
         self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
-        self._micro_batch, self._with_lengths, self._pin = micro_batch, with_lengths, pin
+        self._micro_batch, self._pin = micro_batch, pin
+        self._with_lengths, self._across_documents = with_lengths, across_documents
         self._skips = skips or Skips()
         self.cursor, self.consumed = cursor, consumed
         steps = _Steps(self)
@@ -161,35 +163,45 @@ class Loader(Iterator[StepBatch]):
         step.shares, step.epochs = self._packer.mixture.shares(cursor), self._packer.position(step.cursor)
         for start in range(0, share, self._micro_batch):
             packed = self._packer.pack_samples(own[start : start + self._micro_batch])
-            step.micro.append(self._micro(packed))
-            step.targets += packed.tokens.shape[0] * self._packer.length - _ignored(packed)
+            micro = micro_batch(packed, with_lengths=self._with_lengths, across_documents=self._across_documents)
+            step.micro.append(_pinned(micro) if self._pin else micro)
+            step.targets += _targets(micro)
             step.documents += packed.documents
             separators, adjacent = self._packer.measure(packed)
             step.separators += separators
             step.adjacent_specials += adjacent
             step.quarantined += packed.quarantined
-            step.digest += sum(xxhash.xxh3_64_intdigest(row) for row in packed.tokens)
+            step.digest += packed.digest
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
         return step
 
-    def _micro(self, packed: Packed) -> MicroBatch:
-        tokens = torch.from_numpy(packed.tokens)
-        labels = lengths = None
-        if packed.ignore:
-            labels = tokens[:, 1:].clone()
-            for row, start, stop in packed.ignore:
-                labels[row, max(0, start - 1) : stop - 1] = IGNORE
-        if self._with_lengths:
-            lengths = torch.from_numpy(packed.lengths)
-        tensors = [tokens, labels, lengths, torch.from_numpy(packed.sources)]
-        if self._pin:
-            tensors = [tensor.pin_memory() if tensor is not None else None for tensor in tensors]
-        return MicroBatch(*tensors)  # type: ignore[arg-type]
+
+def micro_batch(packed: Packed, *, with_lengths: bool, across_documents: bool) -> MicroBatch:
+    """Packed samples as tensors; see `Loader` for the arguments."""
+    tokens = torch.from_numpy(packed.tokens)
+    labels = None
+    if packed.ignore or not across_documents:
+        labels = tokens[:, 1:].clone()
+        for row, start, stop in packed.ignore:
+            labels[row, max(0, start - 1) : stop - 1] = IGNORE
+    if labels is not None and not across_documents:
+        ends = torch.zeros(tokens.shape, dtype=torch.bool)
+        ends.view(-1)[torch.from_numpy(packed.separators)] = True
+        labels[ends[:, :-1]] = IGNORE
+    lengths = torch.from_numpy(packed.lengths) if with_lengths else None
+    return MicroBatch(tokens, labels, lengths, torch.from_numpy(packed.sources))
 
 
-def _ignored(packed: Packed) -> int:
-    """Labels inside `ignore`; the first token of a row is an input only."""
-    return sum(stop - max(1, start) for _, start, stop in packed.ignore)
+def _pinned(micro: MicroBatch) -> MicroBatch:
+    tensors = [micro.tokens, micro.labels, micro.lengths, micro.sources]
+    return MicroBatch(*(tensor.pin_memory() if tensor is not None else None for tensor in tensors))  # type: ignore[arg-type]
+
+
+def _targets(micro: MicroBatch) -> int:
+    """Tokens to predict in a micro-batch."""
+    if micro.labels is None:
+        return micro.tokens.shape[0] * (micro.tokens.shape[1] - 1)
+    return int((micro.labels != IGNORE).sum())
 
 
 def check_batches(batches: list[int], world: int, micro_batch: int) -> None:

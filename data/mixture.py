@@ -16,7 +16,7 @@ ramps, it is held for `GRID` samples at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +52,10 @@ class Weight:
     start: int = 0
     stop: int | None = None
     limit: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields as JSON values."""
+        return {**asdict(self), "points": [list(point) for point in self.points]}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Weight:

@@ -73,13 +73,22 @@ def _key(*parts: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a stretch of a sample comes from: tokens [start, stop) of a stored document, never its separator."""
+    """Where a stretch of a sample comes from: tokens [start, stop) of a document, separator not counted.
+
+    Attributes:
+        document: number within the shard.
+        length: tokens of the whole document, separator not counted.
+        position: where in the sample's S + 1 tokens the stretch begins. Behind it stands the separator, unless the
+            sample ends there.
+    """
 
     source: str
     shard: str
     document: int
     start: int
     stop: int
+    length: int
+    position: int
 
 
 @dataclass(slots=True)
@@ -107,18 +116,28 @@ class Packed:
         lengths: int32 [n, D], document lengths over the S inputs (separators counted), zero-padded.
         sources: int64 [n], number of the source each sample comes from.
         samples: int [n], their indices.
+        separators: int64, where the separators stand in `tokens` laid flat: the ends of documents.
         ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined and excluded documents.
         quarantined: the pieces those spans come from.
-        documents: documents that end inside the samples, so separators written.
     """
 
     tokens: Ints
     lengths: npt.NDArray[np.int32]
     sources: Ints
     samples: Sequence[int]
-    documents: int
+    separators: Ints
     ignore: list[tuple[int, int, int]] = field(default_factory=list)
     quarantined: list[Piece] = field(default_factory=list)
+
+    @property
+    def documents(self) -> int:
+        """Documents that end inside the samples."""
+        return len(self.separators)
+
+    @property
+    def digest(self) -> int:
+        """Sum over samples of xxh3 of their tokens, modulo 2^64: identifies a batch however it is split."""
+        return sum(xxhash.xxh3_64_intdigest(row) for row in self.tokens) % 2**64
 
 
 _AHEAD = 8
@@ -391,9 +410,9 @@ class Packer:
             sources[row] = source
             separators.append(self._sources[source].fill(number, tokens[row]))
         flat = tokens.reshape(-1)
-        where = [row * (self.length + 1) + at for row, ats in enumerate(separators) for at in ats]
+        where = np.array([row * (self.length + 1) + at for row, ats in enumerate(separators) for at in ats], np.int64)
         flat[where] = self.eod
-        packed = Packed(tokens, _document_lengths(separators, self.length), sources, samples, len(where))
+        packed = Packed(tokens, _document_lengths(separators, self.length), sources, samples, where)
         if not self._clean(flat, len(where)):
             self._quarantine(packed, separators)
         if self._excluded:
@@ -431,7 +450,7 @@ class Packer:
             for block, at, position, start, stop in pieces:
                 if bad[position : position + stop - start].any():
                     packed.ignore.append((row, position, position + stop - start))
-                    packed.quarantined.append(self._piece(source, block, at, start, stop))
+                    packed.quarantined.append(self._piece(source, block, at, position, start, stop))
             values[bad] = self._filler
 
     def _leave_out(self, packed: Packed) -> None:
@@ -451,16 +470,23 @@ class Packer:
         self._sources[number].fill(inner, np.empty(self.length + 1, dtype=np.int64), spans)
         return self._sources[number], spans
 
-    def _piece(self, source: _Source, block: _Block, at: int, start: int, stop: int) -> Piece:
+    def _piece(self, source: _Source, block: _Block, at: int, position: int, start: int, stop: int) -> Piece:
         entry, document = source.corpus.manifest.shards[block.shard].name, int(block.documents[at])
         shard = source.corpus.shard(block.shard)
-        first = int(shard.pointers[document]) // shard.dtype.itemsize
-        return Piece(source.name, entry, document, start - first, stop - first)
+        manifest = source.corpus.manifest
+        first = int(shard.pointers[document]) // shard.dtype.itemsize + (manifest.separators == "leading")
+        length = int(shard.lengths[document]) - manifest.carried
+        return Piece(source.name, entry, document, start - first, stop - first, length, position)
 
     def provenance(self, index: int) -> list[Piece]:
         """Which documents sample `index` is made of, in order."""
         source, spans = self._spans(index)
-        return [self._piece(source, block, at, start, stop) for block, at, _, start, stop in spans]
+        return [self._piece(source, block, at, position, start, stop) for block, at, position, start, stop in spans]
+
+    def epoch(self, index: int) -> int:
+        """The epoch, of the source it comes from, in which sample `index` starts."""
+        source, number = self.mixture.locate(index)
+        return self._sources[source].locate(number)[0]
 
     def position(self, index: int) -> dict[str, float]:
         """Epochs completed by each source once samples [0, index) have been read."""

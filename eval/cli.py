@@ -55,6 +55,19 @@ def main() -> int:
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between looks (default: 60)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
     parser = command.verb(
+        "samples",
+        _samples,
+        "The loss of every sample of a step, computed again from a checkpoint, highest first, with its documents.",
+        "fsdp-eval samples runs/quickstart/run --step 120",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--step", type=int, required=True, help="optimiser step, from 1")
+    parser.add_argument("--checkpoint", type=int, help="step of the checkpoint to use (default: newest before --step)")
+    parser.add_argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
+    parser.add_argument("--top", type=int, default=10, help="samples to show (default: 10)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser = command.verb(
         "report", _report, "All results of a run, oldest first.", "fsdp-eval report runs/quickstart/run"
     )
     parser.add_argument("run", type=Path, metavar="RUN")
@@ -98,6 +111,17 @@ def _watch(args: argparse.Namespace) -> int:
         time.sleep(5.0 if args.once else args.interval)
 
 
+def _samples(args: argparse.Namespace) -> int:
+    from . import samples
+
+    run = RunDir(args.run)
+    if not run.segments:
+        raise ConfigError(f"{args.run} is not a run directory: it has no segments/")
+    result = samples.sample_losses(run, args.step, checkpoint=args.checkpoint, segment=args.segment, device=args.device)
+    print(json.dumps(result, indent=1) if args.json else samples.render(result, top=args.top))
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     found = [read_json(path) for path in sorted(RunDir(args.run).evals.glob("step-*/*/results.json"))]
     for results in found:
@@ -130,7 +154,8 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
         from lm_eval import evaluator
     except ImportError:
         raise ConfigError("lm-eval is not installed", remedy="pip install 'fsdp-pretrain[eval]'") from None
-    from .harness import CheckpointLM, find_tokenizer, read_checkpoint
+    from .checkpoints import read_checkpoint
+    from .harness import CheckpointLM, find_tokenizer
     from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
 
     start = time.perf_counter()

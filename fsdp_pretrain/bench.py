@@ -33,7 +33,7 @@ class RandomSteps:
         self._batch = config.schedule.batch.full
         self._local, self._micro = self._batch // world.size, config.train.micro_batch
         self._length, self._vocab = config.data.sequence_length, config.model.vocab
-        self._lengths = config.data.attention == "document"
+        self._lengths = config.data.uses_lengths
         self._pin = world.device.type == "cuda"
         self._generator = torch.Generator().manual_seed(world.rank)
         self._steps = 0

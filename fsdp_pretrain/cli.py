@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import where
 from .checkpoint.store import Checkpoint, Store, verify_files
 from .config import load
 from .config_reference import reference
@@ -64,6 +65,25 @@ def main() -> int:
     _add_run(parser)
     parser.add_argument("action", choices=VERBS)
 
+    parser = command.verb(
+        "where",
+        _where,
+        "Which documents a step was trained on: samples, shards, documents, token ranges, text. Proves by the recorded "
+        "digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU.",
+        "fsdp-pretrain where runs/quickstart/run --step 120 --text",
+    )
+    _add_run(parser)
+    parser.add_argument("--step", type=_positive, required=True, help="optimiser step, from 1")
+    parser.add_argument("--before", type=_positive, default=0, metavar="K", help="also the K steps before it")
+    parser.add_argument("--after", type=_positive, default=0, metavar="K", help="also the K steps after it")
+    parser.add_argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
+    parser.add_argument("--rank", type=int, help="only the samples of this rank")
+    parser.add_argument("--world", type=_positive, help="split over so many ranks (default: as it was trained)")
+    parser.add_argument("--sample", type=int, help="only the sample with this index")
+    parser.add_argument("--text", action="store_true", help="show the text of every piece")
+    parser.add_argument("--ids", action="store_true", help="show the token ids, the last of which is only a label")
+    parser.add_argument("--json", action="store_true", help="one JSON object per step, each on its line")
+
     parser = command.verb("journal", _journal, "The chronicle of a run.", "fsdp-pretrain journal runs/quickstart/run")
     _add_run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -100,6 +120,13 @@ def _run_dir(text: str) -> RunDir:
     if not (run.path / "segments").is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a run directory (it has no segments/)")
     return run
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -187,6 +214,16 @@ def _control(args: argparse.Namespace) -> int:
         )
     send(args.run, args.action)
     print(f"asked to {args.action}; the job answers within a few steps (see its log or `fsdp-pretrain journal`)")
+    return 0
+
+
+def _where(args: argparse.Namespace) -> int:
+    for number in range(max(1, args.step - args.before), args.step + args.after + 1):
+        step = where.trained_step(args.run, number, args.segment)
+        found = where.describe_step(
+            step, world=args.world, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids
+        )
+        print(json.dumps(found) if args.json else where.render(found))
     return 0
 
 

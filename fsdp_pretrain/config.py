@@ -183,6 +183,10 @@ class DataSection(Section):
     """Places of an epoch that consecutive samples come from in turn. Part of the data order: changing it reshuffles."""
     attention: Literal["causal", "document"] = "causal"
     """`causal` attends across the documents packed into a sample, `document` masks other documents."""
+    positions: Literal["sample", "document"] = "sample"
+    """`sample` counts positions from the start of the sample, `document` starts again at each document in it."""
+    loss_across_documents: bool = True
+    """Learn to predict the first token of a document from the separator before it. Off: such labels do not count."""
     skip: list[SampleRange] = []
     """Samples that are read past and not trained: `["1200:1332 samples"]`. Nothing else moves."""
     reshuffle: list[Place] = []
@@ -193,6 +197,11 @@ class DataSection(Section):
     """Steps the background thread prepares ahead."""
     max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
     """Share of documents that may fail the inline checks, and so be left out of the loss, before the run is refused."""
+
+    @property
+    def uses_lengths(self) -> bool:
+        """Whether the model must be told the document lengths of its samples."""
+        return "document" in (self.attention, self.positions)
 
     @field_validator("sources")
     @classmethod
@@ -408,6 +417,11 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     optimizer, checkpoint, evaluation = (sections.get(name) for name in ("optimizer", "checkpoint", "eval"))
     if isinstance(model, GPTModel) and data and data.sequence_length > model.positions:
         yield f"data.sequence_length = {data.sequence_length} exceeds model.positions = {model.positions}"
+    if isinstance(model, LlamaModel) and data and (data.positions, data.attention) == ("document", "causal"):
+        yield (
+            "data.positions = document with data.attention = causal: rotary positions are distances between tokens, "
+            "and a token would see the documents before its own at wrong ones; set data.attention = document as well"
+        )
     if optimizer and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
     if data and train and optimizer:

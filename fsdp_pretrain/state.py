@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -45,12 +45,13 @@ class TrainState:
 
 
 def identity(config: Config, packer: Packer) -> dict[str, Any]:
-    """What defines the model and the order of the data: changing it under a running curve is forbidden."""
+    """What defines the model, the order of the data and what is learned from it: no resume may change it."""
     data, mixture = config.data, packer.mixture
+    fixed = ("sequence_length", "seed", "lanes", "attention", "positions", "loss_across_documents")
     return {
         "model": config.model.model_dump(mode="json", exclude={"declared_params"}),
-        "data": {"sequence_length": data.sequence_length, "seed": data.seed, "lanes": data.lanes},
-        "mixture": {name: asdict(weight) for name, weight in mixture.weights.items()},
+        "data": {key: getattr(data, key) for key in fixed},
+        "mixture": {name: weight.to_json() for name, weight in mixture.weights.items()},
         "corpora": {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
         "reshuffle": [config.schedule.samples(place) for place in data.reshuffle],
         "tokenizer": {"fingerprint": packer.tokenizer.fingerprint, "eod": packer.tokenizer.eod},

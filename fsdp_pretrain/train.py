@@ -298,7 +298,8 @@ def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> 
         consumed=state.consumed,
         skips=open_skips(config),
         prefetch=config.data.prefetch,
-        with_lengths=config.data.attention == "document",
+        with_lengths=config.data.uses_lengths,
+        across_documents=config.data.loss_across_documents,
         pin=world.device.type == "cuda",
     )
 

@@ -23,8 +23,7 @@ from .config import Config
 from .control import Inbox
 from .errors import DataError, Exit, NumericError, StorageError
 from .mesh import World
-from .models import Decoder
-from .models.attention import document_mask
+from .models import Decoder, packed
 from .models.loss import IGNORE
 from .record.metrics import json_number, mean_loss
 from .record.recorder import Recorder
@@ -37,15 +36,6 @@ LAG = 2
 
 _QUARANTINE_BASE = 100_000
 """The share of quarantined documents is judged over at least so many, or one early bad document would stop a run."""
-
-
-class MicroBatch(Protocol):
-    """What the model sees in one forward pass; see `data.loader.MicroBatch`."""
-
-    tokens: Tensor
-    labels: Tensor | None
-    lengths: Tensor | None
-    sources: Tensor
 
 
 class StepBatch(Protocol):
@@ -203,16 +193,10 @@ class Trainer:
         )
         self.state, self._last_mark, self._checkpoint_seconds = state, marks[-1], 0.0
 
-    def _micro_step(self, micro: MicroBatch, scale: Tensor, sums: Tensor) -> None:
+    def _micro_step(self, micro: packed.MicroBatch, scale: Tensor, sums: Tensor) -> None:
         """Forward and backward of one micro-batch; adds its loss sums and target counts to `sums` [2, sources]."""
         device = self.world.device
-        tokens = micro.tokens.to(device, non_blocking=True)
-        labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
-        mask = None
-        if self.config.data.attention == "document":
-            assert micro.lengths is not None
-            mask = document_mask(micro.lengths.to(device, non_blocking=True), tokens.shape[1] - 1)
-        losses = self.model(tokens[:, :-1], labels, mask)
+        losses, labels = packed.losses(self.model, micro, self.config.data, device)
         (losses.sum() * scale).backward()
         with torch.no_grad():
             sources = micro.sources.to(device, non_blocking=True)

@@ -115,6 +115,7 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("checkpoint.every=0 steps", "is no interval"),
         ("model.family=bert", "must be one of 'llama', 'gpt'"),
         ("model.positions=32", "unknown key"),
+        ("data.positions=document", "set data.attention = document as well"),
         ("nonsense", "not of the form section.key=value"),
         ("data.sources.3.name=x", "there is no data.sources.3"),
         ("run.name.x=1", "is a value, not a section"),

@@ -20,7 +20,8 @@ pytest.importorskip("lm_eval")
 import torch
 
 from eval import jobs
-from eval.harness import CheckpointLM, find_tokenizer, read_checkpoint
+from eval.checkpoints import read_checkpoint
+from eval.harness import CheckpointLM, find_tokenizer
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config import load

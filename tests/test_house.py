@@ -46,7 +46,7 @@ LEVELS = [
         "fsdp_pretrain.mesh",
         "fsdp_pretrain.throughput",
     ],
-    ["data.cli", "fsdp_pretrain.parallel", "fsdp_pretrain.optim", "fsdp_pretrain.plan"],
+    ["data.cli", "fsdp_pretrain.where", "fsdp_pretrain.parallel", "fsdp_pretrain.optim", "fsdp_pretrain.plan"],
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.cli"],
     ["fsdp_pretrain.trainer"],
     ["eval"],
@@ -55,6 +55,7 @@ LEVELS = [
 TORCH_FREE = [
     "fsdp_pretrain.cli",
     "fsdp_pretrain.status",
+    "fsdp_pretrain.where",
     "fsdp_pretrain.config_reference",
     "fsdp_pretrain.checkpoint.store",
     "fsdp_pretrain.record.aim",

@@ -14,7 +14,7 @@ from fsdp_pretrain import models, optim
 from fsdp_pretrain.config import GPTModel, LlamaModel, OptimizerSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models import loss
-from fsdp_pretrain.models.attention import document_ids, document_mask
+from fsdp_pretrain.models.attention import document_ids, document_mask, document_positions
 from fsdp_pretrain.models.decoder import Decoder
 from fsdp_pretrain.models.layers import rotary_table, rotate
 from fsdp_pretrain.parallel import materialise
@@ -101,6 +101,31 @@ def test_masked_documents_equal_separate_documents(values: dict[str, Any]) -> No
     changed[0, :7] = 0
     again = model(changed, None, document_mask(lengths, 20))
     assert torch.equal(packed[0, 7:], again[0, 7:])  # other documents are invisible
+
+
+@pytest.mark.parametrize("positions", ["sample", "document"])
+@pytest.mark.parametrize("values", [LLAMA, GPT])
+def test_every_document_of_a_sample_is_what_it_would_be_alone(values: dict[str, Any], positions: str) -> None:
+    """Learned positions must restart for that; rotary ones are relative, so there a restart changes nothing."""
+    model, x = make(values), tokens()
+    lengths = torch.tensor([[7, 13, 0], [20, 0, 0], [1, 4, 15]], dtype=torch.int32)
+    restart = document_positions(lengths, 20) if positions == "document" else None
+    packed = model(x, None, document_mask(lengths, 20), restart)
+    alike = []
+    for row, sizes in enumerate(lengths.tolist()):
+        start = 0
+        for size in filter(None, sizes):
+            alone = model(x[row : row + 1, start : start + size])[0]
+            alike.append(torch.allclose(packed[row, start : start + size], alone, rtol=1e-4, atol=1e-5))
+            start += size
+    assert alike == (
+        [True] * 6 if positions == "document" or values is LLAMA else [True, False, True, True, False, False]
+    )
+
+
+def test_positions_start_again_at_each_document() -> None:
+    lengths = torch.tensor([[2, 3, 0], [5, 0, 0], [1, 1, 3]], dtype=torch.int32)
+    assert document_positions(lengths, 5).tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
 
 
 def test_document_ids_and_mask() -> None:

@@ -189,7 +189,9 @@ def test_provenance_names_the_very_tokens(tmp_path: Path, tokenizer: Tokenizer) 
     for index in (0, 5, 77, 300):
         tokens = [token for token in packer.pack(index, 1).tokens[0].tolist() if token != EOD]
         found = []
-        for piece in packer.provenance(index):
+        for before, piece in enumerate(packer.provenance(index)):
+            assert piece.position == len(found) + before  # a separator behind each
+            assert piece.length == len(Shard(path / "shards" / piece.shard).document(piece.document))
             found += Shard(path / "shards" / piece.shard).document(piece.document)[piece.start : piece.stop].tolist()
         assert found == tokens
 
@@ -206,6 +208,11 @@ def test_bad_documents_leave_the_loss_and_nothing_else(tmp_path: Path, tokenizer
     a, b = clean.pack(0, samples), dirty.pack(0, samples)
     assert not a.ignore and not a.quarantined
     assert {(piece.document, piece.source) for piece in b.quarantined} == {(60, "a")}
+    spans = {
+        (row, piece.position, piece.position + piece.stop - piece.start)
+        for (row, _, _), piece in zip(b.ignore, b.quarantined, strict=True)
+    }
+    assert spans == set(b.ignore)
     assert (b.lengths == a.lengths).all()
     ignored = np.zeros_like(b.tokens, dtype=bool)
     for row, start, stop in b.ignore:

@@ -28,6 +28,16 @@ def document_ids(lengths: Tensor, sequence_length: int) -> Tensor:
     return torch.searchsorted(ends, positions.contiguous(), right=True)
 
 
+def document_positions(lengths: Tensor, sequence_length: int) -> Tensor:
+    """Positions that start again at 0 in each document: int64 [B, S] (see `document_ids` for the arguments).
+
+    A document that began in an earlier sample starts at 0 too: what the model cannot see does not count.
+    """
+    starts = lengths.cumsum(1) - lengths
+    positions = torch.arange(sequence_length, device=lengths.device)
+    return positions - starts.gather(1, document_ids(lengths, sequence_length))
+
+
 def document_mask(lengths: Tensor, sequence_length: int) -> Tensor:
     """Causal attention inside each document only: bool [B, 1, S, S] (see `document_ids` for the arguments)."""
     ids = document_ids(lengths, sequence_length)

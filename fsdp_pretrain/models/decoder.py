@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,32 +32,42 @@ class Decoder(nn.Module):
         self.head = None if tied_head else nn.Linear(hidden, vocab, bias=False)
         self.recompute_every = 0
 
-    def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """int64 [B, S] -> [B, S, H]."""
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens int64 [B, S], positions int64 [S] or [B, S] -> [B, S, H]."""
+        del positions
         out: Tensor = self.embedding(tokens)
         return out
 
-    def context(self, tokens: Tensor, mask: Tensor | None) -> tuple[object, ...]:
-        """Positional arguments of each block after the hidden state."""
+    def context(self, positions: Tensor, mask: Tensor | None) -> tuple[object, ...]:
+        """Positional arguments of each block after the hidden state; `positions` as in `embed_tokens`."""
         raise NotImplementedError
 
     def initial(self, name: str) -> Initial:
         """How the parameter called `name` starts. Raises KeyError for a name no rule covers."""
         raise NotImplementedError
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Logits, or the loss at every position.
 
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], the token to predict at each position (`loss.IGNORE`: none), or None.
             mask: see `attention`; None is causal over the whole sample.
+            positions: int64 [B, S], each less than S; None is 0..S-1.
 
         Returns:
             labels given: fp32 [B, S], natural-log cross-entropy, zero where ignored; else logits [B, S, V].
         """
-        x = self.embed_tokens(tokens)
-        context = self.context(tokens, mask)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embed_tokens(tokens, positions)
+        context = self.context(positions, mask)
         for index, block in enumerate(self.blocks):
             if self.recompute_every and index % self.recompute_every == 0 and self.training:
                 x = checkpoint(block, x, *context, use_reentrant=False)

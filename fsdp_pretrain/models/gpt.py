@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,14 +38,14 @@ class GPT(Decoder):
         self.blocks.extend(GPTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
 
-    def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Token plus position embedding, positions 0..S-1 over the packed sample."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Token plus position embedding."""
         x: Tensor = self.embedding(tokens) + self.positions(positions)
         return F.dropout(x, self.config.dropout, self.training)
 
-    def context(self, tokens: Tensor, mask: Tensor | None) -> tuple[object, ...]:
+    def context(self, positions: Tensor, mask: Tensor | None) -> tuple[object, ...]:
         """The mask alone."""
+        del positions
         return (mask,)
 
     def initial(self, name: str) -> Initial:

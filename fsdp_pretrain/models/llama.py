@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..config import LlamaModel
@@ -37,9 +36,8 @@ class Llama(Decoder):
         self.blocks.extend(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
 
-    def context(self, tokens: Tensor, mask: Tensor | None) -> tuple[object, ...]:
-        """The mask and the rotary tables of positions 0..S-1."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def context(self, positions: Tensor, mask: Tensor | None) -> tuple[object, ...]:
+        """The mask and the rotary tables of the positions."""
         head_dim = self.config.hidden // self.config.heads
         return (mask, *rotary_table(positions, head_dim, self.config.rope_base))
 

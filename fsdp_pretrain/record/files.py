@@ -72,11 +72,15 @@ class RunDir:
         folder = self.path / "segments"
         return sorted(path for path in folder.glob("[0-9]*") if path.is_dir()) if folder.is_dir() else []
 
+    def segment(self, number: int) -> Path:
+        """Directory of the start with this number."""
+        return self.path / "segments" / f"{number:04d}"
+
     def new_segment(self) -> Path:
         """Create the directory of a new start."""
         existing = self.segments
         number = int(existing[-1].name) + 1 if existing else 1
-        path = self.path / "segments" / f"{number:04d}"
+        path = self.segment(number)
         path.mkdir(parents=True)
         return path
 
@@ -126,10 +130,11 @@ class AppendFile:
             self._descriptor = None
 
 
-def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+def read_lines(path: Path, offset: int = 0, holding: bytes = b"") -> Iterator[tuple[dict[str, Any], int]]:
     """Parsed lines of a JSONL file from byte `offset` on, each with the offset behind it.
 
-    Stops at an unfinished last line (a writer may be in the middle of it); skips lines damaged by a crash.
+    Passes over lines without the bytes `holding`, and lines damaged by a crash. Stops at an unfinished last line (a
+    writer may be in the middle of it).
     """
     try:
         file = path.open("rb")
@@ -141,6 +146,8 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], in
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
+            if holding not in line:
+                continue
             try:
                 record = json.loads(line)
             except ValueError:

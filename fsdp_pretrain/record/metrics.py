@@ -20,6 +20,26 @@ def json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def find_step(run: RunDir, step: int) -> list[tuple[dict[str, Any], int | None]]:
+    """Every record of a step, one per start that made it, oldest first.
+
+    Returns:
+        (record, number of the start that replaced it by going back to an earlier step; None for the one kept).
+    """
+    found: list[tuple[dict[str, Any], int | None]] = []
+    for segment in run.segments:
+        path = segment / "metrics.jsonl"
+        first = next((record["step"] for record, _ in read_lines(path)), math.inf)
+        if first <= step:
+            found = [(record, int(segment.name) if by is None else by) for record, by in found]
+        found += [
+            (record, None)
+            for record, _ in read_lines(path, holding=f'"step": {step}'.encode())
+            if record["step"] == step
+        ]
+    return found
+
+
 def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
     """The kept line: records in step order, each step once, from the last start that made it.
 

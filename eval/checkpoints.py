@@ -1,0 +1,34 @@
+"""From a checkpoint to a model in one process. Needs no lm-eval."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint.dcp import load_model
+from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint
+from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.errors import CheckpointError
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.parallel import compute_dtype
+
+
+def read_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[Decoder, Config]:
+    """The model of a checkpoint, unsharded and in the run's compute precision, and its configuration.
+
+    Raises:
+        CheckpointError: it cannot be read, or the device does not exist.
+    """
+    config = load(checkpoint.path / CONFIG)
+    try:
+        target = torch.device(device)
+        torch.empty(1, device=target)
+    except (RuntimeError, AssertionError) as error:
+        raise CheckpointError(
+            f"device {device!r} cannot be used: {str(error).splitlines()[0]}",
+            remedy="set eval.device or --device",
+        ) from None
+    model = models.build(config.model)
+    model.to_empty(device="cpu")
+    load_model(checkpoint, model)
+    return model.to(device=target, dtype=compute_dtype(config, target)), config

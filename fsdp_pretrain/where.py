@@ -1,0 +1,242 @@
+"""Which text a step was trained on: step -> samples -> documents -> text, from the run directory alone. No torch.
+
+The record of a step says how far the data had been read; the configuration of the start that trained it says in which
+order; the packer is a pure function. So a batch is computed again, and its digest proves that it is the one trained.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from data.opening import open_packer, open_skips
+from data.packer import Packed, Packer
+from data.tokenizer import Tokenizer
+
+from .checkpoint.store import Store
+from .config import Config, load
+from .errors import ConfigError, DataError
+from .record.files import RunDir, read_json
+from .record.metrics import find_step, read_metrics
+from .state import differences, identity
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A recorded step and what computes its batch again.
+
+    Attributes:
+        record: its metrics record.
+        replaced_by: the later start that went back before this step and trained on from there; None if it is kept.
+        config, packer: of the start that trained it.
+        world: ranks of that start.
+    """
+
+    record: dict[str, Any]
+    replaced_by: int | None
+    config: Config
+    packer: Packer
+    world: int
+
+    @functools.cached_property
+    def indices(self) -> Sequence[int]:
+        """The samples of the global batch, in the order in which ranks take their slices."""
+        return open_skips(self.config).take_back(self.record["cursor"], self.record["batch"])
+
+    def samples(self) -> Iterator[tuple[int, Packed]]:
+        """Every sample of the global batch, packed: (index, one row). Raises DataError."""
+        for index in self.indices:
+            yield index, self.packer.pack(index, 1)
+
+
+def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedStep:
+    """Find a step in the record and prove that its batch can be computed again.
+
+    Args:
+        run: the run directory.
+        step: optimiser step, from 1.
+        segment: the start to take it from; None is the one whose step was kept.
+
+    Raises:
+        ConfigError: the step is not in the record, or only as one that a later start replaced.
+        DataError: the corpora cannot be read, or give another batch than the recorded one.
+    """
+    record, replaced_by = _choose(run, step, segment)
+    config, packer = _open(run, record["segment"])
+    environment = read_json(run.segment(record["segment"]) / "environment.json")
+    world = environment["world"]["size"] if environment else 1
+    found = TrainedStep(record, replaced_by, config, packer, world)
+    bar = tqdm(found.samples(), total=record["batch"], desc=f"step {step}", unit="samples", delay=2, disable=None)
+    digest = f"{sum(packed.digest for _, packed in bar) % 2**64:016x}"
+    if digest != record["data_digest"]:
+        changed = _changes(run, config, packer)
+        raise DataError(
+            f"step {step} was trained on a batch with digest {record['data_digest']}; computed again it has {digest}",
+            effect="what would be shown is not what was trained",
+            remedy="changed since: " + "; ".join(changed)
+            if changed
+            else "the corpora, or config.toml of the segment, were changed since; "
+            "`fsdp-data validate` compares every file of a corpus with its checksum",
+        )
+    return found
+
+
+def _choose(run: RunDir, step: int, segment: int | None) -> tuple[dict[str, Any], int | None]:
+    found = find_step(run, step)
+    if segment is not None:
+        for record, replaced_by in found:
+            if record["segment"] == segment:
+                return record, replaced_by
+        others = ", ".join(str(record["segment"]) for record, _ in found)
+        raise ConfigError(f"segment {segment} has no record of step {step}; segments that have: {others or 'none'}")
+    if found and found[-1][1] is None:
+        return found[-1]
+    if found:
+        old, (record, replaced_by) = [record["segment"] for record, _ in found], found[-1]
+        raise ConfigError(
+            f"step {step} is not part of the run as it stands: segment {record['segment']} trained it, but segment "
+            f"{replaced_by} went back to an earlier checkpoint and has not trained it again",
+            remedy=f"look at the replaced step with --segment {old[-1]}",
+        )
+    first = next(read_metrics(run), None)
+    if first is None:
+        raise ConfigError(f"{run.path} has no record of any step yet")
+    (last,) = deque(read_metrics(run), maxlen=1)
+    raise ConfigError(
+        f"step {step} is not in the record of {run.path}, which has steps {first['step']} to {last['step']}",
+        remedy="what another run trained before this one was forked from it is in that run's record",
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
+    config = load(run.segment(segment) / "config.toml")
+    return config, open_packer(config)
+
+
+def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
+    """What differs between the data as it is now and as a checkpoint of the run remembers it."""
+    whole = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.problem is None]
+    if not whole:
+        return []
+    current = identity(config, packer)
+    return differences(whole[-1].train_state()["identity"], current)
+
+
+def describe_sample(
+    step: TrainedStep, position: int, *, world: int, tokenizer: Tokenizer | None = None, ids: bool = False
+) -> dict[str, Any]:
+    """One sample of a step, as `fsdp-pretrain where --json` shows it.
+
+    Args:
+        step: from `trained_step`.
+        position: in the global batch, from 0.
+        world: ranks to split the batch over.
+        tokenizer: to add the text of every piece; None adds none.
+        ids: add the S + 1 token ids.
+
+    Returns:
+        Index, rank, micro-batch of the rank, source, epoch, and the pieces in order: shard, document, `start` and
+        `stop` within the document's `length` tokens, `position` in the sample, whether it was quarantined, text.
+    """
+    index, share = step.indices[position], len(step.indices) // world
+    packed = step.packer.pack(index, 1)
+    pieces = []
+    for piece in step.packer.provenance(index):
+        row = {key: value for key, value in asdict(piece).items() if key != "source"}
+        row["quarantined"] = piece in packed.quarantined
+        if tokenizer is not None:
+            tokens = packed.tokens[0, piece.position : piece.position + piece.stop - piece.start]
+            row["text"] = tokenizer.decode(tokens.tolist())
+        pieces.append(row)
+    rank, inside = divmod(position, share)
+    return {
+        "index": index,
+        "rank": rank,
+        "micro_batch": inside // step.config.train.micro_batch,
+        "source": step.config.data.sources[int(packed.sources[0])].name,
+        "epoch": step.packer.epoch(index),
+        "pieces": pieces,
+        **({"ids": packed.tokens[0].tolist()} if ids else {}),
+    }
+
+
+def describe_step(
+    step: TrainedStep,
+    *,
+    world: int | None = None,
+    rank: int | None = None,
+    sample: int | None = None,
+    text: bool = False,
+    ids: bool = False,
+) -> dict[str, Any]:
+    """A step and its samples, all or those asked for.
+
+    Args:
+        step: from `trained_step`.
+        world: ranks to split the batch over; None is as it was trained.
+        rank: only the samples of this rank.
+        sample: only the sample with this index.
+        text, ids: see `describe_sample`.
+
+    Raises:
+        ConfigError: the step has no such sample or rank, or the batch does not split over `world`.
+    """
+    record, indices = step.record, step.indices
+    number, size, world = record["step"], len(indices), world or step.world
+    if size % world:
+        raise ConfigError(f"the batch of step {number}, {size} samples, does not split over {world} ranks")
+    if rank is not None and not 0 <= rank < world:
+        raise ConfigError(f"there is no rank {rank} of {world}")
+    if sample is not None and sample not in indices:
+        raise ConfigError(f"step {number} has no sample {sample}; it has {indices[0]} to {indices[-1]}")
+    share = size // world
+    chosen = [
+        position
+        for position, index in enumerate(indices)
+        if sample in (None, index) and rank in (None, position // share)
+    ]
+    tokenizer = next(iter(step.packer.corpora.values())).tokenizer() if text else None
+    return {
+        "step": number,
+        "segment": record["segment"],
+        "replaced_by": step.replaced_by,
+        "cursor": record["cursor"],
+        "batch": size,
+        "sequence_length": step.packer.length,
+        "world": world,
+        "data_digest": record["data_digest"],
+        "samples": [describe_sample(step, at, world=world, tokenizer=tokenizer, ids=ids) for at in chosen],
+    }
+
+
+def render(described: dict[str, Any]) -> str:
+    """What `describe_step` returns, for people."""
+    replaced = f", replaced by segment {described['replaced_by']}" if described["replaced_by"] else ""
+    lines = [
+        f"step {described['step']} of segment {described['segment']}{replaced}: {described['batch']} samples of "
+        f"{described['sequence_length']} tokens over {described['world']} ranks; computed again, the batch has the "
+        f"recorded digest {described['data_digest']}"
+    ]
+    for sample in described["samples"]:
+        lines.append(
+            f"sample {sample['index']}: rank {sample['rank']}, micro-batch {sample['micro_batch']}, "
+            f"source {sample['source']}, epoch {sample['epoch']}"
+        )
+        lines += [line for piece in sample["pieces"] for line in render_piece(piece)]
+        if "ids" in sample:
+            lines.append("  ids " + " ".join(map(str, sample["ids"])))
+    return "\n".join(lines)
+
+
+def render_piece(piece: dict[str, Any]) -> list[str]:
+    """Lines for a piece of a sample and, if it is there, its text."""
+    place = f"  at {piece['position']:<6} {piece['shard']} document {piece['document']}, "
+    place += f"tokens {piece['start']} to {piece['stop']} of {piece['length']}"
+    place += ", quarantined: not learned" if piece["quarantined"] else ""
+    return [place, *(f"    | {line}" for line in piece.get("text", "").split("\n") if "text" in piece)]

@@ -1,0 +1,271 @@
+"""From a step back to its text, and the loss of each sample: a real run, its record, its corpora."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from data.loader import Loader
+from data.opening import open_packer
+from data.tokenizer import Tokenizer
+from eval.checkpoints import read_checkpoint
+from eval.samples import sample_losses
+from fsdp_pretrain import where
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config import load
+from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError
+from fsdp_pretrain.record.files import RunDir
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def trained(module_lab: Any) -> Path:
+    """Segment 1 trained steps 1 to 12 on two ranks; its later checkpoints were lost; segment 2 trained 6 to 8."""
+    sources = [
+        {"name": "a", "path": str(module_lab.corpus), "weight": 2.0},
+        {"name": "b", "path": str(module_lab.corpus)},
+    ]
+    config = module_lab.config(
+        "traced",
+        data={"sources": sources, "sequence_length": 256, "attention": "document", "loss_across_documents": False},
+        train={"duration": "12 steps", "global_batch": "12 samples", "micro_batch": 3},
+        optimizer={"decay": "12 steps"},
+        checkpoint={"every": "5 steps"},
+    )
+    run: Path = module_lab.path / "traced"
+    module_lab.train(config, ranks=2)
+    for step in (10, 12):
+        shutil.rmtree(run / f"checkpoints/step-{step:08d}")
+    module_lab.train(config, "train.duration=8 steps", ranks=2)
+    return run
+
+
+@pytest.fixture(scope="module")
+def steps(trained: Path, run_command: Run) -> list[dict[str, Any]]:
+    """Steps 1 to 8 as the command tells them."""
+    arguments = ["--step", 5, "--before", 9, "--after", 3, "--text", "--ids", "--json"]
+    done = run_command("fsdp_pretrain.cli", "where", trained, *arguments)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_ids_are_the_trained_batch(trained: Path, steps: list[dict[str, Any]], helpers: Any) -> None:
+    """The digest, computed here from the ids shown, is the one each step recorded while it trained."""
+    records = helpers.metrics(trained)
+    assert [step["step"] for step in steps] == [record["step"] for record in records] == list(range(1, 9))
+    for step, record in zip(steps, records, strict=True):
+        rows = np.array([sample["ids"] for sample in step["samples"]], dtype=np.int64)
+        assert rows.shape == (12, 257)
+        assert f"{sum(xxhash.xxh3_64_intdigest(row) for row in rows) % 2**64:016x}" == record["data_digest"]
+        assert [sample["index"] for sample in step["samples"]] == list(range(record["cursor"] - 12, record["cursor"]))
+        assert step["segment"] == (1 if step["step"] < 6 else 2) and step["replaced_by"] is None
+
+
+def check_text(steps: list[dict[str, Any]], tokenizer: Tokenizer, originals: set[str]) -> int:
+    """Pieces and separators tile every sample, text is that of its ids; a whole document shows an original text, which
+    encodes to its ids. How many of those there were."""
+    whole = 0
+    for sample in (sample for step in steps for sample in step["samples"]):
+        rebuilt: list[int] = []
+        for piece in sample["pieces"]:
+            assert piece["position"] == len(rebuilt) and not piece["quarantined"]
+            ids = sample["ids"][len(rebuilt) : len(rebuilt) + piece["stop"] - piece["start"]]
+            if (piece["start"], piece["stop"]) == (0, piece["length"]):
+                assert piece["text"] in originals and tokenizer.encode([piece["text"]])[0] == ids
+                whole += 1
+            assert piece["text"] == tokenizer.decode(ids)
+            rebuilt += [*ids, tokenizer.eod]
+        size = len(sample["ids"])
+        assert sample["ids"] == rebuilt[:size] and len(rebuilt) in (size, size + 1)
+    return whole
+
+
+def texts(path: Path) -> set[str]:
+    return {json.loads(line)["text"] for line in path.read_text().splitlines()}
+
+
+def test_text_is_that_of_the_documents(trained: Path, steps: list[dict[str, Any]], shared_corpus: Path) -> None:
+    assert check_text(steps, Tokenizer.load(trained / "tokenizer"), texts(shared_corpus / "train.jsonl")) > 50
+    assert {sample["source"] for step in steps for sample in step["samples"]} == {"a", "b"}
+
+
+@pytest.mark.slow
+def test_text_of_a_sentencepiece_corpus(lab: Any, shared_corpus: Path, run_command: Run) -> None:
+    train, tokenizer, corpus = shared_corpus / "train.jsonl", lab.path / "tokenizer", lab.path / "corpus"
+    for arguments in (
+        ["train-tokenizer", train, "--kind", "sentencepiece", "--vocab-size", 512, "--out", tokenizer],
+        ["prepare", train, "--tokenizer", tokenizer, "--out", corpus, "--quiet", "--workers", 1],
+    ):
+        done = run_command("data.cli", *arguments)
+        assert done.returncode == 0, done.stderr
+    data = {"sources": [{"name": "text", "path": str(corpus)}], "sequence_length": 256}
+    lab.train(lab.config(data=data, train={"duration": "4 steps"}))
+    arguments = ["--step", 1, "--after", 3, "--text", "--ids", "--json"]
+    done = run_command("fsdp_pretrain.cli", "where", lab.path / "run", *arguments)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert check_text(steps, Tokenizer.load(tokenizer), texts(train)) > 10
+
+
+def test_ranks_and_micro_batches_are_those_of_the_loader(trained: Path, steps: list[dict[str, Any]]) -> None:
+    config = load(trained / "segments/0001/config.toml")
+    for rank in range(2):
+        loader = Loader(open_packer(config), config.schedule.batch, rank=rank, world=2, micro_batch=3, prefetch=0)
+        for step in steps[:3]:
+            shown = [sample for sample in step["samples"] if sample["rank"] == rank]
+            for number, micro in enumerate(next(loader).micro):
+                assert [s["ids"] for s in shown if s["micro_batch"] == number] == micro.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "indices"),
+    [
+        (["--rank", "3", "--world", "4"], range(45, 48)),
+        (["--step", "11", "--segment", "1", "--sample", "130"], [130]),
+    ],
+)
+def test_parts_of_a_step(trained: Path, run_command: Run, arguments: list[str], indices: list[int]) -> None:
+    done = run_command("fsdp_pretrain.cli", "where", trained, "--step", 4, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [sample["index"] for sample in found["samples"]] == list(indices)
+    assert found["replaced_by"] == (2 if "--segment" in arguments else None)
+
+
+def test_what_a_person_sees(trained: Path, steps: list[dict[str, Any]], run_command: Run) -> None:
+    done = run_command("fsdp_pretrain.cli", "where", trained, "--step", 4, "--sample", 40, "--text")
+    sample = steps[3]["samples"][4]
+    piece = sample["pieces"][0]
+    assert f"computed again, the batch has the recorded digest {steps[3]['data_digest']}" in done.stdout
+    assert f"sample 40: rank 0, micro-batch 1, source {sample['source']}, epoch {sample['epoch']}" in done.stdout
+    assert f"{piece['shard']} document {piece['document']}, tokens {piece['start']} to {piece['stop']}" in done.stdout
+    for text in (piece["text"] for piece in sample["pieces"]):
+        assert "".join(f"    | {line}\n" for line in text.split("\n")) in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("step", "segment", "options", "expected"),
+    [
+        (99, None, {}, "step 99 is not in the record of {run}, which has steps 1 to 8"),
+        (11, None, {}, "segment 2 went back to an earlier checkpoint and has not trained it again"),
+        (11, None, {}, "look at the replaced step with --segment 1"),
+        (3, 2, {}, "segment 2 has no record of step 3; segments that have: 1"),
+        (3, None, {"rank": 2}, "there is no rank 2 of 2"),
+        (3, None, {"world": 5}, "12 samples, does not split over 5 ranks"),
+        (3, None, {"sample": 5}, "step 3 has no sample 5; it has 24 to 35"),
+    ],
+)
+def test_mistakes(trained: Path, step: int, segment: int | None, options: dict[str, int], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        where.describe_step(where.trained_step(RunDir(trained), step, segment), **options)
+    assert expected.format(run=trained) in str(caught.value)
+
+
+def test_a_mistake_on_the_command_line(trained: Path, run_command: Run) -> None:
+    done = run_command("fsdp_pretrain.cli", "where", trained, "--step", 11)
+    assert done.returncode == 78 and "went back" in done.stderr and "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+@pytest.fixture
+def moved(trained: Path, shared_corpus: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the run with a corpus of its own, both free to be spoilt; it still proves itself."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    shutil.copytree(shared_corpus / "corpus", tmp_path / "corpus")
+    config = run / "segments/0001/config.toml"
+    config.write_text(config.read_text().replace(str(shared_corpus / "corpus"), str(tmp_path / "corpus")))
+    yield run
+
+
+def spoil_a_shard(run: Path) -> None:
+    (shard,) = (run.parent / "corpus/shards").glob("*.bin")
+    tokens = np.fromfile(shard, "<u2")
+    np.roll(tokens, 1).tofile(shard)
+
+
+def spoil_the_order(run: Path) -> None:
+    config = run / "segments/0001/config.toml"
+    config.write_text(config.read_text().replace("lanes = 8", "lanes = 7"))
+
+
+def spoil_the_manifest(run: Path) -> None:
+    spoil_a_shard(run)
+    manifest = run.parent / "corpus/manifest.json"
+    content = json.loads(manifest.read_text())
+    content["shards"][0]["bin_xxh3"] = "0" * 32
+    manifest.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (spoil_a_shard, "fsdp-data validate"),
+        (spoil_the_order, "changed since: data.lanes: 8 -> 7"),
+        (spoil_the_manifest, "changed since: corpora.a"),
+    ],
+)
+def test_another_batch_is_never_shown(moved: Path, spoil: Callable[[Path], None], expected: str) -> None:
+    spoil(moved)
+    with pytest.raises(DataError, match="computed again it has") as caught:
+        where.trained_step(RunDir(moved), 3)
+    assert expected in str(caught.value)
+
+
+def test_a_moved_corpus_still_proves_itself(moved: Path) -> None:
+    assert where.trained_step(RunDir(moved), 3).record["step"] == 3
+
+
+@pytest.mark.parametrize(("step", "checkpoint"), [(6, 5), (7, 5), (6, 8)])
+def test_losses_of_samples(
+    trained: Path, helpers: Any, steps: list[dict[str, Any]], step: int, checkpoint: int
+) -> None:
+    """With the parameters before the step they add up to what was recorded; the highest comes first."""
+    found = sample_losses(RunDir(trained), step, checkpoint=None if checkpoint == 5 else checkpoint)
+    record = helpers.metrics(trained)[step - 1]
+    exact = checkpoint == step - 1
+    assert found["checkpoint"] == checkpoint and found["recorded"]["sum"] == record["loss"]["sum"]
+    assert found["loss"]["count"] == record["loss"]["count"] < 12 * 256
+    assert (abs(found["loss"]["sum"] / record["loss"]["sum"] - 1) < 1e-5) == exact
+    for name, loss in record["sources"].items():
+        assert found["sources"][name]["count"] == loss["count"]
+        assert (abs(found["sources"][name]["sum"] / loss["sum"] - 1) < 1e-5) == exact
+    means = [sample["mean"] for sample in found["samples"]]
+    assert means == sorted(means, reverse=True) and len(set(means)) == 12
+    assert sum(sample["sum"] for sample in found["samples"]) == pytest.approx(found["loss"]["sum"], rel=1e-9)
+    pieces = {sample["index"]: [p["document"] for p in sample["pieces"]] for sample in steps[step - 1]["samples"]}
+    assert {sample["index"]: [p["document"] for p in sample["pieces"]] for sample in found["samples"]} == pieces
+
+
+def test_the_loss_of_a_sample_is_that_of_its_documents(trained: Path, steps: list[dict[str, Any]]) -> None:
+    """Each document by itself through the model: with its separator, without the label that crosses into the next."""
+    found = sample_losses(RunDir(trained), 6)["samples"][0]
+    (shown,) = (sample for sample in steps[5]["samples"] if sample["index"] == found["index"])
+    model, _ = read_checkpoint(Store(trained / "checkpoints").find(5), "cpu")
+    total, count = 0.0, 0
+    for piece in shown["pieces"]:
+        ids = shown["ids"][piece["position"] : piece["position"] + piece["stop"] - piece["start"] + 1]
+        if len(ids) > 1:
+            logits = model(torch.tensor([ids[:-1]]))[0]
+            total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
+            count += len(ids) - 1
+    assert (found["count"], found["sum"]) == (count, pytest.approx(total, rel=1e-5))
+    assert found["mean"] == found["sum"] / found["count"]
+
+
+def test_losses_of_samples_for_people(trained: Path, run_command: Run) -> None:
+    done = run_command("eval.cli", "samples", trained, "--step", 6, "--top", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nsample ") == 2 and "10 more; show them with --top" in done.stdout
+    with pytest.raises(CheckpointError, match="no checkpoint from before step 4"):
+        sample_losses(RunDir(trained), 4)
