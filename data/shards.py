@@ -154,7 +154,10 @@ class Shard:
         self.lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
         self.pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + sequences * 4)
         self.document_indices = np.frombuffer(index, "<i8", document_indices, _HEADER.size + sequences * 12)
-        self.tokens = np.frombuffer(_map(bin_path), self.dtype)
+        raw = _map(bin_path)
+        if len(raw) % self.dtype.itemsize:
+            raise DataError(f"{bin_path} has {len(raw)} bytes: no whole number of {self.dtype.name}", remedy=_ADVICE)
+        self.tokens = np.frombuffer(raw, self.dtype)
         last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if last > self.tokens.nbytes:
             raise DataError(

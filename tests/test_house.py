@@ -32,7 +32,8 @@ LEVELS = [
         "data.mixture",
         "data.quickstart",
     ],
-    ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.validate", "data.formats"],
+    ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.formats"],
+    ["data.documents", "data.findings", "data.measure", "data.report", "data.totals", "data.validate"],
     [
         "data.bench",
         "data.opening",
