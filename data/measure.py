@@ -276,7 +276,8 @@ def outside_vocabulary(tokens: npt.NDArray[Any], size: int) -> npt.NDArray[np.bo
 def _length_bin(lengths: Positions) -> Positions:
     """Bins of lengths: exact below 128, then 64 to each doubling."""
     octave = np.maximum(np.frexp(lengths.astype(np.float64))[1].astype(np.int64) - 7, 0)
-    return octave * 64 + (lengths >> octave)
+    bins: Positions = octave * 64 + (lengths >> octave)
+    return bins
 
 
 def length_quantile(bins: npt.NDArray[np.int64], share: float) -> int:
