@@ -33,6 +33,8 @@ from .totals import Totals
 _PART_BYTES = 256_000_000
 _THIN_BYTES = 16_000_000
 _MEASURED_FILES = 8
+_POOL_BYTES = 32_000_000
+"""Below this, starting processes takes longer than measuring."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def _split(
 
 def _each(works: list[_Work], workers: int) -> Iterator[Measurement]:
     """Measurements in the order of the works, so that reports do not depend on timing; few wait at a time."""
-    if workers <= 1 or len(works) == 1:
+    if workers <= 1 or len(works) == 1 or sum(work.bytes for work in works) < _POOL_BYTES:
         yield from map(_measure, works)
         return
     with ProcessPoolExecutor(min(workers, len(works)), multiprocessing.get_context("spawn")) as pool:
