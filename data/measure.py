@@ -24,7 +24,7 @@ MEASURED_TOKENS = 1_000_000
 LONGEST = 100
 """Longest documents that are remembered of a file; more can not each be a hundredth of a corpus."""
 _UNIGRAM_STRIDE = 16
-_SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 4
+_SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 8
 _LENGTH_BINS = 64 * 58
 
 Separators = Literal["none", "trailing", "leading"]
@@ -127,7 +127,7 @@ class Meter:
             sampled = sampled[~outside_vocabulary(sampled, self._vocabulary.size)]
         result.unigrams += np.bincount(sampled.astype(np.int64), minlength=self._vocabulary.size)
         if self._tokenizer is not None:
-            self._sample(view, body)
+            self._sample(view, body, min(self._vocabulary.size, self._tokenizer.vocab_size))
 
     def finish(self) -> Measurement:
         """The measurement, once all runs were added."""
@@ -217,7 +217,7 @@ class Meter:
             here = [(int(lengths[n]), view.run.first + int(n)) for n in order]
             result.longest = sorted([*result.longest, *here], key=lambda pair: (-pair[0], pair[1]))[:LONGEST]
 
-    def _sample(self, view: _View, body: Positions) -> None:
+    def _sample(self, view: _View, body: Positions, size: int) -> None:
         """Remember the beginnings of a few documents of this run."""
         wanted = min(_SAMPLED_PER_RUN, _SAMPLED_DOCUMENTS - len(self._samples))
         good = np.flatnonzero(body >= SAMPLE_TOKENS // 4)
@@ -226,7 +226,7 @@ class Meter:
         hidden = self._vocabulary.specials | {self._vocabulary.eod}
         for n in chosen:
             ids = view.run.tokens[view.starts[n] : view.ends[n]][:SAMPLE_TOKENS].tolist()
-            self._samples.append([i for i in ids if 0 <= i < self._vocabulary.size and i not in hidden])
+            self._samples.append([i for i in ids if 0 <= i < size and i not in hidden])
 
     def _count(self, view: _View, code: str, documents: Positions, tokens: Positions | None = None) -> None:
         """Count documents, each found at one of its tokens (positions [documents of the run])."""
