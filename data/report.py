@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .findings import Example, Finding, Findings
 from .formats import TokenFile
-from .measure import MEASURED_TOKENS, Vocabulary
+from .meter import MEASURED_TOKENS, Vocabulary
 from .tokenizer import Tokenizer
 
 _AROUND = 12

@@ -155,9 +155,7 @@ class Shard:
         self.pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + sequences * 4)
         self.document_indices = np.frombuffer(index, "<i8", document_indices, _HEADER.size + sequences * 12)
         raw = _map(bin_path)
-        if len(raw) % self.dtype.itemsize:
-            raise DataError(f"{bin_path} has {len(raw)} bytes: no whole number of {self.dtype.name}", remedy=_ADVICE)
-        self.tokens = np.frombuffer(raw, self.dtype)
+        self.tokens = np.frombuffer(raw, self.dtype, len(raw) // self.dtype.itemsize)
         last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if last > self.tokens.nbytes:
             raise DataError(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .documents import FOREIGN_AGREEMENT, repeated
 from .findings import EXAMPLES, Example, Findings
-from .measure import LONGEST, Measurement, length_quantile
+from .meter import LONGEST, Measurement, length_quantile
 
 GIANT_TIMES, GIANT_SHARE = 20, 0.01
 """A document is giant at 20 times the 99th percentile of the lengths and a hundredth of the corpus's tokens."""

@@ -1,7 +1,7 @@
 """`fsdp-data validate`: measure what a corpus really holds. No torch; streaming; every finding has a remedy.
 
 The manifest is not believed: files are measured against it, and every token is looked at. Memory: about 100 MB per
-worker, and 8 bytes per document plus 8 kB per file in the parent (see `data.measure` and `data.totals`).
+worker, and 8 bytes per document plus 8 kB per file in the parent (see `data.meter` and `data.totals`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,9 @@ from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import DataError
 
 from .corpus import Manifest, ShardEntry, read_manifest
-from .documents import SAMPLE_TOKENS
 from .findings import EXAMPLES, Example, Findings
 from .formats import Format, MegatronFile, TokenFile, open_file
-from .measure import MEASURED_TOKENS, Measurement, Meter, Separators, Vocabulary
+from .meter import MEASURED_TOKENS, Measurement, Meter, Separators, Vocabulary
 from .report import Report, add_texts
 from .shards import file_checksum
 from .tokenizer import Tokenizer
@@ -38,9 +37,24 @@ _POOL_BYTES = 32_000_000
 
 
 @dataclass(frozen=True)
+class _Subject:
+    """What is validated, and what it is judged by."""
+
+    paths: list[Path]
+    names: list[str]
+    manifest: Manifest | None
+    vocabulary: Vocabulary
+    separators: Separators
+    because: str
+    tokenizer: Tokenizer | None
+    fingerprint: str | None
+
+
+@dataclass(frozen=True)
 class _Work:
     """One file, or one of several parts of a big one, as a worker gets it."""
 
+    file: int
     path: Path
     format: Format
     name: str
@@ -81,47 +95,55 @@ def validate(
         DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
             corpus whose manifest declares them.
     """
-    manifest = read_manifest(directory) if (directory / "manifest.json").exists() else None
     findings = Findings()
-    if manifest is not None:
-        if separators not in (None, manifest.separators):
-            raise DataError(
-                f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
-                remedy="leave --separators out; validate judges by the manifest and reports what differs",
-            )
-        entry = manifest.tokenizer
-        stored = _compare(directory, manifest, tokenizer, checksums, findings)
-        vocabulary = vocabulary or Vocabulary(entry.vocab_size, entry.eod, frozenset(entry.specials))
-        judged: Separators = manifest.separators
-        because = "declared by the manifest"
-        paths = [directory / "shards" / shard.name for shard in manifest.shards]
-        names = [shard.name for shard in manifest.shards]
-        fingerprint: str | None = entry.fingerprint
+    if (directory / "manifest.json").exists():
+        subject = _declared(directory, tokenizer, vocabulary, separators, checksums, findings)
     else:
-        paths, vocabulary = _bare(directory, tokenizer, vocabulary)
-        names, stored = [str(path.relative_to(directory)) for path in paths], tokenizer
-        fingerprint = tokenizer.fingerprint if tokenizer else None
-        judged, because = (separators, "declared") if separators else _measured_separators(paths, vocabulary.eod)
-    common = _Work(
-        *(directory, "megatron", "", 0, 1, 0, None, manifest.dtype if manifest else None, vocabulary, judged),
-        tokenizer=(stored.path, stored.eod) if stored else None,
-        checksums=checksums,
-    )
-    works = list(_split(common, paths, names, manifest))
-    totals = Totals(names, vocabulary.size)
+        subject = _bare(directory, tokenizer, vocabulary, separators)
+    works = list(_split(subject, checksums))
+    totals = Totals(subject.names, subject.vocabulary.size)
     totals.findings.merge(findings)
-    with tqdm(
-        total=sum(work.bytes for _, work in works), unit="B", unit_scale=True, desc="validate", disable=quiet or None
-    ) as bar:
-        for (number, work), measured in zip(works, _each([work for _, work in works], workers), strict=True):
-            totals.add(number, measured)
+    size = sum(work.bytes for work in works)
+    with tqdm(total=size, unit="B", unit_scale=True, desc="validate", disable=True if quiet else None) as bar:
+        for work, measured in zip(works, _each(works, workers), strict=True):
+            totals.add(work.file, measured)
             bar.update(work.bytes)
-    totals.judge(decoded=stored is not None)
-    return _report(directory, totals, (judged, because), vocabulary, fingerprint, stored, works)
+    totals.judge(decoded=subject.tokenizer is not None)
+    return _report(directory, subject, totals)
 
 
-def _bare(directory: Path, tokenizer: Tokenizer | None, vocabulary: Vocabulary | None) -> tuple[list[Path], Vocabulary]:
-    """Files and vocabulary of a directory without a manifest."""
+def _declared(
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    vocabulary: Vocabulary | None,
+    separators: Separators | None,
+    checksums: bool,
+    findings: Findings,
+) -> _Subject:
+    """A corpus with a manifest."""
+    manifest = read_manifest(directory)
+    if separators not in (None, manifest.separators):
+        raise DataError(
+            f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
+            remedy="leave --separators out; validate judges by the manifest and reports what differs",
+        )
+    entry = manifest.tokenizer
+    return _Subject(
+        paths=[directory / "shards" / shard.name for shard in manifest.shards],
+        names=[shard.name for shard in manifest.shards],
+        manifest=manifest,
+        vocabulary=vocabulary or Vocabulary(entry.vocab_size, entry.eod, frozenset(entry.specials)),
+        separators=manifest.separators,
+        because="declared by the manifest",
+        tokenizer=_compare(directory, manifest, tokenizer, checksums, findings),
+        fingerprint=entry.fingerprint,
+    )
+
+
+def _bare(
+    directory: Path, tokenizer: Tokenizer | None, vocabulary: Vocabulary | None, separators: Separators | None
+) -> _Subject:
+    """A directory of token files without a manifest."""
     paths = [path.with_suffix("") for path in sorted(directory.rglob("*.idx"))]
     if not paths:
         raise DataError(f"{directory} has neither manifest.json nor .idx files: nothing to validate")
@@ -132,7 +154,17 @@ def _bare(directory: Path, tokenizer: Tokenizer | None, vocabulary: Vocabulary |
             f"{directory} has no manifest, so nothing says what its ids mean",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
-    return paths, vocabulary
+    judged, because = (separators, "declared") if separators else _measured_separators(paths, vocabulary.eod)
+    return _Subject(
+        paths=paths,
+        names=[str(path.relative_to(directory)) for path in paths],
+        manifest=None,
+        vocabulary=vocabulary,
+        separators=judged,
+        because=because,
+        tokenizer=tokenizer,
+        fingerprint=tokenizer.fingerprint if tokenizer else None,
+    )
 
 
 def _compare(
@@ -185,19 +217,22 @@ def _measured_separators(paths: list[Path], eod: int) -> tuple[Separators, str]:
     return found, f"measured: of {documents:_} documents {ends:_} end and {starts:_} begin with one"
 
 
-def _split(
-    common: _Work, paths: list[Path], names: list[str], manifest: Manifest | None
-) -> Iterator[tuple[int, _Work]]:
-    """(number of the file, work); files beyond 256 MB in several parts, so that one file occupies all workers."""
-    for number, (path, name) in enumerate(zip(paths, names, strict=True)):
+def _split(subject: _Subject, checksums: bool) -> Iterator[_Work]:
+    """The work; files beyond 256 MB in several parts, so that one file occupies all workers."""
+    manifest, tokenizer = subject.manifest, subject.tokenizer
+    for number, (path, name) in enumerate(zip(subject.paths, subject.names, strict=True)):
         data = path.with_name(path.name + ".bin")
         size = data.stat().st_size if data.exists() else 0
         parts = max(1, -(-size // _PART_BYTES))
-        entry = manifest.shards[number] if manifest else None
         for part in range(parts):
-            yield (
-                number,
-                replace(common, path=path, name=name, part=part, parts=parts, bytes=size // parts, entry=entry),
+            yield _Work(
+                *(number, path, "megatron", name, part, parts, size // parts),
+                entry=manifest.shards[number] if manifest else None,
+                dtype=manifest.dtype if manifest else None,
+                vocabulary=subject.vocabulary,
+                separators=subject.separators,
+                tokenizer=(tokenizer.path, tokenizer.eod) if tokenizer else None,
+                checksums=checksums,
             )
 
 
@@ -261,15 +296,18 @@ def _open(work: _Work, findings: Findings) -> TokenFile | None:
                 if file_checksum(shard.prefix.with_name(shard.prefix.name + suffix)) != expected:
                     findings.note("checksum", work.name + suffix, "")
     problem = _index_problem(file)
-    last = int(shard.lengths.sum(dtype=np.int64)) * shard.dtype.itemsize
-    if not problem and work.entry is None and last != shard.tokens.nbytes:
-        problem = f"{shard.tokens.nbytes - last} bytes of .bin belong to no document"
-        findings.note("index", work.name, problem)
-        return file
     if problem:
         findings.note("index", work.name, problem)
         return None
+    beyond = _bin_bytes(file) - int(shard.lengths.sum(dtype=np.int64)) * shard.dtype.itemsize
+    if beyond and work.entry is None:  # against a manifest, the sizes were compared
+        findings.note("index", work.name, f"{beyond} bytes of .bin belong to no document")
     return file
+
+
+def _bin_bytes(file: MegatronFile) -> int:
+    prefix = file.shard.prefix
+    return prefix.with_name(prefix.name + ".bin").stat().st_size
 
 
 def _differences(entry: ShardEntry, dtype: str | None, file: MegatronFile) -> list[str]:
@@ -277,7 +315,7 @@ def _differences(entry: ShardEntry, dtype: str | None, file: MegatronFile) -> li
     held = {
         "documents": shard.documents,
         "tokens": int(shard.lengths.sum(dtype=np.int64)),
-        "bytes": shard.tokens.nbytes,
+        "bytes": _bin_bytes(file),
         "dtype": shard.dtype.name,
     }
     said = {"documents": entry.documents, "tokens": entry.tokens, "bytes": entry.bytes, "dtype": dtype}
@@ -298,34 +336,32 @@ def _index_problem(file: MegatronFile) -> str:
     return f"document {wrong[0]} does not begin where the one before it ends" if len(wrong) else ""
 
 
-def _report(
-    directory: Path,
-    totals: Totals,
-    separators: tuple[str, str],
-    vocabulary: Vocabulary,
-    fingerprint: str | None,
-    tokenizer: Tokenizer | None,
-    works: list[tuple[int, _Work]],
-) -> Report:
+def _report(directory: Path, subject: _Subject, totals: Totals) -> Report:
     """Put the report together and decode what its examples point at."""
-    specials = {
-        number: {"text": tokenizer.specials.get(number, "") if tokenizer else "", **places}
-        for number, places in totals.specials().items()
-    }
+    tokenizer = subject.tokenizer
     report = Report(
-        *(str(directory), totals.documents, totals.tokens, separators, vocabulary, fingerprint, totals.findings),
+        directory=str(directory),
+        documents=totals.documents,
+        tokens=totals.tokens,
+        separators=(subject.separators, subject.because),
+        vocabulary=subject.vocabulary,
+        fingerprint=subject.fingerprint,
+        findings=totals.findings,
         lengths=totals.lengths(),
         entropy_bits=totals.entropy(),
-        specials=specials,
+        specials={
+            number: {"text": tokenizer.specials.get(number, "") if tokenizer else "", **places}
+            for number, places in totals.specials().items()
+        },
         files=totals.files,
     )
     if tokenizer is not None:
-        opened = next((entry for entry in totals.files if entry["tokens"] > SAMPLE_TOKENS), None)
+        opened = next((entry for entry in totals.files if entry["tokens"]), None)
         boundaries = [Example(opened["name"], n, 0) for n in range(1, EXAMPLES + 1)] if opened else []
-        examples = [e for finding in totals.findings.by_code.values() for e in finding.examples]
-        wanted = {example.file for example in (*examples, *boundaries) if example.document is not None}
-        files = {work.name: open_file(work.path, work.format) for _, work in works if work.name in wanted}
-        add_texts([*examples, *boundaries], files, tokenizer)
+        examples = [e for finding in totals.findings.by_code.values() for e in finding.examples] + boundaries
+        wanted = {example.file for example in examples if example.document is not None}
+        paths = zip(subject.names, subject.paths, strict=True)
+        add_texts(examples, {name: open_file(path, "megatron") for name, path in paths if name in wanted}, tokenizer)
         report.boundaries = [example.text for example in boundaries if example.text is not None]
     return report
 

@@ -33,7 +33,7 @@ LEVELS = [
         "data.quickstart",
     ],
     ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.formats"],
-    ["data.documents", "data.findings", "data.measure", "data.report", "data.totals", "data.validate"],
+    ["data.documents", "data.findings", "data.meter", "data.report", "data.totals", "data.validate"],
     [
         "data.bench",
         "data.opening",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import measure
+from data import meter
 from data import validate as validation
 from data.corpus import read_manifest
 from data.findings import CATALOGUE
@@ -79,7 +79,7 @@ def edit_manifest(corpus: Path, **values: Any) -> None:
         (lambda c: cut(c / "shards/s0.bin", 4), {"unreadable"}),
         (lambda c: cut(c / "shards/s0.idx", 9), {"unreadable"}),
         (lambda c: append(c / "shards/s0.bin", b"xx"), {"manifest-mismatch", "checksum"}),
-        (lambda c: append(c / "shards/s0.bin", b"x"), {"unreadable"}),
+        (lambda c: append(c / "shards/s0.bin", b"x"), {"manifest-mismatch", "checksum"}),
         (lambda c: damage_bit(c / "tokenizer.json"), {"unreadable"}),
         (lambda c: append(c / "tokenizer.json", b" "), {"tokenizer"}),
         (lambda c: (c / "tokenizer.json").unlink(), {"unreadable"}),
@@ -118,7 +118,7 @@ def test_an_unsound_index_is_found(corpus: Path, at: int, value: int, size: int,
 
 
 def test_bytes_of_no_document_are_found_without_a_manifest(corpus: Path) -> None:
-    append(corpus / "shards/s0.bin", b"xxxx")
+    append(corpus / "shards/s0.bin", b"xxx")
     vocabulary = Vocabulary(512, 0, frozenset({0}))
     assert found(corpus / "shards", vocabulary=vocabulary) == {"index": 1}
 
@@ -170,8 +170,8 @@ def test_measures_of_the_corpus(tmp_path: Path, documents: list[list[int]], toke
 def test_length_quantiles_hold_at_every_scale() -> None:
     lengths = np.array([0, 1, 127, 128, 255, 256, 65_535, 65_536, 10**9, 2**40 + 1])
     for length in lengths.tolist():
-        bins = np.bincount(measure._length_bin(np.array([length])), minlength=64 * 58)
-        assert length * (1 - 1 / 64) <= measure.length_quantile(bins, 0.5) <= length
+        bins = np.bincount(meter._length_bin(np.array([length])), minlength=64 * 58)
+        assert length * (1 - 1 / 64) <= meter.length_quantile(bins, 0.5) <= length
 
 
 def test_bare_megatron_shards(
