@@ -40,7 +40,7 @@ _POOL_BYTES = 32_000_000
 class _Subject:
     """What is validated, and what it is judged by."""
 
-    paths: list[Path]
+    files: list[tuple[Path, Format]]
     names: list[str]
     manifest: Manifest | None
     vocabulary: Vocabulary
@@ -129,7 +129,7 @@ def _declared(
         )
     entry = manifest.tokenizer
     return _Subject(
-        paths=[directory / "shards" / shard.name for shard in manifest.shards],
+        files=[(directory / "shards" / shard.name, "megatron") for shard in manifest.shards],
         names=[shard.name for shard in manifest.shards],
         manifest=manifest,
         vocabulary=vocabulary or Vocabulary(entry.vocab_size, entry.eod, frozenset(entry.specials)),
@@ -144,8 +144,8 @@ def _bare(
     directory: Path, tokenizer: Tokenizer | None, vocabulary: Vocabulary | None, separators: Separators | None
 ) -> _Subject:
     """A directory of token files without a manifest."""
-    paths = [path.with_suffix("") for path in sorted(directory.rglob("*.idx"))]
-    if not paths:
+    files: list[tuple[Path, Format]] = [(p.with_suffix(""), "megatron") for p in sorted(directory.rglob("*.idx"))]
+    if not files:
         raise DataError(f"{directory} has neither manifest.json nor .idx files: nothing to validate")
     if vocabulary is None and tokenizer is not None:
         vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.eod, frozenset(tokenizer.specials))
@@ -154,10 +154,10 @@ def _bare(
             f"{directory} has no manifest, so nothing says what its ids mean",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
-    judged, because = (separators, "declared") if separators else _measured_separators(paths, vocabulary.eod)
+    judged, because = (separators, "declared") if separators else _measured_separators(files, vocabulary.eod)
     return _Subject(
-        paths=paths,
-        names=[str(path.relative_to(directory)) for path in paths],
+        files=files,
+        names=[str(path.relative_to(directory)) for path, _ in files],
         manifest=None,
         vocabulary=vocabulary,
         separators=judged,
@@ -196,12 +196,12 @@ def _compare(
     return stored or tokenizer
 
 
-def _measured_separators(paths: list[Path], eod: int) -> tuple[Separators, str]:
+def _measured_separators(files: list[tuple[Path, Format]], eod: int) -> tuple[Separators, str]:
     """What most documents carry, by the first run of up to 8 files."""
     documents = ends = starts = 0
-    for path in paths[:: max(1, len(paths) // _MEASURED_FILES)][:_MEASURED_FILES]:
+    for path, format_ in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
-            file = open_file(path, "megatron")
+            file = open_file(path, format_)
         except DataError:
             continue  # found again, and named, when the file is measured
         if isinstance(file, MegatronFile) and _index_problem(file):
@@ -220,13 +220,13 @@ def _measured_separators(paths: list[Path], eod: int) -> tuple[Separators, str]:
 def _split(subject: _Subject, checksums: bool) -> Iterator[_Work]:
     """The work; files beyond 256 MB in several parts, so that one file occupies all workers."""
     manifest, tokenizer = subject.manifest, subject.tokenizer
-    for number, (path, name) in enumerate(zip(subject.paths, subject.names, strict=True)):
-        data = path.with_name(path.name + ".bin")
+    for number, ((path, format_), name) in enumerate(zip(subject.files, subject.names, strict=True)):
+        data = path.with_name(path.name + ".bin") if format_ == "megatron" else path
         size = data.stat().st_size if data.exists() else 0
-        parts = max(1, -(-size // _PART_BYTES))
+        parts = max(1, -(-size // _PART_BYTES)) if format_ == "megatron" else 1
         for part in range(parts):
             yield _Work(
-                *(number, path, "megatron", name, part, parts, size // parts),
+                *(number, path, format_, name, part, parts, size // parts),
                 entry=manifest.shards[number] if manifest else None,
                 dtype=manifest.dtype if manifest else None,
                 vocabulary=subject.vocabulary,
@@ -360,8 +360,8 @@ def _report(directory: Path, subject: _Subject, totals: Totals) -> Report:
         boundaries = [Example(opened["name"], n, 0) for n in range(1, EXAMPLES + 1)] if opened else []
         examples = [e for finding in totals.findings.by_code.values() for e in finding.examples] + boundaries
         wanted = {example.file for example in examples if example.document is not None}
-        paths = zip(subject.names, subject.paths, strict=True)
-        add_texts(examples, {name: open_file(path, "megatron") for name, path in paths if name in wanted}, tokenizer)
+        files = zip(subject.names, subject.files, strict=True)
+        add_texts(examples, {name: open_file(*file) for name, file in files if name in wanted}, tokenizer)
         report.boundaries = [example.text for example in boundaries if example.text is not None]
     return report
 
