@@ -12,9 +12,10 @@ from fsdp_pretrain import config
 from fsdp_pretrain.console import Command
 from fsdp_pretrain.errors import DataError
 
-from . import bench, quickstart
+from . import adopt, bench, quickstart
 from .corpus import Corpus
-from .prepare import Options, default_workers, prepare, summary
+from .jobs import default_workers
+from .prepare import Options, prepare, summary
 from .report import render
 from .tokenizer import Tokenizer
 from .train_tokenizer import train_tokenizer
@@ -25,6 +26,7 @@ def main() -> int:
     """Entry point of the console script."""
     command = Command("fsdp-data", "Tokenisers, token shards and their validation.")
     _add_prepare(command)
+    _add_import(command)
     _add_train_tokenizer(command)
     _add_validate(command)
     _add_inspect(command)
@@ -84,6 +86,33 @@ def _add_prepare(command: Command) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
+def _add_import(command: Command) -> None:
+    parser = command.verb(
+        "import",
+        _import,
+        "Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped.",
+        "fsdp-data import /data/megatron --tokenizer /tmp/tokenizer --separators trailing --out /tmp/corpus",
+    )
+    parser.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="token files, or directories of them")
+    parser.add_argument(
+        "--format", choices=("megatron", "arrow", "npy", "bin"), help="format of the files (default: by their names)"
+    )
+    parser.add_argument("--tokenizer", required=True, help="the tokenizer that made the tokens")
+    parser.add_argument("--eod", help="document separator, if the tokenizer does not say (text of the token)")
+    parser.add_argument(
+        "--separators",
+        choices=("none", "trailing", "leading"),
+        required=True,
+        help="what each document carries; measured, and refused if one carries anything else",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="corpus directory")
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
+    parser.add_argument("--copy", action="store_true", help="copy Megatron shards instead of pointing to them")
+    parser.add_argument("--dtype", help="integer type of bin files (default: uint16)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a corpus made from other files or options")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
 def _add_train_tokenizer(command: Command) -> None:
     parser = command.verb(
         "train-tokenizer",
@@ -108,8 +137,14 @@ def _add_validate(command: Command) -> None:
         "fsdp-data validate /tmp/corpus --json",
     )
     parser.add_argument(
-        "directories", nargs="+", type=Path, metavar="DIR", help="corpora, or directories of .bin/.idx shards"
+        "directories", nargs="+", type=Path, metavar="DIR", help="corpora, or token files without a manifest"
     )
+    parser.add_argument(
+        "--format",
+        choices=("megatron", "arrow", "npy", "bin", "text"),
+        help="of files without a manifest (default: by their names)",
+    )
+    parser.add_argument("--dtype", help="integer type of bin files (default: uint16)")
     parser.add_argument("--tokenizer", help="compare with this tokenizer")
     parser.add_argument("--vocab-size", type=int, help="for shards without a manifest: vocabulary size")
     parser.add_argument("--eod", type=int, help="for shards without a manifest: id of the separator")
@@ -173,6 +208,20 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _import(args: argparse.Namespace) -> int:
+    manifest = adopt.adopt(
+        args.sources,
+        Tokenizer.load(args.tokenizer, args.eod),
+        args.out,
+        adopt.Options(args.format, args.separators, args.copy, args.dtype),
+        workers=args.workers,
+        overwrite=args.overwrite,
+        quiet=args.quiet,
+    )
+    print(adopt.summary(manifest, args.out))
+    return 0
+
+
 def _train_tokenizer(args: argparse.Namespace) -> int:
     tokenizer = train_tokenizer(
         args.inputs,
@@ -207,6 +256,8 @@ def _validate(args: argparse.Namespace) -> int:
             tokenizer=tokenizer,
             vocabulary=vocabulary,
             separators=None if args.separators == "auto" else args.separators,
+            format=args.format,
+            dtype=args.dtype,
             workers=args.workers,
             checksums=args.checksums,
             quiet=args.quiet or args.json,
@@ -235,9 +286,11 @@ def _inspect(args: argparse.Namespace) -> int:
         print(
             f"  tokenizer   {entry.kind}, {entry.vocab_size} tokens, separator id {entry.eod}, {entry.fingerprint[:12]}"
         )
+        print(f"  separators  stored with each document: {manifest.separators}")
         print(f"  fingerprint {manifest.fingerprint}")
         for shard in manifest.shards:
-            print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens")
+            where = f" ({shard.path})" if shard.path else ""
+            print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens{where}")
         return 0
     number = args.doc
     for index, shard in enumerate(manifest.shards):

@@ -3,7 +3,7 @@
     CORPUS/manifest.json     tokenizer fingerprint, separator policy, shards with sizes and checksums
     CORPUS/blocks.npy        int64 [blocks, 5], see `BLOCK_COLUMNS`
     CORPUS/tokenizer.json    or tokenizer.model: a copy of the tokenizer
-    CORPUS/shards/*.bin,.idx Megatron-Core indexed datasets
+    CORPUS/shards/*.bin,.idx Megatron-Core indexed datasets; adopted ones stay where they are, the manifest has the path
 
 Blocks are runs of documents of about 4M tokens within one shard. The table is all that a process must read to know
 where every training sample is: 16 MB for a corpus of 2T tokens.
@@ -33,6 +33,8 @@ FORMAT = 1
 BLOCK_TOKENS = 4_000_000
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
 _OPEN_SHARDS = 512
+Separators = Literal["none", "trailing", "leading"]
+"""What stored documents carry: nothing, one separator each at the end, or one each at the beginning."""
 
 
 class TokenizerEntry(BaseModel):
@@ -52,11 +54,17 @@ class ShardEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     name: str
+    path: str | None = None
+    """Where `.bin` and `.idx` are, without suffix, if not in `shards/`: files adopted by `fsdp-data import`."""
     documents: int = Field(ge=0)
     tokens: int = Field(ge=0)
     bytes: int = Field(ge=0)
     bin_xxh3: str
     idx_xxh3: str
+
+    def prefix(self, directory: Path) -> Path:
+        """Path of the shard of a corpus, without suffix."""
+        return directory / (self.path or f"shards/{self.name}")
 
 
 class Manifest(BaseModel):
@@ -65,14 +73,19 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     format: Literal[1]
     dtype: str
-    separators: Literal["none"]
-    """What stored documents carry at their ends. The packer adds the model's separator."""
+    separators: Separators
+    """What stored documents carry. The packer strips it and writes the model's separator."""
     tokenizer: TokenizerEntry
     documents: int
     tokens: int
     blocks_xxh3: str
     shards: list[ShardEntry]
     statistics: dict[str, Any] = {}
+
+    @property
+    def carried(self) -> int:
+        """Separators in each stored document, 0 or 1."""
+        return int(self.separators != "none")
 
     @property
     def fingerprint(self) -> str:
@@ -89,11 +102,11 @@ def read_manifest(directory: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         unfinished = (
-            " (an unfinished one: run the same `fsdp-data prepare` again)" if (directory / "plan.json").exists() else ""
+            " (an unfinished one: run the command that makes it again)" if (directory / "plan.json").exists() else ""
         )
         raise DataError(
             f"{directory} is not a corpus{unfinished}: it has no manifest.json",
-            remedy="make one with `fsdp-data prepare INPUT --tokenizer T --out DIR`",
+            remedy="make one with `fsdp-data prepare` or `fsdp-data import`",
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
@@ -105,12 +118,16 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path} is damaged or of another version: {where}: {first['msg']}") from None
 
 
-def build_blocks(shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS) -> npt.NDArray[np.int64]:
-    """Cut each shard into runs of documents of about `block_tokens`; int64 [blocks, 5], see `BLOCK_COLUMNS`."""
+def build_blocks(shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS, carried: int = 0) -> npt.NDArray[np.int64]:
+    """Cut each shard into runs of documents of about `block_tokens`; int64 [blocks, 5], see `BLOCK_COLUMNS`.
+
+    The `carried` separators of each stored document are not counted, so the table is the same however it is stored.
+    """
     rows = []
     for number, shard in enumerate(shards):
-        ends = np.cumsum(shard.lengths, dtype=np.int64)
-        full = np.cumsum(shard.lengths > 0, dtype=np.int64)
+        lengths = shard.lengths - carried
+        ends = np.cumsum(lengths, dtype=np.int64)
+        full = np.cumsum(lengths > 0, dtype=np.int64)
         first, done_tokens, done_full = 0, 0, 0
         while first < shard.documents:
             stop = int(np.searchsorted(ends, done_tokens + block_tokens)) + 1
@@ -128,11 +145,12 @@ def write_corpus(
     entries: list[dict[str, Any]],
     dtype: np.dtype[Any],
     statistics: dict[str, Any],
+    separators: Separators = "none",
 ) -> Manifest:
     """Write block table, tokenizer copy and, last and atomically, the manifest of shards already in place."""
-    shards = [Shard(directory / "shards" / entry["name"]) for entry in entries]
+    shards = (Shard(ShardEntry.model_validate(entry).prefix(directory)) for entry in entries)
     buffer = io.BytesIO()
-    np.save(buffer, build_blocks(shards))
+    np.save(buffer, build_blocks(shards, carried=int(separators != "none")))
     write_atomically(directory / "blocks.npy", buffer.getvalue())
     description = tokenizer.describe()
     description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
@@ -141,7 +159,7 @@ def write_corpus(
         {
             "format": FORMAT,
             "dtype": dtype.name,
-            "separators": "none",
+            "separators": separators,
             "tokenizer": description,
             "documents": sum(entry["documents"] for entry in entries),
             "tokens": sum(entry["tokens"] for entry in entries),
@@ -150,7 +168,9 @@ def write_corpus(
             "statistics": statistics,
         }
     )
-    write_atomically(directory / "manifest.json", (manifest.model_dump_json(indent=1) + "\n").encode())
+    write_atomically(
+        directory / "manifest.json", (manifest.model_dump_json(indent=1, exclude_none=True) + "\n").encode()
+    )
     return manifest
 
 
@@ -205,7 +225,7 @@ class Corpus:
         shard = self._open.get(number)
         if shard is None:
             entry = self.manifest.shards[number]
-            shard = self._open[number] = Shard(self.directory / "shards" / entry.name)
+            shard = self._open[number] = Shard(entry.prefix(self.directory))
             if shard.documents != entry.documents or shard.dtype.name != self.manifest.dtype:
                 raise DataError(
                     f"{shard.prefix}.idx holds {shard.documents} documents of {shard.dtype.name}, "

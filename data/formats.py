@@ -1,11 +1,17 @@
 """Token files as runs of whole documents, whatever their format: what `validate` measures and `import` adopts.
 
-Reading is streaming: a run holds about 4M tokens, and a document is never cut.
+    megatron  PREFIX.bin and PREFIX.idx, the Megatron-Core indexed dataset
+    arrow     Arrow IPC, file or stream: a list column with a document per row, or an integer column with a document
+              per record batch (the layout of fms-fsdp)
+    npy, bin  one flat array of tokens, cut at the separator
+    text      what `prepare` reads, encoded by a tokenizer
+
+Reading is streaming and memory-mapped: a run holds about 4M tokens, and a document is never cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,10 +19,24 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .shards import Shard
+from fsdp_pretrain.errors import DataError
 
-Format = Literal["megatron"]
+from .inputs import TEXT_SUFFIXES, plan_shards, read_documents
+from .shards import Shard, map_file
+from .tokenizer import Tokenizer
+
+Format = Literal["megatron", "arrow", "npy", "bin", "text"]
+Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[Any]
 RUN_TOKENS = 4_000_000
+_TEXTS = 256
+_SUFFIXES: dict[Format, tuple[str, ...]] = {
+    "megatron": (".idx",),
+    "arrow": (".arrow",),
+    "npy": (".npy",),
+    "bin": (".bin",),
+    "text": TEXT_SUFFIXES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +50,8 @@ class Run:
     """
 
     first: int
-    lengths: npt.NDArray[np.int64]
-    tokens: npt.NDArray[Any]
+    lengths: Ints
+    tokens: Tokens
 
 
 class TokenFile(Protocol):
@@ -40,30 +60,290 @@ class TokenFile(Protocol):
     name: str
 
     def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order, in runs of about `size` tokens and of at least one document."""
+        """All documents in order, in runs of about `size` tokens and of at least one document. Raises DataError."""
         ...
 
 
+# ---------------------------------------------------------------- which files
+
+
+def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  # noqa: A002
+    """The token files a path stands for, in the order of their names.
+
+    Args:
+        path: a file, the prefix of a Megatron pair, or a directory that is searched for files.
+        format: None takes it from the suffixes; `detect_format` then tells which it is.
+
+    Returns:
+        Paths for `open_file`; of a Megatron pair, the prefix.
+
+    Raises:
+        DataError: nothing is there, or a directory holds several formats and `format` does not choose.
+    """
+    if not path.is_dir():
+        found = _named(path, format or detect_format(path))
+        if found is None:
+            raise DataError(f"there is no token file {path}")
+        return [found]
+    held: dict[Format, list[Path]] = {}
+    for file in sorted(inner for inner in path.rglob("*") if inner.is_file()):
+        for kind, suffixes in _SUFFIXES.items():
+            if file.name.endswith(suffixes) and not (kind == "bin" and file.with_suffix(".idx").exists()):
+                held.setdefault(kind, []).append(file.with_suffix("") if kind == "megatron" else file)
+    if format is None and len(held) > 1:
+        counts = ", ".join(f"{len(files)} {kind}" for kind, files in held.items())
+        raise DataError(f"{path} holds files of several formats: {counts}", remedy="say which with --format")
+    found_here = held.get(format, []) if format else next(iter(held.values()), [])
+    if not found_here:
+        suffixes = _SUFFIXES[format] if format else tuple(suffix for kind in _SUFFIXES.values() for suffix in kind)
+        raise DataError(f"{path} holds no {format or 'token'} files (names ending in {', '.join(suffixes)})")
+    return found_here
+
+
+def detect_format(path: Path) -> Format:
+    """Format of one file by its name; a prefix or `.bin` with an `.idx` beside it is `megatron`. Raises DataError."""
+    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if stem.with_name(stem.name + ".idx").exists():
+        return "megatron"
+    for kind, suffixes in _SUFFIXES.items():
+        if path.name.endswith(suffixes):
+            return kind
+    raise DataError(
+        f"{path} is not there" if not path.exists() else f"the name of {path} does not tell its format",
+        remedy="say it with --format",
+    )
+
+
+def _named(path: Path, format: Format) -> Path | None:  # noqa: A002
+    """The path to open for a file named by a person; None if it is not there."""
+    if format != "megatron":
+        return path if path.exists() else None
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return prefix if prefix.with_name(prefix.name + ".idx").exists() else None
+
+
+def open_file(
+    path: Path,
+    format: Format,  # noqa: A002
+    eod: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    dtype: str | None = None,
+    cut: Literal["after", "before"] = "after",
+) -> TokenFile:
+    """Open one file of a format.
+
+    Args:
+        path: as `find_token_files` gives it.
+        format: of the file.
+        eod: id of the separator, at which `npy` and `bin` are cut (default: the tokenizer's).
+        tokenizer: encodes `text`.
+        dtype: NumPy name of the integer type of `bin` (default: uint16).
+        cut: whether the documents of `npy` and `bin` end `after` each separator or begin `before` it.
+
+    Raises:
+        DataError: not readable, not of this format, truncated, or an argument is missing.
+    """
+    if format == "megatron":
+        return MegatronFile(path)
+    if format == "arrow":
+        return ArrowFile(path)
+    if format == "text":
+        if tokenizer is None:
+            raise DataError(f"{path} is text: its tokens need a tokenizer", remedy="pass --tokenizer T")
+        return TextFile(path, tokenizer)
+    eod = tokenizer.eod if eod is None and tokenizer is not None else eod
+    if eod is None:
+        raise DataError(
+            f"{path} is one flat array: only the separator tells where its documents end",
+            remedy="name the separator with --eod, or pass --tokenizer T",
+        )
+    tokens = _read_npy(path) if format == "npy" else _read_bin(path, dtype or "uint16")
+    return FlatFile(path.name, tokens, eod, before=cut == "before")
+
+
+# ---------------------------------------------------------------- the formats
+
+
 class MegatronFile:
-    """A `.bin`/`.idx` pair; see `data.shards`."""
+    """A `.bin`/`.idx` pair; see `data.shards`. Documents of several sequences are read as one document each."""
 
     def __init__(self, prefix: Path) -> None:
         self.name, self.shard = prefix.name, Shard(prefix)
 
     def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order. The index must be sound: documents one behind the other."""
-        lengths = self.shard.lengths.astype(np.int64)
-        ends = np.cumsum(lengths)
-        first = 0
-        while first < len(lengths):
-            base = int(ends[first - 1]) if first else 0
-            stop = max(first + 1, int(np.searchsorted(ends, base + size)))
-            begin = int(self.shard.pointers[first]) // self.shard.dtype.itemsize
-            yield Run(first, lengths[first:stop], self.shard.tokens[begin : begin + int(ends[stop - 1]) - base])
-            first = stop
+        """All documents in order. Raises DataError if the index does not put them one behind the other."""
+        shard = self.shard
+        if not shard.is_contiguous:
+            raise DataError(
+                f"the index of {shard.prefix} points backwards, to overlapping documents or leaves gaps",
+                remedy="the index is damaged; restore it or prepare the shard again",
+            )
+        ends = np.concatenate(([0], np.cumsum(shard.lengths, dtype=np.int64)))
+        begin = int(shard.pointers[0]) // shard.dtype.itemsize if len(shard.pointers) else 0
+        yield from _runs([(np.diff(ends[shard.document_indices]), shard.tokens[begin : begin + int(ends[-1])])], size)
 
 
-def open_file(path: Path, format: Format) -> TokenFile:  # noqa: A002
-    """Open one file of a format. Raises DataError."""
-    del format
-    return MegatronFile(path)
+class ArrowFile:
+    """Arrow IPC, file or stream format: the column `tokens`, or the only one."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+
+        self.name, self._path = path.name, path
+        try:
+            with path.open("rb") as file:
+                self._is_file = file.read(6) == b"ARROW1"
+            schema = self._reader().schema
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"cannot read {path} as an Arrow IPC file or stream: {error}") from None
+        self._column = "tokens" if "tokens" in schema.names or len(schema) != 1 else schema.names[0]
+        kind = schema.field(self._column).type if self._column in schema.names else None
+        types = pyarrow.types
+        self._is_list = kind is not None and (types.is_list(kind) or types.is_large_list(kind))
+        if kind is None or not types.is_integer(kind.value_type if self._is_list else kind):
+            described = ", ".join(f"{field.name}: {field.type}" for field in schema)
+            raise DataError(f"{path} has no column `tokens` of integers or of lists of integers (it has {described})")
+
+    def _reader(self) -> Any:
+        import pyarrow
+
+        source = pyarrow.memory_map(str(self._path))
+        return pyarrow.ipc.open_file(source) if self._is_file else pyarrow.ipc.open_stream(source)
+
+    def _batches(self) -> Iterator[Any]:
+        reader = self._reader()
+        if self._is_file:
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            yield from reader
+
+    def _chunks(self) -> Iterator[tuple[Ints, Tokens]]:
+        import pyarrow
+
+        try:
+            for number, batch in enumerate(self._batches()):
+                column = batch.column(batch.schema.get_field_index(self._column))
+                values = column.flatten() if self._is_list else column
+                if column.null_count or values.null_count:
+                    raise DataError(f"{self._path} has nulls among its tokens (record batch {number})")
+                lengths = column.value_lengths().to_numpy() if self._is_list else [len(column)]
+                yield np.asarray(lengths, dtype=np.int64), values.to_numpy()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{self._path} is truncated or damaged: {error}") from None
+
+    def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
+        """All documents in order. Raises DataError if the file is damaged."""
+        yield from _runs(self._chunks(), size)
+
+
+class FlatFile:
+    """One array of tokens, cut after (or before) every separator.
+
+    Two separators side by side give a document that is a separator alone. The stretch before the first cut and after
+    the last is a document as well, one without a separator if the array begins or ends inside a document.
+    """
+
+    def __init__(self, name: str, tokens: Tokens, eod: int, *, before: bool) -> None:
+        self.name, self._tokens, self._eod, self._shift = name, tokens, eod, 0 if before else 1
+
+    def _chunks(self, size: int) -> Iterator[tuple[Ints, Tokens]]:
+        begin, end = 0, len(self._tokens)
+        while begin < end:
+            stop, width = begin, size
+            while True:
+                stop = min(end, begin + width)
+                cuts = np.flatnonzero(self._tokens[begin:stop] == self._eod) + self._shift
+                cuts = cuts[cuts > 0]
+                if stop == end or len(cuts):
+                    break
+                width *= 2  # a document longer than a run
+            if stop == end and (not len(cuts) or cuts[-1] < end - begin):
+                cuts = np.append(cuts, end - begin)
+            yield np.diff(cuts, prepend=0).astype(np.int64), self._tokens[begin : begin + int(cuts[-1])]
+            begin += int(cuts[-1])
+
+    def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
+        """All documents in order."""
+        yield from _runs(self._chunks(size), size)
+
+
+class TextFile:
+    """Text, JSONL or parquet, encoded while reading."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.name, self._path, self._tokenizer = path.name, path, tokenizer
+        if not path.is_file():
+            raise DataError(f"there is no file {path}")
+
+    def _chunks(self) -> Iterator[tuple[Ints, Tokens]]:
+        texts: list[str] = []
+        units = (unit for shard in plan_shards([self._path], None, lines=False) for unit in shard)
+        for document in (document for unit in units for document in read_documents(unit, "text", lines=False)):
+            texts.append(document.text)
+            if len(texts) == _TEXTS:
+                yield self._encode(texts)
+                texts = []
+        if texts:
+            yield self._encode(texts)
+
+    def _encode(self, texts: list[str]) -> tuple[Ints, Tokens]:
+        ids = self._tokenizer.encode(texts)
+        return np.array([len(item) for item in ids]), np.array([i for item in ids for i in item], dtype=np.int64)
+
+    def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
+        """All documents in order. Raises DataError if the text cannot be read."""
+        yield from _runs(self._chunks(), size)
+
+
+def _read_npy(path: Path) -> Tokens:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"cannot read {path} as a NumPy array: {error}") from None
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        shown = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "an archive"
+        raise DataError(f"{path} is not a one-dimensional array of integers but {shown}")
+    return tokens
+
+
+def _read_bin(path: Path, dtype: str) -> Tokens:
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(bool)
+    if kind.kind not in "iu":
+        raise DataError(f"{dtype!r} is not an integer type such as uint16, uint32, int32 or int64")
+    raw = map_file(path)
+    if len(raw) % kind.itemsize:
+        raise DataError(
+            f"{path} has {len(raw)} bytes, which is no whole number of {dtype}: truncated, or of another type",
+            remedy="name the type with --dtype",
+        )
+    return np.frombuffer(raw, kind)
+
+
+def _runs(chunks: Iterable[tuple[Ints, Tokens]], size: int) -> Iterator[Run]:
+    """Runs of about `size` tokens from chunks of whole documents, joining small ones and dividing large ones."""
+    first, held, count = 0, list[tuple[Ints, Tokens]](), 0
+    for chunk in chunks:
+        held.append(chunk)
+        count += len(chunk[1])
+        if count >= size:
+            for run in _divide(first, held, size):
+                yield run
+                first = run.first + len(run.lengths)
+            held, count = [], 0
+    yield from _divide(first, held, size)
+
+
+def _divide(first: int, held: list[tuple[Ints, Tokens]], size: int) -> Iterator[Run]:
+    if not held:
+        return
+    lengths, tokens = held[0] if len(held) == 1 else (np.concatenate(part) for part in zip(*held, strict=True))
+    ends = np.cumsum(lengths)
+    at = 0
+    while at < len(lengths):
+        base = int(ends[at - 1]) if at else 0
+        stop = max(at + 1, int(np.searchsorted(ends, base + size)))
+        yield Run(first + at, lengths[at:stop], tokens[base : int(ends[stop - 1])])
+        at = stop

@@ -21,6 +21,8 @@ from fsdp_pretrain.errors import DataError
 Kind = Literal["text", "jsonl", "parquet"]
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst")
+TEXT_SUFFIXES = tuple(suffix + packed for suffix in (".txt", *_KINDS) for packed in ("", *_PACKED))
+"""Names of the files that are taken from directories by default."""
 _EXPANSION = 4
 """Assumed ratio of text to compressed bytes, for balancing shards only."""
 
@@ -59,8 +61,7 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path
     Raises:
         DataError: an input does not exist, or nothing is found.
     """
-    wanted = tuple(suffixes) or (".txt", *_KINDS)
-    wanted += tuple(suffix + packed for suffix in wanted for packed in _PACKED)
+    wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *_PACKED)) or TEXT_SUFFIXES
     found: dict[Path, Path] = {}
     for name in inputs:
         path = Path(name)

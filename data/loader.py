@@ -51,6 +51,7 @@ class StepBatch:
         cursor, consumed: the counters after this step.
         targets: tokens to predict.
         documents: documents that end in the share.
+        separators, adjacent_specials: counted from the tokens; see `Packer.measure`.
         digest: sum over samples of xxh3 of their tokens, modulo 2^64, as a signed integer. Summed over ranks it
             identifies the global batch whatever the number of ranks.
         quarantined: documents taken out of the loss by the packer's checks.
@@ -62,6 +63,8 @@ class StepBatch:
     consumed: int
     targets: int = 0
     documents: int = 0
+    separators: int = 0
+    adjacent_specials: int = 0
     digest: int = 0
     quarantined: list[Piece] = field(default_factory=list)
 
@@ -151,6 +154,9 @@ class Loader(Iterator[StepBatch]):
             step.micro.append(self._micro(packed))
             step.targets += packed.tokens.shape[0] * self._packer.length - _ignored(packed)
             step.documents += packed.documents
+            separators, adjacent = self._packer.measure(packed)
+            step.separators += separators
+            step.adjacent_specials += adjacent
             step.quarantined += packed.quarantined
             step.digest += sum(xxhash.xxh3_64_intdigest(row) for row in packed.tokens)
         step.digest = (step.digest + 2**63) % 2**64 - 2**63

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .corpus import Separators
 from .documents import SAMPLE_TOKENS, agreements, degenerate, document_hashes, suspects
 from .findings import EXAMPLES, Example, Findings
 from .formats import Run
@@ -27,7 +28,6 @@ _UNIGRAM_STRIDE = 16
 _SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 8
 _LENGTH_BINS = 64 * 58
 
-Separators = Literal["none", "trailing", "leading"]
 Positions = npt.NDArray[np.int64]
 
 
@@ -96,13 +96,21 @@ class Meter:
         separators: what its documents were declared to carry.
         tokenizer: to encode sampled documents again.
         thin: sample the unigrams of a large file instead of counting all.
+        flat: the file is one array cut at its separators: none can be missing, and one that stands alone is doubled.
     """
 
     def __init__(
-        self, name: str, vocabulary: Vocabulary, separators: Separators, tokenizer: Tokenizer | None, *, thin: bool
+        self,
+        name: str,
+        vocabulary: Vocabulary,
+        separators: Separators,
+        tokenizer: Tokenizer | None,
+        *,
+        thin: bool,
+        flat: bool = False,
     ) -> None:
         self._name, self._vocabulary, self._separators, self._tokenizer = name, vocabulary, separators, tokenizer
-        self._find = SpecialFinder(vocabulary)
+        self._find, self._flat = SpecialFinder(vocabulary), flat
         self._stride = _UNIGRAM_STRIDE if thin else 1
         self._samples: list[list[int]] = []
         self.result = Measurement(unigrams=np.zeros(vocabulary.size, dtype=np.int64))
@@ -163,7 +171,7 @@ class Meter:
         self._tabulate(view.run.tokens[at], first, last)
         expected = is_eod & {"none": np.zeros_like(last), "trailing": last, "leading": first}[self._separators]
         body[inside[expected]] -= 1
-        if self._separators != "none":
+        if self._separators != "none" and not self._flat:
             lacking = view.run.lengths > 0
             lacking[inside[expected]] = False
             edge = view.ends - 1 if self._separators == "trailing" else view.starts
@@ -208,7 +216,9 @@ class Meter:
 
     def _lengths(self, view: _View, body: Positions) -> None:
         result, lengths = self.result, view.run.lengths
-        self._count(view, "empty-documents", np.flatnonzero(body == 0))
+        alone = self._flat and self._separators != "none"
+        empty = np.flatnonzero(body == 0)
+        self._count(view, "separator-doubled" if alone else "empty-documents", empty, view.starts if alone else None)
         self._count(view, "one-token-documents", np.flatnonzero(body == 1), view.starts)
         result.lengths += np.bincount(_length_bin(lengths), minlength=_LENGTH_BINS)
         least = result.longest[-1][0] if len(result.longest) == LONGEST else -1

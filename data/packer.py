@@ -14,7 +14,8 @@ How a source becomes samples (all integers; S is the sequence length, T the toke
 
 So a sample is found from the block table and one block's lengths. There is no iterator state, no shuffle buffer and
 no rank in this file; the permutations depend on (seed, source name, epoch, block) by a hash defined here, not by a
-library's generator that may change. The packer alone writes separators, and `pack` checks what it hands out.
+library's generator that may change. The packer alone writes separators: those that imported documents carry are
+stripped, and `pack` checks what it hands out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from fsdp_pretrain.errors import DataError
 
 from .corpus import Corpus
 from .mixture import Mixture
+from .shards import Shard
 
 Ints = npt.NDArray[np.int64]
 STRETCH = 1024
@@ -63,7 +65,7 @@ def _key(*parts: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a stretch of a sample comes from: tokens [start, stop) of a document, separator not counted."""
+    """Where a stretch of a sample comes from: tokens [start, stop) of a stored document, never its separator."""
 
     source: str
     shard: str
@@ -185,7 +187,8 @@ class _Source:
             return found
         shard_number, first, count, nonempty, _ = self.corpus.blocks[block].tolist()
         shard = self.corpus.shard(shard_number)
-        lengths = shard.lengths[first : first + count]
+        lengths = shard.lengths[first : first + count] - self.corpus.manifest.carried
+        starts = self._starts(shard, first, lengths)
         order = permutation(_key(self.seed, self.name, epoch, block), count)
         if nonempty < count:  # an empty document would put two separators side by side
             order = order[lengths[order] > 0]
@@ -193,7 +196,7 @@ class _Source:
         ends = np.cumsum(sizes)
         built = _Block(
             ends=ends,
-            shifts=(shard.pointers[first : first + count] // shard.dtype.itemsize)[order] - (ends - sizes),
+            shifts=starts[order] - (ends - sizes),
             documents=first + order,
             tokens=shard.tokens,
             shard=shard_number,
@@ -203,6 +206,27 @@ class _Source:
         if len(self._blocks) > self._keep_blocks:
             self._blocks.popitem(last=False)
         return built
+
+    def _starts(self, shard: Shard, first: int, lengths: npt.NDArray[np.int32]) -> Ints:
+        """Where the texts of documents from `first` on begin in the shard's flat array, carried separators skipped.
+
+        Raises:
+            DataError: a document does not carry the separator that the manifest declares.
+        """
+        manifest = self.corpus.manifest
+        starts: Ints = shard.pointers[first : first + len(lengths)] // shard.dtype.itemsize
+        if not manifest.carried:
+            return starts
+        at = starts + (lengths if manifest.separators == "trailing" else 0)
+        wrong = np.flatnonzero((lengths < 0) | (shard.tokens.take(at, mode="clip") != manifest.tokenizer.eod))
+        if len(wrong):
+            raise DataError(
+                f"{shard.prefix}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
+                f"manifest declares one ({len(wrong)} of the {len(lengths)} documents around it)",
+                effect="the shard changed since it was imported: what would be trained is not what was measured",
+                remedy="restore the shard, or import the corpus again",
+            )
+        return starts + (manifest.separators == "leading")
 
     def fill(self, number: int, row: Ints, pieces: list[_Span] | None = None) -> list[int]:
         """Write sample `number` into `row` [S + 1], all but the separators; note the stretches in `pieces` if given.
@@ -322,6 +346,17 @@ class Packer:
             return int(np.count_nonzero(self._special.take(flat))) == separators
         except IndexError:  # an id above the vocabulary
             return False
+
+    def measure(self, packed: Packed) -> tuple[int, int]:
+        """(separators, pairs of adjacent special tokens) among the tokens, quarantined stretches aside.
+
+        Counted from the tokens alone, not from how they were made: separators must equal `packed.documents`, pairs 0.
+        """
+        special = self._special.take(packed.tokens)
+        for row, start, stop in packed.ignore:
+            special[row, start:stop] = False
+        separators = np.count_nonzero(packed.tokens[special] == self.eod)
+        return int(separators), int(np.count_nonzero(special[:, 1:] & special[:, :-1]))
 
     def _quarantine(self, packed: Packed, separators: list[list[int]]) -> None:
         """Find the documents behind the offending tokens and take them out of the loss."""

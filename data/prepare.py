@@ -7,15 +7,9 @@ corpus is done when `manifest.json` exists. Killing it at any moment loses at mo
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +20,9 @@ from tqdm import tqdm
 
 from fsdp_pretrain.errors import DataError
 
-from .corpus import Manifest, load_json, write_atomically, write_corpus
+from .corpus import Manifest, write_atomically, write_corpus
 from .inputs import Document, Unit, find_files, plan_shards, read_documents
+from .jobs import claim, is_done, make_all, read_records
 from .shards import ShardWriter, token_dtype
 from .tokenizer import Tokenizer
 
@@ -80,17 +75,17 @@ def prepare(
     shards = plan_shards(files, options.shard_bytes, lines=options.lines)
     job = _job_digest(shards, tokenizer, options)
     folder = out / "shards"
-    _claim(out, job, len(shards), overwrite=overwrite)
+    claim(out, job, len(shards), overwrite=overwrite)
     names = [f"shard-{number:05d}" for number in range(len(shards))]
     mine = [n for n in range(len(shards)) if n % part[1] == part[0] - 1]
-    todo = [n for n in mine if not _is_done(folder / names[n])]
+    todo = [n for n in mine if not is_done(folder / names[n])]
     total = sum(unit.size for n in mine for unit in shards[n])
     done = total - sum(unit.size for n in todo for unit in shards[n])
-    tasks = [(folder / names[n], shards[n]) for n in todo]
+    tasks = [(folder / names[n], shards[n], options) for n in todo]
     bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="prepare", disable=True if quiet else None)
     with bar:
-        _run(tasks, tokenizer, options, min(workers, len(tasks)), bar)
-    if not all(_is_done(folder / name) for name in names):
+        make_all(make_shard, tasks, tokenizer, workers, bar)
+    if not all(is_done(folder / name) for name in names):
         return None
     return _finish(out, tokenizer, [folder / name for name in names], options)
 
@@ -107,88 +102,7 @@ def _job_digest(shards: list[list[Unit]], tokenizer: Tokenizer, options: Options
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _claim(out: Path, job: str, shards: int, *, overwrite: bool) -> None:
-    """Make `out` this job's directory, or raise DataError if it is something else's."""
-    plan = out / "plan.json"
-    if plan.exists():
-        if load_json(plan).get("job") == job:
-            return
-        if not overwrite:
-            raise DataError(
-                f"{out} holds a corpus made from other inputs, another tokenizer or other options",
-                remedy="choose another --out, or pass --overwrite to replace it",
-            )
-        for path in [*out.glob("shards/shard-*"), out / "manifest.json", out / "blocks.npy"]:
-            path.unlink(missing_ok=True)
-    elif out.exists() and any(out.iterdir()):
-        raise DataError(f"{out} is not empty and not a corpus", remedy="choose another --out")
-    (out / "shards").mkdir(parents=True, exist_ok=True)
-    write_atomically(plan, json.dumps({"job": job, "shards": shards}).encode())
-
-
-def _is_done(prefix: Path) -> bool:
-    return all(prefix.with_name(prefix.name + suffix).exists() for suffix in (".json", ".bin", ".idx"))
-
-
-def _run(tasks: list[tuple[Path, list[Unit]]], tokenizer: Tokenizer, options: Options, workers: int, bar: Any) -> None:
-    """Make the shards; one process makes them here, several in a pool whose progress a thread shows."""
-    if workers <= 1:
-        for prefix, units in tasks:
-            make_shard(prefix, units, tokenizer, options, bar.update)
-        return
-    context = multiprocessing.get_context("spawn")
-    progress = context.Value("q", 0)
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer.path, tokenizer.eod, options, progress))
-    stop = threading.Event()
-    shown = threading.Thread(target=_show, args=(progress, bar, stop), daemon=True)
-    shown.start()
-    futures: list[Future[None]] = [pool.submit(_work, prefix, units) for prefix, units in tasks]
-    try:
-        for future in as_completed(futures):
-            future.result()
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker process was killed (out of memory?)",
-            remedy="run the same command again; fewer --workers need less memory",
-        ) from None
-    finally:
-        if any(not future.done() for future in futures):  # an error or Ctrl-C: do not wait for the rest
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-        pool.shutdown(wait=True, cancel_futures=True)
-        stop.set()
-        shown.join()
-
-
-def _show(progress: Any, bar: Any, stop: threading.Event) -> None:
-    shown, ended = 0, False
-    while not ended:
-        ended = stop.wait(0.2)
-        done = progress.value
-        bar.update(done - shown)
-        shown = done
-
-
-_worker: tuple[Tokenizer, Options, Any]
-
-
-def _start_worker(path: Path, eod: int, options: Options, progress: Any) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    _worker = Tokenizer.load(path, eod), options, progress
-
-
-def _work(prefix: Path, units: list[Unit]) -> None:
-    tokenizer, options, progress = _worker
-
-    def report(size: int) -> None:
-        with progress.get_lock():
-            progress.value += size
-
-    make_shard(prefix, units, tokenizer, options, report)
-
-
-def make_shard(prefix: Path, units: list[Unit], tokenizer: Tokenizer, options: Options, report: Any) -> None:
+def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tokenizer, report: Any) -> None:
     """Tokenise `units` into one shard and write its `.json`, which marks it done.
 
     Args:
@@ -276,10 +190,8 @@ def _batches(unit: Unit, options: Options) -> Iterator[list[Document]]:
 
 
 def _finish(out: Path, tokenizer: Tokenizer, prefixes: list[Path], options: Options) -> Manifest:
-    """All shards are there: sweep what killed runs left half-written, and write the manifest."""
-    for path in (out / "shards").glob("*.partial"):
-        path.unlink(missing_ok=True)
-    records = [load_json(prefix.with_name(prefix.name + ".json")) for prefix in prefixes]
+    """All shards are there: write the manifest."""
+    records = read_records(out, [prefix.name for prefix in prefixes])
     counts = {key: sum(record["counts"][key] for record in records) for key in records[0]["counts"]}
     full = [record["entry"] for record in records if record["entry"]["documents"]]
     if not full:
@@ -313,8 +225,3 @@ def summary(manifest: Manifest, out: Path) -> str:
             f"  {tried - exact} of {tried} sampled documents do not decode to their text (a normalising tokenizer)"
         )
     return "\n".join(lines)
-
-
-def default_workers() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

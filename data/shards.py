@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,10 +56,14 @@ class ShardWriter:
 
     def append(self, tokens: npt.NDArray[Any]) -> None:
         """Add one document, given as tokens of the writer's dtype."""
+        self.extend(tokens, [len(tokens)])
+
+    def extend(self, tokens: npt.NDArray[Any], lengths: Sequence[int]) -> None:
+        """Add documents of the given lengths, one behind the other in `tokens` of the writer's dtype."""
         data = tokens.tobytes()
         self._file.write(data)
         self._hash.update(data)
-        self._lengths.append(len(tokens))
+        self._lengths.extend(lengths)
 
     @property
     def documents(self) -> int:
@@ -136,7 +141,7 @@ class Shard:
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         bin_path, idx_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
-        index = _map(idx_path)
+        index = map_file(idx_path)
         if len(index) < _HEADER.size or index[: len(MAGIC)] != MAGIC:
             raise DataError(f"{idx_path} is not a Megatron-Core index (wrong first bytes)", remedy=_ADVICE)
         _, version, code, sequences, document_indices = _HEADER.unpack_from(index)
@@ -154,7 +159,7 @@ class Shard:
         self.lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
         self.pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + sequences * 4)
         self.document_indices = np.frombuffer(index, "<i8", document_indices, _HEADER.size + sequences * 12)
-        raw = _map(bin_path)
+        raw = map_file(bin_path)
         self.tokens = np.frombuffer(raw, self.dtype, len(raw) // self.dtype.itemsize)
         last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if last > self.tokens.nbytes:
@@ -168,13 +173,33 @@ class Shard:
         """Number of documents."""
         return len(self.lengths)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether sequences lie one behind the other inside the file and documents are made of all of them."""
+        if not len(self.lengths):
+            return bool((self.document_indices == 0).all())
+        ends = self.pointers + self.lengths.astype(np.int64) * self.dtype.itemsize
+        starts, last = self.document_indices, len(self.lengths)
+        return bool(
+            self.lengths.min() >= 0
+            and self.pointers[0] >= 0
+            and np.array_equal(self.pointers[1:], ends[:-1])
+            and (len(starts) and starts[0] == 0 and starts[-1] == last and (np.diff(starts) >= 0).all())
+        )
+
+    @property
+    def has_single_sequences(self) -> bool:
+        """Whether every document is one sequence, so that `lengths` are the documents'."""
+        return np.array_equal(self.document_indices, np.arange(len(self.lengths) + 1))
+
     def document(self, number: int) -> npt.NDArray[Any]:
         """Tokens of document `number`, a view into the file."""
         start = int(self.pointers[number]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[number])]
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
+def map_file(path: Path) -> mmap.mmap | bytes:
+    """A file's bytes, memory-mapped. Raises DataError."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

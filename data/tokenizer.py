@@ -18,6 +18,8 @@ EOD = "<|endoftext|>"
 """Separator of the tokenizers trained here with `--kind bpe`; sentencepiece models use their `</s>`."""
 
 _KNOWN_EODS = (EOD, "</s>", "<eod>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<EOT>", "<eos>")
+_UNKNOWN = "\u3402 \U00012000 \U0010fffd"
+"""Text that no vocabulary holds: it shows whether the separator is also the token of unknown text."""
 _FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -43,6 +45,8 @@ class _Tokenizers:
         self._model.no_truncation()  # both can be stored in the file and would act silently
         self._model.no_padding()
         self._model.encode_special_tokens = True  # a literal "</s>" in a text stays text; not stored in the file
+        if getattr(self._model.model, "dropout", None):
+            self._model.model.dropout = None  # BPE dropout, if stored in the file, would cut a text anew each time
         added = self._model.get_added_tokens_decoder()
         self.specials = {number: token.content for number, token in added.items() if token.special}
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
@@ -191,11 +195,12 @@ def _find(path: Path) -> Path:
 
 
 def _probe(tokenizer: Tokenizer) -> None:
-    """Raise DataError if encoding adds specials, or turns their literals in a text into specials."""
-    literals = " x ".join(tokenizer.specials.values())
-    for text in ("", "a", "b c\n", literals):
-        (ids,) = tokenizer.encode([text])
-        slipped = sorted(set(ids) & set(tokenizer.specials))
+    """Raise DataError if encoding adds specials, turns their literals in a text into specials, or unknown text into
+    the separator. Tokens declared as text (user-defined, or added and not special) are text, unless one separates."""
+    literals = list(tokenizer.specials.values())
+    texts = ["", "a", "b c\n", " x ".join(literals), "".join(literals), *literals, _UNKNOWN]
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        slipped = sorted(set(ids) & ({tokenizer.eod} if text == _UNKNOWN else set(tokenizer.specials)))
         if slipped:
             names = ", ".join(f"{number} {tokenizer.specials[number]!r}" for number in slipped[:4])
             raise DataError(

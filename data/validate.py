@@ -11,8 +11,9 @@ import multiprocessing
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -20,10 +21,10 @@ from tqdm import tqdm
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import DataError
 
-from .corpus import Manifest, ShardEntry, read_manifest
+from .corpus import Manifest, Separators, ShardEntry, read_manifest
 from .findings import EXAMPLES, Example, Findings
-from .formats import Format, MegatronFile, TokenFile, open_file
-from .meter import MEASURED_TOKENS, Measurement, Meter, Separators, Vocabulary
+from .formats import Format, MegatronFile, TokenFile, detect_format, find_token_files, open_file
+from .meter import MEASURED_TOKENS, Measurement, Meter, Vocabulary
 from .report import Report, add_texts
 from .shards import file_checksum
 from .tokenizer import Tokenizer
@@ -48,6 +49,12 @@ class _Subject:
     because: str
     tokenizer: Tokenizer | None
     fingerprint: str | None
+    dtype: str | None
+
+    def open(self, path: Path, kind: Format) -> TokenFile:
+        """One of its files. Raises DataError."""
+        cut: Literal["before", "after"] = "before" if self.separators == "leading" else "after"
+        return open_file(path, kind, self.vocabulary.eod, self.tokenizer, self.dtype, cut)
 
 
 @dataclass(frozen=True)
@@ -75,18 +82,21 @@ def validate(
     tokenizer: Tokenizer | None = None,
     vocabulary: Vocabulary | None = None,
     separators: Separators | None = None,
+    format: Format | None = None,  # noqa: A002
+    dtype: str | None = None,
     workers: int = 1,
     checksums: bool = True,
     quiet: bool = False,
 ) -> Report:
-    """Look at every document of a corpus, or of a bare directory of `.bin`/`.idx` shards.
+    """Look at every document of a corpus, or of token files without a manifest.
 
     Args:
-        directory: with `manifest.json`; without one, `vocabulary` or `tokenizer` must be given and every `.idx` below
-            is taken.
+        directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
         tokenizer: compare the corpus with this tokenizer.
         vocabulary: overrides the manifest's.
         separators: what the documents of a bare directory are meant to carry; None takes what most of them do.
+        format: of files without a manifest; None takes it from their names.
+        dtype: of `bin` files (default: uint16).
         workers: processes.
         checksums: also read every file once more and compare checksums.
         quiet: no progress bar.
@@ -99,7 +109,7 @@ def validate(
     if (directory / "manifest.json").exists():
         subject = _declared(directory, tokenizer, vocabulary, separators, checksums, findings)
     else:
-        subject = _bare(directory, tokenizer, vocabulary, separators)
+        subject = _bare(directory, tokenizer, vocabulary, separators, format, dtype)
     works = list(_split(subject, checksums))
     totals = Totals(subject.names, subject.vocabulary.size)
     totals.findings.merge(findings)
@@ -129,7 +139,7 @@ def _declared(
         )
     entry = manifest.tokenizer
     return _Subject(
-        files=[(directory / "shards" / shard.name, "megatron") for shard in manifest.shards],
+        files=[(shard.prefix(directory), "megatron") for shard in manifest.shards],
         names=[shard.name for shard in manifest.shards],
         manifest=manifest,
         vocabulary=vocabulary or Vocabulary(entry.vocab_size, entry.eod, frozenset(entry.specials)),
@@ -137,16 +147,20 @@ def _declared(
         because="declared by the manifest",
         tokenizer=_compare(directory, manifest, tokenizer, checksums, findings),
         fingerprint=entry.fingerprint,
+        dtype=manifest.dtype,
     )
 
 
 def _bare(
-    directory: Path, tokenizer: Tokenizer | None, vocabulary: Vocabulary | None, separators: Separators | None
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    vocabulary: Vocabulary | None,
+    separators: Separators | None,
+    format: Format | None,  # noqa: A002
+    dtype: str | None,
 ) -> _Subject:
     """A directory of token files without a manifest."""
-    files: list[tuple[Path, Format]] = [(p.with_suffix(""), "megatron") for p in sorted(directory.rglob("*.idx"))]
-    if not files:
-        raise DataError(f"{directory} has neither manifest.json nor .idx files: nothing to validate")
+    files = [(path, format or detect_format(path)) for path in find_token_files(directory, format)]
     if vocabulary is None and tokenizer is not None:
         vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.eod, frozenset(tokenizer.specials))
     if vocabulary is None:
@@ -154,17 +168,21 @@ def _bare(
             f"{directory} has no manifest, so nothing says what its ids mean",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
-    judged, because = (separators, "declared") if separators else _measured_separators(files, vocabulary.eod)
-    return _Subject(
+    subject = _Subject(
         files=files,
-        names=[str(path.relative_to(directory)) for path, _ in files],
+        names=[str(path.relative_to(directory if directory.is_dir() else directory.parent)) for path, _ in files],
         manifest=None,
         vocabulary=vocabulary,
-        separators=judged,
-        because=because,
+        separators=separators or "none",
+        because="declared",
         tokenizer=tokenizer,
         fingerprint=tokenizer.fingerprint if tokenizer else None,
+        dtype=dtype,
     )
+    if separators is not None:
+        return subject
+    judged, because = _measured_separators(subject)
+    return replace(subject, separators=judged, because=because)
 
 
 def _compare(
@@ -196,12 +214,13 @@ def _compare(
     return stored or tokenizer
 
 
-def _measured_separators(files: list[tuple[Path, Format]], eod: int) -> tuple[Separators, str]:
+def _measured_separators(subject: _Subject) -> tuple[Separators, str]:
     """What most documents carry, by the first run of up to 8 files."""
     documents = ends = starts = 0
+    files, eod = subject.files, subject.vocabulary.eod
     for path, format_ in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
-            file = open_file(path, format_)
+            file = subject.open(path, format_)
         except DataError:
             continue  # found again, and named, when the file is measured
         if isinstance(file, MegatronFile) and _index_problem(file):
@@ -228,7 +247,7 @@ def _split(subject: _Subject, checksums: bool) -> Iterator[_Work]:
             yield _Work(
                 *(number, path, format_, name, part, parts, size // parts),
                 entry=manifest.shards[number] if manifest else None,
-                dtype=manifest.dtype if manifest else None,
+                dtype=manifest.dtype if manifest else subject.dtype,
                 vocabulary=subject.vocabulary,
                 separators=subject.separators,
                 tokenizer=(tokenizer.path, tokenizer.eod) if tokenizer else None,
@@ -254,11 +273,12 @@ def _each(works: list[_Work], workers: int) -> Iterator[Measurement]:
 def _measure(work: _Work) -> Measurement:
     """Everything about one part of a file; what concerns the whole file is reported with its first part."""
     result = Measurement()
-    file = _open(work, result.findings)
+    tokenizer = _tokenizer(*work.tokenizer) if work.tokenizer else None
+    file = _open(work, tokenizer, result.findings)
     if file is None:
         return result if work.part == 0 else Measurement()
-    tokenizer = _tokenizer(*work.tokenizer) if work.tokenizer else None
-    meter = Meter(work.name, work.vocabulary, work.separators, tokenizer, thin=work.bytes > _THIN_BYTES)
+    thin, flat = work.bytes > _THIN_BYTES, work.format in ("npy", "bin")
+    meter = Meter(work.name, work.vocabulary, work.separators, tokenizer, thin=thin, flat=flat)
     if work.part == 0:
         meter.result.findings.merge(result.findings)
     begin, stop = (work.bytes * k for k in (work.part, work.part + 1))
@@ -278,10 +298,11 @@ def _tokenizer(path: Path, eod: int) -> Tokenizer:
     return Tokenizer.load(path, eod)
 
 
-def _open(work: _Work, findings: Findings) -> TokenFile | None:
+def _open(work: _Work, tokenizer: Tokenizer | None, findings: Findings) -> TokenFile | None:
     """The file, once it is what its manifest says and can be walked; findings otherwise."""
     try:
-        file = open_file(work.path, work.format)
+        cut: Literal["before", "after"] = "before" if work.separators == "leading" else "after"
+        file = open_file(work.path, work.format, work.vocabulary.eod, tokenizer, work.dtype, cut)
     except DataError as error:
         findings.note("unreadable", work.name, error.cause)
         return None
@@ -361,7 +382,7 @@ def _report(directory: Path, subject: _Subject, totals: Totals) -> Report:
         examples = [e for finding in totals.findings.by_code.values() for e in finding.examples] + boundaries
         wanted = {example.file for example in examples if example.document is not None}
         files = zip(subject.names, subject.files, strict=True)
-        add_texts(examples, {name: open_file(*file) for name, file in files if name in wanted}, tokenizer)
+        add_texts(examples, {name: subject.open(*file) for name, file in files if name in wanted}, tokenizer)
         report.boundaries = [example.text for example in boundaries if example.text is not None]
     return report
 

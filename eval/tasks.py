@@ -161,6 +161,7 @@ def unigram_bits_per_byte(corpora: Sequence[Path], tokenizer: Tokenizer, heldout
             tokens = corpus.shard(number).tokens[:left]
             counts += np.bincount(tokens, minlength=len(counts))[: len(counts)]
             left -= len(tokens)
+    counts[tokenizer.eod] = 1  # imported corpora may store separators; texts hold none
     bits = -np.log2(counts / counts.sum())
     texts = read_heldout(heldout)
     total = sum(float(bits[ids].sum()) for ids in tokenizer.encode(texts))

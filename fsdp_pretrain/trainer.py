@@ -57,6 +57,8 @@ class StepBatch(Protocol):
     consumed: int
     targets: int
     documents: int
+    separators: int
+    adjacent_specials: int
     digest: int
     quarantined: list[Any]
 
@@ -212,11 +214,13 @@ class Trainer:
             sums[1].index_add_(0, sources, (labels != IGNORE).sum(1).double())
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
-        """int64 [targets, documents, digest, quarantined, stop, save], summed over ranks, on the device."""
+        """int64 [targets, documents, separators, adjacent specials, digest, quarantined, stop, save], of all ranks."""
         asked = self.inbox.take()
         values = [
             batch.targets,
             batch.documents,
+            batch.separators,
+            batch.adjacent_specials,
             batch.digest,
             len(batch.quarantined),
             asked.stop,
@@ -248,7 +252,7 @@ class Trainer:
             issued = self._issued.popleft()
             if issued.ready is not None:
                 issued.ready.synchronize()
-            _, _, _, _, stop, save = issued.counts.tolist()
+            *_, stop, save = issued.counts.tolist()
             verdict.stop |= stop > 0
             verdict.save |= save > 0
             record = self._record(issued)
@@ -259,7 +263,7 @@ class Trainer:
     def _record(self, issued: _Issued) -> dict[str, Any]:
         """The metrics record of a step (design, section 5)."""
         state, length = issued.state, self.config.data.sequence_length
-        targets, documents, digest, quarantined, _, _ = issued.counts.tolist()
+        targets, documents, separators, adjacent, digest, quarantined, _, _ = issued.counts.tolist()
         self._documents += documents
         self._quarantined += quarantined
         *sums, norm = issued.sums.tolist()
@@ -285,6 +289,8 @@ class Trainer:
             "mixture": {name: count / targets if targets else 0.0 for name, count in self._counts_by_source(sums)},
             "data_digest": f"{digest % 2**64:016x}",
             "documents": documents,
+            "separators": separators,
+            "adjacent_specials": adjacent,
             "quarantined": quarantined,
             "seconds": seconds,
             "tokens_per_second": rate,

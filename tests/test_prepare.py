@@ -254,22 +254,128 @@ def test_own_tokenizers_are_lossless_and_literals_stay_text(
     assert run_command("data.cli", "validate", tmp_path / "out").returncode == 0
 
 
-def test_templates_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path, shared_corpus: Path) -> None:
-    """A tokenizer.json that adds BOS and EOS, cuts at 4 and pads: what our `encode` gives has none of it."""
+@pytest.mark.parametrize("kind", ["template", "roberta"])
+def test_templates_truncation_and_padding_in_the_file_are_switched_off(
+    tmp_path: Path, shared_corpus: Path, kind: str
+) -> None:
+    """A tokenizer.json that adds BOS and EOS, cuts at 4, pads and drops out: what our `encode` gives has none of it."""
     from tokenizers import Tokenizer as Model
-    from tokenizers.processors import TemplateProcessing
+    from tokenizers.processors import RobertaProcessing, TemplateProcessing
 
     model = Model.from_file(str(shared_corpus / "tokenizer/tokenizer.json"))
-    plain = model.encode("the run writes every checkpoint", add_special_tokens=False).ids
-    model.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    texts = ["the run writes every checkpoint"] * 20
+    plain = model.encode(texts[0], add_special_tokens=False).ids
+    eod = ("<|endoftext|>", 0)
+    model.post_processor = (
+        RobertaProcessing(eod, eod)
+        if kind == "roberta"
+        else TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[eod])
     )
     model.enable_truncation(4)
     model.enable_padding(length=50)
+    model.model.dropout = 0.5
     model.save(str(tmp_path / "tokenizer.json"))
-    assert 0 in Model.from_file(str(tmp_path / "tokenizer.json")).encode("x").ids  # the trap is real
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    trap = Model.from_file(str(tmp_path / "tokenizer.json"))
+    assert 0 in trap.encode("x").ids and len({tuple(trap.encode(text).ids) for text in texts}) > 1  # the traps are real
+    assert Tokenizer.load(tmp_path).encode(texts) == [plain] * 20
+
+
+def byte_bpe(**special: Any) -> Any:
+    """A small byte-level BPE behind NFKC whose `</s>` is a special added token with the given options."""
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Model
+
+    model = Model(models.BPE())
+    model.normalizer, model.decoder = normalizers.NFKC(), decoders.ByteLevel()
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    model.train_from_iterator(["some text"], trainer)
+    model.add_special_tokens([AddedToken("</s>", special=True, **special)])
+    return model
+
+
+@pytest.mark.parametrize("special", [{}, {"lstrip": True, "rstrip": True}, {"normalized": True}, {"single_word": True}])
+def test_no_option_of_a_special_token_lets_text_spell_it(tmp_path: Path, special: dict[str, bool]) -> None:
+    """Neither its literal nor what a normaliser makes of full-width letters; the spaces around it stay."""
+    model = byte_bpe(**special)
+    model.save(str(tmp_path / "tokenizer.json"))
+    eod = model.token_to_id("</s>")
+    assert eod in model.encode("a </s> b", add_special_tokens=False).ids  # the trap is real
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode(["the run writes every checkpoint"]) == [plain]
+    assert tokenizer.eod == eod
+    texts = ["a </s> b", "</s>", "a</s></s>", "a ＜/s＞ b"]
+    encoded = tokenizer.encode(texts)
+    assert not any(eod in ids for ids in encoded)
+    assert [tokenizer.decode(ids) for ids in encoded] == [*texts[:3], "a </s> b"]
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "unknown"])
+def test_a_separator_that_the_model_itself_produces_is_refused(tmp_path: Path, kind: str) -> None:
+    """Special it may be: the vocabulary of the model holds its text, or it stands for unknown text."""
+    from tokenizers import Tokenizer as Model
+    from tokenizers import models, pre_tokenizers
+
+    if kind == "Unigram":
+        model = Model(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), ("a", -3.0)], unk_id=0))
+        model.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:
+        unknown = "</s>" if kind == "unknown" else "a"
+        model = Model(models.WordLevel({"</s>": 0, "a": 1, "x": 2}, unk_token=unknown))
+        model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(["</s>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="produces special tokens by itself"):
+        Tokenizer.load(tmp_path)
+
+
+def test_unknown_text_of_sentencepiece_is_no_separator(tmp_path: Path, shared_corpus: Path) -> None:
+    lossy_sentencepiece(tmp_path, shared_corpus)
+    with pytest.raises(DataError, match="produces special tokens by itself"):
+        Tokenizer.load(tmp_path, eod="<unk>")
+
+
+def lossy_sentencepiece(folder: Path, shared_corpus: Path) -> None:
+    """As its trainer makes them by default: NFKC, spaces removed, a space before the text, no bytes."""
+    from sentencepiece import SentencePieceTrainer
+
+    SentencePieceTrainer.Train(
+        input=str(shared_corpus / "train.jsonl"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=150,
+        hard_vocab_limit=False,
+        user_defined_symbols=["<tool>"],
+        minloglevel=2,
+    )
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "sentencepiece"])
+def test_normalisers_that_change_text_are_reported_and_add_nothing(
+    tmp_path: Path, shared_corpus: Path, run_command: Run, helpers: Any, kind: str
+) -> None:
+    """Full-width letters of the separator, text that vanishes, and tokens that a tokenizer declares to be text."""
+    if kind == "sentencepiece":
+        lossy_sentencepiece(tmp_path, shared_corpus)
+    else:
+        model = byte_bpe()
+        model.add_tokens(["<tool>"])
+        model.save(str(tmp_path / "tokenizer.json"))
+    texts = ["a </s> b", "ａ ＜／ｓ＞ ﬁ", "x <tool> y", " \u200b "]
+    source = helpers.jsonl(tmp_path / "in.jsonl", texts)
+    done = run_command("data.cli", "prepare", source, "--tokenizer", tmp_path, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "sampled documents do not decode to their text" in done.stdout
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.documents + manifest.statistics["empty"] == 4
+    assert manifest.statistics["empty"] == (kind == "sentencepiece") and not manifest.statistics["quarantined"]
+    documents = tokens_of(tmp_path / "out")
+    assert not set(manifest.tokenizer.specials) & {token for ids in documents for token in ids}
+    assert len(documents[2]) < len(documents[1])  # <tool> is one token, as declared
+    assert run_command("data.cli", "validate", tmp_path / "out").returncode == 0
 
 
 def test_a_separator_that_text_can_spell_is_refused(tmp_path: Path, shared_corpus: Path) -> None:

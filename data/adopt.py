@@ -1,0 +1,219 @@
+"""`fsdp-data import`: corpora tokenised elsewhere become corpora of ours, without tokenising again.
+
+Megatron shards stay where they are and the manifest points to them; other formats are rewritten as shards of our own,
+their separators stripped. What the documents carry is declared, and measured on every token: see `data.measure`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from tqdm import tqdm
+
+from fsdp_pretrain.errors import DataError
+
+from .corpus import Manifest, Separators, write_atomically, write_corpus
+from .formats import Format, detect_format, find_token_files, open_file
+from .jobs import claim, is_done, make_all, read_records, release
+from .measure import Measure
+from .shards import Shard, ShardWriter, file_checksum, token_dtype
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides how files are adopted.
+
+    Attributes:
+        format: of all files; None takes it from their names.
+        separators: what stored documents are declared to carry.
+        copy: write shards of our own instead of pointing to Megatron's (other formats always are).
+        dtype: NumPy name of the tokens' type in `bin` files.
+    """
+
+    format: Format | None
+    separators: Separators
+    copy: bool = False
+    dtype: str | None = None
+
+
+def adopt(
+    sources: Sequence[Path],
+    tokenizer: Tokenizer,
+    out: Path,
+    options: Options,
+    *,
+    workers: int,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Manifest:
+    """Make the corpus directory `out` from token files.
+
+    Args:
+        sources: files and directories.
+        tokenizer: the one that made the tokens.
+        out: created if absent; continued if it holds the same job, refused if it holds another.
+        options: see `Options`.
+        workers: processes.
+        overwrite: discard what `out` holds.
+        quiet: no progress bar.
+
+    Raises:
+        DataError: unreadable files, documents that do not carry what was declared, or another job in `out`.
+    """
+    files = list({file.absolute(): None for source in sources for file in find_token_files(source, options.format)})
+    formats = {options.format or detect_format(file) for file in files}
+    if len(formats) > 1:
+        raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
+    (kind,) = formats
+    options = Options(kind, options.separators, options.copy or kind != "megatron", options.dtype)
+    inside = [file for file in files if out.absolute() in file.parents]
+    if inside:
+        raise DataError(f"{inside[0]} lies in the corpus to be made", remedy="choose another --out")
+    dtype = token_dtype(tokenizer.vocab_size) if options.copy else _common_dtype(files)
+    claim(out, _job_digest(files, tokenizer, options), len(files), overwrite=overwrite)
+    prefixes = [out / "shards" / name for name in _names(files)]
+    suffixes = (".json", ".bin", ".idx") if options.copy else (".json",)
+    sizes = [_stat(file, kind).st_size for file in files]
+    todo = [n for n, prefix in enumerate(prefixes) if not is_done(prefix, suffixes)]
+    done = sum(sizes) - sum(sizes[n] for n in todo)
+    bar = tqdm(total=sum(sizes), initial=done, unit="B", unit_scale=True, desc="import", disable=quiet or None)
+    with bar:
+        try:
+            make_all(adopt_file, [(prefixes[n], files[n], options, sizes[n]) for n in todo], tokenizer, workers, bar)
+        except DataError:
+            release(out)
+            raise
+    records = read_records(out, [prefix.name for prefix in prefixes])
+    full = [record["entry"] for record in records if record["entry"]["documents"]]
+    if not full:
+        raise DataError("the files hold no documents")
+    counts = {key: sum(record["counts"][key] for record in records) for key in records[0]["counts"]}
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    statistics = {"imported": kind, "declared": options.separators, **counts, "made": made}
+    return write_corpus(out, tokenizer, full, dtype, statistics, "none" if options.copy else options.separators)
+
+
+def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
+    """Type of all shards, if they can be adopted where they are. Raises DataError."""
+    first: Shard | None = None
+    for prefix in prefixes:
+        shard = Shard(prefix)
+        problem = ""
+        if not shard.has_single_sequences:
+            problem = f"{prefix} has documents of several sequences"
+        elif int(shard.lengths.sum(dtype=np.int64)) * shard.dtype.itemsize != _stat(prefix, "megatron").st_size:
+            problem = f"{prefix}.bin holds more than the documents of its index"
+        elif first is not None and shard.dtype != first.dtype:
+            problem = f"{prefix} is of {shard.dtype.name}, {first.prefix} of {first.dtype.name}"
+        if problem:
+            raise DataError(problem, remedy="pass --copy to write shards of our own")
+        first = first or shard
+    assert first is not None
+    return first.dtype
+
+
+def _job_digest(files: list[Path], tokenizer: Tokenizer, options: Options) -> str:
+    assert options.format is not None
+    stamps = [_stat(file, options.format) for file in files]
+    content = {
+        "files": [str(file) for file in files],
+        "stamps": [[stamp.st_size, stamp.st_mtime_ns] for stamp in stamps],
+        "tokenizer": tokenizer.fingerprint,
+        **asdict(options),
+    }
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _stat(file: Path, kind: Format) -> os.stat_result:
+    """Of the file that holds the tokens. Raises DataError."""
+    path = file.with_name(file.name + ".bin") if kind == "megatron" else file
+    try:
+        return path.stat()
+    except OSError as error:
+        raise DataError(f"cannot open {path}: {error.strerror}") from None
+
+
+def _names(files: list[Path]) -> list[str]:
+    """A shard name for each file: its own if that is unique."""
+    names = [file.stem if file.suffix in (".arrow", ".npy", ".bin") else file.name for file in files]
+    return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
+
+
+def adopt_file(prefix: Path, source: Path, options: Options, size: int, tokenizer: Tokenizer, report: Any) -> None:
+    """Measure one file, copy it if asked to, and write its `.json` record, which marks it done.
+
+    Args:
+        prefix: path of the shard in the corpus, without suffix.
+        source: file, or prefix of a Megatron pair.
+        options: with the format resolved.
+        size: bytes of the file, for progress.
+        report: called with bytes read.
+
+    Raises:
+        DataError: see `adopt`.
+    """
+    kind, declared = options.format, options.separators
+    assert kind is not None
+    file = open_file(
+        source, kind, tokenizer=tokenizer, dtype=options.dtype, cut="before" if declared == "leading" else "after"
+    )
+    measure = Measure(tokenizer, declared, flat=kind in ("npy", "bin"))
+    dtype, digest, shown = token_dtype(tokenizer.vocab_size), xxhash.xxh3_128(), 0
+    with ShardWriter(prefix, dtype) if options.copy else nullcontext() as writer:
+        for run in file.runs():
+            separators = measure.add(run)
+            if writer is None:
+                digest.update(run.tokens.data)
+            elif measure.holds:
+                lengths = run.lengths - separators
+                kept = run.tokens[run.tokens != tokenizer.eod] if separators.any() else run.tokens
+                writer.extend(kept.astype(dtype), lengths[lengths > 0].tolist())
+            step = min(run.tokens.nbytes, size - shown)
+            report(step)
+            shown += step
+        measure.require(str(source))
+        entry = writer.finish() if writer else _entry(prefix.name, source, measure, digest.hexdigest())
+    report(size - shown)
+    counts = {"documents": measure.documents, "empty": measure.empty, "unterminated": measure.unterminated}
+    record = {"entry": entry, "counts": counts, "source": str(source)}
+    write_atomically(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _entry(name: str, source: Path, measure: Measure, bin_xxh3: str) -> dict[str, Any]:
+    """The manifest's entry of a shard that stays where it is."""
+    return {
+        "name": name,
+        "path": str(source.parent.resolve() / source.name),
+        "documents": measure.documents,
+        "tokens": measure.tokens,
+        "bytes": _stat(source, "megatron").st_size,
+        "bin_xxh3": bin_xxh3,
+        "idx_xxh3": file_checksum(source.with_name(source.name + ".idx")),
+    }
+
+
+def summary(manifest: Manifest, out: Path) -> str:
+    """What `import` tells a person at its end."""
+    numbers = manifest.statistics
+    where = "in place" if any(entry.path for entry in manifest.shards) else "copied"
+    lines = [
+        f"{out}: {manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards "
+        f"({where}); every document carries what was declared: {numbers['declared']}"
+    ]
+    if numbers["empty"]:
+        lines.append(f"  {numbers['empty']:_} empty documents, which training leaves out")
+    if numbers["unterminated"]:
+        lines.append(
+            f"  {numbers['unterminated']:_} files begin or end inside a document, which is kept as one of its own"
+        )
+    return "\n".join(lines)

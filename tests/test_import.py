@@ -1,0 +1,470 @@
+"""`fsdp-data import`: the same documents, however stored, train identically; anything but what was declared is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.adopt import Options, adopt
+from data.corpus import Corpus, read_manifest, write_corpus
+from data.formats import Format, find_token_files, open_file
+from data.packer import Packer
+from data.shards import Shard, ShardWriter
+from data.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError
+
+# ruff: noqa: A002 (`format` is what it is)
+pytestmark = pytest.mark.quick
+Run = Callable[..., subprocess.CompletedProcess[str]]
+EOD = 0
+Documents = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_corpus: Path) -> Tokenizer:
+    return Tokenizer.load(shared_corpus / "tokenizer")
+
+
+def documents(count: int = 120, seed: int = 4) -> Documents:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 420) for _ in range(rng.choice([1, 2, 9, 70]))] for _ in range(count)]
+
+
+def carry(docs: Documents, separators: str) -> Documents:
+    if separators == "trailing":
+        return [[*doc, EOD] for doc in docs]
+    return [[EOD, *doc] for doc in docs] if separators == "leading" else docs
+
+
+def megatron(prefix: Path, docs: Documents, dtype: str = "<u2") -> None:
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with ShardWriter(prefix, np.dtype(dtype)) as writer:
+        for doc in docs:
+            writer.append(np.array(doc, dtype=dtype))
+        writer.finish()
+
+
+def arrow(path: Path, docs: Documents, layout: str = "batches") -> None:
+    """`batches`: an integer column with a record batch per document; `rows`, `stream`: a list column."""
+    if layout == "batches":
+        schema = pa.schema([pa.field("tokens", pa.uint32())])
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for doc in docs:
+                writer.write(pa.record_batch([pa.array(doc, pa.uint32())], schema))
+        return
+    table = pa.table({"tokens": pa.array(docs, pa.list_(pa.int32())), "source": ["x"] * len(docs)})
+    make = pa.ipc.new_stream if layout == "stream" else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def store(folder: Path, name: str, docs: Documents, format: str, dtype: str = "<u2") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    flat = np.array([token for doc in docs for token in doc], dtype=dtype)
+    if format == "megatron":
+        megatron(folder / name, docs, dtype)
+    elif format == "npy":
+        np.save(folder / f"{name}.npy", flat)
+    elif format == "bin":
+        flat.tofile(folder / f"{name}.bin")
+    else:
+        arrow(folder / f"{name}.arrow", docs, format)
+
+
+def samples(path: Path, count: int = 150) -> Any:
+    packer = Packer([("a", path, 1.0)], 24, seed=7, lanes=5)
+    packed = packer.pack(0, count)
+    assert packer.measure(packed) == (packed.documents, 0) and not packed.quarantined
+    return packed
+
+
+# ---------------------------------------------------------------- one stream, however stored
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    count=st.integers(1, 60), empty=st.integers(0, 3), seed=st.integers(0, 999), dtype=st.sampled_from(["<u2", "<i4"])
+)
+def test_storage_does_not_show_in_the_samples(
+    tmp_path_factory: Any, tokenizer: Tokenizer, count: int, empty: int, seed: int, dtype: str
+) -> None:
+    """None, trailing, leading, with empty documents among them: block table and samples are the same bits."""
+    docs = documents(count, seed)
+    for _ in range(empty):
+        docs.insert(random.Random(seed).randint(0, len(docs)), [])
+    packed = []
+    for separators in ("none", "trailing", "leading"):
+        path = tmp_path_factory.mktemp(separators)
+        halves = [docs[: len(docs) // 2], docs[len(docs) // 2 :]]
+        for number, half in enumerate(halves):
+            megatron(path / f"in/s{number}", carry(half, separators), dtype)
+        adopt([path / "in"], tokenizer, path / "out", Options(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
+        packed.append((Corpus(path / "out").blocks.tolist(), samples(path / "out", 40).tokens.tolist()))
+    assert packed[0] == packed[1] == packed[2]
+
+
+@pytest.mark.parametrize(
+    ("format", "separators"),
+    [
+        *product(["megatron", "copy", "batches", "rows", "stream"], ["trailing", "leading", "none"]),
+        *product(["npy", "bin"], ["trailing", "leading"]),
+    ],
+)
+def test_every_format_gives_the_same_samples(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    separators: str,
+    format: str,
+) -> None:
+    docs = documents()
+    for number in range(2):
+        megatron(tmp_path / f"plain/s{number}", docs[number::2])
+        stored = carry(docs[number::2], separators)
+        store(tmp_path / "in", f"s{number}", stored, "megatron" if format == "copy" else format)
+    for name, declared, copy in (("plain", "none", False), ("in", separators, format == "copy")):
+        options = Options(None, declared, copy)  # type: ignore[arg-type]
+        adopt([tmp_path / name], tokenizer, tmp_path / f"{name}-out", options, workers=1, quiet=True)
+    expected, got = samples(tmp_path / "plain-out"), samples(tmp_path / "in-out")
+    assert (got.tokens == expected.tokens).all() and (got.lengths == expected.lengths).all()
+    manifest = read_manifest(tmp_path / "in-out")
+    in_place = format == "megatron"
+    assert manifest.separators == (separators if in_place else "none") and manifest.documents == len(docs)
+    assert bool(list((tmp_path / "in-out/shards").glob("*.bin"))) != in_place
+    packer = Packer([("a", tmp_path / "in-out", 1.0)], 24, seed=7, lanes=5)
+    corpus = packer.corpora["a"]
+    for index in (0, 33, 149):
+        found = []
+        for piece in packer.provenance(index):
+            number = [entry.name for entry in corpus.manifest.shards].index(piece.shard)
+            found += corpus.shard(number).document(piece.document)[piece.start : piece.stop].tolist()
+        assert found == [token for token in got.tokens[index].tolist() if token != EOD]
+
+
+def test_adopted_shards_are_not_touched_and_the_manifest_tells_the_truth(
+    tmp_path: Path, run_command: Run, tokenizer: Tokenizer
+) -> None:
+    """On the command line, with workers; prepare's own shards serve as the foreign ones; validate agrees."""
+    docs = documents()
+    for number, name in enumerate(["x/part", "y/part", "y/other"]):
+        megatron(tmp_path / name, docs[number::3])
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+    arguments = ["import", tmp_path / "x", tmp_path / "y/part.bin", tmp_path / "y/other", "--separators", "none"]
+    done = run_command("data.cli", *arguments, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(docs)} documents" in done.stdout and "in place" in done.stdout
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+    manifest = read_manifest(tmp_path / "out")
+    assert len({entry.name for entry in manifest.shards}) == 3 and manifest.documents == len(docs)
+    checked = run_command("data.cli", "validate", tmp_path / "out", "--tokenizer", tokenizer.path, "--json")
+    codes = {finding["code"] for finding in json.loads(checked.stdout)["corpora"][0]["findings"]}
+    random_ids = {"foreign-tokens"}  # no tokenizer would encode text to these
+    assert codes <= {"one-token-documents"} | random_ids, checked.stdout
+    assert manifest.tokenizer.fingerprint == tokenizer.fingerprint
+    shown = run_command("data.cli", "inspect", tmp_path / "out")
+    assert "with each document: none" in shown.stdout and str(tmp_path / "y/other") in shown.stdout
+
+
+# ---------------------------------------------------------------- measured, never believed
+
+
+def both(docs: Documents) -> Documents:
+    return carry(carry(docs, "leading"), "trailing")
+
+
+def some(docs: Documents, change: Callable[[Documents], Documents], every: int = 10) -> Documents:
+    return [change([doc])[0] if n % every == 0 else doc for n, doc in enumerate(docs)]
+
+
+@pytest.mark.parametrize(
+    ("plant", "declared", "format", "said"),
+    [
+        (lambda d: carry(d, "trailing"), "none", "megatron", ["120 of 120 documents (100.000%)", "declare that", "`--separators trailing`"]),
+        (lambda d: carry(d, "leading"), "trailing", "batches", ["120 of 120", "`--separators leading`: declare that"]),
+        (lambda d: d, "trailing", "rows", ["120 with no separator", "`--separators none`: declare that"]),
+        (lambda d: [[*x, EOD, EOD] for x in d], "trailing", "megatron", ["120 with doubled separators", "separators are doubled"]),
+        (lambda d: [[*x, EOD, EOD] for x in d], "trailing", "npy", ["120 with doubled separators", "of 240 documents"]),
+        (lambda d: [[EOD, EOD, *x] for x in d], "leading", "bin", ["120 with doubled separators"]),
+        (lambda d: some(carry(d, "trailing"), lambda x: carry(x, "trailing")), "trailing", "npy", ["12 of 132 documents (9.091%)", "doubled"]),
+        (lambda d: d, "leading", "npy", ["1 of 1 documents", "1 with no separator", "`--separators none`"]),
+        (lambda d: carry(d, "leading"), "trailing", "bin", ["1 with doubled", "begins with a separator", "`--separators leading`: declare that"]),
+        (lambda d: carry(d, "trailing"), "leading", "npy", ["ends with a separator", "`--separators trailing`: declare that"]),
+        (both, "trailing", "megatron", ["at both ends, so two between documents", "separators are doubled"]),
+        (both, "leading", "rows", ["120 of 120", "separators are doubled"]),
+        (lambda d: some(carry(d, "trailing"), lambda x: [x[0][:-1]]), "trailing", "megatron", ["12 of 120 documents (10.000%)", "no declaration fits all"]),
+        (lambda d: [[*d[0], EOD, *d[1], EOD], *carry(d[2:], "trailing")], "trailing", "stream", ["1 of 119", "a separator inside", "document 0, token"]),
+        (lambda d: [*carry(d, "trailing"), []], "trailing", "megatron", ["1 of 121", "1 with no separator", "document 120"]),
+        (lambda d: [*carry(d, "trailing"), [5, 600, 7, EOD]], "trailing", "npy", ["1 of ", "tokens", "outside the vocabulary of 426", "600"]),
+        (lambda d: [*carry(d, "trailing"), [5, 40_000, EOD]], "trailing", "megatron", ["outside the vocabulary of 426", "document 120, token 1"]),
+    ],
+)  # fmt: skip
+def test_anything_but_what_was_declared_is_refused(
+    tmp_path: Path,
+    run_command: Run,
+    tokenizer: Tokenizer,
+    plant: Any,
+    declared: str,
+    format: str,
+    said: list[str],
+) -> None:
+    docs = [[*doc, 9, 9] for doc in documents()]
+    store(tmp_path / "in", "s", plant(docs), format)
+    with pytest.raises(DataError) as refused:
+        adopt([tmp_path / "in"], tokenizer, tmp_path / "out", Options(None, declared), workers=1, quiet=True)  # type: ignore[arg-type]
+    assert refused.value.exit == 78
+    for text in said:
+        assert text in str(refused.value), str(refused.value)
+    assert not (tmp_path / "out/manifest.json").exists() and not list((tmp_path / "out").rglob("*.partial"))
+
+
+def test_the_clean_twin_of_a_refused_import_is_adopted_at_once(
+    tmp_path: Path, run_command: Run, tokenizer: Tokenizer
+) -> None:
+    """Exit 78 with places decoded; the corrected command needs no --overwrite."""
+    store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron")
+    arguments = ["import", tmp_path / "in", "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--separators"]
+    refused = run_command("data.cli", *arguments, "leading")
+    assert refused.returncode == 78 and "<|endoftext|>" in refused.stderr and "Traceback" not in refused.stderr
+    assert "remedy: all documents fit `--separators trailing`" in refused.stderr
+    assert run_command("data.cli", *arguments, "trailing").returncode == 0
+
+
+def test_another_special_token_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    tokenizer = Tokenizer.load(tokenizer.path)
+    tokenizer.specials[301] = "<planted>"
+    docs = [[token for token in doc if token != 301] for doc in documents()]
+    store(tmp_path / "in", "s", [[1, *doc] for doc in docs], "megatron")
+    adopt([tmp_path / "in"], tokenizer, tmp_path / "clean", Options(None, "none"), workers=1, quiet=True)
+    store(tmp_path / "bad", "s", [[1, *doc] for doc in docs] + [[5, 301, 6]], "megatron")
+    with pytest.raises(
+        DataError, match=r"1 of .* are special tokens other than the separator\n  at document 120, token 1"
+    ):
+        adopt([tmp_path / "bad"], tokenizer, tmp_path / "out", Options(None, "none"), workers=1, quiet=True)
+
+
+def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_command: Run, tokenizer: Tokenizer) -> None:
+    """Shards of equal size cut documents in two: the parts are kept, and counted."""
+    flat = np.array([token for doc in carry(documents(), "leading") for token in doc], dtype="<u2")[1:]
+    for number, part in enumerate(np.array_split(flat, 3)):
+        part.tofile(tmp_path / f"p{number}.bin")
+    arguments = [*sorted(tmp_path.glob("p*.bin")), "--tokenizer", tokenizer.path, "--separators", "leading"]
+    done = run_command("data.cli", "import", *arguments, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "files begin or end inside a document" in done.stdout
+    stored = [Shard(tmp_path / "out/shards" / entry.name).tokens for entry in read_manifest(tmp_path / "out").shards]
+    assert np.concatenate(stored).tolist() == flat[flat != EOD].tolist()
+
+
+# ---------------------------------------------------------------- files and their faults
+
+
+def sequences(prefix: Path, indices: list[int]) -> None:
+    """Rewrite the document index of a shard."""
+    index = prefix.with_suffix(".idx")
+    raw = bytearray(index.read_bytes())
+    count = int.from_bytes(raw[18:26], "little")
+    raw[26:34] = len(indices).to_bytes(8, "little")
+    index.write_bytes(bytes(raw[: 34 + 12 * count]) + np.array(indices, dtype="<i8").tobytes())
+
+
+def test_documents_of_several_sequences(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Refused in place, joined by --copy."""
+    docs = documents(30)
+    megatron(tmp_path / "in/s", docs)
+    sequences(tmp_path / "in/s", [0, 3, 4, 30])
+    with pytest.raises(DataError, match="documents of several sequences") as refused:
+        adopt([tmp_path / "in"], tokenizer, tmp_path / "out", Options(None, "none"), workers=1, quiet=True)
+    assert "--copy" in refused.value.remedy
+    adopt([tmp_path / "in"], tokenizer, tmp_path / "out", Options(None, "none", True), workers=1, quiet=True)
+    shard = Shard(tmp_path / "out/shards/s")
+    joined = [functools.reduce(operator.iadd, docs[a:b], []) for a, b in ((0, 3), (3, 4), (4, 30))]
+    assert [shard.document(n).tolist() for n in range(shard.documents)] == joined
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-201])
+
+
+@pytest.mark.parametrize(
+    ("format", "damage", "said"),
+    [
+        ("megatron", lambda f: truncate(f / "s.bin"), "truncated"),
+        ("megatron", lambda f: truncate(f / "s.idx"), "truncated"),
+        ("megatron", lambda f: (f / "s.bin").unlink(), "cannot open"),
+        ("megatron", lambda f: (f / "s.bin").open("ab").write(b"1234"), "holds more than the documents of its index"),
+        ("megatron", lambda f: (f / "s.bin").open("ab").write(b"1"), "holds more than the documents of its index"),
+        ("megatron", lambda f: sequences(f / "s", [0, 5, 2, 120]), "documents of several sequences"),
+        ("copy", lambda f: (f / "s.bin").unlink(), "cannot open"),
+        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "points backwards"),
+        ("batches", lambda f: truncate(f / "s.arrow"), "cannot read"),
+        ("stream", lambda f: truncate(f / "s.arrow"), "truncated or damaged"),
+        ("rows", lambda f: (f / "s.arrow").write_bytes(b"ARROW1 not really"), "cannot read"),
+        ("rows", lambda f: (f / "s.arrow").write_bytes(b""), "cannot read"),
+        ("npy", lambda f: truncate(f / "s.npy"), "as a NumPy array"),
+        ("npy", lambda f: np.save(f / "s.npy", np.ones((3, 4), dtype="<u2")), "shape (3, 4)"),
+        ("npy", lambda f: np.save(f / "s.npy", np.ones(9)), "float64"),
+        ("bin", lambda f: truncate(f / "s.bin"), "no whole number of uint16"),
+        ("bin", lambda f: (f / "s.bin").write_bytes(b""), "no documents"),
+        ("npy", lambda f: megatron(f / "t", [[1]]), "several formats"),
+        ("npy", lambda f: (f / "s.npy").rename(f / "s.dat"), "holds no token files"),
+    ],
+)  # fmt: skip
+def test_damaged_and_foreign_files_are_named(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    format: str,
+    damage: Any,
+    said: str,
+) -> None:
+    copy = format == "copy"
+    store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron" if copy else format)
+    damage(tmp_path / "in")
+    with pytest.raises(DataError) as refused:
+        adopt([tmp_path / "in"], tokenizer, tmp_path / "out", Options(None, "trailing", copy), workers=1, quiet=True)
+    assert said in str(refused.value)
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_columns_of_other_names_and_types(tmp_path: Path) -> None:
+    for number, table in enumerate(
+        [pa.table({"text": ["a"], "n": [1]}), pa.table({"tokens": [[1.5]]}), pa.table({"tokens": [[1], None]})]
+    ):
+        path = tmp_path / f"{number}.arrow"
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        with pytest.raises(DataError, match=f"{number}.arrow has (no column|nulls)"):
+            list(open_file(path, "arrow").runs())
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 10**6])
+@pytest.mark.parametrize("format", ["megatron", "batches", "rows", "npy", "text"])
+def test_runs_are_whole_documents_of_about_the_size_asked(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    helpers: Any,
+    format: str,
+    size: int,
+) -> None:
+    docs = carry(documents(), "trailing")
+    if format == "text":
+        texts = [helpers.text(n, 1 + n % 40) for n in range(300)]
+        helpers.jsonl(tmp_path / "s.jsonl", texts)
+        docs = tokenizer.encode(texts)
+    else:
+        store(tmp_path, "s", docs, format)
+    (path,) = find_token_files(tmp_path)
+    kind: Format = {"batches": "arrow", "rows": "arrow"}.get(format, format)  # type: ignore[assignment]
+    seen: Documents = []
+    longest = max(map(len, docs))
+    for run in open_file(path, kind, tokenizer=tokenizer).runs(size):
+        assert run.first == len(seen) and run.lengths.sum() == len(run.tokens) <= size + longest
+        seen += [part.tolist() for part in np.split(run.tokens, np.cumsum(run.lengths)[:-1])]
+    assert seen == docs
+
+
+# ---------------------------------------------------------------- changed, killed, continued
+
+
+@pytest.mark.parametrize("separators", ["trailing", "leading"])
+def test_a_shard_changed_after_import_is_an_error_that_names_it(
+    tmp_path: Path, tokenizer: Tokenizer, separators: str
+) -> None:
+    docs = documents()
+    megatron(tmp_path / "in/s", carry(docs, separators))
+    adopt([tmp_path / "in"], tokenizer, tmp_path / "out", Options(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
+    changed = carry(docs, separators)
+    changed[17] = [7] * len(changed[17])
+    megatron(tmp_path / "in/s", changed)
+    with pytest.raises(DataError, match=rf"in/s.bin, document 17: no {separators} separator .* \(1 of the 120"):
+        samples(tmp_path / "out")
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_killed_import_leaves_no_manifest_and_continues(
+    tmp_path: Path, tokenizer: Tokenizer, helpers: Any, copy: bool
+) -> None:
+    docs = carry(documents(3000), "trailing")
+    megatron(tmp_path / "in/s0", docs)
+    megatron(tmp_path / "in/s1", docs * 40)  # the others take long enough to be met by the kill
+    for number, suffix in product(range(2, 10), (".bin", ".idx")):
+        shutil.copy(tmp_path / f"in/s1{suffix}", tmp_path / f"in/s{number}{suffix}")
+    arguments = ["-m", "data.cli", "import", str(tmp_path / "in"), "--tokenizer", str(tokenizer.path), "--quiet"]
+    arguments += ["--separators", "trailing", "--workers", "1", *(["--copy"] if copy else []), "--out"]
+    command, environment = [sys.executable, *arguments], helpers.environment()
+    broken = tmp_path / "broken"
+    process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
+    helpers.wait_for(lambda: list(broken.glob("shards/*.json")), what="the first shard")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    made = {path: path.stat().st_mtime_ns for path in broken.glob("shards/*.json")}
+    assert len(made) < 10 and not (broken / "manifest.json").exists()
+    subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in made.items())
+    assert not list(broken.rglob("*.partial"))
+    adopt([tmp_path / "in"], tokenizer, tmp_path / "whole", Options(None, "trailing", copy), workers=1, quiet=True)
+    assert read_manifest(broken).fingerprint == read_manifest(tmp_path / "whole").fingerprint
+
+
+def test_a_corpus_of_other_files_is_not_replaced_unasked(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    megatron(tmp_path / "in/s", documents())
+    adopt([tmp_path / "in"], tokenizer, tmp_path / "out", Options(None, "none"), workers=1, quiet=True)
+    with pytest.raises(DataError, match="made from other inputs"):
+        adopt([tmp_path / "in"], tokenizer, tmp_path / "out", Options(None, "none", True), workers=1, quiet=True)
+    with pytest.raises(DataError, match="lies in the corpus to be made"):
+        adopt([tmp_path / "in"], tokenizer, tmp_path, Options(None, "none"), workers=1, quiet=True)
+    megatron(tmp_path / "in/t", documents(), "<i4")
+    with pytest.raises(DataError, match="is of int32"):
+        adopt([tmp_path / "in"], tokenizer, tmp_path / "o", Options(None, "none"), workers=1, quiet=True)
+
+
+# ---------------------------------------------------------------- in training
+
+
+def test_records_prove_one_separator_per_document(lab: Any, helpers: Any, tokenizer: Tokenizer) -> None:
+    """Two ranks on an adopted corpus with leading separators: counts summed over ranks, as the packer gives them."""
+    plain = Corpus(lab.corpus)
+    shard = plain.shard(0)
+    docs = [shard.document(n).tolist() for n in range(shard.documents)]
+    megatron(lab.path / "in/s", carry(docs, "leading"))
+    adopt([lab.path / "in"], tokenizer, lab.path / "out", Options(None, "leading"), workers=1, quiet=True)
+    sources = [{"name": "text", "path": str(lab.path / "out")}]
+    lab.train(lab.config("led", data={"sources": sources}, train={"duration": "6 steps"}), ranks=2)
+    records = helpers.metrics(lab.path / "led")
+    packer = Packer([("text", lab.path / "out", 1.0)], 32, seed=1234, lanes=8)
+    for number, record in enumerate(records):
+        tokens = packer.pack(8 * number, 8).tokens
+        expected = int((tokens == EOD).sum())
+        assert (record["documents"], record["separators"], record["adjacent_specials"]) == (expected, expected, 0)
+    assert len(records) == 6 and sum(record["separators"] for record in records) > 5
+
+
+def test_adjacent_specials_are_counted_from_the_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The witness sees what the packer would never write."""
+    write = tmp_path / "c"
+    megatron(write / "shards/s", documents())
+    entry = {"name": "s", "documents": 120, "tokens": sum(map(len, documents())), "bytes": 0}
+    write_corpus(write, tokenizer, [{**entry, "bin_xxh3": "", "idx_xxh3": ""}], np.dtype("<u2"), {})
+    packer = Packer([("a", write, 1.0)], 24, seed=7, lanes=5)
+    packed = packer.pack(0, 4)
+    packed.tokens[:] = 5
+    packed.tokens[0, [3, 4, 5, 9]] = EOD
+    packed.tokens[1, -1] = packed.tokens[2, 0] = EOD  # of different samples: not adjacent
+    assert packer.measure(packed) == (6, 2)
+    packed.ignore = [(0, 4, 6)]
+    assert packer.measure(packed) == (4, 0)
