@@ -16,9 +16,10 @@ from . import adopt, bench, quickstart
 from .corpus import Corpus
 from .jobs import default_workers
 from .prepare import Options, prepare, summary
+from .report import render
 from .tokenizer import Tokenizer
 from .train_tokenizer import train_tokenizer
-from .validate import Vocabulary, check_against, render, validate
+from .validate import Vocabulary, check_against, validate
 
 
 def main() -> int:
@@ -136,13 +137,24 @@ def _add_validate(command: Command) -> None:
         "fsdp-data validate /tmp/corpus --json",
     )
     parser.add_argument(
-        "directories", nargs="+", type=Path, metavar="DIR", help="corpora, or directories of .bin/.idx shards"
+        "directories", nargs="+", type=Path, metavar="DIR", help="corpora, or token files without a manifest"
     )
+    parser.add_argument(
+        "--format",
+        choices=("megatron", "arrow", "npy", "bin", "text"),
+        help="of files without a manifest (default: by their names)",
+    )
+    parser.add_argument("--dtype", help="integer type of bin files (default: uint16)")
     parser.add_argument("--tokenizer", help="compare with this tokenizer")
     parser.add_argument("--vocab-size", type=int, help="for shards without a manifest: vocabulary size")
     parser.add_argument("--eod", type=int, help="for shards without a manifest: id of the separator")
     parser.add_argument("--bos", type=int, help="for shards without a manifest: id of the beginning-of-sequence token")
-    parser.add_argument("--against", help="run configuration whose model must fit the corpus")
+    parser.add_argument(
+        "--separators",
+        choices=("none", "trailing", "leading", "auto"),
+        help="for shards without a manifest: what their documents carry (default: auto, what most of them do)",
+    )
+    parser.add_argument("--against", help="run configuration whose model and other sources must fit the corpus")
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
     parser.add_argument("--no-checksums", dest="checksums", action="store_false", help="do not compare file checksums")
     parser.add_argument("--json", action="store_true", help="machine-readable report on standard output")
@@ -232,21 +244,26 @@ def _validate(args: argparse.Namespace) -> int:
     if args.vocab_size is not None or args.eod is not None:
         if args.vocab_size is None or args.eod is None:
             raise DataError("--vocab-size and --eod describe the ids together: give both")
+        if not 0 <= args.eod < args.vocab_size:
+            raise DataError(f"--eod {args.eod} is not an id of a vocabulary of {args.vocab_size}")
         specials = {args.eod} | ({args.bos} if args.bos is not None else set())
         vocabulary = Vocabulary(args.vocab_size, args.eod, frozenset(specials))
-    model = config.load(args.against).model if args.against else None
+    run = config.load(args.against) if args.against else None
     code, reports = 0, []
     for directory in args.directories:
         report = validate(
             directory,
             tokenizer=tokenizer,
             vocabulary=vocabulary,
+            separators=None if args.separators == "auto" else args.separators,
+            format=args.format,
+            dtype=args.dtype,
             workers=args.workers,
             checksums=args.checksums,
             quiet=args.quiet or args.json,
         )
-        if model is not None and (directory / "manifest.json").exists():
-            report.findings.merge(check_against(Corpus(directory).manifest, model.vocab))
+        if run is not None:
+            report.findings.merge(check_against(report, run))
         reports.append(report)
         code = max(code, report.findings.exit_code)
         if not args.json:

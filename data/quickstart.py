@@ -71,7 +71,11 @@ def _documents(*, quiet: bool) -> Iterator[tuple[str, str]]:
         prose = "\n\n".join(doc for node in ast.walk(tree) if (doc := _docstring(node)))
         if len(prose) > 500:
             yield f"{name}#docstrings", prose
-    yield from ((f"topics/{topic}", text) for topic, text in sorted(_topics().items()))
+    for topic, text in sorted(_topics().items()):
+        digest = xxhash.xxh3_128_hexdigest(text.encode())
+        if digest not in seen:  # some topics are listed under two names
+            seen.add(digest)
+            yield f"topics/{topic}", text
 
 
 def _docstring(node: ast.AST) -> str | None:

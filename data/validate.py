@@ -1,182 +1,79 @@
 """`fsdp-data validate`: measure what a corpus really holds. No torch; streaming; every finding has a remedy.
 
-The manifest is not believed: files are measured against it, and every token is looked at.
+The manifest is not believed: files are measured against it, and every token is looked at. Memory: about 100 MB per
+worker, and 8 bytes per document plus 8 kB per file in the parent (see `data.meter` and `data.totals`).
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from tqdm import tqdm
 
+from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import DataError
 
-from .corpus import BLOCK_TOKENS, Manifest, read_manifest
-from .shards import Shard, file_checksum
+from .corpus import Manifest, Separators, ShardEntry, read_manifest
+from .findings import EXAMPLES, Example, Findings
+from .formats import Format, MegatronFile, TokenFile, detect_format, find_token_files, open_file
+from .meter import MEASURED_TOKENS, Measurement, Meter, Vocabulary
+from .report import Report, add_texts
+from .shards import file_checksum
 from .tokenizer import Tokenizer
+from .totals import Totals
 
-Severity = Literal["error", "warning"]
-_EXAMPLES = 3
-
-CATALOGUE: dict[str, tuple[Severity, str, str]] = {
-    # code: (severity, what it means, remedy)
-    "unreadable": (
-        "error",
-        "a file is missing, truncated or not what its name says",
-        "restore it, or prepare the shard again",
-    ),
-    "manifest-mismatch": (
-        "error",
-        "a shard is not the one the manifest describes",
-        "restore the shard or prepare it again",
-    ),
-    "checksum": (
-        "error",
-        "the bytes of a file changed since it was written",
-        "restore the file from a good copy",
-    ),
-    "index": (
-        "error",
-        "the index points outside its file, backwards or to overlapping documents",
-        "prepare the shard again",
-    ),
-    "outside-vocabulary": (
-        "error",
-        "token ids at or above the vocabulary size",
-        "the wrong tokenizer or dtype was declared",
-    ),
-    "separator-at-end": (
-        "error",
-        "documents end with the separator that the packer adds again",
-        "prepare again, or import declaring `trailing`",
-    ),
-    "separator-at-start": (
-        "error",
-        "documents begin with the separator",
-        "prepare again, or import declaring `leading`",
-    ),
-    "separator-inside": (
-        "error",
-        "the separator stands inside documents",
-        "documents were joined, or their text held the separator",
-    ),
-    "separator-doubled": (
-        "error",
-        "two separators stand side by side inside a document",
-        "two tools added one each; prepare again from text",
-    ),
-    "special-token": (
-        "error",
-        "control tokens stand in documents",
-        "they were parsed from text or added by the tokenizer; prepare again",
-    ),
-    "tokenizer": (
-        "error",
-        "the corpus was made with another tokenizer",
-        "prepare with the tokenizer of the run, or point the run at this one",
-    ),
-    "vocabulary-too-small": (
-        "error",
-        "the model's vocabulary is smaller than the tokenizer's",
-        "raise model.vocab",
-    ),
-    "empty-documents": (
-        "warning",
-        "documents without tokens (the packer leaves them out)",
-        "drop them when preparing",
-    ),
-    "one-token-documents": ("warning", "documents of a single token", "check how the input was split"),
-}
-"""Every finding `validate` can make."""
-
-_PER_DOCUMENT = {code for code in CATALOGUE if code.startswith(("separator-", "special-")) or "documents" in code}
-
-
-@dataclass
-class Finding:
-    """One kind of defect: how often and where first."""
-
-    code: str
-    count: int
-    examples: list[str] = field(default_factory=list)
-
-    @property
-    def severity(self) -> Severity:
-        """`error` or `warning`."""
-        return CATALOGUE[self.code][0]
-
-
-class Findings:
-    """Findings by code; merging adds counts and keeps the first examples."""
-
-    def __init__(self) -> None:
-        self.by_code: dict[str, Finding] = {}
-
-    def add(self, code: str, count: int, examples: Iterable[str] = ()) -> None:
-        """Count defects (nothing happens for 0)."""
-        if not count:
-            return
-        finding = self.by_code.setdefault(code, Finding(code, 0))
-        finding.count += count
-        finding.examples += list(examples)[: _EXAMPLES - len(finding.examples)]
-
-    def merge(self, other: Findings) -> None:
-        """Add another shard's findings."""
-        for finding in other.by_code.values():
-            self.add(finding.code, finding.count, finding.examples)
-
-    @property
-    def exit_code(self) -> int:
-        """0 clean, 1 warnings, 2 errors."""
-        severities = {finding.severity for finding in self.by_code.values()}
-        return 2 if "error" in severities else 1 if severities else 0
+_PART_BYTES = 256_000_000
+_THIN_BYTES = 16_000_000
+_MEASURED_FILES = 8
+_POOL_BYTES = 32_000_000
+"""Below this, starting processes takes longer than measuring."""
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """What the token ids should be."""
+class _Subject:
+    """What is validated, and what it is judged by."""
 
-    size: int
-    eod: int
-    specials: frozenset[int]
+    files: list[tuple[Path, Format]]
+    names: list[str]
+    manifest: Manifest | None
+    vocabulary: Vocabulary
+    separators: Separators
+    because: str
+    tokenizer: Tokenizer | None
+    fingerprint: str | None
+    dtype: str | None
+
+    def open(self, path: Path, kind: Format) -> TokenFile:
+        """One of its files. Raises DataError."""
+        cut: Literal["before", "after"] = "before" if self.separators == "leading" else "after"
+        return open_file(path, kind, self.vocabulary.eod, self.tokenizer, self.dtype, cut)
 
 
-@dataclass
-class Report:
-    """Result of validating one corpus."""
+@dataclass(frozen=True)
+class _Work:
+    """One file, or one of several parts of a big one, as a worker gets it."""
 
-    directory: str
-    documents: int
-    tokens: int
-    findings: Findings
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {
-            "directory": self.directory,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "exit": self.findings.exit_code,
-            "findings": [self._describe(finding) for finding in self.findings.by_code.values()],
-        }
-
-    def rate(self, finding: Finding) -> float | None:
-        """Share of the corpus's documents or tokens that a finding concerns; None for findings about files."""
-        code = finding.code
-        total = self.tokens if code == "outside-vocabulary" else self.documents if code in _PER_DOCUMENT else 0
-        return finding.count / total if total else None
-
-    def _describe(self, finding: Finding) -> dict[str, Any]:
-        severity, meaning, remedy = CATALOGUE[finding.code]
-        facts = {"severity": severity, "rate": self.rate(finding), "meaning": meaning, "remedy": remedy}
-        return {**asdict(finding), **facts}
+    file: int
+    path: Path
+    format: Format
+    name: str
+    part: int
+    parts: int
+    bytes: int
+    entry: ShardEntry | None
+    dtype: str | None
+    vocabulary: Vocabulary
+    separators: Separators
+    tokenizer: tuple[Path, int] | None
+    checksums: bool
 
 
 def validate(
@@ -184,216 +81,335 @@ def validate(
     *,
     tokenizer: Tokenizer | None = None,
     vocabulary: Vocabulary | None = None,
+    separators: Separators | None = None,
+    format: Format | None = None,  # noqa: A002
+    dtype: str | None = None,
     workers: int = 1,
     checksums: bool = True,
     quiet: bool = False,
 ) -> Report:
-    """Look at every document of a corpus, or of a bare directory of `.bin`/`.idx` shards.
+    """Look at every document of a corpus, or of token files without a manifest.
 
     Args:
-        directory: with `manifest.json`; without one, `vocabulary` must be given and every `.idx` below is taken.
+        directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
         tokenizer: compare the corpus with this tokenizer.
         vocabulary: overrides the manifest's.
+        separators: what the documents of a bare directory are meant to carry; None takes what most of them do.
+        format: of files without a manifest; None takes it from their names.
+        dtype: of `bin` files (default: uint16).
         workers: processes.
         checksums: also read every file once more and compare checksums.
         quiet: no progress bar.
 
     Raises:
-        DataError: the directory holds no shards, or nothing says what the ids should be.
+        DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
+            corpus whose manifest declares them.
     """
     findings = Findings()
-    manifest = read_manifest(directory) if (directory / "manifest.json").exists() else None
-    if manifest is not None:
-        prefixes = [entry.prefix(directory) for entry in manifest.shards]
-        entry = manifest.tokenizer
-        vocabulary = vocabulary or Vocabulary(entry.vocab_size, entry.eod, frozenset(entry.specials))
-        findings.merge(_compare(directory, manifest, tokenizer))
+    if (directory / "manifest.json").exists():
+        subject = _declared(directory, tokenizer, vocabulary, separators, checksums, findings)
     else:
-        prefixes = [path.with_suffix("") for path in sorted(directory.rglob("*.idx"))]
-        if not prefixes:
-            raise DataError(f"{directory} has neither manifest.json nor .idx files: nothing to validate")
-        if vocabulary is None and tokenizer is not None:
-            vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.eod, frozenset(tokenizer.specials))
-        if vocabulary is None:
-            raise DataError(
-                f"{directory} has no manifest, so nothing says what its ids mean",
-                remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
-            )
-    documents = tokens = 0
-    calls = [(prefix, number, manifest, vocabulary, checksums) for number, prefix in enumerate(prefixes)]
-    sizes = [
-        path.stat().st_size if (path := prefix.with_name(prefix.name + ".bin")).exists() else 0 for prefix in prefixes
-    ]
-    bar = tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=True if quiet else None)
-    with bar:
-        for number, (found, shard_documents, shard_tokens) in _each(calls, workers):
-            findings.merge(found)
-            documents, tokens = documents + shard_documents, tokens + shard_tokens
-            bar.update(sizes[number])
-    return Report(str(directory), documents, tokens, findings)
+        subject = _bare(directory, tokenizer, vocabulary, separators, format, dtype)
+    works = list(_split(subject, checksums))
+    totals = Totals(subject.names, subject.vocabulary.size)
+    totals.findings.merge(findings)
+    size = sum(work.bytes for work in works)
+    with tqdm(total=size, unit="B", unit_scale=True, desc="validate", disable=True if quiet else None) as bar:
+        for work, measured in zip(works, _each(works, workers), strict=True):
+            totals.add(work.file, measured)
+            bar.update(work.bytes)
+    totals.judge(decoded=subject.tokenizer is not None)
+    return _report(directory, subject, totals)
 
 
-def _each(calls: list[Any], workers: int) -> Iterator[tuple[int, tuple[Findings, int, int]]]:
-    if workers <= 1 or len(calls) == 1:
-        for number, call in enumerate(calls):
-            yield number, _check_shard(*call)
-        return
-    with ProcessPoolExecutor(min(workers, len(calls)), multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_check_shard, *call): number for number, call in enumerate(calls)}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-
-
-def _compare(directory: Path, manifest: Manifest, tokenizer: Tokenizer | None) -> Findings:
-    """The manifest against the tokenizer stored beside it and against the one asked for."""
-    findings = Findings()
+def _declared(
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    vocabulary: Vocabulary | None,
+    separators: Separators | None,
+    checksums: bool,
+    findings: Findings,
+) -> _Subject:
+    """A corpus with a manifest."""
+    manifest = read_manifest(directory)
+    if separators not in (None, manifest.separators):
+        raise DataError(
+            f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
+            remedy="leave --separators out; validate judges by the manifest and reports what differs",
+        )
     entry = manifest.tokenizer
+    return _Subject(
+        files=[(shard.prefix(directory), "megatron") for shard in manifest.shards],
+        names=[shard.name for shard in manifest.shards],
+        manifest=manifest,
+        vocabulary=vocabulary or Vocabulary(entry.vocab_size, entry.eod, frozenset(entry.specials)),
+        separators=manifest.separators,
+        because="declared by the manifest",
+        tokenizer=_compare(directory, manifest, tokenizer, checksums, findings),
+        fingerprint=entry.fingerprint,
+        dtype=manifest.dtype,
+    )
+
+
+def _bare(
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    vocabulary: Vocabulary | None,
+    separators: Separators | None,
+    format: Format | None,  # noqa: A002
+    dtype: str | None,
+) -> _Subject:
+    """A directory of token files without a manifest."""
+    files = [(path, format or detect_format(path)) for path in find_token_files(directory, format)]
+    if vocabulary is None and tokenizer is not None:
+        vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.eod, frozenset(tokenizer.specials))
+    if vocabulary is None:
+        raise DataError(
+            f"{directory} has no manifest, so nothing says what its ids mean",
+            remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
+        )
+    subject = _Subject(
+        files=files,
+        names=[str(path.relative_to(directory if directory.is_dir() else directory.parent)) for path, _ in files],
+        manifest=None,
+        vocabulary=vocabulary,
+        separators=separators or "none",
+        because="declared",
+        tokenizer=tokenizer,
+        fingerprint=tokenizer.fingerprint if tokenizer else None,
+        dtype=dtype,
+    )
+    if separators is not None:
+        return subject
+    judged, because = _measured_separators(subject)
+    return replace(subject, separators=judged, because=because)
+
+
+def _compare(
+    directory: Path, manifest: Manifest, tokenizer: Tokenizer | None, checksums: bool, findings: Findings
+) -> Tokenizer | None:
+    """The manifest against the files beside it and the tokenizer asked for; the tokenizer of the corpus, if any."""
+    entry, stored = manifest.tokenizer, None
+    for what in ("documents", "tokens"):
+        listed = sum(getattr(shard, what) for shard in manifest.shards)
+        if listed != getattr(manifest, what):
+            note = f"{getattr(manifest, what)} {what} in all, but its shards have {listed}"
+            findings.note("manifest-mismatch", "manifest.json", note)
+    try:
+        if checksums and file_checksum(directory / "blocks.npy") != manifest.blocks_xxh3:
+            findings.note("checksum", "blocks.npy", "not the block table that the manifest names")
+    except OSError as error:
+        findings.note("unreadable", "blocks.npy", f"cannot open it: {error.strerror}")
     try:
         stored = Tokenizer.load(directory / entry.file, eod=entry.eod)
         if stored.fingerprint != entry.fingerprint:
-            findings.add("tokenizer", 1, [f"{stored.path}: not the tokenizer the manifest names"])
+            findings.note("tokenizer", entry.file, "not the tokenizer the manifest names")
+            stored = None
     except DataError as error:
-        findings.add("unreadable", 1, [error.cause])
+        findings.note("unreadable", entry.file, error.cause)
     if tokenizer is not None and tokenizer.fingerprint != entry.fingerprint:
         both = f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"
-        findings.add("tokenizer", 1, [both])
-    return findings
+        findings.note("tokenizer", "manifest.json", both)
+        return stored
+    return stored or tokenizer
 
 
-def _check_shard(
-    prefix: Path, number: int, manifest: Manifest | None, vocabulary: Vocabulary, checksums: bool
-) -> tuple[Findings, int, int]:
-    """Everything about one shard: (findings, documents, tokens)."""
-    findings = Findings()
-    try:
-        shard = Shard(prefix)
-    except DataError as error:
-        findings.add("unreadable", 1, [error.cause])
-        return findings, 0, 0
-    if manifest is not None:
-        entry = manifest.shards[number]
-        held = {
-            "documents": shard.documents,
-            "tokens": int(shard.lengths.sum(dtype=np.int64)),
-            "dtype": shard.dtype.name,
-        }
-        said = {"documents": entry.documents, "tokens": entry.tokens, "dtype": manifest.dtype}
-        wrong = [
-            f"{prefix.name}: {key} is {held[key]}, the manifest says {said[key]}"
-            for key in said
-            if held[key] != said[key]
-        ]
-        if shard.tokens.nbytes != entry.bytes:
-            wrong.append(f"{prefix.name}.bin has {shard.tokens.nbytes} bytes, the manifest says {entry.bytes}")
-        findings.add("manifest-mismatch", len(wrong), wrong)
-        if checksums:
-            for suffix, expected in ((".bin", entry.bin_xxh3), (".idx", entry.idx_xxh3)):
-                path = prefix.with_name(prefix.name + suffix)
-                findings.add("checksum", file_checksum(path) != expected, [str(path)])
-    if not _index_is_sound(shard):
-        findings.add("index", 1, [str(prefix)])
-        return findings, shard.documents, int(shard.lengths.sum(dtype=np.int64))
-    _check_lengths(shard, findings)
-    for first, stop in _runs(shard):
-        _check_tokens(shard, first, stop, vocabulary, findings)
-    return findings, shard.documents, int(shard.lengths.sum(dtype=np.int64))
+def _measured_separators(subject: _Subject) -> tuple[Separators, str]:
+    """What most documents carry, by the first run of up to 8 files."""
+    documents = ends = starts = 0
+    files, eod = subject.files, subject.vocabulary.eod
+    for path, format_ in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
+        try:
+            file = subject.open(path, format_)
+        except DataError:
+            continue  # found again, and named, when the file is measured
+        if isinstance(file, MegatronFile) and _index_problem(file):
+            continue
+        run = next(file.runs(MEASURED_TOKENS), None)
+        if run is None or not len(run.tokens):
+            continue
+        stops = np.cumsum(run.lengths)[run.lengths > 0]
+        documents += len(stops)
+        ends += int((run.tokens[stops - 1] == eod).sum())
+        starts += int((run.tokens[stops - run.lengths[run.lengths > 0]] == eod).sum())
+    found: Separators = "trailing" if 2 * ends > documents else "leading" if 2 * starts > documents else "none"
+    return found, f"measured: of {documents:_} documents {ends:_} end and {starts:_} begin with one"
 
 
-def _index_is_sound(shard: Shard) -> bool:
-    """Documents lie one behind the other inside the file, one sequence each."""
-    lengths, pointers = shard.lengths.astype(np.int64), shard.pointers
-    if not shard.documents:
-        return True
-    contiguous = np.array_equal(pointers[1:], pointers[:-1] + lengths[:-1] * shard.dtype.itemsize)
-    single = np.array_equal(shard.document_indices, np.arange(shard.documents + 1))
-    return bool(contiguous and single and lengths.min() >= 0 and pointers[0] >= 0)
+def _split(subject: _Subject, checksums: bool) -> Iterator[_Work]:
+    """The work; files beyond 256 MB in several parts, so that one file occupies all workers."""
+    manifest, tokenizer = subject.manifest, subject.tokenizer
+    for number, ((path, format_), name) in enumerate(zip(subject.files, subject.names, strict=True)):
+        data = path.with_name(path.name + ".bin") if format_ == "megatron" else path
+        size = data.stat().st_size if data.exists() else 0
+        parts = max(1, -(-size // _PART_BYTES)) if format_ == "megatron" else 1
+        for part in range(parts):
+            yield _Work(
+                *(number, path, format_, name, part, parts, size // parts),
+                entry=manifest.shards[number] if manifest else None,
+                dtype=manifest.dtype if manifest else subject.dtype,
+                vocabulary=subject.vocabulary,
+                separators=subject.separators,
+                tokenizer=(tokenizer.path, tokenizer.eod) if tokenizer else None,
+                checksums=checksums,
+            )
 
 
-def _check_lengths(shard: Shard, findings: Findings) -> None:
-    for code, length in (("empty-documents", 0), ("one-token-documents", 1)):
-        which = np.flatnonzero(shard.lengths == length)
-        findings.add(code, len(which), (_place(shard, n) for n in which[:_EXAMPLES]))
-
-
-def _runs(shard: Shard) -> Iterator[tuple[int, int]]:
-    """Ranges of documents of about `BLOCK_TOKENS`."""
-    ends = np.cumsum(shard.lengths, dtype=np.int64)
-    first = 0
-    while first < shard.documents:
-        base = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, base + BLOCK_TOKENS)))
-        yield first, stop
-        first = stop
-
-
-def _check_tokens(shard: Shard, first: int, stop: int, vocabulary: Vocabulary, findings: Findings) -> None:
-    """Ids and special tokens of documents [first, stop)."""
-    lengths = shard.lengths[first:stop].astype(np.int64)
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    begin = int(shard.pointers[first]) // shard.dtype.itemsize
-    tokens = shard.tokens[begin : begin + int(ends[-1])]
-
-    def report(code: str, where: npt.NDArray[np.int64]) -> None:
-        shown = where[:_EXAMPLES]
-        inside = np.searchsorted(ends, shown, side="right")
-        places = [_place(shard, first + n, at - starts[n]) for n, at in zip(inside, shown, strict=True)]
-        findings.add(code, len(where), places)
-
-    outside = np.flatnonzero(_outside(tokens, vocabulary.size))
-    report("outside-vocabulary", outside)
-    table = np.zeros(vocabulary.size, dtype=bool)
-    table[list(vocabulary.specials | {vocabulary.eod})] = True
-    known = np.where(_outside(tokens, vocabulary.size), 0, tokens) if len(outside) else tokens
-    special = np.flatnonzero(table[known])
-    if len(outside):
-        special = np.setdiff1d(special, outside)
-    if not len(special):
+def _each(works: list[_Work], workers: int) -> Iterator[Measurement]:
+    """Measurements in the order of the works, so that reports do not depend on timing; few wait at a time."""
+    if workers <= 1 or len(works) == 1 or sum(work.bytes for work in works) < _POOL_BYTES:
+        yield from map(_measure, works)
         return
-    full = lengths > 0
-    is_eod = tokens[special] == vocabulary.eod
-    at_end, at_start = np.isin(special, ends[full] - 1), np.isin(special, starts[full])
-    side_by_side = np.zeros(len(special), dtype=bool)
-    side_by_side[1:] = (np.diff(special) == 1) & is_eod[1:] & is_eod[:-1] & ~at_start[1:]
-    report("separator-at-end", special[is_eod & at_end])
-    report("separator-at-start", special[is_eod & at_start & ~at_end])
-    report("separator-inside", special[is_eod & ~at_end & ~at_start])
-    report("separator-doubled", special[side_by_side])
-    report("special-token", special[~is_eod])
+    with ProcessPoolExecutor(min(workers, len(works)), multiprocessing.get_context("spawn")) as pool:
+        waiting: deque[Future[Measurement]] = deque()
+        for work in works:
+            waiting.append(pool.submit(_measure, work))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
-def _outside(tokens: npt.NDArray[Any], size: int) -> npt.NDArray[np.bool_]:
-    outside: npt.NDArray[np.bool_] = tokens >= size
-    return outside | (tokens < 0) if tokens.dtype.kind == "i" else outside
+def _measure(work: _Work) -> Measurement:
+    """Everything about one part of a file; what concerns the whole file is reported with its first part."""
+    result = Measurement()
+    tokenizer = _tokenizer(*work.tokenizer) if work.tokenizer else None
+    file = _open(work, tokenizer, result.findings)
+    if file is None:
+        return result if work.part == 0 else Measurement()
+    thin, flat = work.bytes > _THIN_BYTES, work.format in ("npy", "bin")
+    meter = Meter(work.name, work.vocabulary, work.separators, tokenizer, thin=thin, flat=flat)
+    if work.part == 0:
+        meter.result.findings.merge(result.findings)
+    begin, stop = (work.bytes * k for k in (work.part, work.part + 1))
+    offset = 0
+    for run in file.runs(MEASURED_TOKENS):
+        if work.part == work.parts - 1 or offset < stop:
+            if offset >= begin:
+                meter.add(run)
+        else:
+            break
+        offset += run.tokens.nbytes
+    return meter.finish()
 
 
-def _place(shard: Shard, document: int, token: int | None = None) -> str:
-    at = "" if token is None else f", token {int(token)}"
-    return f"{shard.prefix.name}, document {int(document)}{at}"
+@functools.lru_cache(maxsize=2)
+def _tokenizer(path: Path, eod: int) -> Tokenizer:
+    return Tokenizer.load(path, eod)
 
 
-def check_against(manifest: Manifest, vocab: int) -> Findings:
-    """Whether a model with `vocab` embedding rows can be trained on the corpus."""
+def _open(work: _Work, tokenizer: Tokenizer | None, findings: Findings) -> TokenFile | None:
+    """The file, once it is what its manifest says and can be walked; findings otherwise."""
+    try:
+        cut: Literal["before", "after"] = "before" if work.separators == "leading" else "after"
+        file = open_file(work.path, work.format, work.vocabulary.eod, tokenizer, work.dtype, cut)
+    except DataError as error:
+        findings.note("unreadable", work.name, error.cause)
+        return None
+    if not isinstance(file, MegatronFile):
+        return file
+    shard = file.shard
+    if work.entry is not None and work.part == 0:
+        wrong = _differences(work.entry, work.dtype, file)
+        findings.add("manifest-mismatch", len(wrong), [Example(work.name, note=note) for note in wrong])
+        if work.checksums:
+            for suffix, expected in ((".bin", work.entry.bin_xxh3), (".idx", work.entry.idx_xxh3)):
+                if file_checksum(shard.prefix.with_name(shard.prefix.name + suffix)) != expected:
+                    findings.note("checksum", work.name + suffix, "")
+    problem = _index_problem(file)
+    if problem:
+        findings.note("index", work.name, problem)
+        return None
+    beyond = _bin_bytes(file) - int(shard.lengths.sum(dtype=np.int64)) * shard.dtype.itemsize
+    if beyond and work.entry is None:  # against a manifest, the sizes were compared
+        findings.note("index", work.name, f"{beyond} bytes of .bin belong to no document")
+    return file
+
+
+def _bin_bytes(file: MegatronFile) -> int:
+    prefix = file.shard.prefix
+    return prefix.with_name(prefix.name + ".bin").stat().st_size
+
+
+def _differences(entry: ShardEntry, dtype: str | None, file: MegatronFile) -> list[str]:
+    shard = file.shard
+    held = {
+        "documents": shard.documents,
+        "tokens": int(shard.lengths.sum(dtype=np.int64)),
+        "bytes": _bin_bytes(file),
+        "dtype": shard.dtype.name,
+    }
+    said = {"documents": entry.documents, "tokens": entry.tokens, "bytes": entry.bytes, "dtype": dtype}
+    return [f"{key}: {held[key]}, the manifest says {said[key]}" for key in said if held[key] != said[key]]
+
+
+def _index_problem(file: MegatronFile) -> str:
+    """Why documents do not lie one behind the other from the start of the file, one sequence each; empty if they do."""
+    shard, lengths = file.shard, file.shard.lengths.astype(np.int64)
+    if not shard.documents:
+        return ""
+    if int(lengths.min()) < 0:
+        return "a document has a negative length"
+    if not np.array_equal(shard.document_indices, np.arange(shard.documents + 1)):
+        return "documents of several sequences"
+    ends = np.cumsum(lengths) * shard.dtype.itemsize
+    wrong = np.flatnonzero(shard.pointers != ends - lengths * shard.dtype.itemsize)
+    return f"document {wrong[0]} does not begin where the one before it ends" if len(wrong) else ""
+
+
+def _report(directory: Path, subject: _Subject, totals: Totals) -> Report:
+    """Put the report together and decode what its examples point at."""
+    tokenizer = subject.tokenizer
+    report = Report(
+        directory=str(directory),
+        documents=totals.documents,
+        tokens=totals.tokens,
+        separators=(subject.separators, subject.because),
+        vocabulary=subject.vocabulary,
+        fingerprint=subject.fingerprint,
+        findings=totals.findings,
+        lengths=totals.lengths(),
+        entropy_bits=totals.entropy(),
+        specials={
+            number: {"text": tokenizer.specials.get(number, "") if tokenizer else "", **places}
+            for number, places in totals.specials().items()
+        },
+        files=totals.files,
+    )
+    if tokenizer is not None:
+        opened = next((entry for entry in totals.files if entry["tokens"]), None)
+        boundaries = [Example(opened["name"], n, 0) for n in range(1, EXAMPLES + 1)] if opened else []
+        examples = [e for finding in totals.findings.by_code.values() for e in finding.examples] + boundaries
+        wanted = {example.file for example in examples if example.document is not None}
+        files = zip(subject.names, subject.files, strict=True)
+        add_texts(examples, {name: subject.open(*file) for name, file in files if name in wanted}, tokenizer)
+        report.boundaries = [example.text for example in boundaries if example.text is not None]
+    return report
+
+
+def check_against(report: Report, run: Config) -> Findings:
+    """Whether a run can train on the validated corpus together with its other sources.
+
+    Args:
+        report: of the corpus.
+        run: configuration; its `model.vocab` must hold the vocabulary, and its sources must share the tokenizer.
+    """
     findings = Findings()
-    too_small = vocab < manifest.tokenizer.vocab_size
-    both = f"model.vocab = {vocab}, tokenizer {manifest.tokenizer.vocab_size}"
-    findings.add("vocabulary-too-small", too_small, [both])
+    if run.model.vocab < report.vocabulary.size:
+        note = f"model.vocab = {run.model.vocab}, tokenizer {report.vocabulary.size}"
+        findings.note("vocabulary-too-small", "", note)
+    for source in run.data.sources:
+        try:
+            entry = read_manifest(Path(source.path)).tokenizer
+        except DataError as error:
+            findings.note("unreadable", source.name, error.cause)
+            continue
+        held: tuple[object, object] = (report.fingerprint, entry.fingerprint)
+        if report.fingerprint is None:
+            held = ((report.vocabulary.size, report.vocabulary.eod), (entry.vocab_size, entry.eod))
+        if held[0] != held[1]:
+            findings.note("tokenizer", "", f"source {source.name} of the run ({source.path}) was made with another")
     return findings
 
 
-def render(report: Report, write: Callable[[str], None] = print) -> None:
-    """The report for people."""
-    write(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens")
-    for finding in sorted(report.findings.by_code.values(), key=lambda item: item.severity):
-        severity, meaning, remedy = CATALOGUE[finding.code]
-        rate = report.rate(finding)
-        share = f" ({rate:.3%})" if rate is not None else ""
-        write(f"  {severity.upper():7} {finding.code}: {meaning}; {finding.count:_}{share}")
-        for example in finding.examples:
-            write(f"            at {example}")
-        write(f"            remedy: {remedy}")
-    if not report.findings.by_code:
-        write("  clean")
-
-
-__all__ = ["CATALOGUE", "Finding", "Findings", "Report", "Vocabulary", "check_against", "render", "validate"]
+__all__ = ["Separators", "Vocabulary", "check_against", "validate"]

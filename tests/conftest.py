@@ -40,6 +40,24 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
+def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: str = "<u2", shards: int = 2) -> Path:
+    """A corpus of the given token lists as they are, dealt over its shards in turn."""
+    import numpy as np
+
+    from data.corpus import write_corpus
+    from data.shards import ShardWriter
+
+    (path / "shards").mkdir(parents=True)
+    entries = []
+    for number in range(shards):
+        with ShardWriter(path / "shards" / f"s{number}", np.dtype(dtype)) as writer:
+            for document in documents[number::shards]:
+                writer.append(np.array(document, dtype=dtype))
+            entries.append(writer.finish())
+    write_corpus(path, tokenizer, entries, np.dtype(dtype), {})
+    return path
+
+
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment of a user's shell: this checkout, no rank variables."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "PYTEST")
@@ -306,6 +324,7 @@ def helpers() -> Any:
         root = ROOT
         text = staticmethod(make_text)
         jsonl = staticmethod(write_jsonl)
+        corpus = staticmethod(write_tokens)
         environment = staticmethod(clean_environment)
         port = staticmethod(free_port)
 

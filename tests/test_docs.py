@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from data.validate import CATALOGUE
+from data.findings import CATALOGUE
 from fsdp_pretrain.errors import Exit
 
 ROOT = Path(__file__).resolve().parent.parent

