@@ -16,9 +16,10 @@ from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
 from fsdp_pretrain.errors import ConfigError, UserError
-from fsdp_pretrain.schedule import BatchSchedule
+from fsdp_pretrain.schedule import BatchSchedule, share_of
 
 from .packer import Packed, Packer, Piece
+from .reading import ReadTimes
 
 IGNORE = -100
 """Label of tokens that are not learned; the value PyTorch's losses ignore by default."""
@@ -54,6 +55,8 @@ class StepBatch:
         digest: sum over samples of xxh3 of their tokens, modulo 2^64, as a signed integer. Summed over ranks it
             identifies the global batch whatever the number of ranks.
         quarantined: documents taken out of the loss by the packer's checks.
+        reads: reads from storage that preparing the share took.
+        notices: what went wrong and was mended meanwhile (a shard read from the mirror), for the journal.
     """
 
     micro: list[MicroBatch]
@@ -64,6 +67,8 @@ class StepBatch:
     documents: int = 0
     digest: int = 0
     quarantined: list[Piece] = field(default_factory=list)
+    reads: ReadTimes = field(default_factory=ReadTimes)
+    notices: list[str] = field(default_factory=list)
 
 
 class _Steps(BaseNode[Any]):
@@ -73,6 +78,7 @@ class _Steps(BaseNode[Any]):
         super().__init__()
         self._loader = loader
         self.cursor = self.consumed = 0
+        self._failed = False
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
@@ -80,9 +86,12 @@ class _Steps(BaseNode[Any]):
         self.cursor, self.consumed = state["cursor"], state["consumed"]
 
     def next(self) -> StepBatch | UserError:
+        if self._failed:  # do not wait for the same file again
+            raise StopIteration
         try:
             batch = self._loader.build(self.cursor, self.consumed)
         except UserError as error:  # hand it over whole: torchdata would rebuild it around a traceback
+            self._failed = True
             return error
         self.cursor, self.consumed = batch.cursor, batch.consumed
         return batch
@@ -128,7 +137,7 @@ class Loader(Iterator[StepBatch]):
         self._node: BaseNode[Any] = Prefetcher(steps, prefetch, snapshot_frequency=0) if prefetch else steps
 
     def __next__(self) -> StepBatch:
-        """The next step's share. Raises DataError if a shard cannot be read."""
+        """The next step's share. Raises DataError if a shard cannot be read; nothing follows then."""
         batch = next(self._node)
         if isinstance(batch, UserError):
             raise batch
@@ -143,17 +152,32 @@ class Loader(Iterator[StepBatch]):
     def build(self, cursor: int, consumed: int) -> StepBatch:
         """This rank's share of the global batch at `cursor`, a pure function."""
         size = self._batches.batch_at(consumed)
-        share = size // self._world
-        first = cursor + self._rank * share
         step = StepBatch([], size, cursor + size, consumed + size)
-        for start in range(first, first + share, self._micro_batch):
-            packed = self._packer.pack(start, min(self._micro_batch, first + share - start))
+        share = share_of(cursor, size, self._rank, self._world)
+        for start in share[:: self._micro_batch]:
+            packed = self._packer.pack(start, min(self._micro_batch, share.stop - start))
             step.micro.append(self._micro(packed))
             step.targets += packed.tokens.shape[0] * self._packer.length - _ignored(packed)
             step.documents += packed.documents
             step.quarantined += packed.quarantined
             step.digest += sum(xxhash.xxh3_64_intdigest(row) for row in packed.tokens)
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
+        for places in self._packer.places:
+            step.reads.add(places.take_times())
+            step.notices += places.take_notices()
+        return step
+
+    def blank(self, cursor: int, consumed: int) -> StepBatch:
+        """A share of the same shape with nothing to learn: keeps a rank that has no data in step with the others."""
+        size, length = self._batches.batch_at(consumed), self._packer.length
+        step = StepBatch([], size, cursor + size, consumed + size)
+        share = share_of(cursor, size, self._rank, self._world)
+        for start in share[:: self._micro_batch]:
+            count = min(self._micro_batch, share.stop - start)
+            lengths = torch.full((count, 1), length, dtype=torch.int32) if self._with_lengths else None
+            labels = torch.full((count, length), IGNORE)
+            zeros = torch.zeros(count, length + 1, dtype=torch.int64)
+            step.micro.append(self._pinned(zeros, labels, lengths, zeros[:, 0].clone()))
         return step
 
     def _micro(self, packed: Packed) -> MicroBatch:
@@ -165,9 +189,11 @@ class Loader(Iterator[StepBatch]):
                 labels[row, max(0, start - 1) : stop - 1] = IGNORE
         if self._with_lengths:
             lengths = torch.from_numpy(packed.lengths)
-        tensors = [tokens, labels, lengths, torch.from_numpy(packed.sources)]
+        return self._pinned(tokens, labels, lengths, torch.from_numpy(packed.sources))
+
+    def _pinned(self, *tensors: Tensor | None) -> MicroBatch:
         if self._pin:
-            tensors = [tensor.pin_memory() if tensor is not None else None for tensor in tensors]
+            tensors = tuple(tensor.pin_memory() if tensor is not None else None for tensor in tensors)
         return MicroBatch(*tensors)  # type: ignore[arg-type]
 
 

@@ -16,6 +16,8 @@ def open_packer(config: Config) -> Packer:
         data.sequence_length,
         seed=data.seed,
         lanes=data.lanes,
+        mirrors={source.name: source.mirror for source in data.sources if source.mirror is not None},
+        read_timeout=config.read_timeout,
     )
     if packer.tokenizer.vocab_size > config.model.vocab:
         raise ConfigError(

@@ -20,7 +20,7 @@ library's generator that may change. The packer alone writes separators, and `pa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from fsdp_pretrain.errors import DataError
 
 from .corpus import Corpus
 from .mixture import Mixture
+from .reading import READ_TIMEOUT, Places
 
 Ints = npt.NDArray[np.int64]
 STRETCH = 1024
@@ -84,6 +85,11 @@ class _Block:
     """[documents] number within the shard."""
     tokens: npt.NDArray[Any]
     """The shard's flat array."""
+    load: Callable[[_Block, int], npt.NDArray[Any]]
+    """Bring a chunk of that array, and the next one, into memory under watch; the array to use from then on."""
+    chunk_bits: int
+    loaded: set[int]
+    """Chunks of 2 ** chunk_bits tokens that were loaded."""
     shard: int
     length: int
 
@@ -112,6 +118,10 @@ class Packed:
 
 
 _AHEAD = 8
+_CHUNK_BITS = 15
+"""Tokens are brought into memory in chunks of 2 ** 15, two at a time: about what the kernel reads ahead by itself."""
+_NEAR = 32
+"""Chunks looked at together before one of them is loaded: what is in memory already is found at little cost."""
 _Span = tuple[_Block, int, int, int, int]
 """(block, index of the document in it, position in the row, first and last + 1 token in the shard)"""
 
@@ -134,6 +144,7 @@ class _Source:
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._stretches: OrderedDict[tuple[int, int, int], npt.NDArray[np.int16]] = OrderedDict()
         self._latest_round: tuple[tuple[int, int], Ints] = ((-1, -1), np.empty(0, np.int64))
+        self._chunk_bits = max(_CHUNK_BITS, sequence_length.bit_length())  # a sample lies in two chunks at most
         self._keep_blocks = max(64, min(2 * lanes, 4096))
 
     def locate(self, number: int) -> tuple[int, int]:
@@ -184,7 +195,7 @@ class _Source:
             self._blocks.move_to_end((epoch, block))
             return found
         shard_number, first, count, nonempty, _ = self.corpus.blocks[block].tolist()
-        shard = self.corpus.shard(shard_number)
+        shard = self.corpus.shard(shard_number, ("index", first, first + count))
         lengths = shard.lengths[first : first + count]
         order = permutation(_key(self.seed, self.name, epoch, block), count)
         if nonempty < count:  # an empty document would put two separators side by side
@@ -196,6 +207,9 @@ class _Source:
             shifts=(shard.pointers[first : first + count] // shard.dtype.itemsize)[order] - (ends - sizes),
             documents=first + order,
             tokens=shard.tokens,
+            load=self._load,
+            chunk_bits=self._chunk_bits,
+            loaded=set(),
             shard=shard_number,
             length=int(self.block_lengths[block]),
         )
@@ -203,6 +217,17 @@ class _Source:
         if len(self._blocks) > self._keep_blocks:
             self._blocks.popitem(last=False)
         return built
+
+    def _load(self, block: _Block, chunk: int) -> npt.NDArray[Any]:
+        bits, near = self._chunk_bits, range(chunk & -_NEAR, (chunk & -_NEAR) + _NEAR)
+        shard = self.corpus.kept(block.shard, ("tokens", near[0] << bits, (near[-1] + 2) << bits))
+        if shard is None:
+            near = range(chunk, chunk + 1)
+            shard = self.corpus.shard(block.shard, ("tokens", chunk << bits, (chunk + 2) << bits))
+        if shard.tokens is not block.tokens:  # opened anew, perhaps from the mirror
+            block.tokens, block.loaded = shard.tokens, set()
+        block.loaded.update(near)
+        return block.tokens
 
     def fill(self, number: int, row: Ints, pieces: list[_Span] | None = None) -> list[int]:
         """Write sample `number` into `row` [S + 1], all but the separators; note the stretches in `pieces` if given.
@@ -230,12 +255,16 @@ class _Source:
 def _copy(block: _Block, inside: int, row: Ints, filled: int, separators: list[int], pieces: list[_Span] | None) -> int:
     """Copy a block's line from position `inside` into row[filled:] until either ends; the new `filled`."""
     at, need, tokens = int(block.ends.searchsorted(inside, "right")), len(row), block.tokens
+    loaded, bits = block.loaded, block.chunk_bits
     while at < len(block.ends):
         ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies
         for end, shift in zip(block.ends[ahead].tolist(), block.shifts[ahead].tolist(), strict=True):
             take = min(end - inside, need - filled)
             text = min(take, end - 1 - inside)  # without the separator
             start = inside + shift
+            if start >> bits not in loaded:
+                tokens = block.load(block, start >> bits)
+                loaded = block.loaded
             row[filled : filled + text] = tokens[start : start + text]
             if pieces is not None:
                 pieces.append((block, at, filled, start, start + text))
@@ -257,16 +286,29 @@ class Packer:
         sequence_length: S, tokens predicted per sample.
         seed: seed of the data order.
         lanes: places of an epoch that consecutive samples come from in turn.
+        mirrors: by source name, a directory with a copy of its corpus.
+        read_timeout: seconds after which a read from a corpus counts as hanging.
 
     Raises:
         DataError: a corpus cannot be opened, or the corpora were not made with the same tokenizer.
     """
 
     def __init__(
-        self, sources: Sequence[tuple[str, Path, float]], sequence_length: int, *, seed: int, lanes: int
+        self,
+        sources: Sequence[tuple[str, Path, float]],
+        sequence_length: int,
+        *,
+        seed: int,
+        lanes: int,
+        mirrors: Mapping[str, Path] | None = None,
+        read_timeout: float = READ_TIMEOUT,
     ) -> None:
         self.length = sequence_length
-        self._sources = [_Source(name, Corpus(path), sequence_length, seed, lanes) for name, path, _ in sources]
+        corpora = [Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout) for name, path, _ in sources]
+        self._sources = [
+            _Source(name, corpus, sequence_length, seed, lanes)
+            for (name, _, _), corpus in zip(sources, corpora, strict=True)
+        ]
         self._mixture = Mixture([weight for _, _, weight in sources])
         manifests = [source.corpus.manifest for source in self._sources]
         self.tokenizer = manifests[0].tokenizer
@@ -291,6 +333,11 @@ class Packer:
     def epoch_samples(self) -> dict[str, float]:
         """Samples in one epoch of each source."""
         return {source.name: source.epoch_tokens / self.length for source in self._sources}
+
+    @property
+    def places(self) -> list[Places]:
+        """Where the corpora are read from, source by source."""
+        return [source.corpus.places for source in self._sources]
 
     def pack(self, first: int, count: int) -> Packed:
         """Samples [first, first + count), checked.

@@ -7,18 +7,19 @@ Here every document is one sequence, which is what GPT corpora made by Megatron'
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from fsdp_pretrain.errors import DataError
+
+from .mapping import Mapping
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -30,6 +31,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
+Part = tuple[Literal["index", "tokens"], int, int]
+"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array, if there are so many."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ADVICE = "restore the file from where the corpus came from, or prepare this shard again"
 
@@ -136,10 +139,11 @@ class Shard:
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         bin_path, idx_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
-        index = _map(idx_path)
-        if len(index) < _HEADER.size or index[: len(MAGIC)] != MAGIC:
+        self._index = _map(idx_path)
+        index = self._index.bytes
+        if len(index) < _HEADER.size or index[: len(MAGIC)].tobytes() != MAGIC:
             raise DataError(f"{idx_path} is not a Megatron-Core index (wrong first bytes)", remedy=_ADVICE)
-        _, version, code, sequences, document_indices = _HEADER.unpack_from(index)
+        _, version, code, sequences, document_indices = _HEADER.unpack(index[: _HEADER.size].tobytes())
         if version != 1 or code not in DTYPES:
             raise DataError(
                 f"{idx_path} has version {version} and dtype code {code}; this program reads version 1, integers"
@@ -154,13 +158,40 @@ class Shard:
         self.lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
         self.pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + sequences * 4)
         self.document_indices = np.frombuffer(index, "<i8", document_indices, _HEADER.size + sequences * 12)
-        self.tokens = np.frombuffer(_map(bin_path), self.dtype)
-        last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
+        self._data = _map(bin_path)
+        self.tokens = np.frombuffer(self._data.bytes, self.dtype)
+        last = 0
+        if sequences:
+            self.load(("index", sequences - 1, sequences))
+            last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if last > self.tokens.nbytes:
             raise DataError(
                 f"{bin_path} has {self.tokens.nbytes} bytes, its index needs {last}: truncated",
                 remedy=_ADVICE,
             )
+
+    def load(self, part: Part) -> None:
+        """Bring a part into memory, see `Mapping.load`. Raises DataError."""
+        for file, start, stop in self._ranges(part):
+            try:
+                file.load(start, stop)
+            except OSError as error:
+                raise DataError(f"cannot read {file.path}: {error.strerror}", remedy=_ADVICE) from None
+
+    def resident(self, part: Part) -> bool:
+        """Whether a part is known to be in memory."""
+        return all(file.resident(start, stop) for file, start, stop in self._ranges(part))
+
+    def _ranges(self, part: Part) -> list[tuple[Mapping, int, int]]:
+        """(file, first byte, last byte + 1) of what a part means."""
+        what, first, stop = part
+        if what == "tokens":
+            return [(self._data, first * self.dtype.itemsize, stop * self.dtype.itemsize)]
+        lengths, pointers = _HEADER.size, _HEADER.size + 4 * len(self.lengths)
+        return [
+            (self._index, lengths + 4 * first, lengths + 4 * stop),
+            (self._index, pointers + 8 * first, pointers + 8 * stop),
+        ]
 
     @property
     def documents(self) -> int:
@@ -173,12 +204,11 @@ class Shard:
         return self.tokens[start : start + int(self.lengths[number])]
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
+def _map(path: Path) -> Mapping:
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""  # mmap refuses empty files; a shard without tokens is legal
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        file = Mapping(path)
+        file.load(0, _HEADER.size)
+        return file
     except OSError as error:
         raise DataError(f"cannot open {path}: {error.strerror}", remedy=_ADVICE) from None
 

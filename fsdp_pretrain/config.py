@@ -131,6 +131,8 @@ class Source(Section):
     """Identity of the source: keys its shuffle and its column in the metrics. Renaming it reshuffles it."""
     path: FilePath
     """Corpus directory, as written by `fsdp-data prepare`."""
+    mirror: FilePath | None = None
+    """Directory with a copy of the corpus, read when a file of `path` cannot be, or hangs. Changes no sample."""
     weight: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 1.0
     """Share of the samples, relative to the other sources' weights."""
 
@@ -150,6 +152,9 @@ class DataSection(Section):
     """`causal` attends across the documents packed into a sample, `document` masks other documents."""
     prefetch: Annotated[int, Field(ge=0)] = 4
     """Steps the background thread prepares ahead."""
+    read_timeout: Seconds | None = None
+    """How long a read from a corpus may take before it counts as hanging: then the mirror is used, or the run ends with
+    exit 75. Default a third of `parallel.timeout`, since the other ranks wait meanwhile."""
     max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
     """Share of documents that may fail the inline checks, and so be left out of the loss, before the run is refused."""
 
@@ -323,6 +328,12 @@ class Config(Section):
         """The run's schedules as numbers."""
         return _build_schedule(self.data, self.train, self.optimizer)
 
+    @property
+    def read_timeout(self) -> float:
+        """Seconds that a read from a corpus may take."""
+        asked = self.data.read_timeout
+        return self.parallel.timeout.value / 3 if asked is None else asked.value
+
     def to_toml(self) -> str:
         """The resolved configuration; loading it gives an equal object."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
@@ -364,7 +375,9 @@ def _build_schedule(data: DataSection, train: TrainSection, optimizer: Optimizer
 def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     """Contradictions between sections. Sees only the sections that are valid in themselves."""
     model, data, train = sections.get("model"), sections.get("data"), sections.get("train")
-    optimizer, checkpoint, evaluation = (sections.get(name) for name in ("optimizer", "checkpoint", "eval"))
+    optimizer, checkpoint, evaluation, parallel = (
+        sections.get(name) for name in ("optimizer", "checkpoint", "eval", "parallel")
+    )
     if isinstance(model, GPTModel) and data and data.sequence_length > model.positions:
         yield f"data.sequence_length = {data.sequence_length} exceeds model.positions = {model.positions}"
     if optimizer and optimizer.min_lr > optimizer.lr:
@@ -374,6 +387,13 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             _build_schedule(data, train, optimizer)
         except ValueError as error:
             yield str(error)
+    if data and parallel and data.read_timeout is not None:
+        waits = 2 if any(source.mirror is not None for source in data.sources) else 1
+        if not 0 < data.read_timeout.value * waits < parallel.timeout.value:
+            yield (
+                f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
+                f"end before parallel.timeout = {parallel.timeout}, or the other ranks give up first"
+            )
     for name, section in (("checkpoint", checkpoint), ("eval", evaluation)):
         for key in ("every", "keep_every"):
             every = getattr(section, key, None)

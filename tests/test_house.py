@@ -20,7 +20,9 @@ LEVELS = [
     [
         "fsdp_pretrain.config_reference",
         "fsdp_pretrain.record",
+        "data.mapping",
         "data.shards",
+        "data.reading",
         "data.tokenizer",
         "data.inputs",
     ],
