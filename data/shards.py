@@ -42,6 +42,21 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
+def encode_index(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
+    """The `.idx` file of documents of these lengths [documents] that follow each other in the `.bin`."""
+    pointers = np.zeros(len(lengths), dtype="<i8")
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= dtype.itemsize
+    return b"".join(
+        (
+            _HEADER.pack(MAGIC, 1, _CODES[dtype], len(lengths), len(lengths) + 1),
+            lengths.astype("<i4").tobytes(),
+            pointers.tobytes(),
+            np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
+        )
+    )
+
+
 class ShardWriter:
     """Writes `PREFIX.bin` and `PREFIX.idx`, which appear under their names only when complete and durable.
 
@@ -76,18 +91,7 @@ class ShardWriter:
         """
         _close_durably(self._file)
         lengths = np.asarray(self._lengths, dtype="<i4")
-        pointers = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self._dtype.itemsize
-        code = _CODES[self._dtype]
-        index = b"".join(
-            (
-                _HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1),
-                lengths.tobytes(),
-                pointers.tobytes(),
-                np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
-            )
-        )
+        index = encode_index(lengths, self._dtype)
         with _partial(self._prefix, ".idx").open("wb") as file:
             file.write(index)
             _close_durably(file)

@@ -37,6 +37,7 @@ LEVELS = [
     ["fsdp_pretrain.status", "data.packer", "data.prepare", "data.validate", "data.formats"],
     [
         "data.bench",
+        "data.simulate",
         "data.opening",
         "data.train_tokenizer",
         "data.loader",
