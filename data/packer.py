@@ -88,8 +88,10 @@ class _Block:
     load: Callable[[_Block, int], npt.NDArray[Any]]
     """Bring a chunk of that array, and the next one, into memory under watch; the array to use from then on."""
     chunk_bits: int
-    loaded: set[int]
-    """Chunks of 2 ** chunk_bits tokens that were loaded."""
+    chunks: range
+    """Chunks of 2 ** chunk_bits tokens that the block lies in."""
+    waiting: set[int]
+    """Those of them that were not loaded yet."""
     shard: int
     length: int
 
@@ -202,14 +204,18 @@ class _Source:
             order = order[lengths[order] > 0]
         sizes = lengths[order].astype(np.int64) + 1
         ends = np.cumsum(sizes)
+        starts = shard.pointers[first : first + count] // shard.dtype.itemsize
+        bits = self._chunk_bits
+        chunks = range(int(starts[0]) >> bits, (int(starts[-1] + lengths[-1]) >> bits) + 1)
         built = _Block(
             ends=ends,
-            shifts=(shard.pointers[first : first + count] // shard.dtype.itemsize)[order] - (ends - sizes),
+            shifts=starts[order] - (ends - sizes),
             documents=first + order,
             tokens=shard.tokens,
             load=self._load,
-            chunk_bits=self._chunk_bits,
-            loaded=set(),
+            chunk_bits=bits,
+            chunks=chunks,
+            waiting=set(chunks),
             shard=shard_number,
             length=int(self.block_lengths[block]),
         )
@@ -225,8 +231,8 @@ class _Source:
             near = range(chunk, chunk + 1)
             shard = self.corpus.shard(block.shard, ("tokens", chunk << bits, (chunk + 2) << bits))
         if shard.tokens is not block.tokens:  # opened anew, perhaps from the mirror
-            block.tokens, block.loaded = shard.tokens, set()
-        block.loaded.update(near)
+            block.tokens, block.waiting = shard.tokens, set(block.chunks)
+        block.waiting.difference_update(near)
         return block.tokens
 
     def fill(self, number: int, row: Ints, pieces: list[_Span] | None = None) -> list[int]:
@@ -255,16 +261,16 @@ class _Source:
 def _copy(block: _Block, inside: int, row: Ints, filled: int, separators: list[int], pieces: list[_Span] | None) -> int:
     """Copy a block's line from position `inside` into row[filled:] until either ends; the new `filled`."""
     at, need, tokens = int(block.ends.searchsorted(inside, "right")), len(row), block.tokens
-    loaded, bits = block.loaded, block.chunk_bits
+    waiting, bits = block.waiting, block.chunk_bits
     while at < len(block.ends):
         ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies
         for end, shift in zip(block.ends[ahead].tolist(), block.shifts[ahead].tolist(), strict=True):
             take = min(end - inside, need - filled)
             text = min(take, end - 1 - inside)  # without the separator
             start = inside + shift
-            if start >> bits not in loaded:
+            if waiting and start >> bits in waiting:
                 tokens = block.load(block, start >> bits)
-                loaded = block.loaded
+                waiting = block.waiting
             row[filled : filled + text] = tokens[start : start + text]
             if pieces is not None:
                 pieces.append((block, at, filled, start, start + text))

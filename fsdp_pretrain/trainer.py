@@ -68,7 +68,8 @@ class DataStream(Protocol):
 
     def __next__(self) -> Any: ...
 
-    def blank(self, cursor: int, consumed: int) -> Any: ...
+    def blank(self, cursor: int, consumed: int) -> Any:
+        """A batch of the shape due at these counters, with nothing to learn."""
 
 
 class Saver(Protocol):
