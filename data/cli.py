@@ -11,8 +11,9 @@ from pathlib import Path
 from fsdp_pretrain import config
 from fsdp_pretrain.console import Command
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.units import Progress
 
-from . import adopt, bench, quickstart
+from . import adopt, bench, quickstart, simulate
 from .corpus import Corpus
 from .jobs import default_workers
 from .prepare import Options, prepare, summary
@@ -181,11 +182,19 @@ def _add_bench(command: Command) -> None:
         "fsdp-data bench /tmp/corpus --sequence-length 2048",
     )
     parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="corpus (default: a synthetic one)")
-    parser.add_argument("--tokens", type=_bytes, default=10**8, help="size of the synthetic corpus (default: 100M)")
+    parser.add_argument("--tokens", type=_tokens, default=10**8, help="size of the synthetic corpus (default: 100M)")
     parser.add_argument("--sequence-length", type=int, default=2048, help="tokens per sample (default: 2048)")
     parser.add_argument("--batch", type=int, default=8, help="samples per call (default: 8)")
     parser.add_argument("--seconds", type=float, default=1.5, help="length of each of three rounds (default: 1.5)")
     parser.add_argument("--cold", action="store_true", help="do not read the corpus into memory first")
+    parser.add_argument(
+        "--simulate",
+        type=_tokens,
+        metavar="TOKENS",
+        help="instead, what a training process needs on a corpus of this size (2T), whose tokens are not stored",
+    )
+    parser.add_argument("--shards", type=int, default=20_000, help="shards of the simulated corpus (default: 20000)")
+    parser.add_argument("--world", type=int, default=1024, help="ranks that share the simulated corpus (default: 1024)")
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
 
 
@@ -304,6 +313,12 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.simulate:
+        figures = simulate.simulate(
+            args.simulate, args.shards, sequence_length=args.sequence_length, world=args.world, seed=1
+        )
+        print(json.dumps(figures, indent=1) if args.json else simulate.render(figures))
+        return 0
     figures = bench.bench(
         args.directory,
         tokens=args.tokens,
@@ -329,6 +344,13 @@ def _bytes(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB")
     return int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))
+
+
+def _tokens(text: str) -> int:
+    try:
+        return Progress.parse(f"{text} tokens").value
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 20B") from None
 
 
 def _part(text: str) -> tuple[int, int]:

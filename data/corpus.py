@@ -11,22 +11,25 @@ where every training sample is: 16 MB for a corpus of 2T tokens.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from fsdp_pretrain.errors import DataError
 
-from .shards import Shard
+from .reading import READ_TIMEOUT, Places
+from .shards import Part, Shard
 from .tokenizer import Tokenizer
 
 FORMAT = 1
@@ -35,6 +38,9 @@ BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "
 _OPEN_SHARDS = 512
 Separators = Literal["none", "trailing", "leading"]
 """What stored documents carry: nothing, one separator each at the end, or one each at the beginning."""
+
+
+Count = Annotated[int, Field(ge=0)]
 
 
 class TokenizerEntry(BaseModel):
@@ -49,18 +55,21 @@ class TokenizerEntry(BaseModel):
     fingerprint: str
 
 
-class ShardEntry(BaseModel):
-    """One shard: `tokens` counts what the file stores, separators included if the documents carry any."""
+@dataclass(slots=True, config=ConfigDict(extra="forbid"))
+class ShardEntry:
+    """One shard: `tokens` counts what the file stores, separators included if the documents carry any.
 
-    model_config = ConfigDict(extra="forbid")
+    A dataclass with slots: a corpus may have tens of thousands, and models take twice the time and memory.
+    """
+
     name: str
-    path: str | None = None
-    """Where `.bin` and `.idx` are, without suffix, if not in `shards/`: files adopted by `fsdp-data import`."""
-    documents: int = Field(ge=0)
-    tokens: int = Field(ge=0)
-    bytes: int = Field(ge=0)
+    documents: Count
+    tokens: Count
+    bytes: Count
     bin_xxh3: str
     idx_xxh3: str
+    path: str | None = None
+    """Where `.bin` and `.idx` are, without suffix, if not in `shards/`: files adopted by `fsdp-data import`."""
 
     def prefix(self, directory: Path) -> Path:
         """Path of the shard of a corpus, without suffix."""
@@ -99,7 +108,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a corpus. Raises DataError if it is absent, damaged or of another format."""
     path = directory / "manifest.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except FileNotFoundError:
         unfinished = (
             " (an unfinished one: run the command that makes it again)" if (directory / "plan.json").exists() else ""
@@ -110,12 +119,17 @@ def read_manifest(directory: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+    collecting = gc.isenabled()
+    gc.disable()  # tens of thousands of entries appear at once: looking through them for garbage doubles the time
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path} is damaged or of another version: {where}: {first['msg']}") from None
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def build_blocks(shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS, carried: int = 0) -> npt.NDArray[np.int64]:
@@ -148,7 +162,7 @@ def write_corpus(
     separators: Separators = "none",
 ) -> Manifest:
     """Write block table, tokenizer copy and, last and atomically, the manifest of shards already in place."""
-    shards = (Shard(ShardEntry.model_validate(entry).prefix(directory)) for entry in entries)
+    shards = (Shard(ShardEntry(**entry).prefix(directory)) for entry in entries)
     buffer = io.BytesIO()
     np.save(buffer, build_blocks(shards, carried=int(separators != "none")))
     write_atomically(directory / "blocks.npy", buffer.getvalue())
@@ -188,23 +202,48 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 class Corpus:
-    """A corpus opened for reading; shards are mapped when first needed and a bounded number stays open.
+    """A corpus opened for reading; shards are mapped when first needed and a bounded number is kept.
 
     Args:
         directory: as written by `fsdp-data prepare`.
+        mirror: another directory with a copy of it, for what cannot be read from the first.
+        read_timeout: seconds after which a read counts as hanging.
 
     Attributes:
         manifest: its manifest.
         blocks: int64 [blocks, 5].
+        places: the directories; tells about failures and times.
 
     Raises:
-        DataError: not a corpus, or the block table is not the one the manifest names.
+        DataError: not a corpus, the block table is not the one the manifest names, or the mirror is of another corpus.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, mirror: Path | None = None, *, read_timeout: float = READ_TIMEOUT) -> None:
         self.directory = directory
-        self.manifest = read_manifest(directory)
-        path = directory / "blocks.npy"
+        self.places = Places([directory, mirror] if mirror is not None else [directory], read_timeout)
+        self.manifest = self.places.read("manifest.json", read_manifest)
+        self._entries = {directory: self.manifest.shards}
+        if mirror is not None:
+            self._entries[mirror] = self._check_mirror(mirror, read_timeout)
+        self.blocks = self.places.read("blocks.npy", self._read_blocks)
+        if not len(self.blocks):
+            raise DataError(f"{directory} holds no tokens")
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+
+    def _check_mirror(self, mirror: Path, timeout: float) -> list[ShardEntry]:
+        """The mirror's shards: the same, perhaps under other paths."""
+        found = Places([mirror], timeout).read("manifest.json", read_manifest)
+        if found.fingerprint != self.manifest.fingerprint:
+            raise DataError(
+                f"{mirror} is no copy of {self.directory}: their manifests have different fingerprints "
+                f"({found.fingerprint[:12]}, {self.manifest.fingerprint[:12]})",
+                effect="turning to it would change the data in the middle of a run",
+                remedy="copy the corpus anew, or remove the source's mirror from the configuration",
+            )
+        return found.shards
+
+    def _read_blocks(self, place: Path) -> npt.NDArray[np.int64]:
+        path = place / "blocks.npy"
         try:
             raw = path.read_bytes()
         except OSError as error:
@@ -215,33 +254,55 @@ class Corpus:
                 effect="samples would be cut at other places than the run expects",
                 remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
             )
-        self.blocks: npt.NDArray[np.int64] = np.load(io.BytesIO(raw))
-        if not len(self.blocks):
-            raise DataError(f"{directory} holds no tokens")
-        self._open: OrderedDict[int, Shard] = OrderedDict()
+        header = io.BytesIO(raw)
+        np.lib.format.read_magic(header)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(header)
+        return np.frombuffer(raw, dtype, offset=header.tell()).reshape(shape)  # np.load would copy 20 MB
 
-    def shard(self, number: int) -> Shard:
-        """Shard `number` in the order of the manifest. Raises DataError."""
+    def kept(self, number: int, part: Part) -> Shard | None:
+        """Shard `number` if it is open and `part` is known to be in memory; reads nothing."""
         shard = self._open.get(number)
-        if shard is None:
-            entry = self.manifest.shards[number]
-            shard = self._open[number] = Shard(entry.prefix(self.directory))
-            if shard.documents != entry.documents or shard.dtype.name != self.manifest.dtype:
-                raise DataError(
-                    f"{shard.prefix}.idx holds {shard.documents} documents of {shard.dtype.name}, "
-                    f"the manifest says {entry.documents} of {self.manifest.dtype}",
-                    remedy="the shard is not the one the manifest was made for; restore it",
-                )
-            if len(self._open) > _OPEN_SHARDS:
-                self._open.popitem(last=False)
-        else:
-            self._open.move_to_end(number)
+        return shard if shard is not None and shard.resident(part) else None
+
+    def shard(self, number: int, part: Part = ("tokens", 0, 0)) -> Shard:
+        """Shard `number` in the order of the manifest, opened and with `part` in memory. Raises DataError."""
+        if shard := self.kept(number, part):
+            return shard
+        entry, kept = self.manifest.shards[number], self._open.get(number)
+
+        def read(place: Path) -> Shard:
+            prefix = self._entries[place][number].prefix(place)
+            shard = kept if kept is not None and kept.prefix == prefix else self._open_shard(prefix, entry)
+            shard.load(part)
+            return shard
+
+        shard = self._open[number] = self.places.read(f"shards/{entry.name}", read)
+        self._open.move_to_end(number)
+        if len(self._open) > _OPEN_SHARDS:
+            self._open.popitem(last=False)
+        return shard
+
+    def _open_shard(self, prefix: Path, entry: ShardEntry) -> Shard:
+        """A shard that is, by its index and sizes, the one of the manifest."""
+        shard = Shard(prefix)
+        found, said = (
+            f"{documents} documents of {dtype} in {size} bytes"
+            for documents, dtype, size in (
+                (shard.documents, shard.dtype.name, shard.tokens.nbytes),
+                (entry.documents, self.manifest.dtype, entry.bytes),
+            )
+        )
+        if found != said:
+            raise DataError(
+                f"{prefix}.idx and .bin hold {found}, the manifest says {said}",
+                remedy="the shard is not the one the manifest was made for; restore it",
+            )
         return shard
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stored with the corpus. Raises DataError if it is not the one the manifest names."""
         entry = self.manifest.tokenizer
-        tokenizer = Tokenizer.load(self.directory / entry.file, eod=entry.eod)
+        tokenizer = self.places.read(entry.file, lambda place: Tokenizer.load(place / entry.file, eod=entry.eod))
         if tokenizer.fingerprint != entry.fingerprint:
             raise DataError(
                 f"{tokenizer.path} is not the tokenizer this corpus was made with (fingerprint differs)",

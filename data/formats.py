@@ -313,7 +313,7 @@ def _read_bin(path: Path, dtype: str) -> Tokens:
         kind = np.dtype(bool)
     if kind.kind not in "iu":
         raise DataError(f"{dtype!r} is not an integer type such as uint16, uint32, int32 or int64")
-    raw = map_file(path)
+    raw = map_file(path).bytes
     if len(raw) % kind.itemsize:
         raise DataError(
             f"{path} has {len(raw)} bytes, which is no whole number of {dtype}: truncated, or of another type",

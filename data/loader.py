@@ -15,9 +15,10 @@ from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
 from fsdp_pretrain.errors import ConfigError, UserError
-from fsdp_pretrain.schedule import BatchSchedule
+from fsdp_pretrain.schedule import BatchSchedule, share_of
 
 from .packer import Packed, Packer, Piece
+from .reading import ReadTimes
 from .skip import Skips
 
 IGNORE = -100
@@ -56,6 +57,8 @@ class StepBatch:
             whatever the number of ranks.
         quarantined: documents taken out of the loss by the packer's checks.
         shares, epochs: of each source: the planned share around this step, and how often it has been read after it.
+        reads: reads from storage that preparing the share took.
+        notices: what went wrong and was mended meanwhile (a shard read from the mirror), for the journal.
     """
 
     micro: list[MicroBatch]
@@ -70,6 +73,8 @@ class StepBatch:
     quarantined: list[Piece] = field(default_factory=list)
     shares: dict[str, float] = field(default_factory=dict)
     epochs: dict[str, float] = field(default_factory=dict)
+    reads: ReadTimes = field(default_factory=ReadTimes)
+    notices: list[str] = field(default_factory=list)
 
 
 class _Steps(BaseNode[Any]):
@@ -79,6 +84,7 @@ class _Steps(BaseNode[Any]):
         super().__init__()
         self._loader = loader
         self.cursor = self.consumed = 0
+        self._failed = False
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)
@@ -86,9 +92,12 @@ class _Steps(BaseNode[Any]):
         self.cursor, self.consumed = state["cursor"], state["consumed"]
 
     def next(self) -> StepBatch | UserError:
+        if self._failed:  # do not wait for the same file again
+            raise StopIteration
         try:
             batch = self._loader.build(self.cursor, self.consumed)
         except UserError as error:  # hand it over whole: torchdata would rebuild it around a traceback
+            self._failed = True
             return error
         self.cursor, self.consumed = batch.cursor, batch.consumed
         return batch
@@ -141,7 +150,7 @@ class Loader(Iterator[StepBatch]):
         self._node: BaseNode[Any] = Prefetcher(steps, prefetch, snapshot_frequency=0) if prefetch else steps
 
     def __next__(self) -> StepBatch:
-        """The next step's share. Raises DataError if a shard cannot be read."""
+        """The next step's share. Raises DataError if a shard cannot be read; nothing follows then."""
         batch = next(self._node)
         if isinstance(batch, UserError):
             raise batch
@@ -156,12 +165,10 @@ class Loader(Iterator[StepBatch]):
     def build(self, cursor: int, consumed: int) -> StepBatch:
         """This rank's share of the global batch at `cursor`, a pure function."""
         size = self._batches.batch_at(consumed)
-        samples = self._skips.take(cursor, size)
-        share = size // self._world
-        own = samples[self._rank * share : (self._rank + 1) * share]
+        samples, own = self._share(cursor, size)
         step = StepBatch([], size, samples[-1] + 1, consumed + size)
         step.shares, step.epochs = self._packer.mixture.shares(cursor), self._packer.position(step.cursor)
-        for start in range(0, share, self._micro_batch):
+        for start in range(0, len(own), self._micro_batch):
             packed = self._packer.pack_samples(own[start : start + self._micro_batch])
             micro = micro_batch(packed, with_lengths=self._with_lengths, across_documents=self._across_documents)
             step.micro.append(_pinned(micro) if self._pin else micro)
@@ -173,7 +180,29 @@ class Loader(Iterator[StepBatch]):
             step.quarantined += packed.quarantined
             step.digest += packed.digest
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
+        for places in self._packer.places:
+            step.reads.add(places.take_times())
+            step.notices += places.take_notices()
         return step
+
+    def blank(self, cursor: int, consumed: int) -> StepBatch:
+        """A share of the same shape with nothing to learn: keeps a rank that has no data in step with the others."""
+        size, length = self._batches.batch_at(consumed), self._packer.length
+        samples, own = self._share(cursor, size)
+        step = StepBatch([], size, samples[-1] + 1, consumed + size)
+        for start in range(0, len(own), self._micro_batch):
+            count = min(self._micro_batch, len(own) - start)
+            lengths = torch.full((count, 1), length, dtype=torch.int32) if self._with_lengths else None
+            zeros = torch.zeros(count, length + 1, dtype=torch.int64)
+            micro = MicroBatch(zeros, torch.full((count, length), IGNORE), lengths, zeros[:, 0].clone())
+            step.micro.append(_pinned(micro) if self._pin else micro)
+        return step
+
+    def _share(self, cursor: int, size: int) -> tuple[list[int], list[int]]:
+        """The samples of the global batch at `cursor`, and this rank's."""
+        samples = self._skips.take(cursor, size)
+        own = share_of(0, size, self._rank, self._world)
+        return samples, samples[own.start : own.stop]
 
 
 def micro_batch(packed: Packed, *, with_lengths: bool, across_documents: bool) -> MicroBatch:

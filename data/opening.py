@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_pretrain.config import Config, Source
+from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.schedule import Schedule
+from fsdp_pretrain.sections import Source
 
 from .mixture import Weight
 from .packer import Packer
@@ -24,6 +25,8 @@ def open_packer(config: Config) -> Packer:
         max_epochs={source.name: source.max_epochs for source in data.sources if source.max_epochs is not None},
         reshuffle=[config.schedule.samples(place) for place in data.reshuffle],
         exclude=_read_exclusions(data.exclude) if data.exclude is not None else (),
+        mirrors={source.name: source.mirror for source in data.sources if source.mirror is not None},
+        read_timeout=config.read_timeout,
     )
     if packer.tokenizer.vocab_size > config.model.vocab:
         raise ConfigError(

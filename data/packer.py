@@ -20,12 +20,9 @@ stripped, and `pack` checks what it hands out.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,40 +32,8 @@ from fsdp_pretrain.errors import DataError
 
 from .corpus import Corpus
 from .mixture import Mixture, Weight
-from .shards import Shard
-
-Ints = npt.NDArray[np.int64]
-STRETCH = 1024
-"""Windows of a lane that are permuted together: 4M tokens at a sequence length of 4096, the size of a block."""
-
-
-_ROUNDS = 64
-"""Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
-
-
-def permutation(key: int, size: int) -> Ints:
-    """A permutation of range(size) that depends on `key` alone, now and in every later version.
-
-    Each index is hashed (the finaliser of splitmix64) and the indices are sorted by hash; the index fills the low bits
-    of its own sort key, so there are no ties and any sorting algorithm gives the same order.
-    """
-    index = np.arange(size, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        x = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    low = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
-    x = (x & ~low) | index
-    x.sort()
-    return (x & low).astype(np.int64)
-
-
-_cached_permutation = lru_cache(maxsize=64)(permutation)
-
-
-def _key(*parts: object) -> int:
-    return xxhash.xxh3_64_intdigest("/".join(str(part) for part in parts).encode())
+from .reading import READ_TIMEOUT, Places
+from .source import Block, Ints, Source, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +54,6 @@ class Piece:
     stop: int
     length: int
     position: int
-
-
-@dataclass(slots=True)
-class _Block:
-    """Documents of one block in their order in one epoch."""
-
-    ends: Ints
-    """[documents] where each ends in the block's line, separators counted."""
-    shifts: Ints
-    """[documents] token of the shard's flat array = position in the block's line + shift."""
-    documents: Ints
-    """[documents] number within the shard."""
-    tokens: npt.NDArray[Any]
-    """The shard's flat array."""
-    shard: int
-    length: int
 
 
 @dataclass(slots=True)
@@ -140,187 +89,6 @@ class Packed:
         return sum(xxhash.xxh3_64_intdigest(row) for row in self.tokens) % 2**64
 
 
-_AHEAD = 8
-_Span = tuple[_Block, int, int, int, int]
-"""(block, index of the document in it, position in the row, first and last + 1 token in the shard)"""
-
-
-class _Source:
-    """One corpus as an endless line of windows."""
-
-    def __init__(self, name: str, corpus: Corpus, sequence_length: int, seed: int, lanes: int) -> None:
-        self.name, self.corpus, self.length, self.seed, self.lanes = (
-            name,
-            corpus,
-            sequence_length,
-            seed,
-            lanes,
-        )
-        blocks = corpus.blocks
-        self.block_lengths: Ints = blocks[:, 4] + blocks[:, 3]  # one separator for each document that is not empty
-        self.epoch_tokens = int(self.block_lengths.sum())
-        self._epochs: OrderedDict[int, tuple[list[int] | Ints, Ints]] = OrderedDict()
-        self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
-        self._stretches: OrderedDict[tuple[int, int, int], npt.NDArray[np.int16]] = OrderedDict()
-        self.reshuffles: list[int] = []
-        """Numbers of samples of this source before each reshuffle."""
-        self._latest_round: tuple[tuple[int, int], Ints] = ((-1, -1), np.empty(0, np.int64))
-        self._keep_blocks = max(64, min(2 * lanes, 4096))
-
-    def locate(self, number: int) -> tuple[int, int]:
-        """(epoch, offset in the epoch's line) where sample `number` of this source starts."""
-        epoch, first, count = self._epoch_of(number)
-        for generation in reversed(range(len(self.reshuffles))):
-            number = self._reshuffled(number, generation, first, count)
-        run, longer = divmod(count, self.lanes)
-        position, turn = divmod(number - first, self.lanes)
-        lane = int(self._round(epoch, position, self.lanes if position < run else longer)[turn])
-        stretch, inside = divmod(position, STRETCH)
-        size = min(STRETCH, run + (lane < longer) - stretch * STRETCH)
-        start = first + lane * run + min(lane, longer) + stretch * STRETCH
-        window = start + int(self._stretch(epoch, lane, stretch, size)[inside])
-        return epoch, window * self.length - epoch * self.epoch_tokens
-
-    def _epoch_of(self, number: int) -> tuple[int, int, int]:
-        """(epoch, its first sample, its samples) of sample `number`."""
-        total, length = self.epoch_tokens, self.length
-        epoch = number * length // total
-        first = -(-epoch * total // length)
-        return epoch, first, -(-(epoch + 1) * total // length) - first
-
-    def _reshuffled(self, number: int, generation: int, first: int, count: int) -> int:
-        """Where a reshuffle sends sample `number`: what is left of its epoch is permuted, in chunks and inside them."""
-        begin = max(first, self.reshuffles[generation])
-        if number < begin:
-            return number
-        size, left = self.lanes * _ROUNDS, first + count - begin
-        chunk, inside = divmod(number - begin, size)
-        whole = left // size
-        if chunk < whole:
-            chunk = int(_cached_permutation(_key(self.seed, self.name, "chunks", generation, first), whole)[chunk])
-        key = _key(self.seed, self.name, "chunk", generation, first, chunk)
-        return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
-
-    def _round(self, epoch: int, position: int, size: int) -> Ints:
-        """The order of the lanes in one round."""
-        if self._latest_round[0] != (epoch, position):
-            order = permutation(_key(self.seed, self.name, epoch, "round", position), size)
-            self._latest_round = ((epoch, position), order)
-        return self._latest_round[1]
-
-    def _stretch(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
-        """The order of the windows of one stretch of a lane."""
-        found = self._stretches.get((epoch, lane, stretch))
-        if found is None:
-            order = permutation(_key(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
-            found = self._stretches[(epoch, lane, stretch)] = order
-            if len(self._stretches) > 4 * self.lanes + 64:
-                self._stretches.popitem(last=False)
-        return found
-
-    def _epoch(self, epoch: int) -> tuple[Any, Ints]:
-        """(block order, cumulative ends of the blocks in that order)."""
-        plan = self._epochs.get(epoch)
-        if plan is None:
-            order = permutation(_key(self.seed, self.name, epoch), len(self.block_lengths))
-            plan = self._epochs[epoch] = (order, np.cumsum(self.block_lengths[order]))
-            if len(self._epochs) > 3:
-                self._epochs.popitem(last=False)
-        return plan
-
-    def _block(self, epoch: int, block: int) -> _Block:
-        found = self._blocks.get((epoch, block))
-        if found is not None:
-            self._blocks.move_to_end((epoch, block))
-            return found
-        shard_number, first, count, nonempty, _ = self.corpus.blocks[block].tolist()
-        shard = self.corpus.shard(shard_number)
-        lengths = shard.lengths[first : first + count] - self.corpus.manifest.carried
-        starts = self._starts(shard, first, lengths)
-        order = permutation(_key(self.seed, self.name, epoch, block), count)
-        if nonempty < count:  # an empty document would put two separators side by side
-            order = order[lengths[order] > 0]
-        sizes = lengths[order].astype(np.int64) + 1
-        ends = np.cumsum(sizes)
-        built = _Block(
-            ends=ends,
-            shifts=starts[order] - (ends - sizes),
-            documents=first + order,
-            tokens=shard.tokens,
-            shard=shard_number,
-            length=int(self.block_lengths[block]),
-        )
-        self._blocks[(epoch, block)] = built
-        if len(self._blocks) > self._keep_blocks:
-            self._blocks.popitem(last=False)
-        return built
-
-    def _starts(self, shard: Shard, first: int, lengths: npt.NDArray[np.int32]) -> Ints:
-        """Where the texts of documents from `first` on begin in the shard's flat array, carried separators skipped.
-
-        Raises:
-            DataError: a document does not carry the separator that the manifest declares.
-        """
-        manifest = self.corpus.manifest
-        starts: Ints = shard.pointers[first : first + len(lengths)] // shard.dtype.itemsize
-        if not manifest.carried:
-            return starts
-        at = starts + (lengths if manifest.separators == "trailing" else 0)
-        wrong = np.flatnonzero((lengths < 0) | (shard.tokens.take(at, mode="clip") != manifest.tokenizer.eod))
-        if len(wrong):
-            raise DataError(
-                f"{shard.prefix}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
-                f"manifest declares one ({len(wrong)} of the {len(lengths)} documents around it)",
-                effect="the shard changed since it was imported: what would be trained is not what was measured",
-                remedy="restore the shard, or import the corpus again",
-            )
-        return starts + (manifest.separators == "leading")
-
-    def fill(self, number: int, row: Ints, pieces: list[_Span] | None = None) -> list[int]:
-        """Write sample `number` into `row` [S + 1], all but the separators; note the stretches in `pieces` if given.
-
-        Returns:
-            Positions of the separators, ascending.
-        """
-        epoch, offset = self.locate(number)
-        separators: list[int] = []
-        filled = 0
-        while True:
-            order, block_ends = self._epoch(epoch)
-            rank = int(block_ends.searchsorted(offset, "right"))
-            while rank < len(order):
-                block = self._block(epoch, int(order[rank]))
-                inside = offset - (int(block_ends[rank]) - block.length)
-                filled = _copy(block, inside, row, filled, separators, pieces)
-                if filled == len(row):
-                    return separators
-                offset = int(block_ends[rank])
-                rank += 1
-            epoch, offset = epoch + 1, 0
-
-
-def _copy(block: _Block, inside: int, row: Ints, filled: int, separators: list[int], pieces: list[_Span] | None) -> int:
-    """Copy a block's line from position `inside` into row[filled:] until either ends; the new `filled`."""
-    at, need, tokens = int(block.ends.searchsorted(inside, "right")), len(row), block.tokens
-    while at < len(block.ends):
-        ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies
-        for end, shift in zip(block.ends[ahead].tolist(), block.shifts[ahead].tolist(), strict=True):
-            take = min(end - inside, need - filled)
-            text = min(take, end - 1 - inside)  # without the separator
-            start = inside + shift
-            row[filled : filled + text] = tokens[start : start + text]
-            if pieces is not None:
-                pieces.append((block, at, filled, start, start + text))
-            filled += take
-            if text < take:
-                separators.append(filled - 1)
-            if filled == need:
-                return filled
-            inside = end
-            at += 1
-    return filled
-
-
 class Packer:
     """Samples of a mixture of corpora. See the module text for the construction.
 
@@ -332,6 +100,8 @@ class Packer:
         max_epochs: by source name, how often it may be read; absent is without limit.
         reshuffle: sample indices from which on the rest of each source comes in another order.
         exclude: (source, shard, document) that keep their places and are not learned.
+        mirrors: by source name, a directory with a copy of its corpus.
+        read_timeout: seconds after which a read from a corpus counts as hanging.
 
     Raises:
         DataError: a corpus cannot be opened, or the corpora were not made with the same tokenizer.
@@ -347,9 +117,15 @@ class Packer:
         max_epochs: Mapping[str, float] | None = None,
         reshuffle: Sequence[int] = (),
         exclude: Collection[tuple[str, str, int]] = (),
+        mirrors: Mapping[str, Path] | None = None,
+        read_timeout: float = READ_TIMEOUT,
     ) -> None:
         self.length = sequence_length
-        self._sources = [_Source(name, Corpus(path), sequence_length, seed, lanes) for name, path, _ in sources]
+        corpora = [Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout) for name, path, _ in sources]
+        self._sources = [
+            Source(name, corpus, sequence_length, seed, lanes)
+            for (name, _, _), corpus in zip(sources, corpora, strict=True)
+        ]
         self.mixture = Mixture(self._weights(sources, max_epochs or {}))
         for sample in sorted(reshuffle):
             for source, count in zip(self._sources, self.mixture.counts(sample), strict=True):
@@ -390,6 +166,11 @@ class Packer:
     def epoch_samples(self) -> dict[str, float]:
         """Samples in one epoch of each source."""
         return {source.name: source.epoch_tokens / self.length for source in self._sources}
+
+    @property
+    def places(self) -> list[Places]:
+        """Where the corpora are read from, source by source."""
+        return [source.corpus.places for source in self._sources]
 
     def pack(self, first: int, count: int) -> Packed:
         """Samples [first, first + count); see `pack_samples`."""
@@ -463,14 +244,14 @@ class Packer:
                 if (source.name, shard, int(block.documents[at])) in self._excluded and span not in packed.ignore:
                     packed.ignore.append(span)
 
-    def _spans(self, sample: int) -> tuple[_Source, list[_Span]]:
+    def _spans(self, sample: int) -> tuple[Source, list[Span]]:
         """A sample's source and the stretches it is made of."""
         number, inner = self.mixture.locate(sample)
-        spans: list[_Span] = []
+        spans: list[Span] = []
         self._sources[number].fill(inner, np.empty(self.length + 1, dtype=np.int64), spans)
         return self._sources[number], spans
 
-    def _piece(self, source: _Source, block: _Block, at: int, position: int, start: int, stop: int) -> Piece:
+    def _piece(self, source: Source, block: Block, at: int, position: int, start: int, stop: int) -> Piece:
         entry, document = source.corpus.manifest.shards[block.shard].name, int(block.documents[at])
         shard = source.corpus.shard(block.shard)
         manifest = source.corpus.manifest

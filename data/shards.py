@@ -7,19 +7,20 @@ Here every document is one sequence, which is what GPT corpora made by Megatron'
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from fsdp_pretrain.errors import DataError
+
+from .mapping import Mapping
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -31,6 +32,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
+Part = tuple[Literal["index", "tokens"], int, int]
+"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array, if there are so many."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ADVICE = "restore the file from where the corpus came from, or prepare this shard again"
 
@@ -38,6 +41,21 @@ _ADVICE = "restore the file from where the corpus came from, or prepare this sha
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Smallest dtype that Megatron's tools use for such a vocabulary: uint16 below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+def encode_index(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
+    """The `.idx` file of documents of these lengths [documents] that follow each other in the `.bin`."""
+    pointers = np.zeros(len(lengths), dtype="<i8")
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= dtype.itemsize
+    return b"".join(
+        (
+            _HEADER.pack(MAGIC, 1, _CODES[dtype], len(lengths), len(lengths) + 1),
+            lengths.astype("<i4").tobytes(),
+            pointers.tobytes(),
+            np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
+        )
+    )
 
 
 class ShardWriter:
@@ -78,18 +96,7 @@ class ShardWriter:
         """
         _close_durably(self._file)
         lengths = np.asarray(self._lengths, dtype="<i4")
-        pointers = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self._dtype.itemsize
-        code = _CODES[self._dtype]
-        index = b"".join(
-            (
-                _HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1),
-                lengths.tobytes(),
-                pointers.tobytes(),
-                np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
-            )
-        )
+        index = encode_index(lengths, self._dtype)
         with _partial(self._prefix, ".idx").open("wb") as file:
             file.write(index)
             _close_durably(file)
@@ -141,10 +148,11 @@ class Shard:
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         bin_path, idx_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
-        index = map_file(idx_path)
-        if len(index) < _HEADER.size or index[: len(MAGIC)] != MAGIC:
+        self._index = map_file(idx_path)
+        index = self._index.bytes
+        if len(index) < _HEADER.size or index[: len(MAGIC)].tobytes() != MAGIC:
             raise DataError(f"{idx_path} is not a Megatron-Core index (wrong first bytes)", remedy=_ADVICE)
-        _, version, code, sequences, document_indices = _HEADER.unpack_from(index)
+        _, version, code, sequences, document_indices = _HEADER.unpack(index[: _HEADER.size].tobytes())
         if version != 1 or code not in DTYPES:
             raise DataError(
                 f"{idx_path} has version {version} and dtype code {code}; this program reads version 1, integers"
@@ -159,14 +167,41 @@ class Shard:
         self.lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
         self.pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + sequences * 4)
         self.document_indices = np.frombuffer(index, "<i8", document_indices, _HEADER.size + sequences * 12)
-        raw = map_file(bin_path)
+        self._data = map_file(bin_path)
+        raw = self._data.bytes
         self.tokens = np.frombuffer(raw, self.dtype, len(raw) // self.dtype.itemsize)
-        last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
+        last = 0
+        if sequences:
+            self.load(("index", sequences - 1, sequences))
+            last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if last > self.tokens.nbytes:
             raise DataError(
                 f"{bin_path} has {self.tokens.nbytes} bytes, its index needs {last}: truncated",
                 remedy=_ADVICE,
             )
+
+    def load(self, part: Part) -> None:
+        """Bring a part into memory, see `Mapping.load`. Raises DataError."""
+        for file, start, stop in self._ranges(part):
+            try:
+                file.load(start, stop)
+            except OSError as error:
+                raise DataError(f"cannot read {file.path}: {error.strerror}", remedy=_ADVICE) from None
+
+    def resident(self, part: Part) -> bool:
+        """Whether a part is known to be in memory."""
+        return all(file.resident(start, stop) for file, start, stop in self._ranges(part))
+
+    def _ranges(self, part: Part) -> list[tuple[Mapping, int, int]]:
+        """(file, first byte, last byte + 1) of what a part means."""
+        what, first, stop = part
+        if what == "tokens":
+            return [(self._data, first * self.dtype.itemsize, stop * self.dtype.itemsize)]
+        lengths, pointers = _HEADER.size, _HEADER.size + 4 * len(self.lengths)
+        return [
+            (self._index, lengths + 4 * first, lengths + 4 * stop),
+            (self._index, pointers + 8 * first, pointers + 8 * stop),
+        ]
 
     @property
     def documents(self) -> int:
@@ -198,13 +233,12 @@ class Shard:
         return self.tokens[start : start + int(self.lengths[number])]
 
 
-def map_file(path: Path) -> mmap.mmap | bytes:
+def map_file(path: Path) -> Mapping:
     """A file's bytes, memory-mapped. Raises DataError."""
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""  # mmap refuses empty files; a shard without tokens is legal
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        file = Mapping(path)
+        file.load(0, _HEADER.size)
+        return file
     except OSError as error:
         raise DataError(f"cannot open {path}: {error.strerror}", remedy=_ADVICE) from None
 

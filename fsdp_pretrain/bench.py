@@ -49,6 +49,10 @@ class RandomSteps:
             step.micro.append(MicroBatch(tokens, None, lengths, torch.zeros(self._micro, dtype=torch.int64)))
         return step
 
+    def blank(self, cursor: int, consumed: int) -> StepBatch:
+        """Asked for only after a failed read, and nothing is read here."""
+        raise NotImplementedError
+
 
 class Records(Silent):
     """A recorder that keeps the step records in memory."""

@@ -2,357 +2,40 @@
 
 Every problem is reported at once, with where the offending value came from and the nearest valid key. Relative paths
 are relative to the working directory, except `include`, which is relative to the file it stands in. `docs/config.md` is
-generated from the docstrings below.
+generated from the docstrings of `sections`.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tomli_w
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
     TypeAdapter,
     ValidationError,
-    field_validator,
-    model_validator,
 )
 
 from .config_file import describe, override, read_toml
 from .errors import ConfigError
 from .schedule import BatchSchedule, Ramp, Schedule
-from .units import BatchSize, Progress, SampleRange, Seconds
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not coerced, objects do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-Positive = Annotated[int, Field(gt=0)]
-Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
-
-
-def _absolute(path: Path) -> Path:
-    return Path(os.path.normpath(Path.cwd() / path.expanduser()))  # symbolic links stay as written
-
-
-FilePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
-
-
-class RunSection(Section):
-    """What the run is called and where its record lives."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run, used in logs and trackers."""
-    dir: FilePath
-    """Run directory. Holds checkpoints, metrics, journal, evals; created if absent, resumed if not."""
-    seed: int = 1234
-    """Seed of parameter initialisation and dropout. The data order has its own, `data.seed`."""
-
-
-class _Decoder(Section):
-    layers: Positive
-    """Number of blocks."""
-    hidden: Positive
-    """Width of the residual stream."""
-    heads: Positive
-    """Query heads; must divide `hidden`."""
-    vocab: Positive
-    """Rows of the embedding table. At least the tokenizer's vocabulary; pad it to a multiple of 64 or 128 for speed."""
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Epsilon of the norms."""
-    init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 * layers)."""
-    declared_params: Positive | None = None
-    """Parameters you believe the model has. `plan` and the trainer refuse (exit 78) if the exact count differs."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> _Decoder:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
-        return self
-
-
-class LlamaModel(_Decoder):
-    """Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
-
-    family: Literal["llama"]
-    """Model family."""
-    kv_heads: Positive | None = None
-    """Key/value heads (grouped-query attention); default `heads`."""
-    ffn: Positive
-    """Width of the SwiGLU feed-forward layer."""
-    rope_base: Annotated[float, Field(gt=0)] = 10_000.0
-    """Base of the rotary frequencies."""
-    tied_head: bool = False
-    """Use the embedding table as output matrix."""
-
-    @model_validator(mode="after")
-    def _llama_shapes(self) -> LlamaModel:
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
-        if (self.hidden // self.heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {self.hidden // self.heads}")
-        return self
-
-
-class GPTModel(_Decoder):
-    """GPT-style decoder: LayerNorm, learned positions, biases, tanh-GELU."""
-
-    family: Literal["gpt"]
-    """Model family."""
-    ffn: Positive | None = None
-    """Width of the feed-forward layer; default 4 * hidden."""
-    positions: Positive
-    """Rows of the learned position table; the longest sequence the model can ever see."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on embeddings, attention probabilities and both residual branches."""
-    tied_head: bool = True
-    """Use the embedding table as output matrix."""
-
-
-Model = Annotated[LlamaModel | GPTModel, Field(discriminator="family")]
-
-
-def _in_samples(value: Progress) -> Progress:
-    if value.unit == "step":
-        raise ValueError("a place in the data is counted in samples or tokens, not in steps")
-    return value
-
-
-Place = Annotated[Progress, AfterValidator(_in_samples)]
-Weighting = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
-
-
-class WeightPoint(Section):
-    """A point of a weight that changes; linear between points, two at one place are a jump."""
-
-    at: Place
-    """Where in the data, in samples or tokens read since the beginning of the run."""
-    value: Weighting
-    """The weight there."""
-
-
-class Source(Section):
-    """One corpus of the training mixture."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Identity of the source: keys its shuffle and its column in the metrics. Renaming it reshuffles it."""
-    path: FilePath
-    """Corpus directory, as written by `fsdp-data prepare`."""
-    weight: Weighting | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
-    """Share of the samples, relative to the other sources' weights: a number, or points of a ramp."""
-    start: Place = Progress(0, "sample")
-    """Before this place in the data the source is not used: for adding it to a run that is under way."""
-    stop: Place | None = None
-    """From this place in the data on the source is not used: for dropping it from a run that is under way."""
-    max_epochs: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
-    """How often the source may be read; the other sources share its weight afterwards. Default: without limit."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Source:
-        points = self.weight if isinstance(self.weight, list) else []
-        if any(a.at.unit == b.at.unit and a.at.value > b.at.value for a, b in pairwise(points)):
-            raise ValueError("the points of `weight` are not in order")
-        if self.stop is not None and self.stop.unit == self.start.unit and self.stop.value <= self.start.value:
-            raise ValueError(f"`stop` = {self.stop} is not after `start` = {self.start}")
-        return self
-
-
-class DataSection(Section):
-    """What the model reads, and in which order."""
-
-    sequence_length: Positive
-    """Tokens per sample."""
-    sources: Annotated[list[Source], Field(min_length=1)]
-    """The mixture. One `[[data.sources]]` table each."""
-    seed: int = 1234
-    """Seed of the data order, independent of `run.seed`."""
-    lanes: Positive = 256
-    """Places of an epoch that consecutive samples come from in turn. Part of the data order: changing it reshuffles."""
-    attention: Literal["causal", "document"] = "causal"
-    """`causal` attends across the documents packed into a sample, `document` masks other documents."""
-    positions: Literal["sample", "document"] = "sample"
-    """`sample` counts positions from the start of the sample, `document` starts again at each document in it."""
-    loss_across_documents: bool = True
-    """Learn to predict the first token of a document from the separator before it. Off: such labels do not count."""
-    skip: list[SampleRange] = []
-    """Samples that are read past and not trained: `["1200:1332 samples"]`. Nothing else moves."""
-    reshuffle: list[Place] = []
-    """Places in the data from which on the rest of every source comes in another order."""
-    exclude: FilePath | None = None
-    """File with documents that keep their places and are not learned; a line each: SOURCE SHARD DOCUMENT."""
-    prefetch: Annotated[int, Field(ge=0)] = 4
-    """Steps the background thread prepares ahead."""
-    max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
-    """Share of documents that may fail the inline checks, and so be left out of the loss, before the run is refused."""
-
-    @property
-    def uses_lengths(self) -> bool:
-        """Whether the model must be told the document lengths of its samples."""
-        return "document" in (self.attention, self.positions)
-
-    @field_validator("sources")
-    @classmethod
-    def _unique_names(cls, sources: list[Source]) -> list[Source]:
-        names = [source.name for source in sources]
-        if len(set(names)) < len(names):
-            raise ValueError(f"source names must differ, got {names}")
-        return sources
-
-
-class BatchRampSection(Section):
-    """Growth of the global batch at the start of a run (Megatron's law, in samples consumed)."""
-
-    first: BatchSize
-    """Batch at the beginning."""
-    by: BatchSize
-    """Increment."""
-    start: Progress = Progress(0, "sample")
-    """Where the ramp starts, in samples or tokens."""
-    end: Progress | None = None
-    """Where it ends, in samples or tokens. Give this or `duration`."""
-    duration: Progress | None = None
-    """How long it takes, in samples or tokens. Give this or `end`."""
-
-    @model_validator(mode="after")
-    def _one_end(self) -> BatchRampSection:
-        if (self.end is None) == (self.duration is None):
-            raise ValueError("give either `end` or `duration`, not both or neither")
-        for name in ("start", "end", "duration"):
-            value = getattr(self, name)
-            if value is not None and value.unit == "step":
-                raise ValueError(
-                    f"`{name}` cannot be in steps: how long a step is depends on the ramp; use samples or tokens"
-                )
-        return self
-
-
-class TrainSection(Section):
-    """Length of the run and size of a step."""
-
-    duration: Progress
-    """Length of the run: `"2T tokens"`, `"300 steps"`, `"1_000_000 samples"`."""
-    global_batch: BatchSize
-    """Samples or tokens per optimiser step, over all ranks, however many: `"256 samples"`, `"4M tokens"`."""
-    micro_batch: Positive
-    """Samples per rank in one forward pass; the rest of the global batch is gradient accumulation."""
-    batch_ramp: BatchRampSection | None = None
-    """Optional growth of the global batch."""
-    grad_clip: Rate = 1.0
-    """Clip the global gradient norm to this; 0 is off."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Precision of compute; the rest is always fp32. `auto`: bf16 on GPU, fp32 on CPU."""
-
-
-class OptimizerSection(Section):
-    """AdamW and the learning-rate curve."""
-
-    lr: Annotated[float, Field(strict=False, gt=0)]
-    """Peak learning rate."""
-    min_lr: Rate = 0.0
-    """Learning rate at the end of the decay."""
-    curve: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up."""
-    warmup: Progress = Progress(0, "step")
-    """Linear warm-up from zero."""
-    decay: Progress | None = None
-    """Where the curve reaches `min_lr`, counted from the start of the run; default `train.duration`."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
-    """AdamW betas."""
-    eps: Annotated[float, Field(strict=False, gt=0)] = 1e-8
-    """AdamW epsilon."""
-    weight_decay: Rate = 0.1
-    """Decoupled weight decay, for the parameters that decay."""
-    no_decay: list[str] = ["bias$", "norm.*\\.weight$"]
-    """Regular expressions searched in parameter names; matches form the group without weight decay."""
-
-    @field_validator("no_decay")
-    @classmethod
-    def _compiles(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return patterns
-
-
-class ParallelSection(Section):
-    """How the model is spread over the ranks."""
-
-    shard: Positive | Literal["node"] = "node"
-    """Ranks that share one copy of the parameters, replicated over the rest (HSDP). `node`: the ranks of one node."""
-    reshard_after_forward: bool = True
-    """Free a block's parameters after its forward and gather them again for its backward: less memory, more traffic."""
-    recompute: Annotated[int, Field(ge=0)] = 0
-    """Activation checkpointing: recompute every n-th block in the backward pass; 0 is off, 1 is every block."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
-    timeout: Seconds = Seconds(600)
-    """How long a collective may take before the rank gives up."""
-
-
-class CheckpointSection(Section):
-    """When checkpoints are written and which are kept."""
-
-    every: Progress
-    """Interval between checkpoints. The last step is always saved."""
-    keep_last: Annotated[int, Field(ge=2)] = 3
-    """Newest checkpoints to keep. At least two: one may turn out bad."""
-    keep_every: Progress | None = None
-    """Also keep, for ever, the checkpoints that complete this interval."""
-    verify: bool = True
-    """Read a checkpoint back and compare checksums before it counts as verified and older ones may be deleted."""
-    max_failures: Annotated[int, Field(ge=1)] = 3
-    """Consecutive failed saves after which the run stops with exit 93."""
-
-
-class EvalSection(Section):
-    """Scheduled evaluation of checkpoints by lm-eval, in processes of its own."""
-
-    every: Progress | None = None
-    """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
-    tasks: list[str] = ["heldout_bpb", "heldout_choice"]
-    """lm-eval task names. `heldout_*` are made from `eval.heldout`; others need their data at hand."""
-    heldout: FilePath | None = None
-    """JSONL of held-out documents (field `text`) for the bundled tasks."""
-    include: list[FilePath] = []
-    """Directories with further lm-eval task files."""
-    limit: Positive | None = None
-    """Documents per task; absent: all."""
-    batch: Positive = 16
-    """Sequences per forward pass."""
-    device: str = "cpu"
-    """Device of the evaluation process, for example `cpu` or `cuda`."""
-    launch: bool = True
-    """Let the trainer start the evaluation on its first node. Off: only `fsdp-eval watch` (cron, Slurm) evaluates."""
-    threads: Positive = 1
-    """CPU threads of a process the trainer starts."""
-    attempts: Positive = 3
-    """Tries per checkpoint before it is given up with an alarm in the journal."""
-
-
-class RecordSection(Section):
-    """What is written for people and trackers. The metrics record and the journal are always written."""
-
-    console_every: Positive = 10
-    """Steps between console lines."""
-    aim: bool = False
-    """Mirror the record into Aim while training (needs the extra `aim`). Never affects training."""
-    aim_repo: FilePath | None = None
-    """Aim repository; default `aim/` in the run directory."""
+from .sections import (
+    CheckpointSection,
+    DataSection,
+    EvalSection,
+    GPTModel,
+    LlamaModel,
+    Model,
+    OptimizerSection,
+    ParallelSection,
+    RecordSection,
+    RunSection,
+    Section,
+    TrainSection,
+)
+from .units import Progress
 
 
 class Config(Section):
@@ -372,6 +55,12 @@ class Config(Section):
     def schedule(self) -> Schedule:
         """The run's schedules as numbers."""
         return _build_schedule(self.data, self.train, self.optimizer)
+
+    @property
+    def read_timeout(self) -> float:
+        """Seconds that a read from a corpus may take."""
+        asked = self.data.read_timeout
+        return self.parallel.timeout.value / 3 if asked is None else asked.value
 
     def to_toml(self) -> str:
         """The resolved configuration; loading it gives an equal object."""
@@ -414,7 +103,9 @@ def _build_schedule(data: DataSection, train: TrainSection, optimizer: Optimizer
 def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     """Contradictions between sections. Sees only the sections that are valid in themselves."""
     model, data, train = sections.get("model"), sections.get("data"), sections.get("train")
-    optimizer, checkpoint, evaluation = (sections.get(name) for name in ("optimizer", "checkpoint", "eval"))
+    optimizer, checkpoint, evaluation, parallel = (
+        sections.get(name) for name in ("optimizer", "checkpoint", "eval", "parallel")
+    )
     if isinstance(model, GPTModel) and data and data.sequence_length > model.positions:
         yield f"data.sequence_length = {data.sequence_length} exceeds model.positions = {model.positions}"
     if isinstance(model, LlamaModel) and data and (data.positions, data.attention) == ("document", "causal"):
@@ -429,6 +120,13 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             _build_schedule(data, train, optimizer)
         except ValueError as error:
             yield str(error)
+    if data and parallel and data.read_timeout is not None:
+        waits = 2 if any(source.mirror is not None for source in data.sources) else 1
+        if not 0 < data.read_timeout.value * waits < parallel.timeout.value:
+            yield (
+                f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
+                f"end before parallel.timeout = {parallel.timeout}, or the other ranks give up first"
+            )
     for name, section in (("checkpoint", checkpoint), ("eval", evaluation)):
         for key in ("every", "keep_every"):
             every = getattr(section, key, None)

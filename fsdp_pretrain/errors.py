@@ -67,6 +67,12 @@ class DataError(UserError):
     """A corpus, tokenizer or shard is missing, damaged or not the one that was declared."""
 
 
+class ReadTimeoutError(DataError):
+    """A file did not answer in time. Mounts that hang mostly come back, so the run is one to resume."""
+
+    exit = Exit.RESUME
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be read, or none is valid where one must be."""
 

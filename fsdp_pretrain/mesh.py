@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .config import ParallelSection
 from .errors import ConfigError, UserError
+from .sections import ParallelSection
 
 T = TypeVar("T")
 REPLICATE, SHARD = "dp_replicate", "dp_shard"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .config import OptimizerSection
 from .errors import ConfigError
+from .sections import OptimizerSection
 
 
 def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], list[str]]:

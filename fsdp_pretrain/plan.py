@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import models
-from .config import Config, GPTModel, LlamaModel
+from .config import Config
 from .errors import ConfigError
+from .sections import GPTModel, LlamaModel
 from .throughput import flops_per_token
 from .units import human_bytes, human_count
 

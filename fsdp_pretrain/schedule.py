@@ -41,6 +41,12 @@ class Stage:
     batch: int
 
 
+def share_of(cursor: int, size: int, rank: int, world: int) -> range:
+    """Samples of the global batch [cursor, cursor + size) that `rank` of `world` ranks takes: one of equal slices."""
+    share = size // world
+    return range(cursor + rank * share, cursor + (rank + 1) * share)
+
+
 class BatchSchedule:
     """Global batch in samples as a function of consumed samples, and the step <-> consumed arithmetic.
 

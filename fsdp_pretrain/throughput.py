@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from .config import GPTModel, LlamaModel
+from .sections import GPTModel, LlamaModel
 
 DENSE_BF16_PEAK: dict[str, float] = {
     "NVIDIA A100": 312e12,

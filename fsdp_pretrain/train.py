@@ -104,7 +104,7 @@ def run(config: Config, world: World, *, allow_fresh: bool) -> Exit:
     run_dir = RunDir(config.run.dir)
     world.decide(lambda: _refuse_unwanted_restart(run_dir))
     segment = world.decide(lambda: _open_segment(run_dir, config, world))
-    recorder = Silent() if not world.is_main else _recorder(run_dir, segment, config)
+    recorder = Silent(run_dir, segment) if not world.is_main else _recorder(run_dir, segment, config)
     try:
         outcome = _train(config, world, run_dir, recorder, allow_fresh=allow_fresh)
     except UserError as error:

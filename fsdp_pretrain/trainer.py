@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -53,12 +53,17 @@ class StepBatch(Protocol):
     quarantined: list[Any]
     shares: dict[str, float]
     epochs: dict[str, float]
+    reads: Any
+    notices: list[str]
 
 
 class DataStream(Protocol):
-    """Where steps come from."""
+    """Where steps come from; see `data.loader.Loader`."""
 
     def __next__(self) -> Any: ...
+
+    def blank(self, cursor: int, consumed: int) -> Any:
+        """A batch of the shape due at these counters, with nothing to learn."""
 
 
 class Saver(Protocol):
@@ -79,8 +84,7 @@ class _Issued:
     counts: Tensor
     sums: Tensor
     ready: torch.cuda.Event | None
-    shares: dict[str, float]
-    epochs: dict[str, float]
+    data: dict[str, Any]
 
 
 @dataclass
@@ -136,6 +140,7 @@ class Trainer:
         self._documents = self._quarantined = 0
         self._failed_saves = 0
         self._saved_step = state.step
+        self._data_error: DataError | None = None
 
     # ------------------------------------------------------------------ the loop
 
@@ -165,7 +170,7 @@ class Trainer:
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, clip, update."""
         waited = time.perf_counter()
-        batch: StepBatch = next(self.data)
+        batch = self._next_batch()
         waited = time.perf_counter() - waited
         state = TrainState(self.state.step + 1, batch.consumed, batch.cursor, batch.size)
         self._seed_dropout(state.step)
@@ -188,10 +193,26 @@ class Trainer:
         self.world.sum_(sums)
         host_counts, host_sums, ready = self._to_host(counts, torch.cat((sums.flatten(), norm.double().view(1))))
         seconds = self._checkpoint_seconds
-        self._issued.append(
-            _Issued(state, lr, marks, waited, seconds, host_counts, host_sums, ready, batch.shares, batch.epochs)
-        )
+        data = {"shares": batch.shares, "epochs": batch.epochs, "data_read": asdict(batch.reads)}
+        self._issued.append(_Issued(state, lr, marks, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark, self._checkpoint_seconds = state, marks[-1], 0.0
+
+    def _next_batch(self) -> StepBatch:
+        """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.
+
+        Raises:
+            DataError: there are no other ranks.
+        """
+        if self._data_error is None:
+            try:
+                batch: StepBatch = next(self.data)
+                return batch
+            except DataError as error:
+                if self.world.size == 1:
+                    raise
+                self._data_error = error
+        blank: StepBatch = self.data.blank(self.state.cursor, self.state.consumed)
+        return blank
 
     def _micro_step(self, micro: packed.MicroBatch, scale: Tensor, sums: Tensor) -> None:
         """Forward and backward of one micro-batch; adds its loss sums and target counts to `sums` [2, sources]."""
@@ -204,7 +225,7 @@ class Trainer:
             sums[1].index_add_(0, sources, (labels != IGNORE).sum(1).double())
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
-        """int64 [targets, documents, separators, adjacent specials, digest, quarantined, stop, save], of all ranks."""
+        """int64 [targets, documents, separators, adjacent, digest, quarantined, stop, save, no data], of all ranks."""
         asked = self.inbox.take()
         values = [
             batch.targets,
@@ -215,7 +236,10 @@ class Trainer:
             len(batch.quarantined),
             asked.stop,
             asked.save,
+            self._data_error is not None,
         ]
+        for text in batch.notices:
+            self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
         for piece in batch.quarantined:
             self.recorder.say(f"quarantined: {piece}")
         counts = torch.tensor(values, dtype=torch.int64)
@@ -235,14 +259,16 @@ class Trainer:
 
         Raises:
             NumericError: loss or gradients were not finite, on every rank.
-            DataError: too many documents failed the packer's checks, on every rank.
+            DataError: a rank could not read its data, or too many documents failed the packer's checks, on every rank.
         """
         verdict = Verdict()
         while len(self._issued) > keep:
             issued = self._issued.popleft()
             if issued.ready is not None:
                 issued.ready.synchronize()
-            *_, stop, save = issued.counts.tolist()
+            *_, stop, save, without_data = issued.counts.tolist()
+            if without_data:
+                self.world.together(self._raise_data_error)
             verdict.stop |= stop > 0
             verdict.save |= save > 0
             record = self._record(issued)
@@ -250,10 +276,14 @@ class Trainer:
             self._check(record)
         return verdict
 
+    def _raise_data_error(self) -> None:
+        if self._data_error is not None:
+            raise self._data_error
+
     def _record(self, issued: _Issued) -> dict[str, Any]:
         """The metrics record of a step (design, section 5)."""
         state, length = issued.state, self.config.data.sequence_length
-        targets, documents, separators, adjacent, digest, quarantined, _, _ = issued.counts.tolist()
+        targets, documents, separators, adjacent, digest, quarantined, *_ = issued.counts.tolist()
         self._documents += documents
         self._quarantined += quarantined
         *sums, norm = issued.sums.tolist()
@@ -273,16 +303,17 @@ class Trainer:
             "loss_scale": None,
             "overflow": False,
             "lr": issued.lr,
-            "ramps": {"lr": issued.lr, "batch": state.batch, "shares": issued.shares},
+            "ramps": {"lr": issued.lr, "batch": state.batch, "shares": issued.data["shares"]},
             "batch": state.batch,
             "sequence_length": length,
             "mixture": {name: count / targets if targets else 0.0 for name, count in self._counts_by_source(sums)},
-            "epochs": issued.epochs,
+            "epochs": issued.data["epochs"],
             "data_digest": f"{digest % 2**64:016x}",
             "documents": documents,
             "separators": separators,
             "adjacent_specials": adjacent,
             "quarantined": quarantined,
+            "data_read": issued.data["data_read"],
             "seconds": seconds,
             "tokens_per_second": rate,
             "mfu": rate * self._flops / (self._peak * self.world.size) if self._peak else None,

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_pretrain import models, optim
-from fsdp_pretrain.config import GPTModel, LlamaModel, OptimizerSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models import loss
 from fsdp_pretrain.models.attention import document_ids, document_mask, document_positions
@@ -19,6 +18,7 @@ from fsdp_pretrain.models.decoder import Decoder
 from fsdp_pretrain.models.layers import rotary_table, rotate
 from fsdp_pretrain.parallel import materialise
 from fsdp_pretrain.plan import check_declared, count_parameters
+from fsdp_pretrain.sections import GPTModel, LlamaModel, OptimizerSection
 
 pytestmark = pytest.mark.quick
 LLAMA: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..config import GPTModel, LlamaModel
+from ..sections import GPTModel, LlamaModel
 from .decoder import Decoder
 from .gpt import GPT
 from .llama import Llama

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import GPTModel
+from ..sections import GPTModel
 from .attention import Attention
 from .decoder import Decoder
 from .layers import Constant, GeluMLP, Initial, Normal, residual_std

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..config import LlamaModel
+from ..sections import LlamaModel
 from .attention import Attention
 from .decoder import Decoder
 from .layers import Constant, Initial, Normal, SwiGLU, residual_std, rotary_table

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..config import DataSection
+from ..sections import DataSection
 from .attention import document_mask, document_positions
 from .decoder import Decoder
 

@@ -57,6 +57,10 @@ class Recorder:
         self._journal.write(kind, text, **data)
         self.say(f"[{kind}] {text}")
 
+    def note(self, kind: str, text: str, **data: Any) -> None:
+        """An entry in the journal alone, on any rank: what one rank may meet alone, and has shown already."""
+        self._journal.write(kind, text, **data)
+
     def step(self, record: dict[str, Any], *, target: int) -> None:
         """The record of one optimiser step; `target` is the number of the last step of the run."""
         record = {**record, "segment": self.number, "host": socket.gethostname(), "time": now()}
@@ -100,10 +104,21 @@ class Recorder:
 
 
 class Silent(Recorder):
-    """The recorder of ranks other than 0: writes nothing."""
+    """The recorder of ranks other than 0: writes nothing but notes.
 
-    def __init__(self) -> None:
-        pass
+    Args:
+        run: the run directory.
+        segment: this start's directory.
+    """
+
+    def __init__(self, run: RunDir, segment: Path) -> None:
+        self.run, self.number = run, int(segment.name)
+
+    def note(self, kind: str, text: str, **data: Any) -> None:
+        """An entry in the journal, which is opened for it: notes are rare, and ranks are many."""
+        journal = Journal(self.run, self.number)
+        journal.write(kind, text, **data)
+        journal.close()
 
     def say(self, text: str) -> None:
         """Nothing."""

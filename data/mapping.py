@@ -1,0 +1,116 @@
+"""Files mapped into memory, without a descriptor each, and their pages brought in when asked.
+
+Python's own `mmap` keeps a duplicate of the descriptor for every mapping (before 3.13, always). A packer has hundreds
+of shards open, and a process commonly may have 1,024 descriptors, so the mapping is made by the C library here.
+
+Reading mapped memory is a page fault, and a fault cannot fail: storage that does not answer freezes the thread, with
+the interpreter lock if it holds it, and storage that reports an error kills the process (SIGBUS). `Mapping.load` brings
+pages in by a system call instead, which lets other threads run and reports errors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from pathlib import Path
+from threading import get_ident
+
+import numpy as np
+import numpy.typing as npt
+
+_library = ctypes.CDLL(None, use_errno=True)
+_library.mmap.restype = ctypes.c_void_p
+_library.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_FAILED = ctypes.c_void_p(-1).value
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14; the Python module does not name it
+
+
+now_reading: dict[int, Path] = {}
+"""The file each thread is reading, or read last, by thread identity."""
+
+
+class Mapping:
+    """A file's bytes, read-only. Unmapped when neither the object nor an array made from its bytes is left.
+
+    Args:
+        path: of the file. May be empty.
+
+    Attributes:
+        bytes: uint8 [size].
+
+    Raises:
+        OSError: it cannot be opened or mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = now_reading[get_ident()] = path
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            size = status.st_size
+            # Of files of others the kernel claims that all is in memory (mincore could spy on them).
+            self._tells_residency = status.st_uid == os.geteuid() or os.access(path, os.W_OK)
+            if not size:  # cannot be mapped; a shard without tokens is legal
+                self.bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+                return
+            address = _library.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        finally:
+            os.close(descriptor)
+        if address == _FAILED:
+            raise _error(path)
+        buffer = (ctypes.c_ubyte * size).from_address(address)
+        # Not at exit: a thread may still be reading then.
+        weakref.finalize(buffer, _library.munmap, address, size).atexit = False
+        self._address = address
+        self.bytes = np.frombuffer(memoryview(buffer), np.uint8)
+        self.bytes.flags.writeable = False
+
+    def resident(self, start: int, stop: int) -> bool:
+        """Whether bytes [start, stop) are known to be in memory, so that reading them goes to no storage."""
+        stop = min(stop, len(self.bytes))
+        start -= start % mmap.PAGESIZE
+        if start >= stop:
+            return True
+        pages = ctypes.create_string_buffer(-(-(stop - start) // mmap.PAGESIZE))
+        return (
+            self._tells_residency
+            and not _library.mincore(self._address + start, stop - start, pages)
+            and b"\0" not in pages.raw
+        )
+
+    def load(self, start: int, stop: int) -> None:
+        """Bring bytes [start, stop) into memory; blocks as long as storage takes, but no other thread.
+
+        Raises:
+            OSError: storage reported an error, or the file is shorter than it was when it was mapped.
+        """
+        now_reading[get_ident()] = self.path
+        stop = min(stop, len(self.bytes))
+        start -= start % mmap.PAGESIZE
+        if start >= stop:
+            return
+        while _library.madvise(self._address + start, stop - start, _POPULATE_READ):
+            number = ctypes.get_errno()
+            if number == errno.EINVAL:  # an older kernel: fault the pages in, still without the interpreter lock
+                ctypes.memmove(ctypes.create_string_buffer(stop - start), self._address + start, stop - start)
+                return
+            if number not in (errno.EINTR, errno.EAGAIN):
+                raise _error(self.path, errno.EIO if number == errno.EFAULT else number)
+
+
+def _error(path: Path, number: int | None = None) -> OSError:
+    number = ctypes.get_errno() if number is None else number
+    return OSError(number, os.strerror(number), str(path))

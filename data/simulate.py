@@ -1,0 +1,196 @@
+"""A corpus of any size without its tokens, and what a training process needs on it: `fsdp-data bench --simulate 2T`.
+
+Everything is real but the content: a manifest with all shards, the full block table, and for every shard an index with
+its documents' lengths and a token file of its full size. The token files are sparse (they read as token 0), and the
+shards are hard links to a few different ones, so 2T tokens need 150 MB of disk.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import tokenizers
+import xxhash
+from tqdm import tqdm
+
+from fsdp_pretrain.schedule import share_of
+
+from .corpus import FORMAT, build_blocks, write_atomically
+from .packer import Packer
+from .shards import Shard, encode_index
+from .tokenizer import Tokenizer
+
+_DTYPE = np.dtype("<u2")
+_VARIANTS = 64
+_MEDIAN, _SPREAD = 450, 1.26
+"""Of the log-normal document lengths; their mean is about 1,000 tokens."""
+
+
+def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
+    """Write a corpus of about `tokens` tokens in `shards` shards, sparse."""
+    (directory / "shards").mkdir(parents=True)
+    variants = [
+        _variant(directory / f"shards/variant-{number}", number, tokens // shards)
+        for number in tqdm(range(min(_VARIANTS, shards)), desc="lengths", unit="shard", leave=False)
+    ]
+    entries, blocks = [], []
+    for number in range(shards):
+        entry, rows = variants[number % len(variants)]
+        for suffix in (".bin", ".idx"):
+            os.link(directory / f"shards/{entry['name']}{suffix}", directory / f"shards/shard-{number:05d}{suffix}")
+        entries.append({**entry, "name": f"shard-{number:05d}"})
+        blocks.append(rows + np.array([number, 0, 0, 0, 0]))
+    buffer = io.BytesIO()
+    np.save(buffer, np.concatenate(blocks))
+    write_atomically(directory / "blocks.npy", buffer.getvalue())
+    manifest = {
+        "format": FORMAT,
+        "dtype": _DTYPE.name,
+        "separators": "none",
+        "tokenizer": {**_tokenizer(directory / "tokenizer.json").describe(), "file": "tokenizer.json"},
+        "documents": sum(entry["documents"] for entry in entries),
+        "tokens": sum(entry["tokens"] for entry in entries),
+        "blocks_xxh3": xxhash.xxh3_128(buffer.getvalue()).hexdigest(),
+        "shards": entries,
+    }
+    write_atomically(directory / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+def simulate(tokens: int, shards: int, *, sequence_length: int, world: int, seed: int) -> dict[str, Any]:
+    """Measure what a training process needs on a simulated corpus, and prove how ranks share it.
+
+    Args:
+        tokens, shards: size of the corpus.
+        sequence_length: tokens per sample.
+        world: ranks whose shares are proved disjoint and complete, with four samples each per step.
+        seed: of the random samples drawn.
+
+    Returns:
+        Figures by name, with units in the names.
+
+    Raises:
+        AssertionError: two ranks would share a sample, or one would be left out. A defect.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp-data-simulate-") as folder:
+        corpus = Path(folder) / "corpus"
+        simulated_corpus(corpus, tokens, shards)
+        before, worked, started = _memory(), time.process_time(), time.perf_counter()
+        packer = Packer([("simulated", corpus, 1.0)], sequence_length, seed=1, lanes=256)
+        opened = time.perf_counter() - started
+        packer.pack(0, 1)
+        first, worked = time.perf_counter() - started, time.process_time() - worked
+        index_memory = _memory() - before
+        samples, rng = int(packer.epoch_samples["simulated"]), np.random.default_rng(seed)
+        cold = [_timed(packer, number) for number in rng.integers(0, samples, 300).tolist()]
+        near = int(rng.integers(0, samples - 3000))
+        warm = [_timed(packer, near + number) for number in range(3000)][1000:]
+        started = time.perf_counter()
+        steps = prove_shares(packer, samples, world, rng)
+        manifest = packer.corpora["simulated"].manifest
+        return {
+            "tokens": manifest.tokens,
+            "documents": manifest.documents,
+            "shards": len(manifest.shards),
+            "blocks": len(packer.corpora["simulated"].blocks),
+            "samples_per_epoch": samples,
+            "open_ms": opened * 1e3,
+            "first_sample_ms": first * 1e3,
+            "first_sample_cpu_ms": worked * 1e3,
+            "index_memory_mb": index_memory / 1e6,
+            "random_sample_ms_median": float(np.median(cold)) * 1e3,
+            "random_sample_ms_p99": float(np.quantile(cold, 0.99)) * 1e3,
+            "sequential_sample_ms_median": float(np.median(warm)) * 1e3,
+            "process_memory_mb": (_memory() - before) / 1e6,
+            "state_bytes": len(json.dumps({"cursor": samples, "consumed": samples})),
+            "ranks": world,
+            "proved_steps": steps,
+            "proof_seconds": time.perf_counter() - started,
+        }
+
+
+def prove_shares(packer: Packer, samples: int, world: int, rng: np.random.Generator, steps: int = 20) -> int:
+    """Check that ranks' shares of global batches at random places and across the end of the epoch cover each exactly.
+
+    The shares must be the batch, in order, without overlap; and the batch's samples must lie at different places of the
+    epoch's line, a whole number of windows apart. Returns the steps checked.
+    """
+    source, size = packer._sources[0], 4 * world
+    total, length = source.epoch_tokens, packer.length
+    starts = [0, max(0, samples - size // 2), *rng.integers(0, max(1, samples - size), steps - 2).tolist()]
+    for cursor in starts:
+        shares = [share_of(cursor, size, rank, world) for rank in range(world)]
+        dealt = [number for share in shares for number in share]
+        assert dealt == list(range(cursor, cursor + size)), "the shares are not the global batch"
+        places = [epoch * total + offset for epoch, offset in map(source.locate, dealt)]
+        assert len(set(places)) == size, "two samples lie at the same place"
+        assert not any(place % length for place in places), "a sample does not start at a window"
+    return len(starts)
+
+
+def _timed(packer: Packer, number: int) -> float:
+    started = time.perf_counter()
+    packer.pack(number, 1)
+    return time.perf_counter() - started
+
+
+def _memory() -> int:
+    """Bytes of this process's own memory; pages of mapped files, which all ranks of a node share, do not count."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
+
+
+def render(figures: dict[str, Any]) -> str:
+    """The figures for people."""
+    return "\n".join(
+        [
+            f"{figures['tokens']:_} tokens, {figures['documents']:_} documents, {figures['shards']:_} shards, "
+            f"{figures['samples_per_epoch']:_} samples per epoch",
+            f"  open           {figures['open_ms']:.0f} ms, {figures['first_sample_ms']:.0f} ms to the first sample "
+            f"({figures['first_sample_cpu_ms']:.0f} ms of processor time)",
+            f"  memory         {figures['index_memory_mb']:.0f} MB of index, "
+            f"{figures['process_memory_mb']:.0f} MB after all of the following",
+            f"  random sample  {figures['random_sample_ms_median']:.2f} ms median, "
+            f"{figures['random_sample_ms_p99']:.2f} p99 (opens its shard)",
+            f"  in sequence    {figures['sequential_sample_ms_median']:.3f} ms median",
+            f"  state          {figures['state_bytes']} bytes",
+            f"  {figures['ranks']} ranks      shares disjoint and complete in {figures['proved_steps']} steps",
+        ]
+    )
+
+
+def _variant(prefix: Path, seed: int, tokens: int) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
+    """One shard: (its manifest entry, its rows of the block table as shard 0)."""
+    rng = np.random.default_rng(seed)
+    lengths = np.maximum(1, rng.lognormal(np.log(_MEDIAN), _SPREAD, 2 * tokens // _MEDIAN)).astype(np.int64)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+    total, index = int(lengths.sum()), encode_index(lengths.astype("<i4"), _DTYPE)
+    with prefix.with_suffix(".bin").open("wb") as file:
+        file.truncate(total * _DTYPE.itemsize)
+    prefix.with_suffix(".idx").write_bytes(index)
+    entry = {
+        "name": prefix.name,
+        "documents": len(lengths),
+        "tokens": total,
+        "bytes": total * _DTYPE.itemsize,
+        "bin_xxh3": "0" * 32,  # of zeros that nobody compares
+        "idx_xxh3": xxhash.xxh3_128(index).hexdigest(),
+    }
+    return entry, build_blocks([Shard(prefix)])
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    """Whose separator is not token 0, which is what sparse files hold."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"w0": 0, "<|endoftext|>": 1}, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(path))
+    return Tokenizer.load(path)

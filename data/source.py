@@ -1,0 +1,284 @@
+"""One corpus as an endless line of windows: where each of its samples begins, and the tokens that fill it.
+
+The construction is described in `data.packer`. Only arithmetic and reads are here; what a sample must look like is the
+packer's business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from fsdp_pretrain.errors import DataError
+
+from .corpus import Corpus
+
+Ints = npt.NDArray[np.int64]
+STRETCH = 1024
+"""Windows of a lane that are permuted together: 4M tokens at a sequence length of 4096, the size of a block."""
+_ROUNDS = 64
+"""Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
+
+
+def permutation(key: int, size: int) -> Ints:
+    """A permutation of range(size) that depends on `key` alone, now and in every later version.
+
+    Each index is hashed (the finaliser of splitmix64) and the indices are sorted by hash; the index fills the low bits
+    of its own sort key, so there are no ties and any sorting algorithm gives the same order.
+    """
+    index = np.arange(size, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        x = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    low = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
+    x = (x & ~low) | index
+    x.sort()
+    return (x & low).astype(np.int64)
+
+
+_cached_permutation = lru_cache(maxsize=64)(permutation)
+
+
+def _key(*parts: object) -> int:
+    return xxhash.xxh3_64_intdigest("/".join(str(part) for part in parts).encode())
+
+
+@dataclass(slots=True)
+class Block:
+    """Documents of one block in their order in one epoch."""
+
+    ends: Ints
+    """[documents] where each ends in the block's line, separators counted."""
+    shifts: Ints
+    """[documents] token of the shard's flat array = position in the block's line + shift."""
+    documents: Ints
+    """[documents] number within the shard."""
+    tokens: npt.NDArray[Any]
+    """The shard's flat array."""
+    load: Callable[[Block, int], npt.NDArray[Any]]
+    """Bring a chunk of that array, and the next one, into memory under watch; the array to use from then on."""
+    chunk_bits: int
+    chunks: range
+    """Chunks of 2 ** chunk_bits tokens that the block lies in."""
+    waiting: set[int]
+    """Those of them that were not loaded yet."""
+    shard: int
+    length: int
+
+
+_AHEAD = 8
+_CHUNK_BITS = 15
+"""Tokens are brought into memory in chunks of 2 ** 15, two at a time: about what the kernel reads ahead by itself."""
+_NEAR = 32
+"""Chunks looked at together before one of them is loaded: what is in memory already is found at little cost."""
+Span = tuple[Block, int, int, int, int]
+"""(block, index of the document in it, position in the row, first and last + 1 token in the shard)"""
+
+
+class Source:
+    """One corpus as an endless line of windows."""
+
+    def __init__(self, name: str, corpus: Corpus, sequence_length: int, seed: int, lanes: int) -> None:
+        self.name, self.corpus, self.length, self.seed, self.lanes = (
+            name,
+            corpus,
+            sequence_length,
+            seed,
+            lanes,
+        )
+        blocks = corpus.blocks
+        self.block_lengths: Ints = blocks[:, 4] + blocks[:, 3]  # one separator for each document that is not empty
+        self.epoch_tokens = int(self.block_lengths.sum())
+        self._epochs: OrderedDict[int, tuple[list[int] | Ints, Ints]] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
+        self._stretches: OrderedDict[tuple[int, int, int], npt.NDArray[np.int16]] = OrderedDict()
+        self.reshuffles: list[int] = []
+        """Numbers of samples of this source before each reshuffle."""
+        self._latest_round: tuple[tuple[int, int], Ints] = ((-1, -1), np.empty(0, np.int64))
+        self._chunk_bits = max(_CHUNK_BITS, sequence_length.bit_length())  # a sample lies in two chunks at most
+        self._keep_blocks = max(64, min(2 * lanes, 4096))
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """(epoch, offset in the epoch's line) where sample `number` of this source starts."""
+        epoch, first, count = self._epoch_of(number)
+        for generation in reversed(range(len(self.reshuffles))):
+            number = self._reshuffled(number, generation, first, count)
+        run, longer = divmod(count, self.lanes)
+        position, turn = divmod(number - first, self.lanes)
+        lane = int(self._round(epoch, position, self.lanes if position < run else longer)[turn])
+        stretch, inside = divmod(position, STRETCH)
+        size = min(STRETCH, run + (lane < longer) - stretch * STRETCH)
+        start = first + lane * run + min(lane, longer) + stretch * STRETCH
+        window = start + int(self._stretch(epoch, lane, stretch, size)[inside])
+        return epoch, window * self.length - epoch * self.epoch_tokens
+
+    def _epoch_of(self, number: int) -> tuple[int, int, int]:
+        """(epoch, its first sample, its samples) of sample `number`."""
+        total, length = self.epoch_tokens, self.length
+        epoch = number * length // total
+        first = -(-epoch * total // length)
+        return epoch, first, -(-(epoch + 1) * total // length) - first
+
+    def _reshuffled(self, number: int, generation: int, first: int, count: int) -> int:
+        """Where a reshuffle sends sample `number`: what is left of its epoch is permuted, in chunks and inside them."""
+        begin = max(first, self.reshuffles[generation])
+        if number < begin:
+            return number
+        size, left = self.lanes * _ROUNDS, first + count - begin
+        chunk, inside = divmod(number - begin, size)
+        whole = left // size
+        if chunk < whole:
+            chunk = int(_cached_permutation(_key(self.seed, self.name, "chunks", generation, first), whole)[chunk])
+        key = _key(self.seed, self.name, "chunk", generation, first, chunk)
+        return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
+
+    def _round(self, epoch: int, position: int, size: int) -> Ints:
+        """The order of the lanes in one round."""
+        if self._latest_round[0] != (epoch, position):
+            order = permutation(_key(self.seed, self.name, epoch, "round", position), size)
+            self._latest_round = ((epoch, position), order)
+        return self._latest_round[1]
+
+    def _stretch(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
+        """The order of the windows of one stretch of a lane."""
+        found = self._stretches.get((epoch, lane, stretch))
+        if found is None:
+            order = permutation(_key(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
+            found = self._stretches[(epoch, lane, stretch)] = order
+            if len(self._stretches) > 4 * self.lanes + 64:
+                self._stretches.popitem(last=False)
+        return found
+
+    def _epoch(self, epoch: int) -> tuple[Any, Ints]:
+        """(block order, cumulative ends of the blocks in that order)."""
+        plan = self._epochs.get(epoch)
+        if plan is None:
+            order = permutation(_key(self.seed, self.name, epoch), len(self.block_lengths))
+            plan = self._epochs[epoch] = (order, np.cumsum(self.block_lengths[order]))
+            if len(self._epochs) > 3:
+                self._epochs.popitem(last=False)
+        return plan
+
+    def _block(self, epoch: int, block: int) -> Block:
+        found = self._blocks.get((epoch, block))
+        if found is not None:
+            self._blocks.move_to_end((epoch, block))
+            return found
+        shard_number, first, count, nonempty, _ = self.corpus.blocks[block].tolist()
+        shard = self.corpus.shard(shard_number, ("index", first, first + count))
+        lengths = shard.lengths[first : first + count] - self.corpus.manifest.carried
+        starts = self._starts(shard_number, first, lengths)
+        order = permutation(_key(self.seed, self.name, epoch, block), count)
+        if nonempty < count:  # an empty document would put two separators side by side
+            order = order[lengths[order] > 0]
+        sizes = lengths[order].astype(np.int64) + 1
+        ends = np.cumsum(sizes)
+        bits = self._chunk_bits
+        chunks = range(int(starts[0]) >> bits, (int(starts[-1] + lengths[-1]) >> bits) + 1)
+        built = Block(
+            ends=ends,
+            shifts=starts[order] - (ends - sizes),
+            documents=first + order,
+            tokens=shard.tokens,
+            load=self._load,
+            chunk_bits=bits,
+            chunks=chunks,
+            waiting=set(chunks),
+            shard=shard_number,
+            length=int(self.block_lengths[block]),
+        )
+        self._blocks[(epoch, block)] = built
+        if len(self._blocks) > self._keep_blocks:
+            self._blocks.popitem(last=False)
+        return built
+
+    def _starts(self, number: int, first: int, lengths: npt.NDArray[np.int32]) -> Ints:
+        """Where the texts of documents from `first` on begin in a shard's flat array, carried separators skipped.
+
+        Raises:
+            DataError: a document does not carry the separator that the manifest declares.
+        """
+        manifest, shard = self.corpus.manifest, self.corpus.shard(number)
+        starts: Ints = shard.pointers[first : first + len(lengths)] // shard.dtype.itemsize
+        if not manifest.carried:
+            return starts
+        end = int(starts[-1]) + int(lengths[-1]) + manifest.carried
+        shard = self.corpus.shard(number, ("tokens", int(starts[0]), end))
+        at = starts + (lengths if manifest.separators == "trailing" else 0)
+        wrong = np.flatnonzero((lengths < 0) | (shard.tokens.take(at, mode="clip") != manifest.tokenizer.eod))
+        if len(wrong):
+            raise DataError(
+                f"{shard.prefix}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
+                f"manifest declares one ({len(wrong)} of the {len(lengths)} documents around it)",
+                effect="the shard changed since it was imported: what would be trained is not what was measured",
+                remedy="restore the shard, or import the corpus again",
+            )
+        return starts + (manifest.separators == "leading")
+
+    def _load(self, block: Block, chunk: int) -> npt.NDArray[Any]:
+        bits, near = self._chunk_bits, range(chunk & -_NEAR, (chunk & -_NEAR) + _NEAR)
+        shard = self.corpus.kept(block.shard, ("tokens", near[0] << bits, (near[-1] + 2) << bits))
+        if shard is None:
+            near = range(chunk, chunk + 1)
+            shard = self.corpus.shard(block.shard, ("tokens", chunk << bits, (chunk + 2) << bits))
+        if shard.tokens is not block.tokens:  # opened anew, perhaps from the mirror
+            block.tokens, block.waiting = shard.tokens, set(block.chunks)
+        block.waiting.difference_update(near)
+        return block.tokens
+
+    def fill(self, number: int, row: Ints, pieces: list[Span] | None = None) -> list[int]:
+        """Write sample `number` into `row` [S + 1], all but the separators; note the stretches in `pieces` if given.
+
+        Returns:
+            Positions of the separators, ascending.
+        """
+        epoch, offset = self.locate(number)
+        separators: list[int] = []
+        filled = 0
+        while True:
+            order, block_ends = self._epoch(epoch)
+            rank = int(block_ends.searchsorted(offset, "right"))
+            while rank < len(order):
+                block = self._block(epoch, int(order[rank]))
+                inside = offset - (int(block_ends[rank]) - block.length)
+                filled = _copy(block, inside, row, filled, separators, pieces)
+                if filled == len(row):
+                    return separators
+                offset = int(block_ends[rank])
+                rank += 1
+            epoch, offset = epoch + 1, 0
+
+
+def _copy(block: Block, inside: int, row: Ints, filled: int, separators: list[int], pieces: list[Span] | None) -> int:
+    """Copy a block's line from position `inside` into row[filled:] until either ends; the new `filled`."""
+    at, need, tokens = int(block.ends.searchsorted(inside, "right")), len(row), block.tokens
+    waiting, bits = block.waiting, block.chunk_bits
+    while at < len(block.ends):
+        ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies
+        for end, shift in zip(block.ends[ahead].tolist(), block.shifts[ahead].tolist(), strict=True):
+            take = min(end - inside, need - filled)
+            text = min(take, end - 1 - inside)  # without the separator
+            start = inside + shift
+            if waiting and start >> bits in waiting:
+                tokens = block.load(block, start >> bits)
+                waiting = block.waiting
+            row[filled : filled + text] = tokens[start : start + text]
+            if pieces is not None:
+                pieces.append((block, at, filled, start, start + text))
+            filled += take
+            if text < take:
+                separators.append(filled - 1)
+            if filled == need:
+                return filled
+            inside = end
+            at += 1
+    return filled

@@ -1,0 +1,292 @@
+"""Corpora on storage that hangs, fails or is changed: an error that names the file in time, or the mirror's copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.corpus import Corpus, write_corpus
+from data.loader import Loader
+from data.mapping import Mapping
+from data.packer import Packer
+from data.shards import Shard, ShardWriter
+from data.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
+from fsdp_pretrain.schedule import BatchSchedule
+
+BATCHES = BatchSchedule(16)
+
+
+def build(path: Path, shared_corpus: Path, shards: int, documents: int) -> Path:
+    """A corpus of documents of 50 tokens."""
+    rng, entries = np.random.default_rng(1), []
+    (path / "shards").mkdir(parents=True)
+    for number in range(shards):
+        with ShardWriter(path / f"shards/shard-{number}", np.dtype("<u2")) as writer:
+            for _ in range(documents):
+                writer.append(rng.integers(10, 250, 50).astype("<u2"))
+            entries.append(writer.finish())
+    write_corpus(path, Tokenizer.load(shared_corpus / "tokenizer"), entries, np.dtype("<u2"), {})
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, shared_corpus: Path) -> Path:
+    """A corpus to break."""
+    return build(tmp_path / "corpus", shared_corpus, 4, 40)
+
+
+@pytest.fixture
+def mirror(tmp_path: Path, corpus: Path) -> Path:
+    return Path(shutil.copytree(corpus, tmp_path / "mirror"))
+
+
+@pytest.fixture(autouse=True)
+def waiting_threads_end() -> Iterator[None]:
+    """Open the other end of every pipe, so that no thread of this process stays stuck."""
+    yield
+    for pipe in PIPES:
+        os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))
+    PIPES.clear()
+
+
+PIPES: list[Path] = []
+
+
+def hang(path: Path) -> Path:
+    """Replace a file by a named pipe that nobody writes to: opening it blocks for ever."""
+    path.unlink()
+    os.mkfifo(path)
+    PIPES.append(path)
+    return path
+
+
+def packed(packer: Packer, samples: int = 160) -> list[list[int]]:
+    return packer.pack(0, samples).tokens.tolist()
+
+
+def open_packer(corpus: Path, mirror: Path | None = None, timeout: float = 0.4) -> Packer:
+    return Packer(
+        [("a", corpus, 1.0)], 48, seed=1, lanes=4, mirrors={"a": mirror} if mirror else None, read_timeout=timeout
+    )
+
+
+def damage(kind: str, path: Path) -> None:
+    """Make reading a shard fail in one of the ways storage does."""
+    if kind == "truncated":
+        os.truncate(path, path.stat().st_size - 200)
+    elif kind == "grown":
+        path.write_bytes(path.read_bytes() + bytes(200))
+    elif kind == "missing":
+        path.unlink()
+    elif kind == "directory":
+        path.unlink()
+        path.mkdir()
+    else:
+        hang(path)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_shard_that_hangs_is_named_in_time(corpus: Path, suffix: str, prefetch: int) -> None:
+    loader = Loader(open_packer(corpus), BATCHES, rank=0, world=1, micro_batch=4, prefetch=prefetch)
+    pipe = hang(corpus / f"shards/shard-2{suffix}")
+    started = time.monotonic()
+    with pytest.raises(ReadTimeoutError) as caught:
+        for _ in range(20):
+            next(loader)
+    assert time.monotonic() - started < 5
+    assert str(pipe) in caught.value.cause and "0.4 s" in caught.value.cause
+    assert "mirror" in caught.value.remedy and caught.value.exit == Exit.RESUME
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["manifest.json", "blocks.npy"])
+def test_opening_a_corpus_that_hangs_ends_in_time(corpus: Path, mirror: Path, name: str, capfd: Any) -> None:
+    expected = packed(open_packer(mirror))
+    pipe = hang(corpus / name)
+    with pytest.raises(ReadTimeoutError, match=str(pipe)):
+        open_packer(corpus)
+    assert packed(open_packer(corpus, mirror)) == expected
+    assert str(pipe) in capfd.readouterr().err
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+@pytest.mark.parametrize("kind", ["truncated", "grown", "missing", "directory", "hangs"])
+def test_the_mirror_gives_the_same_samples_and_both_files_are_named(
+    corpus: Path, mirror: Path, capfd: Any, kind: str, suffix: str
+) -> None:
+    expected = packed(open_packer(corpus))
+    path = corpus / f"shards/shard-1{suffix}"
+    damage(kind, path)
+    if not (kind == "grown" and suffix == ".idx"):  # bytes after the index say nothing else about the tokens
+        with pytest.raises(DataError, match="shard-1"):
+            packed(open_packer(corpus))
+    packer = open_packer(corpus, mirror)
+    capfd.readouterr()
+    assert packed(packer) == expected
+    assert packer.provenance(0)
+    notices = [notice for places in packer.places for notice in places.take_notices()]
+    said = capfd.readouterr().err
+    if kind == "grown" and suffix == ".idx":
+        assert not notices
+        return
+    assert len(notices) == 1 and notices[0] in said
+    assert str(corpus / "shards/shard-1") in notices[0] and str(mirror / "shards/shard-1") in notices[0]
+
+
+@pytest.mark.quick
+def test_a_hanging_mount_costs_the_timeout_once(corpus: Path, mirror: Path) -> None:
+    expected = packed(open_packer(corpus))
+    for path in sorted(corpus.glob("shards/*.bin")):
+        hang(path)
+    started = time.monotonic()
+    assert packed(open_packer(corpus, mirror, timeout=1)) == expected
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.quick
+def test_a_mirror_that_fails_too_is_an_error_about_the_mirror(corpus: Path, mirror: Path) -> None:
+    packer = open_packer(corpus, mirror)
+    (corpus / "shards/shard-1.bin").unlink()
+    (mirror / "shards/shard-1.bin").unlink()
+    with pytest.raises(DataError, match=f"cannot open {mirror}/shards/shard-1.bin"):
+        packed(packer)
+
+
+@pytest.mark.quick
+def test_a_mirror_of_another_corpus_is_refused(corpus: Path, mirror: Path, shared_corpus: Path) -> None:
+    with pytest.raises(DataError, match="is no copy of"):
+        open_packer(corpus, shared_corpus / "corpus")
+    (mirror / "manifest.json").unlink()
+    with pytest.raises(DataError, match="is not a corpus"):
+        open_packer(corpus, mirror)
+
+
+@pytest.mark.quick
+def test_a_shard_cut_while_it_is_open_is_an_error_and_no_signal(corpus: Path, mirror: Path) -> None:
+    """Touching pages that are gone kills a process (SIGBUS); loading them first does not."""
+    path = corpus / "shards/shard-0.bin"
+    reader, whole = Corpus(corpus, mirror), Shard(mirror / "shards/shard-0").tokens.tolist()
+    reader.shard(0)
+    os.truncate(path, 0)
+    assert reader.shard(0, ("tokens", 0, 2000)).tokens.tolist() == whole
+    with pytest.raises(DataError, match=r"shard-0\.bin"):
+        Corpus(corpus).shard(0)
+    mapping = Mapping(mirror / "shards/shard-0.bin")
+    os.truncate(mirror / "shards/shard-0.bin", 0)
+    with pytest.raises(OSError, match=r"shard-0\.bin"):
+        mapping.load(0, 4000)
+
+
+@pytest.mark.quick
+def test_reads_are_counted_and_the_slowest_is_named(corpus: Path) -> None:
+    packer = open_packer(corpus)
+    packer.places[0].take_times()
+    step = Loader(packer, BATCHES, rank=0, world=1, micro_batch=4, prefetch=0).build(0, 0)
+    assert step.reads.reads >= 4  # each shard was opened
+    assert 0 < step.reads.slowest <= step.reads.seconds < 1
+    assert step.reads.file.startswith(str(corpus / "shards/shard-"))
+    assert step.notices == []
+
+
+MANY = """
+import json, os, resource, sys
+from pathlib import Path
+from data.packer import Packer
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+packer = Packer([("a", Path(sys.argv[1]), 1.0)], 16, seed=1, lanes=8)
+samples = int(packer.epoch_samples["a"])
+seen = {piece.shard for i in range(samples) for piece in packer.provenance(i)}
+print(json.dumps({"shards": len(seen), "descriptors": len(os.listdir("/proc/self/fd"))}))
+"""
+
+
+def test_thousands_of_shards_need_few_descriptors(tmp_path: Path, shared_corpus: Path, helpers: Any) -> None:
+    shards, path = 2000, tmp_path / "many"
+    (path / "shards").mkdir(parents=True)
+    with ShardWriter(path / "shards/first", np.dtype("<u2")) as writer:
+        writer.append(np.arange(10, 30, dtype="<u2"))
+        entry = writer.finish()
+    entries = []
+    for number in range(shards):
+        for suffix in (".bin", ".idx"):
+            os.link(path / f"shards/first{suffix}", path / f"shards/shard-{number}{suffix}")
+        entries.append({**entry, "name": f"shard-{number}"})
+    write_corpus(path, Tokenizer.load(shared_corpus / "tokenizer"), entries, np.dtype("<u2"), {})
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, str(path)], capture_output=True, text=True, env=helpers.environment(), cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["shards"] == shards
+    assert json.loads(done.stdout)["descriptors"] < 20
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256  # the limit was the child's
+
+
+def on(path: Path, timeout: str = "2 s", mirror: str | None = None, **more: Any) -> dict[str, Any]:
+    """The data section of a run on a corpus."""
+    source = {"name": "text", "path": str(path), **({"mirror": mirror} if mirror else {})}
+    return {"sources": [source], "read_timeout": timeout, **more}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_run_on_a_hanging_shard_ends_on_every_rank(lab: Any, corpus: Path, suffix: str, ranks: int) -> None:
+    pipe = hang(corpus / f"shards/shard-3{suffix}")
+    config = lab.config(data=on(corpus, prefetch=0 if suffix == ".idx" else 4))
+    started = time.monotonic()
+    said = lab.train(config, ranks=ranks, expect=75)
+    assert time.monotonic() - started < 12
+    assert f"{pipe} did not answer for 2 s" in said and "Traceback" not in said
+    intent = json.loads((lab.path / "run/segments/0001/exit_intent.json").read_text())
+    assert intent["code"] == 75 and str(pipe) in intent["reason"]
+
+
+def test_one_rank_alone_ends_the_run_on_all_and_the_mirror_carries_it_on(
+    lab: Any, tmp_path: Path, shared_corpus: Path, helpers: Any
+) -> None:
+    """Rank 1 meets the pipe, rank 0 has no need of that shard: both end at once, with the file in the journal."""
+    corpus = build(tmp_path / "wide", shared_corpus, 40, 4)
+    mirror = Path(shutil.copytree(corpus, tmp_path / "mirror"))
+    packer = Packer([("text", corpus, 1.0)], 32, seed=1234, lanes=8)
+    halves = [{piece.shard for i in range(4 * h, 4 * h + 4) for piece in packer.provenance(i)} for h in range(20)]
+    step, name = next(  # first needed by rank 1, and not by rank 0 before the ranks have agreed
+        (step, name)
+        for step in range(1, 8)
+        for name in sorted(halves[2 * step + 1])
+        if not any(name in half for half in [*halves[: 2 * step + 1], *halves[2 * step + 2 : 2 * step + 6 : 2]])
+    )
+    lab.train(lab.config("whole", data=on(mirror)), ranks=2)
+    pipe = hang(corpus / f"shards/{name}.bin")
+    started = time.monotonic()
+    said = lab.train(lab.config(data=on(corpus, prefetch=0)), "checkpoint.every=1 steps", ranks=2, expect=75)
+    assert time.monotonic() - started < 15 and "Traceback" not in said
+    (stop,) = helpers.journal(lab.path / "run", "stop")
+    assert stop["text"].startswith("exit 75: rank 1:") and str(pipe) in stop["text"]
+    assert helpers.metrics(lab.path / "run")[-1]["step"] == step  # what followed was spoilt, and is not recorded
+    lab.train(lab.config(data=on(corpus, mirror=str(mirror))), ranks=2)
+    ours, whole = (helpers.metrics(lab.path / run) for run in ("run", "whole"))
+    assert [r["data_digest"] for r in ours] == [r["data_digest"] for r in whole]
+    notes = helpers.journal(lab.path / "run", "data-read")
+    assert notes and all(str(pipe) in note["text"] and str(mirror) in note["text"] for note in notes)
+
+
+@pytest.mark.quick
+def test_waiting_longer_than_the_other_ranks_is_refused(lab: Any, run_command: Any) -> None:
+    done = run_command("fsdp_pretrain.cli", "plan", lab.config(data=on(lab.corpus, "60 s")))
+    assert done.returncode == 78 and "data.read_timeout = 60" in done.stderr
+    done = run_command("fsdp_pretrain.cli", "plan", lab.config(data=on(lab.corpus, "31 s", mirror=str(lab.corpus))))
+    assert done.returncode == 78 and "then for its mirror" in done.stderr

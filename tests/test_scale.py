@@ -1,0 +1,70 @@
+"""A corpus of 2T tokens, simulated: every file but the tokens is real. What a rank needs, and how 1,024 of them share it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.loader import Loader
+from data.packer import Packer
+from data.simulate import prove_shares, simulated_corpus
+from fsdp_pretrain.schedule import BatchSchedule, share_of
+
+ARGUMENTS = ["data.cli", "bench", "--json", "--simulate"]
+
+
+@pytest.fixture(scope="module")
+def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
+    """On 2B tokens in 100 shards."""
+    path = tmp_path_factory.mktemp("simulated") / "corpus"
+    simulated_corpus(path, 2 * 10**9, 100)
+    return Packer([("a", path, 1.0)], 2048, seed=1, lanes=256)
+
+
+@pytest.mark.quick
+def test_the_proof_of_shares_can_fail(packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = int(packer.epoch_samples["a"])
+    assert prove_shares(packer, samples, 64, np.random.default_rng(1), steps=6) == 6
+    source = packer._sources[0]
+    locate = source.locate
+    monkeypatch.setattr(source, "locate", lambda number: locate(number - number % 2))
+    with pytest.raises(AssertionError, match="same place"):
+        prove_shares(packer, samples, 64, np.random.default_rng(1), steps=6)
+
+
+@pytest.mark.quick
+def test_ranks_build_what_the_arithmetic_says(packer: Packer) -> None:
+    """Real loaders of a few of 1,024 ranks give the samples of their slices."""
+    cursor, batches, rows = 123_457, BatchSchedule(8192), set()
+    for rank in (0, 1, 511, 1023):
+        step = Loader(packer, batches, rank=rank, world=1024, micro_batch=8, prefetch=0).build(cursor, 0)
+        share = share_of(cursor, 8192, rank, 1024)
+        assert share == range(cursor + 8 * rank, cursor + 8 * rank + 8)
+        assert torch.equal(step.micro[0].tokens, torch.from_numpy(packer.pack(share[0], 8).tokens))
+        assert not step.quarantined
+        rows |= {tuple(row.nonzero()[0]) for row in step.micro[0].tokens.numpy()}
+    assert len(rows) > 16  # the places of the separators tell the samples apart
+
+
+@pytest.mark.quick
+def test_bench_simulates_a_smaller_corpus(run_command: Any) -> None:
+    done = run_command(*ARGUMENTS, "4B", "--shards", 500, "--world", 256)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert abs(figures["tokens"] / 4e9 - 1) < 0.01 and figures["shards"] == 500
+    assert figures["ranks"] == 256 and figures["state_bytes"] < 64
+    assert figures["index_memory_mb"] < 100 and figures["first_sample_ms"] < 1000
+
+
+@pytest.mark.slow
+def test_two_trillion_tokens(run_command: Any) -> None:
+    done = run_command(*ARGUMENTS, "2T", timeout=280)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["documents"] > 2e9 and figures["shards"] == 20_000
+    assert figures["index_memory_mb"] < 100 and figures["state_bytes"] <= 64
+    assert figures["first_sample_ms"] < 500 and figures["sequential_sample_ms_median"] < 1  # loosely: a shared machine
