@@ -15,4 +15,5 @@ mypy
 if [ "$#" -eq 0 ]; then
     set -- -m "not slow and not gpu"
 fi
-exec python -m pytest "$@"
+# Two files at a time: most tests wait for processes they have started. TEST_WORKERS=0 for one after the other.
+exec python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile "$@"

@@ -231,7 +231,7 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
         return [entry["text"] for entry in helpers.journal(run, "checkpoint-failed") if "failed: rank" in entry["text"]]
 
     (text, *_) = helpers.wait_for(fill_during_a_save, what="a save that ran out of space while writing")
-    assert "No space left on device" in text
+    assert "No space left on device" in text or "(0 B free)" in text  # torch's writer hides the cause
     at = helpers.metrics(run)[-1]["step"]
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint")[-1]["step"] > at, what="a checkpoint after the alarm")
     job.kill(0, 15)

@@ -452,7 +452,12 @@ def test_adjacent_specials_are_counted_from_the_tokens(tmp_path: Path, tokenizer
     """The witness sees what the packer would never write."""
     write = tmp_path / "c"
     megatron(write / "shards/s", documents())
-    entry = {"name": "s", "documents": 120, "tokens": sum(map(len, documents())), "bytes": 0}
+    entry = {
+        "name": "s",
+        "documents": 120,
+        "tokens": sum(map(len, documents())),
+        "bytes": 2 * sum(map(len, documents())),
+    }
     write_corpus(write, tokenizer, [{**entry, "bin_xxh3": "", "idx_xxh3": ""}], np.dtype("<u2"), {})
     packer = Packer([("a", write, 1.0)], 24, seed=7, lanes=5)
     packed = packer.pack(0, 4)
