@@ -214,9 +214,10 @@ class Packer:
 
         Counted from the tokens alone, not from how they were made: separators must equal `packed.documents`, pairs 0.
         """
-        special = self._special.take(packed.tokens)
-        separators = np.count_nonzero(packed.tokens[special] == self.eod)
-        return int(separators), int(np.count_nonzero(special[:, 1:] & special[:, :-1]))
+        flat, width = packed.tokens.reshape(-1), self.length + 1
+        at = np.flatnonzero(self._special.take(flat))
+        adjacent = (np.diff(at) == 1) & (at[1:] % width != 0)  # not the last of one sample and the first of the next
+        return int(np.count_nonzero(flat[at] == self.eod)), int(np.count_nonzero(adjacent))
 
     def _quarantine(self, packed: Packed, separators: list[list[int]]) -> None:
         """Find the documents behind the offending tokens and take them out of the loss."""

@@ -265,9 +265,11 @@ def _copy(block: Block, inside: int, row: Ints, filled: int, separators: list[in
     while at < len(block.ends):
         ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies
         for end, shift in zip(block.ends[ahead].tolist(), block.shifts[ahead].tolist(), strict=True):
-            take = min(end - inside, need - filled)
-            text = min(take, end - 1 - inside)  # without the separator
-            start = inside + shift
+            take, start = end - inside, inside + shift
+            text = take - 1  # without the separator
+            if take > need - filled:
+                take = need - filled
+                text = min(take, text)
             if waiting and start >> bits in waiting:
                 tokens = block.load(block, start >> bits)
                 waiting = block.waiting
