@@ -51,7 +51,7 @@ class RandomSteps:
 
     def blank(self, cursor: int, consumed: int) -> StepBatch:
         """Asked for only after a failed read, and nothing is read here."""
-        raise NotImplementedError
+        raise AssertionError("a benchmark reads nothing that could fail")
 
 
 class Records(Silent):
