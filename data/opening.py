@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.schedule import Schedule
 from fsdp_pretrain.sections import Source
 
-from .mixture import Weight
+from .mixture import Mixture, Weight
 from .packer import Packer
 from .skip import Skips
 
@@ -40,6 +41,16 @@ def open_packer(config: Config) -> Packer:
 def open_skips(config: Config) -> Skips:
     """The samples that a run does not train."""
     return Skips((span.first, span.stop) for span in config.data.skip)
+
+
+def data_at(config: Config, consumed: int) -> dict[str, Any]:
+    """Where the data stands once `consumed` samples were trained: `cursor`, and planned `shares` by source.
+
+    From the configuration alone, so sources that max_epochs ends on the way still have theirs. Raises DataError.
+    """
+    cursor = open_skips(config).after(0, consumed)
+    mixture = Mixture({source.name: _weight(source, config.schedule) for source in config.data.sources})
+    return {"cursor": cursor, "shares": mixture.shares(cursor)}
 
 
 def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) -> None:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from data.opening import data_at
+
 from . import where
 from .checkpoint.store import Checkpoint, Store, verify_files
 from .config import load
@@ -139,7 +141,7 @@ def _plan(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise ConfigError(f"--at: {error}") from None
         row = config.schedule.at(max(1, step))
-        row = {**row, "cursor": row["consumed"], "sequence_length": config.data.sequence_length}
+        row = {**row, **data_at(config, int(row["consumed"])), "sequence_length": config.data.sequence_length}
         print(json.dumps(row, indent=1) if args.json else "\n".join(f"{key:16} {value}" for key, value in row.items()))
         return 0
     try:

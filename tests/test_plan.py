@@ -67,7 +67,13 @@ def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
     row = json.loads(done.stdout)
     assert row == {
         "step": 4, "consumed": 32, "cursor": 32, "tokens": 1024, "batch": 8, "lr": 0.01, "sequence_length": 32,
+        "shares": {"text": 1.0},
     }  # fmt: skip
+    ramp = [{"at": "0 samples", "value": 1.0}, {"at": "60 samples", "value": 1.0}, {"at": "60 samples", "value": 3.0}]
+    sources = [{"name": "a", "path": "/a", "weight": ramp}, {"name": "b", "path": "/b"}]
+    config = lab.config("mixed", data={"sources": sources, "skip": ["8:40 samples", "72:80 samples"]})
+    row = json.loads(run_command("fsdp_pretrain.cli", "plan", config, "--at", "4 steps", "--json").stdout)
+    assert (row["consumed"], row["cursor"], row["shares"]) == (32, 64, {"a": 0.75, "b": 0.25})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[br]*/*.toml")), ids=lambda path: path.stem)
