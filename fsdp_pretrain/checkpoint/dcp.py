@@ -159,9 +159,9 @@ def _write(world: World, attempt: Path, state: dict[str, Any]) -> list[FileEntry
     files = _HashingFileSystem()
     writer = FileSystemWriter(attempt, sync_files=True, overwrite=False)
     writer.fs = files
-    failure, metadata = None, None
+    failure = None
     try:
-        metadata = dcp.save(state, storage_writer=writer, process_group=world.host_group)
+        dcp.save(state, storage_writer=writer, process_group=world.host_group)
     except (CheckpointException, OSError, RuntimeError) as error:
         failure = _cause(error)
     outcomes = world.gather((failure, files.written))
@@ -172,9 +172,7 @@ def _write(world: World, attempt: Path, state: dict[str, Any]) -> list[FileEntry
             f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]} "
             f"({human_bytes(free)} free)"
         )
-    missing = _missing_chunks(cast(Metadata, metadata))
-    if missing:
-        raise StorageError(f"DCP reported success but left out {len(missing)} chunks, first {missing[0]}")
+    world.decide(lambda: _check_complete(attempt))
     return [entry for _, written in outcomes for entry in written]
 
 
@@ -186,6 +184,13 @@ def _cause(error: BaseException) -> str:
     while not isinstance(error, OSError) and (below := error.__cause__ or error.__context__) is not None:
         error = below
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _check_complete(attempt: Path) -> None:
+    """Raise StorageError if DCP reported success with chunks missing. The metadata is read as it was written."""
+    missing = _missing_chunks(FileSystemReader(attempt).read_metadata())
+    if missing:
+        raise StorageError(f"DCP reported success but left out {len(missing)} chunks, first {missing[0]}")
 
 
 def _missing_chunks(metadata: Metadata) -> list[str]:
