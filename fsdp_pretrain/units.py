@@ -15,6 +15,7 @@ from pydantic_core import core_schema
 
 _MULTIPLIER = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMBT]?)\s*([A-Za-z]+)\s*$")
+_RANGE = re.compile(r"^\s*([0-9][0-9_]*)\s*:\s*([0-9][0-9_]*)\s+samples?\s*$")
 _SECONDS = {"s": 1, "second": 1, "minute": 60, "min": 60, "hour": 3600, "h": 3600, "day": 86400}
 
 
@@ -34,8 +35,23 @@ def _parse(text: object, units: dict[str, int], example: str) -> tuple[Decimal, 
     return Decimal(number.replace("_", "")) * _MULTIPLIER[multiplier], unit
 
 
+class _Written:
+    """Base of quantities that stand in a configuration as text: read by `parse`, written by `str`."""
+
+    @classmethod
+    def parse(cls, text: object) -> Any:
+        """The quantity that `text` says. Raises ValueError."""
+        raise ValueError(f"{cls.__name__} cannot be read from {text!r}")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+
 @dataclass(frozen=True)
-class Progress:
+class Progress(_Written):
     """An amount of training: so many steps, samples or tokens.
 
     What it comes to in the other units depends on the batch ramp and is the schedule's business.
@@ -58,15 +74,9 @@ class Progress:
     def __str__(self) -> str:
         return f"{self.value:_} {self.unit}{'' if self.value == 1 else 's'}"
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
-        )
-
 
 @dataclass(frozen=True)
-class SampleRange:
+class SampleRange(_Written):
     """Samples [first, stop) by index."""
 
     first: int
@@ -77,11 +87,7 @@ class SampleRange:
         """Read `"1200:1332 samples"`. Raises ValueError."""
         if isinstance(text, SampleRange):
             return text
-        match = (
-            re.fullmatch(r"\s*([0-9][0-9_]*)\s*:\s*([0-9][0-9_]*)\s+samples?\s*", text)
-            if isinstance(text, str)
-            else None
-        )
+        match = _RANGE.match(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
                 'not a range of samples; write something like "1200:1332 samples" (the second is not in it)'
@@ -93,12 +99,6 @@ class SampleRange:
 
     def __str__(self) -> str:
         return f"{self.first}:{self.stop} samples"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
-        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class BatchSize(Progress):
 
 
 @dataclass(frozen=True)
-class Seconds:
+class Seconds(_Written):
     """A wall-clock duration."""
 
     value: float
@@ -134,12 +134,6 @@ class Seconds:
 
     def __str__(self) -> str:
         return f"{self.value:g} s"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
-        )
 
 
 def human_count(value: float) -> str:
