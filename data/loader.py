@@ -30,16 +30,20 @@ class MicroBatch:
     """One forward pass of one rank.
 
     Attributes:
-        tokens: int64 [b, S + 1].
-        labels: int64 [b, S] if some tokens are not to be learned, else None (`tokens[:, 1:]`).
-        lengths: int32 [b, D] document lengths, zero-padded, if attention needs them.
+        tokens: int64 [b, S + 1]; the inputs are `tokens[:, :-1]`.
+        labels: int64 [b, S] if they are not `tokens[:, 1:]`, or some tokens are not to be learned, else None.
+        lengths: int32 [b, D] lengths of documents, or of an objective's slots, zero-padded, if attention needs them.
         sources: int64 [b], source of each sample.
+        prefix: int32 [b, D], how much of each slot every token of it may look at, or None (causal).
+        positions: int64 [b, S], or [b, 2, S] where positions have two dimensions, or None (0 to S - 1).
     """
 
     tokens: Tensor
     labels: Tensor | None
     lengths: Tensor | None
     sources: Tensor
+    prefix: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(slots=True)

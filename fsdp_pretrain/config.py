@@ -20,22 +20,22 @@ from pydantic import (
 
 from .config_file import describe, override, read_toml
 from .errors import ConfigError
+from .model_sections import GPTModel, LlamaModel, Model
 from .schedule import BatchSchedule, Ramp, Schedule
+from .section import Section
 from .sections import (
     CheckpointSection,
     DataSection,
     EvalSection,
-    GPTModel,
-    LlamaModel,
-    Model,
     OptimizerSection,
     ParallelSection,
     RecordSection,
     RunSection,
-    Section,
     TrainSection,
 )
 from .units import Progress
+
+_TAGS = ("llama", "gpt", "glm", "causal")
 
 
 class Config(Section):
@@ -106,7 +106,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     optimizer, checkpoint, evaluation, parallel = (
         sections.get(name) for name in ("optimizer", "checkpoint", "eval", "parallel")
     )
-    if isinstance(model, GPTModel) and data and data.sequence_length > model.positions:
+    if isinstance(model, GPTModel) and data and model.positions != "alibi" and data.sequence_length > model.positions:
         yield f"data.sequence_length = {data.sequence_length} exceeds model.positions = {model.positions}"
     if isinstance(model, LlamaModel) and data and (data.positions, data.attention) == ("document", "causal"):
         yield (
@@ -181,10 +181,15 @@ def _validate(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> tuple[
             sections[key] = TypeAdapter(annotation).validate_python(raw[key])
         except ValidationError as error:
             for item in error.errors(include_url=False):
-                loc = tuple(x for x in item["loc"] if not (key == "model" and x in ("llama", "gpt")))
-                problems.append(describe({**item, "loc": (key, *loc)}, path, origin, schema_keys()))
+                problems.append(describe({**item, "loc": _path((key, *item["loc"]))}, path, origin, schema_keys()))
     problems += cross_checks(sections)
     return (Config(**sections) if not problems else None), problems
+
+
+def _path(location: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The keys of a place, without the tags that pydantic inserts where the type is chosen by one."""
+    tagged = {1: ("model",), 2: ("data", "objective")}
+    return tuple(x for i, x in enumerate(location) if location[:i] != tagged.get(i) or x not in _TAGS)
 
 
 def schema_keys() -> dict[str, tuple[type[Section], str]]:

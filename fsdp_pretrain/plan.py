@@ -8,7 +8,7 @@ from typing import Any
 from . import models
 from .config import Config
 from .errors import ConfigError
-from .sections import GPTModel, LlamaModel
+from .model_sections import AnyModel
 from .throughput import flops_per_token
 from .units import human_bytes, human_count
 
@@ -16,12 +16,12 @@ _BYTES_PER_PARAMETER = 12
 """fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
 
 
-def count_parameters(model: LlamaModel | GPTModel) -> int:
+def count_parameters(model: AnyModel) -> int:
     """Exact parameters of a model, tied ones once; builds it on the meta device."""
     return models.build(model).count_parameters()
 
 
-def check_declared(model: LlamaModel | GPTModel, exact: int) -> None:
+def check_declared(model: AnyModel, exact: int) -> None:
     """Raise ConfigError if the model is not the size its configuration declares."""
     declared = model.declared_params
     if declared is not None and declared != exact:

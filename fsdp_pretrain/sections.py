@@ -11,18 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from .section import Positive, Section, Share
 from .units import BatchSize, Progress, SampleRange, Seconds
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not coerced, objects do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
 
 
@@ -42,70 +35,6 @@ class RunSection(Section):
     """Run directory. Holds checkpoints, metrics, journal, evals; created if absent, resumed if not."""
     seed: int = 1234
     """Seed of parameter initialisation and dropout. The data order has its own, `data.seed`."""
-
-
-class _Decoder(Section):
-    layers: Positive
-    """Number of blocks."""
-    hidden: Positive
-    """Width of the residual stream."""
-    heads: Positive
-    """Query heads; must divide `hidden`."""
-    vocab: Positive
-    """Rows of the embedding table. At least the tokenizer's vocabulary; pad it to a multiple of 64 or 128 for speed."""
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Epsilon of the norms."""
-    init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 * layers)."""
-    declared_params: Positive | None = None
-    """Parameters you believe the model has. `plan` and the trainer refuse (exit 78) if the exact count differs."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> _Decoder:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
-        return self
-
-
-class LlamaModel(_Decoder):
-    """Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
-
-    family: Literal["llama"]
-    """Model family."""
-    kv_heads: Positive | None = None
-    """Key/value heads (grouped-query attention); default `heads`."""
-    ffn: Positive
-    """Width of the SwiGLU feed-forward layer."""
-    rope_base: Annotated[float, Field(gt=0)] = 10_000.0
-    """Base of the rotary frequencies."""
-    tied_head: bool = False
-    """Use the embedding table as output matrix."""
-
-    @model_validator(mode="after")
-    def _llama_shapes(self) -> LlamaModel:
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
-        if (self.hidden // self.heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {self.hidden // self.heads}")
-        return self
-
-
-class GPTModel(_Decoder):
-    """GPT-style decoder: LayerNorm, learned positions, biases, tanh-GELU."""
-
-    family: Literal["gpt"]
-    """Model family."""
-    ffn: Positive | None = None
-    """Width of the feed-forward layer; default 4 * hidden."""
-    positions: Positive
-    """Rows of the learned position table; the longest sequence the model can ever see."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on embeddings, attention probabilities and both residual branches."""
-    tied_head: bool = True
-    """Use the embedding table as output matrix."""
-
-
-Model = Annotated[LlamaModel | GPTModel, Field(discriminator="family")]
 
 
 def _in_samples(value: Progress) -> Progress:
@@ -155,6 +84,52 @@ class Source(Section):
         return self
 
 
+class CausalObjective(Section):
+    """Predict every next token."""
+
+    kind: Literal["causal"] = "causal"
+    """Objective."""
+
+
+class GLMObjective(Section):
+    """Blank infilling as in GLM-130B: short blanks ([MASK]) and long endings ([gMASK]), predicted token by token."""
+
+    kind: Literal["glm"]
+    """Objective."""
+    row: Positive
+    """Tokens of text per sample, separators included; the rest of `data.sequence_length` is room for special tokens."""
+    slots: Positive = 4
+    """A [MASK] sample is so many independent pieces of row / slots tokens, each in a slot of its own."""
+    mask_share: Share = 0.3
+    """Share of samples with [MASK] blanks; the others have one [gMASK] ending."""
+    mask_budget: Share = 0.15
+    """Share of a piece's tokens that its blanks hold, at least."""
+    span_mean: Annotated[float, Field(strict=False, gt=0)] = 3.0
+    """Mean of the Poisson distribution of a blank's length, before it is limited to 1..39."""
+    single_span: Share = 0.02
+    """Share of [MASK] pieces with exactly one blank."""
+    short: Share = 0.02
+    """Share of [MASK] pieces that are cut to a random length of at least 32 tokens."""
+    ending_min: Share = 0.2
+    """Shortest [gMASK] ending, as a share of the row; the longest is the whole row."""
+    overflow: Literal["truncate", "shrink"] = "shrink"
+    """When blanks make a piece longer than its slot: `truncate` loses its last targets, as GLM-130B did (about 36% of
+    them), `shrink` shortens the text of the piece beforehand."""
+    positions: Literal["glm1d", "glm2d"] = "glm1d"
+    """Scheme of position ids, see docs/data.md. `glm2d` needs a model with two-dimensional positions."""
+    multitask: list[str] = []
+    """Names of sources that hold prompts with answers; their weights in the mixture are the multi-task share."""
+    multitask_positions: Literal["arange", "mask", "unified"] = "arange"
+    """Position ids of answers: in sequence (as trained), all at the mask, or from the mask on."""
+    loss_norm: Literal["sequence", "tokens"] = "sequence"
+    """`sequence`: every sample counts alike, however many targets it has (as GLM-130B); `tokens`: every target."""
+    first_special: Annotated[int, Field(ge=0)] | None = None
+    """Id of [MASK]; [gMASK], [sMASK], eod, sop, eop follow. Default: right after the tokenizer's vocabulary."""
+
+
+Objective = Annotated[CausalObjective | GLMObjective, Field(discriminator="kind")]
+
+
 class DataSection(Section):
     """What the model reads, and in which order."""
 
@@ -172,6 +147,8 @@ class DataSection(Section):
     """`sample` counts positions from the start of the sample, `document` starts again at each document in it."""
     loss_across_documents: bool = True
     """Learn to predict the first token of a document from the separator before it. Off: such labels do not count."""
+    objective: Objective = CausalObjective()
+    """What is learned from the text. A `[data.objective]` table."""
     skip: list[SampleRange] = []
     """Samples that are read past and not trained: `["1200:1332 samples"]`. Nothing else moves."""
     reshuffle: list[Place] = []
@@ -244,6 +221,15 @@ class TrainSection(Section):
     """Precision of compute; the rest is always fp32. `auto`: bf16 on GPU, fp32 on CPU."""
 
 
+class ShrinkPoint(Section):
+    """A point of the embedding-gradient shrink; linear between points, two at one place are a jump."""
+
+    at: Progress
+    """Where in training, in steps, samples or tokens since the beginning of the run."""
+    value: Share
+    """What the embedding's gradient is multiplied by there."""
+
+
 class OptimizerSection(Section):
     """AdamW and the learning-rate curve."""
 
@@ -263,6 +249,10 @@ class OptimizerSection(Section):
     """AdamW epsilon."""
     weight_decay: Rate = 0.1
     """Decoupled weight decay, for the parameters that decay."""
+    embedding_shrink: list[ShrinkPoint] = []
+    """Embedding-gradient shrink (GLM-130B): a factor for the gradient of the embedding table; empty is off."""
+    shrink_paths: Literal["input", "both"] = "both"
+    """`both` also shrinks the gradient that reaches a tied table through the logits."""
     no_decay: list[str] = ["bias$", "norm.*\\.weight$"]
     """Regular expressions searched in parameter names; matches form the group without weight decay."""
 

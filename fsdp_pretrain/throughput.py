@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from .sections import GPTModel, LlamaModel
+from .model_sections import AnyModel
 
 DENSE_BF16_PEAK: dict[str, float] = {
     "NVIDIA A100": 312e12,
@@ -39,7 +39,7 @@ def peak_flops(name: str) -> float | None:
     return DENSE_BF16_PEAK[max(matches, key=len)] if matches else None
 
 
-def flops_per_token(parameters: int, model: LlamaModel | GPTModel, sequence_length: int) -> float:
+def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
     """Training FLOPs per token, 6 P + 12 L h S: the PaLM appendix B formula that the published 7B FSDP figures use.
 
     Counts every parameter (embedding included) and full, not causal, attention; recomputation is not counted, so

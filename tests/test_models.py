@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fsdp_pretrain import models, optim
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.model_sections import GPTModel, LlamaModel
 from fsdp_pretrain.models import loss
 from fsdp_pretrain.models.attention import document_ids, document_mask, document_positions
 from fsdp_pretrain.models.decoder import Decoder
 from fsdp_pretrain.models.layers import rotary_table, rotate
 from fsdp_pretrain.parallel import materialise
 from fsdp_pretrain.plan import check_declared, count_parameters
-from fsdp_pretrain.sections import GPTModel, LlamaModel, OptimizerSection
+from fsdp_pretrain.sections import OptimizerSection
 
 pytestmark = pytest.mark.quick
 LLAMA: dict[str, Any] = {

@@ -13,9 +13,10 @@ import torch
 
 from fsdp_pretrain import models, optim
 from fsdp_pretrain.config import load
+from fsdp_pretrain.model_sections import LlamaModel
 from fsdp_pretrain.parallel import materialise
 from fsdp_pretrain.plan import count_parameters
-from fsdp_pretrain.sections import LlamaModel, OptimizerSection
+from fsdp_pretrain.sections import OptimizerSection
 from fsdp_pretrain.throughput import flops_per_token, peak_flops
 
 pytestmark = pytest.mark.quick

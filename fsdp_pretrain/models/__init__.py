@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from ..sections import GPTModel, LlamaModel
+from ..model_sections import AnyModel
 from .decoder import Decoder
 from .gpt import GPT
 from .llama import Llama
 
 __all__ = ["Decoder", "build"]
 
+_FAMILIES: dict[str, Callable[..., Decoder]] = {"llama": Llama, "gpt": GPT}
 
-def build(config: LlamaModel | GPTModel) -> Decoder:
+
+def build(config: AnyModel) -> Decoder:
     """The model on the meta device: shapes and names, no memory. `parallel.materialise` gives it values."""
     with torch.device("meta"):
-        return Llama(config) if isinstance(config, LlamaModel) else GPT(config)
+        return _FAMILIES[config.family](config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..sections import GPTModel
+from ..model_sections import GPTModel
 from .attention import Attention
 from .decoder import Decoder
 from .layers import Constant, GeluMLP, Initial, Normal, residual_std
@@ -32,9 +32,9 @@ class GPT(Decoder):
     """See the module text. Parameter count with f = 4h: L*(12h^2 + 13h) + V*h*(1 or 2) + S*h + 2h."""
 
     def __init__(self, config: GPTModel) -> None:
-        super().__init__(config.vocab, config.hidden, tied_head=config.tied_head)
+        super().__init__(config.rows, config.hidden, tied_head=config.tied_head)
         self.config = config
-        self.positions = nn.Embedding(config.positions, config.hidden)
+        self.positions = nn.Embedding(int(config.positions), config.hidden)
         self.blocks.extend(GPTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
 
@@ -56,7 +56,7 @@ class GPT(Decoder):
         if "norm" in kind:
             return Constant(1.0)
         if kind in ("out", "down"):
-            return Normal(residual_std(self.config.init_std, self.config.layers))
+            return Normal(residual_std(self.config.std, self.config.layers))
         if kind in ("embedding", "positions", "head", "query", "key", "value", "up"):
-            return Normal(self.config.init_std)
+            return Normal(self.config.std)
         raise KeyError(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..sections import LlamaModel
+from ..model_sections import LlamaModel
 from .attention import Attention
 from .decoder import Decoder
 from .layers import Constant, Initial, Normal, SwiGLU, residual_std, rotary_table
@@ -31,7 +31,7 @@ class Llama(Decoder):
     """See the module text. Parameter count: V*h*(1 or 2) + L*(2h^2 + 2h^2*kv/heads + 3hf + 2h) + h."""
 
     def __init__(self, config: LlamaModel) -> None:
-        super().__init__(config.vocab, config.hidden, tied_head=config.tied_head)
+        super().__init__(config.rows, config.hidden, tied_head=config.tied_head)
         self.config = config
         self.blocks.extend(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
@@ -47,7 +47,7 @@ class Llama(Decoder):
         if "norm" in kind:
             return Constant(1.0)
         if kind in ("out", "down"):
-            return Normal(residual_std(self.config.init_std, self.config.layers))
+            return Normal(residual_std(self.config.std, self.config.layers))
         if kind in ("embedding", "head", "query", "key", "value", "gate", "up"):
-            return Normal(self.config.init_std)
+            return Normal(self.config.std)
         raise KeyError(name)

@@ -140,7 +140,7 @@ def world() -> Iterator[Any]:
 
 def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
     from fsdp_pretrain import bench
-    from fsdp_pretrain.sections import load
+    from fsdp_pretrain.config import load
 
     trainer, records = bench.build(load(config, ["train.micro_batch=4", "data.attention=document"]), world)
     for _ in range(3):

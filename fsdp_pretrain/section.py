@@ -1,0 +1,17 @@
+"""The base of all configuration sections."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, values are not coerced, objects do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(strict=False, ge=0, le=1)]
