@@ -21,6 +21,7 @@ from .console import run_guarded
 from .control import Inbox
 from .mesh import World
 from .record.recorder import Silent
+from .saves import Saves
 from .state import TrainState
 from .trainer import LAG, Trainer
 from .units import human_bytes, human_count
@@ -79,8 +80,7 @@ def build(config: Config, world: World) -> tuple[Trainer, Records]:
         model=model,
         optimizer=optim.build(model, config.optimizer),
         data=RandomSteps(config, world),
-        save=_no_save,
-        after_save=_no_save,
+        saves=Saves(config, world, _NoSaver(), _no_save, records, 0),
         recorder=records,
         inbox=Inbox(None),
         state=TrainState(),
@@ -135,6 +135,10 @@ def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str,
 
 def _no_save(*_: Any, **__: Any) -> Any:
     raise AssertionError("a benchmark saves nothing")
+
+
+class _NoSaver:
+    save = begin = renew = _no_save
 
 
 def render(result: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ One code path for every size: the mesh always has the axes (replicate, shard), e
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import warnings
@@ -69,14 +70,21 @@ class World:
         ranks: who this process is.
         device: where its share of the model lives.
         mesh: DeviceMesh with the axes `REPLICATE` and `SHARD`.
-        host_group: gloo group of all ranks, for Python objects and checkpoints.
+        timeout: how long a collective may take.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, mesh: DeviceMesh, host_group: dist.ProcessGroup) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
         self.rank, self.size, self.device, self.mesh = ranks.rank, ranks.world, device, mesh
-        self.host_group = host_group
+        self._timeout = timeout
+        self.host_group = self.new_group()
         self.local_world = ranks.local_world
         self.replicas, self.shards = mesh.shape
+
+    def on(self, host_group: dist.ProcessGroup) -> World:
+        """The same ranks, whose joint decisions go over another gloo group: for a thread of its own."""
+        other = copy.copy(self)
+        other.host_group = host_group
+        return other
 
     @property
     def is_main(self) -> bool:
@@ -87,6 +95,11 @@ class World:
         """Sum over all ranks, in place, on the device; no host synchronisation on CUDA."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Another gloo group of all ranks, with the same timeout as the others. Collective."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        return group
 
     def decide(self, choose: Callable[[], T]) -> T:
         """Rank 0 evaluates `choose`; every rank gets its result, or raises the UserError it raised.
@@ -152,8 +165,7 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     mesh = init_device_mesh(device.type, (ranks.world // shards, shards), mesh_dim_names=(REPLICATE, SHARD))
     for axis in (REPLICATE, SHARD):  # a mesh group does not inherit the timeout of init_process_group
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
-    host_group = dist.new_group(backend="gloo", timeout=timeout)
-    yield World(ranks, device, mesh, host_group)
+    yield World(ranks, device, mesh, timeout)
     # Not in a `finally`: after an error peers may be gone, and leaving the group would wait for them.
     dist.destroy_process_group()
 

@@ -294,10 +294,18 @@ class CheckpointSection(Section):
     """Newest checkpoints to keep. At least two: one may turn out bad."""
     keep_every: Progress | None = None
     """Also keep, for ever, the checkpoints that complete this interval."""
+    background: bool = True
+    """Write while training goes on, from a copy in host memory (as large as a rank's share of the checkpoint). The last
+    save of a start, and the one after a failure, are made while training waits."""
     verify: bool = True
     """Read a checkpoint back and compare checksums before it counts as verified and older ones may be deleted."""
     max_failures: Annotated[int, Field(ge=1)] = 3
     """Consecutive failed saves after which the run stops with exit 93."""
+    retry: Seconds = Seconds(10)
+    """Pause before a failed save is tried again; doubles with every further failure, up to 5 minutes."""
+    max_age: Seconds | None = None
+    """How long training may go on without a new verified checkpoint before the run stops with exit 93. Default: without
+    limit."""
 
 
 class EvalSection(Section):

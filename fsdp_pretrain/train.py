@@ -37,6 +37,7 @@ from .mesh import World
 from .record import aim
 from .record.files import RunDir, now, read_json, replace_file
 from .record.recorder import Recorder, Silent, write_exit_intent
+from .saves import Saves
 from .state import TrainState, identity
 from .trainer import Trainer
 from .units import human_count
@@ -184,14 +185,14 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         recorder.event("control", "requests left from before this start were discarded")
     inbox.listen()
     follower = aim.start_follower(run_dir) if world.is_main and config.record.aim else None
+    after_save = _Evaluations(run_dir, config, recorder).after_save if world.is_main else _nothing
     trainer = Trainer(
         config=config,
         world=world,
         model=model,
         optimizer=optimizer,
         data=_loader(config, packer, world, state),
-        save=manager.save,
-        after_save=_Evaluations(run_dir, config, recorder).after_save if world.is_main else _nothing,
+        saves=Saves(config, world, manager, after_save, recorder, state.step),
         recorder=recorder,
         inbox=inbox,
         state=state,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,18 +17,17 @@ import torch
 from torch import Tensor
 
 from . import optim, parallel
-from .checkpoint.dcp import Saved
 from .config import Config
 from .control import Inbox
-from .errors import DataError, Exit, NumericError, StorageError
+from .errors import DataError, Exit, NumericError, UserError
 from .mesh import World
 from .models import Decoder, packed
 from .models.loss import IGNORE
 from .record.metrics import json_number, mean_loss
 from .record.recorder import Recorder
+from .saves import Saves
 from .state import TrainState
 from .throughput import memory_in_use
-from .units import human_bytes
 
 LAG = 2
 """Steps between issuing a step and reading its numbers on the host."""
@@ -66,12 +64,6 @@ class DataStream(Protocol):
         """A batch of the shape due at these counters, with nothing to learn."""
 
 
-class Saver(Protocol):
-    """Makes a checkpoint of the given state; collective. Raises StorageError."""
-
-    def __call__(self, state: TrainState, *, final: bool) -> Saved: ...
-
-
 @dataclass
 class _Issued:
     """A step that was issued to the device and whose numbers are on their way."""
@@ -93,6 +85,8 @@ class Verdict:
 
     stop: bool = False
     save: bool = False
+    saved: bool = False
+    overdue: bool = False
 
 
 class Trainer:
@@ -103,8 +97,7 @@ class Trainer:
         world: all ranks.
         model, optimizer: sharded, with their values.
         data: this rank's batches, from `state` on.
-        save: makes checkpoints.
-        after_save: called on every rank after a checkpoint was committed (evaluation, for example).
+        saves: makes checkpoints.
         recorder: writes the record (silent on other ranks than 0).
         inbox: requests to this rank.
         state: counters to continue from.
@@ -120,8 +113,7 @@ class Trainer:
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         data: DataStream,
-        save: Saver,
-        after_save: Callable[[Saved], None],
+        saves: Saves,
         recorder: Recorder,
         inbox: Inbox,
         state: TrainState,
@@ -131,15 +123,12 @@ class Trainer:
     ) -> None:
         self.config, self.schedule, self.world = config, config.schedule, world
         self.model, self.optimizer, self.data = model, optimizer, data
-        self._save, self._after_save, self.recorder, self.inbox = save, after_save, recorder, inbox
+        self.saves, self.recorder, self.inbox = saves, recorder, inbox
         self.state, self._sources = state, source_names
         self._flops, self._peak = flops_per_token, peak_flops
         self._issued: deque[_Issued] = deque()
         self._last_mark = self._mark()
-        self._checkpoint_seconds = 0.0
         self._documents = self._quarantined = 0
-        self._failed_saves = 0
-        self._saved_step = state.step
         self._data_error: DataError | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -150,11 +139,23 @@ class Trainer:
         Raises:
             UserError: training cannot go on; the same on every rank where it concerns all.
         """
+        try:
+            return self._run()
+        except UserError as error:
+            if error.shared:
+                self.saves.give_up()
+            raise
+
+    def _run(self) -> Exit:
         self.model.train()
         outcome = Exit.COMPLETE
         while self.state.consumed < self.schedule.total:
             self.step()
             verdict = self.collect(keep=LAG)
+            if verdict.overdue:
+                self.saves.refuse_to_go_on()
+            if verdict.saved:
+                self.saves.finish()
             if self._save_due() or verdict.save:
                 self.checkpoint()
             if verdict.stop:
@@ -163,7 +164,8 @@ class Trainer:
         self.collect(keep=0)
         if self.state.consumed >= self.schedule.total:
             outcome = Exit.COMPLETE
-        if self._saved_step != self.state.step:
+        self.saves.finish()
+        if self.saves.saved_step != self.state.step:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
         return outcome
 
@@ -192,10 +194,10 @@ class Trainer:
         marks.append(self._mark())
         self.world.sum_(sums)
         host_counts, host_sums, ready = self._to_host(counts, torch.cat((sums.flatten(), norm.double().view(1))))
-        seconds = self._checkpoint_seconds
+        seconds = self.saves.take_stalled()
         data = {"shares": batch.shares, "epochs": batch.epochs, "data_read": asdict(batch.reads)}
         self._issued.append(_Issued(state, lr, marks, waited, seconds, host_counts, host_sums, ready, data))
-        self.state, self._last_mark, self._checkpoint_seconds = state, marks[-1], 0.0
+        self.state, self._last_mark = state, marks[-1]
 
     def _next_batch(self) -> StepBatch:
         """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.
@@ -225,8 +227,12 @@ class Trainer:
             sums[1].index_add_(0, sources, (labels != IGNORE).sum(1).double())
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
-        """int64 [targets, documents, separators, adjacent, digest, quarantined, stop, save, no data], of all ranks."""
+        """int64 [targets, documents, separators, adjacent, digest, quarantined, stop, save, no data, saved, overdue],
+
+        summed over all ranks.
+        """
         asked = self.inbox.take()
+        saved, retry, overdue = self.saves.signals()
         values = [
             batch.targets,
             batch.documents,
@@ -235,8 +241,10 @@ class Trainer:
             batch.digest,
             len(batch.quarantined),
             asked.stop,
-            asked.save,
+            asked.save or retry,
             self._data_error is not None,
+            saved,
+            overdue,
         ]
         for text in batch.notices:
             self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
@@ -266,11 +274,13 @@ class Trainer:
             issued = self._issued.popleft()
             if issued.ready is not None:
                 issued.ready.synchronize()
-            *_, stop, save, without_data = issued.counts.tolist()
+            *_, stop, save, without_data, saved, overdue = issued.counts.tolist()
             if without_data:
                 self.world.together(self._raise_data_error)
             verdict.stop |= stop > 0
             verdict.save |= save > 0
+            verdict.saved |= self.saves.ended(saved)
+            verdict.overdue |= overdue > 0
             record = self._record(issued)
             self.recorder.step(record, target=self._target_step())
             self._check(record)
@@ -376,56 +386,9 @@ class Trainer:
         return due and state.consumed < self.schedule.total  # the last step is saved after the loop
 
     def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
-        """Save; a failure is an alarm, not the end, until there were too many in a row or `must_succeed`.
-
-        Raises:
-            StorageError: on every rank.
-        """
+        """Save what training has come to. Raises StorageError on every rank after too many failures."""
         self.collect(keep=0)  # so that nothing spoilt is ever saved
-        start = time.perf_counter()
-        self.recorder.status(force=True, state="saving")
-        while True:
-            try:
-                saved = self._save(self.state, final=final)
-                break
-            except StorageError as error:
-                self._failed_saves += 1
-                limit = self.config.checkpoint.max_failures
-                self.recorder.event(
-                    "checkpoint-failed",
-                    f"attempt {self._failed_saves} of {limit}: {error.cause}",
-                    step=self.state.step,
-                    failures=self._failed_saves,
-                )
-                if self._failed_saves >= limit:
-                    raise StorageError(
-                        f"{self._failed_saves} saves in a row failed, the last because: {error.cause}",
-                        effect=f"steps after {self._saved_step} are in no checkpoint",
-                        remedy="mend the storage, then start again; training continues from the last checkpoint",
-                    ).on_all_ranks() from error
-                if not must_succeed:
-                    self._checkpoint_seconds += time.perf_counter() - start
-                    return
-                time.sleep(1.0)
-        self._failed_saves, self._saved_step = 0, self.state.step
-        self._checkpoint_seconds += time.perf_counter() - start
-        self.recorder.event(
-            "checkpoint",
-            f"{saved.checkpoint.path.name}: {human_bytes(saved.bytes)} in {saved.seconds:.2f}s"
-            + (", verified" if saved.checkpoint.verified else ""),
-            step=self.state.step,
-            consumed=self.state.consumed,
-            bytes=saved.bytes,
-            seconds=saved.seconds,
-            verified=saved.checkpoint.verified,
-            final=final,
-        )
-        self.recorder.status(
-            force=True,
-            state="running",
-            checkpoint={"step": self.state.step, "verified": saved.checkpoint.verified},
-        )
-        self._after_save(saved)
+        self.saves.save(self.state, final=final, must_succeed=must_succeed)
 
     # ------------------------------------------------------------------ the device
 

@@ -174,13 +174,16 @@ def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
 def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
     """A neighbour fills the disk: saves fail, training goes on and says so; space returns, saving does too."""
     disk = small_disk("12m")
-    config = lab.config(train={"duration": "400 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000})
+    config = lab.config(
+        train={"duration": "400 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
+    )
     run, hog = disk / "run", disk / "hog"
     job = lab.start(config, f"run.dir={run}", ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
     fill(disk, hog, leave=200_000)
-    failed = helpers.wait_for(lambda: helpers.journal(run, "checkpoint-failed"), what="a failed save")[0]
-    assert "needs" in failed["text"] and "free" in failed["text"]
+    refused = lambda: [e for e in helpers.journal(run, "checkpoint-failed") if "needs" in e["text"]]  # noqa: E731
+    failed = helpers.wait_for(refused, what="a save that is not begun")[0]
+    assert "free" in failed["text"]
     at = failed["step"]
     helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] > at + 10, what="training going on")
     hog.unlink()
@@ -201,7 +204,9 @@ def test_too_many_failed_saves_stop_with_93(
     lab: Any, helpers: Any, small_disk: Callable[[str], Path], run_command: Run
 ) -> None:
     disk = small_disk("12m")
-    config = lab.config(train={"duration": "100 steps"}, checkpoint={"every": "5 steps", "max_failures": 3})
+    config = lab.config(
+        train={"duration": "100 steps"}, checkpoint={"every": "5 steps", "max_failures": 3, "retry": "0.1 s"}
+    )
     run, hog = disk / "run", disk / "hog"
     job = lab.start(config, f"run.dir={run}", "train.duration=4000 steps", ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
@@ -218,7 +223,9 @@ def test_too_many_failed_saves_stop_with_93(
 def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
     """The space is there when a save begins and gone when it writes: partial files go, training goes on."""
     disk = small_disk("12m")
-    config = lab.config(train={"duration": "4000 steps"}, checkpoint={"every": "3 steps", "max_failures": 1000})
+    config = lab.config(
+        train={"duration": "4000 steps"}, checkpoint={"every": "3 steps", "max_failures": 1000, "retry": "0.1 s"}
+    )
     run, hog = disk / "run", disk / "hog"
     job = lab.start(config, f"run.dir={run}", ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")

@@ -58,6 +58,7 @@ LEVELS = [
     ],
     ["data.cli", "fsdp_pretrain.where", "fsdp_pretrain.parallel", "fsdp_pretrain.optim", "fsdp_pretrain.plan"],
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.cli"],
+    ["fsdp_pretrain.saves"],
     ["fsdp_pretrain.trainer"],
     ["eval"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench"],

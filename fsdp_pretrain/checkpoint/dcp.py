@@ -30,6 +30,7 @@ from ..mesh import World
 from ..optim import state_by_name
 from ..record.files import replace_file
 from ..units import human_bytes
+from .digest import state_digest
 from .store import (
     CONFIG,
     TRAIN_STATE,
@@ -85,19 +86,29 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {"model": model.state_dict(), "optim": state_by_name(model, optimizer)}
 
 
-def checkpoint_bytes(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes the next checkpoint takes at most, over all ranks: every tensor once, and what DCP adds to its chunks."""
-    tensors = _flatten(state_dict(model, optimizer)).values()
+def checkpoint_bytes(world: World, state: dict[str, Any]) -> int:
+    """Bytes that a checkpoint takes at most, over all ranks: every tensor once, and what DCP adds to its chunks."""
+    tensors = _flatten(state).values()
     return sum(tensor.numel() * tensor.element_size() + _CHUNK_OVERHEAD * world.shards for tensor in tensors)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed and, if so configured, verified checkpoint, and what it took."""
+    """A committed and, if so configured, verified checkpoint, and what it took.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        bytes: of its files.
+        seconds: from the beginning of writing to the end of reading back.
+        stalled: seconds for which training waited.
+        deleted: steps whose checkpoints retention removed afterwards.
+    """
 
     checkpoint: Checkpoint
     bytes: int
     seconds: float
+    stalled: float = 0.0
+    deleted: tuple[int, ...] = ()
 
 
 def save(
@@ -105,8 +116,7 @@ def save(
     store: Store,
     step: int,
     *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
     train_state: str,
     config: str,
     facts: dict[str, Any],
@@ -115,6 +125,7 @@ def save(
     """Write, commit and verify a checkpoint. All ranks call it together.
 
     Args:
+        state: from `state_dict`, live or a copy; must not change meanwhile.
         train_state: contents of `train_state.json`.
         config: contents of `config.toml`.
         facts: further entries of the manifest.
@@ -124,10 +135,11 @@ def save(
         StorageError: on every rank, if it failed on any; what was written is removed.
     """
     start = time.perf_counter()
-    needed = checkpoint_bytes(world, model, optimizer)
+    needed = checkpoint_bytes(world, state)
     attempt = world.decide(lambda: _begin(store, step, needed))
     try:
-        files = _write(world, attempt, state_dict(model, optimizer))
+        files = _write(world, attempt, state)
+        facts = {**facts, "state_digest": state_digest(world, _flatten(state))}
         checkpoint = world.decide(lambda: _commit(store, attempt, files, train_state, config, facts))
     except StorageError:
         if world.is_main:
@@ -246,11 +258,18 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torc
     The optimiser's hyperparameters are not stored; those of the configuration stay in force.
 
     Raises:
-        CheckpointError: tensors are missing, superfluous, or of another shape or dtype.
+        CheckpointError: tensors are missing, superfluous, or of another shape or dtype, or not what was saved.
     """
     state = state_dict(model, optimizer)
     world.decide(lambda: _compare(checkpoint, state))
     dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), process_group=world.host_group)
+    digest, expected = state_digest(world, _flatten(state)), world.decide(checkpoint.manifest)["state_digest"]
+    if digest != expected:
+        raise CheckpointError(
+            f"{checkpoint.path} gave another state than was saved (digest {digest}, at saving {expected})",
+            effect="training on would continue from damaged weights",
+            remedy="go back to an earlier checkpoint, and check memory and storage of the nodes",
+        ).on_all_ranks()
     model.load_state_dict(state["model"])
     parameters = dict(model.named_parameters())
     for name, values in state["optim"].items():

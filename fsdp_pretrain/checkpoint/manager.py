@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..mesh import World
 from ..record.recorder import Recorder
 from ..state import TrainState, check_identity, differences
 from . import dcp
+from .background import Pending, Stager
 from .store import CONFIG, Checkpoint, Store
 
 
@@ -45,6 +47,9 @@ class Manager:
     ) -> None:
         self._world, self._store, self._model, self._optimizer = world, store, model, optimizer
         self._config, self._identity, self._recorder, self._protected = config, identity, recorder, protected
+        self._background = config.checkpoint.background
+        if self._background:
+            self._stager, self._writers = Stager(world.device), world.new_group()
 
     def resume(self, *, allow_fresh: bool) -> TrainState:
         """Load the newest valid checkpoint and return its counters; a fresh start if there never was one.
@@ -100,7 +105,20 @@ class Manager:
 
     def save(self, state: TrainState, *, final: bool) -> dcp.Saved:
         """Write, commit and verify a checkpoint, then apply the retention policy. Raises StorageError on every rank."""
-        world, config = self._world, self._config
+        return self._save(self._world, state, final, dcp.state_dict(self._model, self._optimizer))
+
+    def begin(self, state: TrainState) -> Pending[dcp.Saved]:
+        """Copy the state, and do the same as `save` in the background; training may go on when this returns."""
+        tensors = self._stager.copy(dcp.state_dict(self._model, self._optimizer))
+        world = self._world.on(self._writers)
+        return Pending(lambda: self._save(world, state, False, tensors))
+
+    def renew(self) -> None:
+        """Give the background a new process group: one is useless once a rank left it in the middle of something."""
+        self._writers = self._world.new_group()
+
+    def _save(self, world: World, state: TrainState, final: bool, tensors: dict[str, Any]) -> dcp.Saved:
+        config = self._config
         shape = {"size": world.size, "replicas": world.replicas, "shards": world.shards}
         facts = {
             "run": config.run.name,
@@ -115,18 +133,16 @@ class Manager:
             world,
             self._store,
             state.step,
-            model=self._model,
-            optimizer=self._optimizer,
+            state=tensors,
             train_state=state.to_json(identity=self._identity, tokens=facts["tokens"], world=shape),
             config=config.to_toml(),
             facts=facts,
             verify=config.checkpoint.verify,
         )
-        if world.is_main:
-            self._retain()
-        return saved
+        return replace(saved, deleted=self._retain()) if world.is_main else saved
 
-    def _retain(self) -> None:
+    def _retain(self) -> tuple[int, ...]:
+        """Apply the retention policy; the steps deleted."""
         policy = self._config.checkpoint
 
         def keep(checkpoint: Checkpoint) -> bool:
@@ -138,10 +154,7 @@ class Manager:
                 policy.keep_every, step=facts["step"], before=before, after=facts["consumed"]
             )
 
-        deleted = self._store.retain(policy.keep_last, keep, self._protected())
-        if deleted:
-            names = ", ".join(str(checkpoint.step) for checkpoint in deleted)
-            self._recorder.event("checkpoint-deleted", f"by the retention policy: step {names}")
+        return tuple(item.step for item in self._store.retain(policy.keep_last, keep, self._protected()))
 
 
 def _changes(checkpoint: Checkpoint, config: Config, content: dict[str, Any], world: World) -> list[str]:

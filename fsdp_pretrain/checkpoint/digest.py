@@ -1,0 +1,61 @@
+"""A hash of the training state that does not depend on how it is spread over ranks.
+
+Sum over all elements of all tensors of (bits of the element) * (odd weight of its place), modulo 2^64. A sum can be
+taken shard by shard; an odd weight is invertible, so a change of any single element changes the hash.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..mesh import SHARD, World
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**22
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio, as a signed integer
+
+
+def state_digest(world: World, tensors: dict[str, Any]) -> str:
+    """The hash of named tensors, plain or sharded over dim 0; the same on every rank.
+
+    A plain tensor is taken to be the same on every rank, and counted once.
+
+    Args:
+        tensors: by name; the name is part of the hash.
+    """
+    own = 0
+    for name, tensor in tensors.items():
+        local, offset = _share(world, tensor)
+        if local is not None:
+            own += _digest(name, local.detach(), offset)
+    return f"{sum(world.gather(own)) % 2**64:016x}"
+
+
+def _share(world: World, tensor: Tensor) -> tuple[Tensor | None, int]:
+    """What this rank counts of a tensor, and the flat index of its first element; None: others count it."""
+    if not isinstance(tensor, DTensor):
+        return (tensor, 0) if world.is_main else (None, 0)
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate()[0] != 0:  # type: ignore[index]
+        return None, 0
+    rows = math.ceil(tensor.shape[0] / mesh[SHARD].size())
+    first = min(mesh.get_local_rank(SHARD) * rows, tensor.shape[0])
+    return tensor.to_local(), first * math.prod(tensor.shape[1:])
+
+
+def _digest(name: str, local: Tensor, offset: int) -> int:
+    salt = xxhash.xxh3_64_intdigest(name.encode()) % 2**63
+    bits = local.reshape(-1).contiguous().view(_BITS[local.element_size()])
+    total = 0
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        place = torch.arange(offset + start, offset + start + part.numel(), device=part.device)
+        weight = ((place + salt) * _MULTIPLIER) | 1
+        total += int((part * weight).sum())
+    return total
