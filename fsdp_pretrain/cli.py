@@ -50,12 +50,12 @@ def main() -> int:
     parser = command.verb(
         "checkpoints",
         _checkpoints,
-        "List the checkpoints of a run, or read them back and compare every checksum.",
+        "List the checkpoints of a run, read them back and compare every checksum, or pin one: pinned ones are kept.",
         "fsdp-pretrain checkpoints runs/quickstart/run verify 400",
     )
     _add_run(parser)
-    parser.add_argument("action", choices=("list", "verify"))
-    parser.add_argument("step", type=int, nargs="?", help="verify only this one (default: all)")
+    parser.add_argument("action", choices=("list", "verify", "pin", "unpin"))
+    parser.add_argument("step", type=int, nargs="?", help="only this one (default for list and verify: all)")
     parser.add_argument("--json", action="store_true")
 
     parser = command.verb(
@@ -164,6 +164,10 @@ def _status(args: argparse.Namespace) -> int:
 
 def _checkpoints(args: argparse.Namespace) -> int:
     store = Store(args.run.checkpoints)
+    if args.action in ("pin", "unpin"):
+        if args.step is None:
+            raise ConfigError(f"{args.action} needs the step of a checkpoint")
+        store.pin(store.find(args.step), args.action == "pin")
     chosen = store.scan() if args.step is None else [c for c in store.scan() if c.step == args.step]
     if args.step is not None and not chosen:
         store.find(args.step)
@@ -176,7 +180,7 @@ def _checkpoints(args: argparse.Namespace) -> int:
         for row in rows:
             size = human_bytes(row["bytes"]) if row["bytes"] is not None else "-"
             line = f"{row['step']:>12_}  {size:>9}  {row['state']:<10} {row['committed'] or '-':<25} "
-            line += row["problem"] or ""
+            line += "pinned " * row["pinned"] + (row["problem"] or "")
             print(line.rstrip())
     return ALERT if any(row["problem"] for row in rows) else 0
 
@@ -195,6 +199,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": size,
         "committed": manifest.get("committed"),
         "world": manifest.get("world"),
+        "pinned": checkpoint.pinned,
         "problem": checkpoint.problem,
     }
 

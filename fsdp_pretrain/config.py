@@ -127,11 +127,13 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
                 f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
                 f"end before parallel.timeout = {parallel.timeout}, or the other ranks give up first"
             )
-    for name, section in (("checkpoint", checkpoint), ("eval", evaluation)):
-        for key in ("every", "keep_every"):
-            every = getattr(section, key, None)
-            if every is not None and every.value < 1:
-                yield f"{name}.{key} = {every} is no interval"
+    intervals = [("eval.every", evaluation.every)] if evaluation else []
+    if checkpoint:
+        intervals += [("checkpoint.every", checkpoint.every)]
+        intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals]
+    for name, interval in intervals:
+        if interval is not None and interval.value < 1:
+            yield f"{name} = {interval} is no interval"
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
         if bundled:

@@ -212,6 +212,8 @@ class Saves:
             verified=saved.checkpoint.verified,
             final=facts.get("final"),
         )
+        for kind, text in saved.notes:
+            self._recorder.event(kind, text, step=step)
         if saved.deleted:
             names = ", ".join(map(str, saved.deleted))
             self._recorder.event("checkpoint-deleted", f"by the retention policy: step {names}")

@@ -292,8 +292,19 @@ class CheckpointSection(Section):
     """Interval between checkpoints. The last step is always saved."""
     keep_last: Annotated[int, Field(ge=2)] = 3
     """Newest checkpoints to keep. At least two: one may turn out bad."""
-    keep_every: Progress | None = None
-    """Also keep, for ever, the checkpoints that complete this interval."""
+    keep_every: Progress | list[Progress] | None = None
+    """Also keep, for ever, the checkpoints that complete this interval, or any of several."""
+    prune: bool = True
+    """When the next checkpoint does not fit, keep only the two newest verified ones, and those that are pinned, due for
+    evaluation or named by `keep_every`. Off: nothing is deleted beyond the policy."""
+    ballast: bool = True
+    """Hold back a little space (a tenth of a checkpoint, at most 2% of the file system) that is let go when a save
+    would not fit otherwise."""
+    fallback_dir: FilePath | None = None
+    """Directory on other storage that takes the checkpoints while the run directory cannot."""
+    on_commit: str | None = None
+    """Shell command run for every new checkpoint, for copies elsewhere: `"rsync -a {path} backup:ckpt/"`. Runs beside
+    training, which neither waits for it nor fails with it; meanwhile the checkpoint is not deleted."""
     background: bool = True
     """Write while training goes on, from a copy in host memory (as large as a rank's share of the checkpoint). The last
     save of a start, and the one after a failure, are made while training waits."""
@@ -306,6 +317,12 @@ class CheckpointSection(Section):
     max_age: Seconds | None = None
     """How long training may go on without a new verified checkpoint before the run stops with exit 93. Default: without
     limit."""
+
+    @property
+    def kept_intervals(self) -> list[Progress]:
+        """`keep_every` as a list."""
+        every = self.keep_every
+        return every if isinstance(every, list) else [] if every is None else [every]
 
 
 class EvalSection(Section):

@@ -28,6 +28,7 @@ from eval import jobs
 
 from . import __version__, mesh, models, optim, parallel, plan, throughput
 from .checkpoint.dcp import Saved
+from .checkpoint.hook import CommitHook
 from .checkpoint.manager import Manager
 from .checkpoint.store import Store
 from .config import Config, load
@@ -153,6 +154,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         _copy_tokenizer(packer, run_dir)
     parallel.parallelize(model, config, world)
     optimizer = optim.build(model, config.optimizer)
+    after_save = _AfterSave(run_dir, config, recorder)
     manager = Manager(
         world=world,
         store=Store(run_dir.checkpoints),
@@ -161,7 +163,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         config=config,
         identity=identity(config, packer),
         recorder=recorder,
-        protected=lambda: jobs.protected_steps(run_dir, config),
+        protected=lambda: {*jobs.protected_steps(run_dir, config), *after_save.busy()},
     )
     device = throughput.device_name(world.device)
     recorder.event(
@@ -185,14 +187,13 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         recorder.event("control", "requests left from before this start were discarded")
     inbox.listen()
     follower = aim.start_follower(run_dir) if world.is_main and config.record.aim else None
-    after_save = _Evaluations(run_dir, config, recorder).after_save if world.is_main else _nothing
     trainer = Trainer(
         config=config,
         world=world,
         model=model,
         optimizer=optimizer,
         data=_loader(config, packer, world, state),
-        saves=Saves(config, world, manager, after_save, recorder, state.step),
+        saves=Saves(config, world, manager, after_save if world.is_main else _nothing, recorder, state.step),
         recorder=recorder,
         inbox=inbox,
         state=state,
@@ -316,18 +317,29 @@ def _nothing(saved: Saved) -> None:
     del saved
 
 
-class _Evaluations:
-    """Starts evaluation processes after checkpoints. Training neither waits for them nor fails with them."""
+class _AfterSave:
+    """What follows a checkpoint: evaluation, the command of the user. Training neither waits nor fails with them."""
 
     def __init__(self, run_dir: RunDir, config: Config, recorder: Recorder) -> None:
         self._run_dir, self._config, self._recorder = run_dir, config, recorder
+        command = config.checkpoint.on_commit
+        self._hook = None if command is None else CommitHook(command, run_dir.path / "on_commit.log", recorder)
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def after_save(self, saved: Saved) -> None:
-        """Start a worker if the checkpoint is due and none is at work (one at work will find it, or the next will)."""
+    def __call__(self, saved: Saved) -> None:
+        """Start what is due."""
         manifest = saved.checkpoint.manifest()
-        if not self._config.eval.launch or not jobs.is_due(self._config, manifest):
-            return
+        if self._hook is not None:
+            self._hook.start(saved.checkpoint.path, saved.checkpoint.step)
+        if self._config.eval.launch and jobs.is_due(self._config, manifest):
+            self._evaluate(manifest)
+
+    def busy(self) -> list[int]:
+        """Steps whose checkpoints must not go yet."""
+        return self._hook.busy() if self._hook is not None else []
+
+    def _evaluate(self, manifest: dict[str, Any]) -> None:
+        """Start a worker if none is at work: one at work will find the checkpoint, or the next will."""
         if self._worker is not None and self._worker.poll() is None and not manifest["final"]:
             return
         try:

@@ -31,6 +31,7 @@ from ..optim import state_by_name
 from ..record.files import replace_file
 from ..units import human_bytes
 from .digest import state_digest
+from .space import GiveUp, Need, make_room
 from .store import (
     CONFIG,
     TRAIN_STATE,
@@ -43,6 +44,8 @@ from .store import (
 )
 
 METADATA = ".metadata"
+_FILES_BESIDE = 8
+"""Files of a checkpoint besides one per rank: metadata, manifest, and those that replace them atomically."""
 _CHUNK_OVERHEAD = 2048
 """Bytes that DCP adds to each chunk (the header of its zip format, its line in the metadata), rounded up."""
 
@@ -102,6 +105,7 @@ class Saved:
         seconds: from the beginning of writing to the end of reading back.
         stalled: seconds for which training waited.
         deleted: steps whose checkpoints retention removed afterwards.
+        notes: what else should be told: (kind of entry, text).
     """
 
     checkpoint: Checkpoint
@@ -109,6 +113,7 @@ class Saved:
     seconds: float
     stalled: float = 0.0
     deleted: tuple[int, ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 def save(
@@ -121,6 +126,7 @@ def save(
     config: str,
     facts: dict[str, Any],
     verify: bool,
+    give_up: GiveUp = (),
 ) -> Saved:
     """Write, commit and verify a checkpoint. All ranks call it together.
 
@@ -130,13 +136,14 @@ def save(
         config: contents of `config.toml`.
         facts: further entries of the manifest.
         verify: read everything back.
+        give_up: what may go if the checkpoint does not fit, see `space.make_room`; used on rank 0.
 
     Raises:
         StorageError: on every rank, if it failed on any; what was written is removed.
     """
     start = time.perf_counter()
-    needed = checkpoint_bytes(world, state)
-    attempt = world.decide(lambda: _begin(store, step, needed))
+    need = Need(checkpoint_bytes(world, state), world.size + _FILES_BESIDE)
+    attempt, given_up = world.decide(lambda: _begin(store, step, need, give_up))
     try:
         files = _write(world, attempt, state)
         facts = {**facts, "state_digest": state_digest(world, _flatten(state))}
@@ -149,21 +156,18 @@ def save(
         _verify_after_save(world, store, checkpoint)
         checkpoint = world.decide(lambda: store.mark_verified(checkpoint))
     size = sum(entry.bytes for entry in files)
-    return Saved(checkpoint, size, time.perf_counter() - start)
+    notes = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
+    return Saved(checkpoint, size, time.perf_counter() - start, notes=notes)
 
 
-def _begin(store: Store, step: int, needed: int) -> Path:
-    """Check that the checkpoint fits before writing a byte of it."""
-    store.directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(store.directory).free
-    if free < needed:
-        raise StorageError(
-            f"the checkpoint of step {step} needs {human_bytes(needed)}, "
-            f"{store.directory} has {human_bytes(free)} free",
-            effect="nothing was written; training past here is not protected",
-            remedy="free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)",
-        )
-    return store.begin(step)
+def _begin(store: Store, step: int, need: Need, give_up: GiveUp) -> tuple[Path, list[str]]:
+    """Make sure that the checkpoint fits before a byte of it is written."""
+    try:
+        store.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create {store.directory}: {error.strerror}") from None
+    given_up = list(make_room(store.directory, need, give_up))
+    return store.begin(step), given_up
 
 
 def _write(world: World, attempt: Path, state: dict[str, Any]) -> list[FileEntry]:

@@ -11,12 +11,13 @@ from torch import nn
 
 from .. import __version__
 from ..config import Config, load
-from ..errors import CheckpointError, Exit
+from ..errors import CheckpointError, Exit, StorageError
 from ..mesh import World
 from ..record.recorder import Recorder
 from ..state import TrainState, check_identity, differences
 from . import dcp
 from .background import Pending, Stager
+from .space import Ballast, GiveUp
 from .store import CONFIG, Checkpoint, Store
 
 
@@ -47,6 +48,8 @@ class Manager:
     ) -> None:
         self._world, self._store, self._model, self._optimizer = world, store, model, optimizer
         self._config, self._identity, self._recorder, self._protected = config, identity, recorder, protected
+        fallback = config.checkpoint.fallback_dir
+        self._fallback = None if fallback is None else Store(fallback / config.run.name)
         self._background = config.checkpoint.background
         if self._background:
             self._stager, self._writers = Stager(world.device), world.new_group()
@@ -60,7 +63,7 @@ class Manager:
         """
         world, recorder = self._world, self._recorder
         world.decide(self._store.sweep)
-        candidates = world.decide(self._store.scan)
+        candidates = world.decide(self._scan)
         passed_over: list[str] = []
         for checkpoint in reversed(candidates):
             problem = checkpoint.problem or next(iter(dcp.verify(world, checkpoint)), None)
@@ -80,6 +83,11 @@ class Manager:
             error.exit = Exit.NEEDS_PERSON
             raise error.on_all_ranks()
         return TrainState()
+
+    def _scan(self) -> list[Checkpoint]:
+        """The checkpoints of the run directory and of the fallback, oldest step first, the former first of equals."""
+        found = self._store.scan() + (self._fallback.scan() if self._fallback is not None else [])
+        return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path.parent == self._store.directory))
 
     def _load(self, checkpoint: Checkpoint, passed_over: list[str]) -> TrainState:
         content = self._world.decide(checkpoint.train_state)
@@ -129,19 +137,44 @@ class Manager:
             "torch": torch.__version__,
             "fsdp_pretrain": __version__,
         }
-        saved = dcp.save(
-            world,
-            self._store,
-            state.step,
-            state=tensors,
-            train_state=state.to_json(identity=self._identity, tokens=facts["tokens"], world=shape),
-            config=config.to_toml(),
-            facts=facts,
-            verify=config.checkpoint.verify,
-        )
-        return replace(saved, deleted=self._retain()) if world.is_main else saved
+        content = state.to_json(identity=self._identity, tokens=facts["tokens"], world=shape)
 
-    def _retain(self) -> tuple[int, ...]:
+        def save(store: Store, give_up: GiveUp) -> dcp.Saved:
+            return dcp.save(
+                world,
+                store,
+                state.step,
+                state=tensors,
+                train_state=content,
+                config=config.to_toml(),
+                facts=facts,
+                verify=config.checkpoint.verify,
+                give_up=give_up,
+            )
+
+        try:
+            saved = save(self._store, self._sacrifices())
+        except StorageError as error:
+            if self._fallback is None:
+                raise
+            saved = save(self._fallback, [])
+            note = ("checkpoint-fallback", f"{saved.checkpoint.path} instead of the run directory: {error.cause}")
+            saved = replace(saved, notes=(note, *saved.notes))
+        if not world.is_main:
+            return saved
+        if config.checkpoint.ballast:
+            Ballast(self._store.directory).take(saved.bytes)
+        return replace(saved, deleted=self._retain(config.checkpoint.keep_last))
+
+    def _sacrifices(self) -> GiveUp:
+        """What may go when a checkpoint does not fit."""
+        policy, ballast = self._config.checkpoint, Ballast(self._store.directory)
+        found: list[tuple[str, Callable[[], object]]] = [("left-overs of killed saves", self._store.sweep)]
+        if policy.prune:
+            found.append(("all but the two newest verified checkpoints", lambda: self._retain(2)))
+        return [*found, ("the ballast", ballast.release)]
+
+    def _retain(self, keep_last: int) -> tuple[int, ...]:
         """Apply the retention policy; the steps deleted."""
         policy = self._config.checkpoint
 
@@ -150,11 +183,15 @@ class Manager:
             if facts.get("final"):
                 return True
             before = facts["consumed"] - facts["batch"]
-            return self._config.schedule.due(
-                policy.keep_every, step=facts["step"], before=before, after=facts["consumed"]
+            return any(
+                self._config.schedule.due(every, step=facts["step"], before=before, after=facts["consumed"])
+                for every in policy.kept_intervals
             )
 
-        return tuple(item.step for item in self._store.retain(policy.keep_last, keep, self._protected()))
+        deleted = list(self._store.retain(keep_last, keep, self._protected()))
+        if self._fallback is not None:  # only ever a stopgap
+            deleted += self._fallback.retain(2, lambda _: False)
+        return tuple(item.step for item in deleted)
 
 
 def _changes(checkpoint: Checkpoint, config: Config, content: dict[str, Any], world: World) -> list[str]:

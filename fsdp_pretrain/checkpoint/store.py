@@ -14,7 +14,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..errors import CheckpointError, StorageError
 from ..record.files import now, read_json, replace_file
 
 MANIFEST, VERIFIED, TRAIN_STATE, CONFIG = "manifest.json", "verified.json", "train_state.json", "config.toml"
+PINNED = "pinned.json"
 FORMAT = 1
 _NAME = re.compile(r"^step-(\d{8,})$")
 _LEFTOVER = re.compile(r"^step-\d{8,}\.(writing|deleting)-")
@@ -47,12 +48,14 @@ class Checkpoint:
         path: its directory.
         problem: why it must not be used, from a look at names and sizes; None if it looks whole.
         verified: its bytes were read back after it was written.
+        pinned: a person wants it kept.
     """
 
     step: int
     path: Path
     problem: str | None
     verified: bool
+    pinned: bool = False
 
     def manifest(self) -> dict[str, Any]:
         """Contents of its manifest. Raises CheckpointError."""
@@ -93,7 +96,10 @@ class Store:
         if not self.directory.is_dir():
             return []
         found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.match(path.name))]
-        return [Checkpoint(step, path, _problem(path), (path / VERIFIED).is_file()) for step, path in sorted(found)]
+        return [
+            Checkpoint(step, path, _problem(path), (path / VERIFIED).is_file(), (path / PINNED).is_file())
+            for step, path in sorted(found)
+        ]
 
     def find(self, step: int) -> Checkpoint:
         """The checkpoint of a step. Raises CheckpointError if there is none or it does not look whole."""
@@ -164,15 +170,22 @@ class Store:
             replace_file(checkpoint.path / VERIFIED, json.dumps({"verified": now()}) + "\n")
         except OSError as error:
             raise StorageError(f"cannot write {checkpoint.path / VERIFIED}: {error}") from None
-        return Checkpoint(checkpoint.step, checkpoint.path, checkpoint.problem, True)
+        return replace(checkpoint, verified=True)
+
+    def pin(self, checkpoint: Checkpoint, pinned: bool) -> None:
+        """Keep a checkpoint whatever the policy says, or no longer. Raises OSError."""
+        if pinned:
+            replace_file(checkpoint.path / PINNED, json.dumps({"pinned": now()}) + "\n")
+        else:
+            (checkpoint.path / PINNED).unlink(missing_ok=True)
 
     def retain(
         self, keep_last: int, keep: Callable[[Checkpoint], bool], protected: Collection[int] = ()
     ) -> list[Checkpoint]:
         """Delete what the policy does not name.
 
-        Kept: the newest `keep_last` verified checkpoints, those that `keep` accepts, the steps in `protected`, and
-        everything newer than the oldest of these that is not verified yet.
+        Kept: the newest `keep_last` verified checkpoints, pinned ones, those that `keep` accepts, the steps in
+        `protected`, and everything newer than the oldest of these that is not verified yet.
 
         Returns:
             What was deleted. A deletion that fails is left for the next `sweep`.
@@ -185,7 +198,7 @@ class Store:
         deleted = []
         for checkpoint in whole:
             step = checkpoint.step
-            if step in recent or step > min(recent) or step in protected or keep(checkpoint):
+            if step in recent or step > min(recent) or step in protected or checkpoint.pinned or keep(checkpoint):
                 continue
             self._delete(checkpoint.path)
             deleted.append(checkpoint)
