@@ -81,11 +81,11 @@ class _Issued:
 
 @dataclass
 class Verdict:
-    """What the ranks agreed on, from a step's sums."""
+    """What the ranks agreed on, from the sums of the steps collected since it was last acted on."""
 
     stop: bool = False
     save: bool = False
-    saved: bool = False
+    saved: int = 0
     overdue: bool = False
 
 
@@ -127,6 +127,7 @@ class Trainer:
         self.state, self._sources = state, source_names
         self._flops, self._peak = flops_per_token, peak_flops
         self._issued: deque[_Issued] = deque()
+        self._verdict = Verdict()
         self._last_mark = self._mark()
         self._documents = self._quarantined = 0
         self._data_error: DataError | None = None
@@ -151,10 +152,11 @@ class Trainer:
         outcome = Exit.COMPLETE
         while self.state.consumed < self.schedule.total:
             self.step()
-            verdict = self.collect(keep=LAG)
+            self.collect(keep=LAG)
+            verdict, self._verdict = self._verdict, Verdict()
             if verdict.overdue:
                 self.saves.refuse_to_go_on()
-            if verdict.saved:
+            if self.saves.ended(verdict.saved):
                 self.saves.finish()
             if self._save_due() or verdict.save:
                 self.checkpoint()
@@ -262,14 +264,13 @@ class Trainer:
 
     # ------------------------------------------------------------------ what steps measured
 
-    def collect(self, *, keep: int) -> Verdict:
-        """Read the numbers of issued steps until `keep` are outstanding; record them; what the ranks agreed on.
+    def collect(self, *, keep: int) -> None:
+        """Read the numbers of issued steps until `keep` are outstanding; record them, add to the verdict.
 
         Raises:
             NumericError: loss or gradients were not finite, on every rank.
             DataError: a rank could not read its data, or too many documents failed the packer's checks, on every rank.
         """
-        verdict = Verdict()
         while len(self._issued) > keep:
             issued = self._issued.popleft()
             if issued.ready is not None:
@@ -277,14 +278,13 @@ class Trainer:
             *_, stop, save, without_data, saved, overdue = issued.counts.tolist()
             if without_data:
                 self.world.together(self._raise_data_error)
-            verdict.stop |= stop > 0
-            verdict.save |= save > 0
-            verdict.saved |= self.saves.ended(saved)
-            verdict.overdue |= overdue > 0
+            self._verdict.stop |= stop > 0
+            self._verdict.save |= save > 0
+            self._verdict.saved = max(self._verdict.saved, saved)
+            self._verdict.overdue |= overdue > 0
             record = self._record(issued)
             self.recorder.step(record, target=self._target_step())
             self._check(record)
-        return verdict
 
     def _raise_data_error(self) -> None:
         if self._data_error is not None:
@@ -388,6 +388,7 @@ class Trainer:
     def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
         """Save what training has come to. Raises StorageError on every rank after too many failures."""
         self.collect(keep=0)  # so that nothing spoilt is ever saved
+        self._verdict.save = False
         self.saves.save(self.state, final=final, must_succeed=must_succeed)
 
     # ------------------------------------------------------------------ the device

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from .. import __version__
@@ -49,7 +50,7 @@ class Manager:
         self._world, self._store, self._model, self._optimizer = world, store, model, optimizer
         self._config, self._identity, self._recorder, self._protected = config, identity, recorder, protected
         fallback = config.checkpoint.fallback_dir
-        self._fallback = None if fallback is None else Store(fallback / config.run.name)
+        self._fallback = None if fallback is None else Store(fallback / fallback_name(config))
         self._background = config.checkpoint.background
         if self._background:
             self._stager, self._writers = Stager(world.device), world.new_group()
@@ -192,6 +193,11 @@ class Manager:
         if self._fallback is not None:  # only ever a stopgap
             deleted += self._fallback.retain(2, lambda _: False)
         return tuple(item.step for item in deleted)
+
+
+def fallback_name(config: Config) -> str:
+    """Name of the run's directory in `checkpoint.fallback_dir`, which other runs may share."""
+    return f"{config.run.name}-{xxhash.xxh3_64_hexdigest(str(config.run.dir).encode())[:8]}"
 
 
 def _changes(checkpoint: Checkpoint, config: Config, content: dict[str, Any], world: World) -> list[str]:
