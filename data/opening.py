@@ -49,8 +49,12 @@ def data_at(config: Config, consumed: int) -> dict[str, Any]:
     From the configuration alone, so sources that max_epochs ends on the way still have theirs. Raises DataError.
     """
     cursor = open_skips(config).after(0, consumed)
-    mixture = Mixture({source.name: _weight(source, config.schedule) for source in config.data.sources})
-    return {"cursor": cursor, "shares": mixture.shares(cursor)}
+    return {"cursor": cursor, "shares": shares_at(config, cursor)}
+
+
+def shares_at(config: Config, cursor: int) -> dict[str, float]:
+    """Planned shares of the sources at sample `cursor`, from the configuration alone. Raises DataError."""
+    return Mixture({source.name: _weight(source, config.schedule) for source in config.data.sources}).shares(cursor)
 
 
 def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) -> None:

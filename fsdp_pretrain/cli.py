@@ -10,15 +10,17 @@ from typing import Any
 
 from data.opening import data_at
 
-from . import where
+from . import branch, where
 from .checkpoint.store import Checkpoint, Store, verify_files
 from .config import load
 from .config_reference import reference
 from .console import Command
 from .control import VERBS, send
 from .errors import CheckpointError, ConfigError
+from .fork import fork
 from .record import aim, journal
 from .record.files import RunDir
+from .rollback import rollback
 from .status import ALERT, inspect, render
 from .units import human_bytes
 
@@ -57,6 +59,29 @@ def main() -> int:
     parser.add_argument("action", choices=("list", "verify"))
     parser.add_argument("step", type=int, nargs="?", help="verify only this one (default: all)")
     parser.add_argument("--json", action="store_true")
+
+    parser = command.verb(
+        "rollback",
+        _rollback,
+        "Go back to a checkpoint: later ones are moved aside, samples skipped and settings changed for good. Killed at "
+        "any point, the same command or the next start finishes it. Training then goes on with its usual command.",
+        "fsdp-pretrain rollback runs/quickstart/run --to 200 --skip-steps 241:260 --set optimizer.lr=5e-4",
+    )
+    _add_run(parser)
+    parser.add_argument("--to", type=_positive, required=True, metavar="STEP", help="step of a checkpoint")
+    _add_branch(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check everything and show it, change nothing")
+
+    parser = command.verb(
+        "fork",
+        _fork,
+        "A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed.",
+        "fsdp-pretrain fork runs/quickstart/run --at 200 runs/quickstart/text --set data.seed=42",
+    )
+    _add_run(parser)
+    parser.add_argument("--at", type=_positive, required=True, metavar="STEP", help="step of a checkpoint")
+    parser.add_argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run")
+    _add_branch(parser)
 
     parser = command.verb(
         "control",
@@ -115,6 +140,24 @@ def main() -> int:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=_run_dir, metavar="RUN", help="run directory")
+
+
+def _add_branch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--skip-steps", type=_steps, metavar="A:B", help="never train the samples of steps A to B, as recorded"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="key=value", help="change a setting for good; repeatable"
+    )
+    parser.add_argument("--reason", default="", help="for the chronicle")
+    parser.add_argument("--json", action="store_true")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:LAST")
+    return int(first), int(last)
 
 
 def _run_dir(text: str) -> RunDir:
@@ -205,6 +248,30 @@ def _verify(checkpoint: Checkpoint) -> dict[str, Any]:
         wrong = verify_files(checkpoint.path, checkpoint.files())
         row |= {"state": "damaged", "problem": wrong[0]} if wrong else {"state": "verified"}
     return row
+
+
+def _rollback(args: argparse.Namespace) -> int:
+    report = rollback(
+        args.run,
+        args.to,
+        changes=args.set,
+        skip_steps=args.skip_steps,
+        reason=args.reason,
+        dry_run=args.dry_run,
+    )
+    heads = {"now": "went back", "already": "had gone back already", "dry run": "would go back"}
+    lines = [f"{args.run.path} {heads[report['done']]} to step {args.to:_}", *branch.render(report)]
+    lines.append(f"  aside       {', '.join(report['abandoned']) or 'no checkpoint'}")
+    print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
+    return 0
+
+
+def _fork(args: argparse.Namespace) -> int:
+    report = fork(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
+    lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *branch.render(report)]
+    lines.append(f"  start       torchrun ... -m fsdp_pretrain.train {report['config']}")
+    print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
+    return 0
 
 
 def _control(args: argparse.Namespace) -> int:

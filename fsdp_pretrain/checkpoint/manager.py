@@ -104,6 +104,7 @@ class Manager:
         shape = {"size": world.size, "replicas": world.replicas, "shards": world.shards}
         facts = {
             "run": config.run.name,
+            "segment": self._recorder.number,
             **vars(state),
             "tokens": state.consumed * config.data.sequence_length,
             "final": final,
