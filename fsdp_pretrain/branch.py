@@ -70,7 +70,12 @@ class Branch:
 
 
 def prepare(
-    run: RunDir, step: int, *, changes: Sequence[str] = (), skip_steps: tuple[int, int] | None = None
+    run: RunDir,
+    step: int,
+    *,
+    changes: Sequence[str] = (),
+    skip_steps: tuple[int, int] | None = None,
+    place: Sequence[str] = (),
 ) -> Branch:
     """Check everything about going on from a checkpoint.
 
@@ -79,6 +84,7 @@ def prepare(
         step: of the checkpoint.
         changes: `section.key=value`.
         skip_steps: first and last step, as recorded on the kept line, whose samples shall not be trained.
+        place: further `section.key=value` that belong to a directory, not to the run, and so do not last.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -100,7 +106,7 @@ def prepare(
     standing = overrides.read(run)
     before = overrides.apply(run.config, (), standing)
     added = standing.add([_absolute(text, load(run.config, [text])) for text in changes], [skip] if skip else [])
-    after = overrides.apply(run.config, (), added)
+    after = overrides.apply(run.config, place, added)
     packer = open_packer(after)
     check_identity(content["identity"], identity(after, packer), str(checkpoint.path), state.cursor)
     check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)

@@ -57,7 +57,10 @@ def fork(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
     _refuse_during_rollback(parent)
-    branch = prepare(parent, step, changes=_with_place(changes, target), skip_steps=skip_steps)
+    if any(text.partition("=")[0].strip() == "run.dir" for text in changes):
+        raise ConfigError("run.dir is where the fork is made", remedy="leave it out of --set")
+    named, place = [f"run.name={json.dumps(target.name)}", *changes], [f"run.dir={json.dumps(str(target))}"]
+    branch = prepare(parent, step, changes=named, skip_steps=skip_steps, place=place)
     report = branch.report()
     building = RunDir(target.with_name(f"{target.name}.forking"))
     try:
@@ -75,12 +78,6 @@ def fork(
             remedy="mend the storage, then repeat the command",
         ) from None
     return {**report, "config": str(target / "config.toml"), "linked": linked}
-
-
-def _with_place(changes: Sequence[str], target: Path) -> list[str]:
-    if any(text.partition("=")[0].strip() == "run.dir" for text in changes):
-        raise ConfigError("run.dir is where the fork is made", remedy="leave it out of --set")
-    return [f"run.name={json.dumps(target.name)}", *changes, f"run.dir={json.dumps(str(target))}"]
 
 
 def _refuse_during_rollback(parent: RunDir) -> None:

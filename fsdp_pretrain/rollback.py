@@ -16,7 +16,7 @@ from typing import Any
 
 from .branch import Branch, prepare, sentence
 from .checkpoint.store import directory_name, sync_directory
-from .errors import StorageError
+from .errors import ConfigError, StorageError
 from .record import journal, lineage
 from .record.files import RunDir, now, read_json, replace_file
 from .record.lock import hold
@@ -52,6 +52,8 @@ def rollback(
         UserError: see `branch.prepare`.
         StorageError: a file cannot be written or moved; repeat the command once it can.
     """
+    if any(text.partition("=")[0].strip() == "run.dir" for text in changes):
+        raise ConfigError("run.dir cannot be changed by a rollback", remedy="`fsdp-pretrain fork` makes another run")
     request = {"step": step, "changes": list(changes), "skip_steps": list(skip_steps) if skip_steps else None}
     if dry_run and not run.rollback.exists():
         branch = prepare(run, step, changes=changes, skip_steps=skip_steps)

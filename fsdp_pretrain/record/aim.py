@@ -71,10 +71,9 @@ class Mirror:
         same = known.get("repo") == str(self._repo) and (self._repo / ".aim").is_dir()
         nodes = lineage.nodes(run)
         self._line = lineage.line(nodes)
-        if same and any(node.kind == "rollback" and node.segment > known["segment"] for node in nodes):
-            left = aim.Run(run_hash=known["hash"], repo=str(self._repo), **options)
+        if same and any(node.kind == "rollback" and node.segment > known.get("segment", 0) for node in nodes):
+            left = aim.Repo(str(self._repo)).request_props(known["hash"], read_only=False)
             left.name, left.archived = f"{left.name} (left by a rollback)", True
-            left.close()
             same = False  # points cannot be taken out of an Aim run
         self._aim = aim.Run(run_hash=known["hash"] if same else None, repo=str(self._repo), **options)
         config = tomllib.loads(run.config.read_text(encoding="utf-8"))
