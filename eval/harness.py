@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
-from fsdp_pretrain.checkpoint.store import Checkpoint
-from fsdp_pretrain.config import Config
-from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import Decoder
 
 _LOGITS_AT_ONCE = 2**27
@@ -146,23 +142,3 @@ class CheckpointLM(TemplateLM):
             text = self._tokens.decode([token for token in made if token != self.eot_token_id])
             answers.append(min((text.partition(stop)[0] for stop in stops), key=len, default=text))
         return answers
-
-
-def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None) -> Tokenizer:
-    """The tokenizer of a run: the one named, or the copy in the run directory, checked against the checkpoint.
-
-    Raises:
-        CheckpointError: it is not the one the model was trained with.
-    """
-    recorded = checkpoint.train_state()["identity"]["tokenizer"]
-    path = named or checkpoint.path.parent.parent / "tokenizer"
-    if named is None and not path.exists():
-        path = config.data.sources[0].path
-    tokenizer = Tokenizer.load(path, eod=recorded["eod"])
-    if tokenizer.fingerprint != recorded["fingerprint"]:
-        raise CheckpointError(
-            f"{tokenizer.path} is not the tokenizer of {checkpoint.path.name} (fingerprint differs)",
-            effect="scores would be meaningless",
-            remedy="name the right one with --tokenizer",
-        )
-    return tokenizer

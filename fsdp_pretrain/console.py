@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .errors import UserError
 
 Handler = Callable[[argparse.Namespace], int]
+
+
+def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
+    """Add a verb to the subparsers `verbs`; returns its parser, to which the caller adds arguments."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def byte_size(text: str) -> int:
+    """An argument such as `512MB`, in bytes; K, M, G and T are powers of 1000. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB")
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))
 
 
 class Command:
@@ -26,15 +49,7 @@ class Command:
 
     def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
         """Add a verb; returns its parser, to which the caller adds arguments."""
-        parser = self._verbs.add_parser(
-            name,
-            help=summary,
-            description=summary,
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.set_defaults(handler=handler)
-        return parser
+        return add_verb(self._verbs, name, handler, summary, example)
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Parse and run; the exit code."""

@@ -57,8 +57,8 @@ LEVELS = [
         "fsdp_pretrain.throughput",
     ],
     ["data.cli", "fsdp_pretrain.where", "fsdp_pretrain.parallel", "fsdp_pretrain.optim", "fsdp_pretrain.plan"],
-    ["fsdp_pretrain.checkpoint", "fsdp_pretrain.cli"],
-    ["fsdp_pretrain.trainer"],
+    ["fsdp_pretrain.checkpoint"],
+    ["fsdp_pretrain.trainer", "fsdp_pretrain.cli"],
     ["eval"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench"],
 ]
