@@ -145,7 +145,7 @@ def save(
     facts = {"optimizer": "optim" in state, **facts}
     attempt = world.decide(lambda: _begin(store, step, needed))
     try:
-        files = _write(world, attempt, state, _Delivering(fetch) if fetch else DefaultSavePlanner())
+        files = _write(world, attempt, state, fetch)
         checkpoint = world.decide(lambda: _commit(store, attempt, files, train_state, config, facts))
     except StorageError:
         if world.is_main:
@@ -172,10 +172,14 @@ def _begin(store: Store, step: int, needed: int) -> Path:
     return store.begin(step)
 
 
-def _write(world: World, attempt: Path, state: dict[str, Any], planner: DefaultSavePlanner) -> list[FileEntry]:
+def _write(
+    world: World, attempt: Path, state: dict[str, Any], fetch: Callable[[str], torch.Tensor] | None
+) -> list[FileEntry]:
     """Let DCP write; the entries of all files of all ranks. Raises StorageError on every rank if any failed."""
     files = _HashingFileSystem()
-    writer = FileSystemWriter(attempt, sync_files=True, overwrite=False)
+    # DCP holds on to the tensors of a file until it is written: what is fetched gets a file for each.
+    writer = FileSystemWriter(attempt, single_file_per_rank=fetch is None, sync_files=True, overwrite=False)
+    planner = _Delivering(fetch) if fetch else DefaultSavePlanner()
     writer.fs = files
     failure = None
     try:

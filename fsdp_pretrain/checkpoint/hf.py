@@ -360,13 +360,11 @@ class _Folder:
         part = slice(number * height, (number + 1) * height)
         with safe_open(path, "pt") as file:  # opened anew for each, so that nothing stays mapped
             view = file.get_slice(stored)
-            tensor = view[:, part].T if weight.transposed else view[part]
-            out = torch.empty(self.parameters[name].shape, dtype=torch.float32)
-            out[: tensor.shape[0]] = tensor
+            tensor: Tensor = (view[:, part].T if weight.transposed else view[part]).float().contiguous()
         if self._is_padded(name):
-            # Ids that no text has, but that the softmax counts: with the mean of all rows each gets less than 1/V.
-            out[self._rows :] = out[: self._rows].mean(0)
-        return out
+            # Ids that no text has, but that the softmax counts: with the mean of all rows each gets at most 1/V.
+            return torch.cat((tensor, tensor.mean(0).expand(self.padded, -1)))
+        return tensor
 
 
 def _tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
