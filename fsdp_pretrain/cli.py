@@ -149,8 +149,12 @@ def _add_checkpoints(command: Command) -> None:
         "fsdp-pretrain checkpoints runs/continued import /models/llama --config runs/continued.toml",
     )
     parser.add_argument("folder", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
-    parser.add_argument("--config", help="configuration of the run; its run.dir is RUN")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace values of the configuration")
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        metavar=("CONFIG", "key=value"),
+        help="configuration of the run, whose run.dir is RUN, and values to replace in it",
+    )
     parser.add_argument("--show-model", action="store_true", help="only print the [model] section for the folder")
     parser.add_argument("--json", action="store_true")
 
@@ -289,7 +293,7 @@ def _import(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
-    done = _hf().import_folder(args.run, args.folder, load(args.config, args.overrides))
+    done = _hf().import_folder(args.run, args.folder, load(args.config[0], args.config[1:]))
     checkpoint = done.saved.checkpoint
     if args.json:
         facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}

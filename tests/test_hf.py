@@ -298,15 +298,18 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     shown = run_command("fsdp_pretrain.cli", "checkpoints", "/nowhere", "import", folder, "--show-model")
     assert shown.returncode == 0, shown.stderr
     model = tomllib.loads(shown.stdout)["model"]
-    path = lab.config("run", model=model, train={"duration": "2 steps"}, optimizer={"warmup": "1 steps"})
-    config = load(path)
-    done = run_command("fsdp_pretrain.cli", "checkpoints", config.run.dir, "import", folder, "--config", path)
+    path = lab.config(
+        "run", model={**model, "norm_eps": 0.1}, train={"duration": "2 steps"}, optimizer={"warmup": "1 steps"}
+    )
+    eps = f"model.norm_eps={model['norm_eps']}"
+    config = load(path, [eps])
+    done = run_command("fsdp_pretrain.cli", "checkpoints", config.run.dir, "import", folder, "--config", path, eps)
     assert done.returncode == 0, done.stderr
     assert "encodes as the tokenizer of the corpora" in done.stdout
     (listed,) = json.loads(run_command("fsdp_pretrain.cli", "checkpoints", config.run.dir, "verify", "--json").stdout)
     assert (listed["step"], listed["state"], listed["optimizer"]) == (0, "verified", False)
 
-    lab.train(path, "parallel.shard=1", ranks=2)
+    lab.train(path, "parallel.shard=1", eps, ranks=2)
     tokens = torch.from_numpy(open_packer(config).pack(0, 8).tokens.astype(np.int64))
     logits = their_logits(folder, tokens[:, :-1])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
