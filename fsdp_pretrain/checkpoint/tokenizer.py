@@ -41,7 +41,7 @@ def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = 
     if tokenizer.fingerprint != recorded["fingerprint"]:
         raise CheckpointError(
             f"{tokenizer.path} is not the tokenizer of {checkpoint.path.name} (fingerprint differs)",
-            effect="the ids would mean other texts",
+            effect="its ids would mean other texts: scores would be meaningless",
             remedy="name the right one with --tokenizer",
         )
     return tokenizer
