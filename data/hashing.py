@@ -19,14 +19,13 @@ def key_of(*parts: object) -> int:
 def hashes(key: int, size: int) -> npt.NDArray[np.uint64]:
     """Hashes of 0 to size - 1 under `key`: uint64 [size]."""
     x = np.arange(1, size + 1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        x *= np.uint64(0x9E3779B97F4A7C15)
-        x += np.uint64(key)
-        x ^= x >> np.uint64(30)
-        x *= np.uint64(0xBF58476D1CE4E5B9)
-        x ^= x >> np.uint64(27)
-        x *= np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64(key)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
     return x
 
 
