@@ -55,14 +55,19 @@ class Specials(NamedTuple):
     eop: int
 
     @classmethod
+    def behind(cls, objective: GLMObjective, vocab_size: int) -> Specials:
+        """The ids that the objective asks for, with a tokenizer of `vocab_size` ids."""
+        first = vocab_size if objective.first_special is None else objective.first_special
+        return cls(*range(first, first + len(cls._fields)))
+
+    @classmethod
     def of(cls, objective: GLMObjective, tokenizer: TokenizerEntry, vocab: int) -> Specials:
         """The ids under a tokenizer, in a model of `vocab` ids.
 
         Raises:
             ConfigError: the model has no such ids, or text can contain one of them.
         """
-        first = tokenizer.vocab_size if objective.first_special is None else objective.first_special
-        ids = cls(*range(first, first + len(cls._fields)))
+        ids = cls.behind(objective, tokenizer.vocab_size)
         if ids[-1] >= vocab:
             raise ConfigError(
                 f"model.vocab = {vocab}, but the objective's special tokens have the ids {ids[0]} to {ids[-1]}",
@@ -74,8 +79,8 @@ class Specials(NamedTuple):
             reserved = number in never_in_text or (name == "eod" and number == tokenizer.eod)
             if number < tokenizer.vocab_size and not reserved:
                 raise ConfigError(
-                    f"data.objective.first_special = {first} makes {number} the id of `{name}`, but it is an id of the "
-                    f"tokenizer's vocabulary of {tokenizer.vocab_size}",
+                    f"data.objective.first_special = {ids.mask} makes {number} the id of `{name}`, but it is one of "
+                    f"the tokenizer's vocabulary of {tokenizer.vocab_size}",
                     effect="text that contains this token would look like a blank",
                     remedy="leave first_special out: the ids then follow the tokenizer's vocabulary",
                 )

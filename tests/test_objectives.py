@@ -26,7 +26,7 @@ from data.objectives import IGNORE, Infilled, Infilling, Slot, Spans, Specials, 
 from data.opening import open_infilling, open_packer
 from data.packer import Packed, Packer
 from data.tokenizer import Tokenizer
-from data.validate import validate
+from data.validate import check_against, validate
 from fsdp_pretrain.config import load
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.schedule import BatchSchedule
@@ -390,7 +390,7 @@ def test_answers_are_read_or_named_as_missing(tmp_path: Path, suffix: str) -> No
     if suffix != ".txt":
         found = read_documents(unit, "q", lines=True, answer_field="a")
         assert [document.texts for document in found] == [("1 + 1?", "2"), ("why?", "because")]
-    with pytest.raises(DataError, match="field 'reply'|column 'reply'") as caught:
+    with pytest.raises(DataError, match=r"(field|column) 'reply'") as caught:
         list(read_documents(unit, "q", lines=True, answer_field="reply"))
     assert ("--answer-field" if suffix != ".txt" else "JSONL") in str(caught.value)
 
@@ -453,6 +453,9 @@ def test_special_tokens_need_ids_of_their_own(glm: Path, packer: Packer, first: 
     with pytest.raises(ConfigError, match=f"ids {begin} to {begin + 5}.*\n.*\n.*at least {begin + 6}"):
         open_packer(load(glm, [*given, f"model.vocab={begin + 5}"]))
     assert open_packer(load(glm, [*given, f"model.vocab={begin + 6}"])).length == 56
+    report = validate(packer.corpora["text"].directory, quiet=True)
+    for vocab, codes in ((begin + 5, {"vocabulary-too-small"}), (begin + 6, set())):
+        assert set(check_against(report, load(glm, [*given, f"model.vocab={vocab}"])).by_code) == codes
     with pytest.raises(ConfigError, match=f"makes {size - 1} the id of `mask`"):
         open_packer(load(glm, [f"data.objective.first_special={size - 1}"]))
 
