@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from data.corpus import Corpus, build_blocks
 from data.hashing import hashes, uniforms
 from data.inputs import plan_shards, read_documents
 from data.loader import Loader, StepBatch
@@ -264,6 +265,15 @@ def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, positions: s
     assert len(places) == 48
 
 
+def test_micro_batches_are_the_objective_of_the_packed_samples(packer: Packer) -> None:
+    maker = infilling(packer, 64, positions="glm2d")
+    made = maker.apply(packer.pack(0, 12))
+    tokens, *rest, _ = joined(steps(packer, 0, 1, 1, infilling=maker))
+    parts = (made.labels, made.lengths, made.prefix, made.positions)
+    assert np.array_equal(tokens[:, :64], made.inputs)
+    assert all(np.array_equal(a, b) for a, b in zip(rest, parts, strict=True))
+
+
 def test_an_empty_share_has_the_shapes_of_a_full_one(packer: Packer) -> None:
     loader = Loader(
         packer, BatchSchedule(12), rank=0, world=1, micro_batch=3, prefetch=0, infilling=infilling(packer, 64)
@@ -348,6 +358,15 @@ def test_every_prompt_is_learned_once_per_epoch(tasks: Path, pairs: list[tuple[l
     assert (made.lengths == 32).all() and made.positions[0, 32] == 0
     assert (packer.measure(packed), packed.documents) == ((101 * 8, 0), 101 * 8)
     assert packer.position(101) == {"tasks": 4.0}
+
+
+def test_blocks_do_not_part_a_prompt_from_its_answer(tasks: Path) -> None:
+    corpus = Corpus(tasks / "corpus")
+    shards = [corpus.shard(number) for number in range(len(corpus.manifest.shards))]
+    for size in (10, 200, 3000):
+        whole, cut = (build_blocks(shards, size, pairs=pairs)[:, 2] for pairs in (True, False))
+        assert whole.sum() == cut.sum() == 202
+        assert (whole % 2 == 0).all() and (cut % 2 == 1).any()
 
 
 def test_prompts_mix_with_text_and_are_found_again(tasks: Path, shared_corpus: Path) -> None:
