@@ -99,10 +99,11 @@ class GLMObjective(Section):
     row: Positive
     """Tokens of text per sample, separators included; the rest of `data.sequence_length` is room for special tokens."""
     slots: Positive = 4
-    """A [MASK] sample is so many independent pieces of row / slots tokens, each in a slot of its own."""
+    """A [MASK] sample is so many independent pieces of row / slots tokens, a multi-task sample so many prompts, each in
+    a slot of its own."""
     mask_share: Share = 0.3
     """Share of samples with [MASK] blanks; the others have one [gMASK] ending."""
-    mask_budget: Share = 0.15
+    mask_budget: Annotated[float, Field(strict=False, ge=0, le=0.5)] = 0.15
     """Share of a piece's tokens that its blanks hold, at least."""
     span_mean: Annotated[float, Field(strict=False, gt=0)] = 3.0
     """Mean of the Poisson distribution of a blank's length, before it is limited to 1..39."""
@@ -117,10 +118,8 @@ class GLMObjective(Section):
     them), `shrink` shortens the text of the piece beforehand."""
     positions: Literal["glm1d", "glm2d"] = "glm1d"
     """Scheme of position ids, see docs/data.md. `glm2d` needs a model with two-dimensional positions."""
-    multitask: list[str] = []
-    """Names of sources that hold prompts with answers; their weights in the mixture are the multi-task share."""
     multitask_positions: Literal["arange", "mask", "unified"] = "arange"
-    """Position ids of answers: in sequence (as trained), all at the mask, or from the mask on."""
+    """`glm1d` positions of answers: in sequence (as trained), all at the mask, or from the mask on."""
     loss_norm: Literal["sequence", "tokens"] = "sequence"
     """`sequence`: every sample counts alike, however many targets it has (as GLM-130B); `tokens`: every target."""
     first_special: Annotated[int, Field(ge=0)] | None = None
@@ -162,6 +161,11 @@ class DataSection(Section):
     exit 75. Default a third of `parallel.timeout`, since the other ranks wait meanwhile."""
     max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
     """Share of documents that may fail the inline checks, and so be left out of the loss, before the run is refused."""
+
+    @property
+    def row(self) -> int:
+        """Tokens of text that the packer puts into a sample."""
+        return self.objective.row if isinstance(self.objective, GLMObjective) else self.sequence_length
 
     @property
     def uses_lengths(self) -> bool:

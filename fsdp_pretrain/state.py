@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from data.mixture import SCALE, Mixture, Weight
+from data.objectives import VERSION
 from data.packer import Packer
 
 from .config import Config
@@ -47,10 +48,13 @@ class TrainState:
 def identity(config: Config, packer: Packer) -> dict[str, Any]:
     """What defines the model, the order of the data and what is learned from it: no resume may change it."""
     data, mixture = config.data, packer.mixture
+    objective = data.objective.model_dump(mode="json")
+    if data.objective.kind != "causal":
+        objective["version"] = VERSION
     fixed = ("sequence_length", "seed", "lanes", "attention", "positions", "loss_across_documents")
     return {
         "model": config.model.model_dump(mode="json", exclude={"declared_params"}),
-        "data": {key: getattr(data, key) for key in fixed},
+        "data": {**{key: getattr(data, key) for key in fixed}, "objective": objective},
         "mixture": {name: weight.to_json() for name, weight in mixture.weights.items()},
         "corpora": {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
         "reshuffle": [config.schedule.samples(place) for place in data.reshuffle],

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from data.loader import Loader, check_batches
-from data.opening import check_supply, open_packer, open_skips
+from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
 from eval import jobs
 
@@ -300,6 +300,7 @@ def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> 
         prefetch=config.data.prefetch,
         with_lengths=config.data.uses_lengths,
         across_documents=config.data.loss_across_documents,
+        infilling=open_infilling(config, packer),
         pin=world.device.type == "cuda",
     )
 
