@@ -126,7 +126,8 @@ class GLMObjective(Section):
     """Id of [MASK]; [gMASK], [sMASK], eod, sop, eop follow. Default: right after the tokenizer's vocabulary."""
 
 
-Objective = Annotated[CausalObjective | GLMObjective, Field(discriminator="kind")]
+AnyObjective = CausalObjective | GLMObjective
+Objective = Annotated[AnyObjective, Field(discriminator="kind")]
 
 
 class DataSection(Section):
