@@ -83,8 +83,9 @@ def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tup
     bar = tqdm(step.samples(), total=len(step.indices), unit="samples", desc="losses", delay=2, disable=None)
     for _, packed in bar:
         micro = micro_batch(packed, with_lengths=data.uses_lengths, across_documents=data.loss_across_documents)
-        losses, labels = forward.losses(model, micro, data, place)
-        rows.append((int(packed.sources[0]), float(losses.sum().double()), int((labels != IGNORE).sum())))
+        measured = forward.losses(model, micro, data, place)
+        targets = int((measured.labels != IGNORE).sum())
+        rows.append((int(packed.sources[0]), float(measured.losses.sum().double()), targets))
     return rows
 
 

@@ -225,7 +225,7 @@ def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, mon
     labels[0, :50] = loss.IGNORE
     results = []
     for compute in (
-        lambda h, w: loss.token_losses(h, w, labels),
+        lambda h, w: loss.token_losses(h, w, labels)[0],
         lambda h, w: F.cross_entropy((h @ w.T).flatten(0, 1), labels.flatten(), reduction="none").view(5, 201),
     ):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -233,7 +233,7 @@ def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, mon
         (losses.sum() / 7).backward()
         results.append((losses, h.grad, w.grad))
     for ours, plain in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=5e-6)
     assert results[0][0][0, :50].abs().sum() == 0
 
 

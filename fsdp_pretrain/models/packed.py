@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..sections import DataSection
 from .attention import document_mask, document_positions
 from .decoder import Decoder
+from .loss import IGNORE
 
 
 class MicroBatch(Protocol):
@@ -21,16 +22,30 @@ class MicroBatch(Protocol):
     sources: Tensor
 
 
-def losses(model: Decoder, micro: MicroBatch, data: DataSection, device: torch.device) -> tuple[Tensor, Tensor]:
+class Losses(NamedTuple):
+    """Of one micro-batch, on the model's device.
+
+    Attributes:
+        losses: fp32 [b, S], natural-log cross-entropy, zero where ignored.
+        labels: int64 [b, S].
+        penalties: fp32 [b, S], squared log-normalisers, zero where ignored, if asked for.
+    """
+
+    losses: Tensor
+    labels: Tensor
+    penalties: Tensor | None
+
+
+def losses(
+    model: Decoder, micro: MicroBatch, data: DataSection, device: torch.device, *, with_penalties: bool = False
+) -> Losses:
     """The loss at every position.
 
     Args:
         model: on `device`.
         micro: in host memory; with document lengths if `data.uses_lengths`.
         data: for attention and positions.
-
-    Returns:
-        fp32 [b, S], natural-log cross-entropy, zero where ignored; int64 [b, S], the labels, on `device`.
+        with_penalties: also what the z-loss is made of.
     """
     tokens = micro.tokens.to(device, non_blocking=True)
     labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
@@ -40,4 +55,10 @@ def losses(model: Decoder, micro: MicroBatch, data: DataSection, device: torch.d
         lengths, size = micro.lengths.to(device, non_blocking=True), tokens.shape[1] - 1
         mask = document_mask(lengths, size) if data.attention == "document" else None
         positions = document_positions(lengths, size) if data.positions == "document" else None
-    return model(tokens[:, :-1], labels, mask, positions), labels
+    out = model(tokens[:, :-1], labels, mask, positions, with_normalisers=with_penalties)
+    return Losses(out[0], labels, out[1].square()) if with_penalties else Losses(out, labels, None)
+
+
+def learning_samples(micro: MicroBatch) -> int:
+    """Samples of a micro-batch, in host memory, with at least one target."""
+    return len(micro.tokens) if micro.labels is None else int((micro.labels != IGNORE).any(1).sum())
