@@ -33,7 +33,7 @@ CASES: dict[str, list[str]] = {
         "optimizer.shrink_paths='input'",
         "model.tied_head=true",
     ],
-    "poison": ["train.precision='fp16'"],
+    "poison": ["train.precision='fp16'", "train.loss_scale.first=256"],
 }
 
 
