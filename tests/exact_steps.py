@@ -1,8 +1,8 @@
 """Steps of the real trainer on given micro-batches, on ranks forked from this process; the results as files.
 
-    python exact_steps.py CONFIG.toml WORLD OUT CASE...
+    python exact_steps.py CONFIG.toml OUT CASE...
 
-Writes `OUT/CASE-RANK.pt` for every case and rank: the step records, and after every step the full parameters, this
+As one rank that accumulates, and as 2 x 2. Writes `OUT/CASE-WORLD-RANK.pt` for every case, world size and rank: the step records, and after every step the full parameters, this
 rank's shards of parameters and moments, and the optimiser's step counts.
 """
 
@@ -24,6 +24,7 @@ from fsdp_pretrain.state import TrainState
 from fsdp_pretrain.trainer import Trainer
 
 BATCH, LENGTH, STEPS, POISON = 8, 16, 4, 511
+MESHES = {1: ["parallel.shard=1", "train.micro_batch=4"], 4: ["parallel.shard=2", "train.micro_batch=1"]}
 CASES: dict[str, list[str]] = {
     "sequence": [],
     "z": ["train.z_loss=0.01"],
@@ -37,9 +38,9 @@ CASES: dict[str, list[str]] = {
 }
 
 
-def configure(path: str, case: str) -> Config:
+def configure(path: str, case: str, world: int) -> Config:
     """The configuration of a case."""
-    config = load(path, CASES[case])
+    config = load(path, [*CASES[case], *MESHES[world]])
     if case == "sequence":
         data = config.data.model_copy(update={"objective": GLMObjective(kind="glm", row=LENGTH)})
         config = config.model_copy(update={"data": data})
@@ -120,7 +121,7 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
                 "steps": {float(s["step"]) for s in states.values()},
             }
         )
-    torch.save({"records": records.records, "history": history}, out / f"{case}-{world.rank}.pt")
+    torch.save({"records": records.records, "history": history}, out / f"{case}-{world.size}-{world.rank}.pt")
 
 
 def mesh_row(parameter: Any) -> int:
@@ -129,23 +130,28 @@ def mesh_row(parameter: Any) -> int:
     return int(parameter.device_mesh.get_local_rank(mesh.SHARD) * rows)
 
 
-def main(path: str, world: str, out: str, *cases: str) -> int:
-    """Fork the ranks; the worst exit code."""
+def start(path: str, size: int, out: Path, cases: tuple[str, ...]) -> int:
+    """Fork the ranks of a world; the worst exit code."""
     children = []
-    for rank in range(int(world)):
+    for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
             try:
-                with mesh.connect(load(path).parallel) as joined:
+                with mesh.connect(load(path, MESHES[size]).parallel) as world:
                     for case in cases:
-                        run(configure(path, case), joined, Path(out), case)
+                        run(configure(path, case, size), world, out, case)
             except BaseException:
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
             os._exit(0)
         children.append(pid)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in children)
+
+
+def main(path: str, out: str, *cases: str) -> int:
+    """Every case on every mesh; the worst exit code."""
+    return max(start(path, size, Path(out), cases) for size in MESHES)
 
 
 if __name__ == "__main__":
