@@ -90,8 +90,9 @@ def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tup
             across_documents=data.loss_across_documents,
             infilling=infilling,
         )
-        losses, labels = forward.losses(model, micro, data, place)
-        rows.append((int(packed.sources[0]), float(losses.sum().double()), int((labels != IGNORE).sum())))
+        measured = forward.losses(model, micro, data, place)
+        targets = int((measured.labels != IGNORE).sum())
+        rows.append((int(packed.sources[0]), float(measured.losses.sum().double()), targets))
     return rows
 
 

@@ -98,6 +98,7 @@ def _build_schedule(data: DataSection, train: TrainSection, optimizer: Optimizer
         min_lr=optimizer.min_lr,
         warmup=optimizer.warmup,
         decay=optimizer.decay,
+        shrink=[(point.at, point.value) for point in optimizer.embedding_shrink],
     )
 
 

@@ -15,6 +15,9 @@ from .units import human_bytes, human_count
 _BYTES_PER_PARAMETER = 12
 """fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
 
+_COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
+"""Of the schedule's preview; the ramps that a run has come after them."""
+
 
 def count_parameters(model: AnyModel) -> int:
     """Exact parameters of a model, tied ones once; builds it on the meta device."""
@@ -113,11 +116,19 @@ def render(result: dict[str, Any]) -> str:
                 f"              {world['replicas']} replicas x {world['shards']} shards, "
                 f"{human_bytes(world['state_bytes_per_rank'])} per rank for parameters, gradients and optimiser"
             )
-    lines.append(f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}")
+    ramps = [key for key in result["schedule"][0] if key not in _COLUMNS]
+    lines.append(
+        "".join(
+            (
+                f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}",
+                *(f" {name:>16}" for name in ramps),
+            )
+        )
+    )
     for row in result["schedule"]:
         lines.append(
             f"  {row['step']:>10_} {row['consumed']:>14_} {human_count(row['tokens']):>8} "
-            f"{row['batch']:>6} {row['lr']:>10.3e}"
+            f"{row['batch']:>6} {row['lr']:>10.3e}" + "".join(f" {row[name]:>16.4f}" for name in ramps)
         )
     return "\n".join(lines)
 

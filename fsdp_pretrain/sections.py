@@ -173,6 +173,11 @@ class DataSection(Section):
         """Whether the model must be told the document lengths of its samples."""
         return "document" in (self.attention, self.positions)
 
+    @property
+    def by_sequence(self) -> bool:
+        """Whether every sample counts alike in the loss, however many targets it has; else every target does."""
+        return isinstance(self.objective, GLMObjective) and self.objective.loss_norm == "sequence"
+
     @field_validator("sources")
     @classmethod
     def _unique_names(cls, sources: list[Source]) -> list[Source]:
@@ -209,6 +214,26 @@ class BatchRampSection(Section):
         return self
 
 
+class LossScaleSection(Section):
+    """Dynamic loss scaling of fp16, see docs/training.md."""
+
+    first: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 65536.0
+    """Scale at the beginning. tr8-104B used 4096, GLM-130B 65536."""
+    window: Positive = 2000
+    """Steps without overflow after which the scale doubles. tr8-104B used 500, GLM-130B 200 (its paper says 2000)."""
+    hysteresis: Positive = 2
+    """Overflows of a window that are needed to halve the scale for the first time; further ones halve it each. The
+    published runs used 2."""
+    min: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 1.0
+    """Smallest scale. A run that goes on overflowing there is stopped."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LossScaleSection:
+        if self.min > self.first:
+            raise ValueError(f"min = {self.min} is above first = {self.first}")
+        return self
+
+
 class TrainSection(Section):
     """Length of the run and size of a step."""
 
@@ -222,8 +247,12 @@ class TrainSection(Section):
     """Optional growth of the global batch."""
     grad_clip: Rate = 1.0
     """Clip the global gradient norm to this; 0 is off."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Precision of compute; the rest is always fp32. `auto`: bf16 on GPU, fp32 on CPU."""
+    z_loss: Rate = 0.0
+    """Weight of an additional loss, the squared logarithm of the softmax's denominator; 0 is off, PaLM used 1e-4."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Precision of compute; the rest is always fp32. `auto`: bf16 on GPU, fp32 on CPU. fp16 needs loss scaling."""
+    loss_scale: LossScaleSection = LossScaleSection()
+    """Loss scaling of fp16; without effect on the others."""
 
 
 class ShrinkPoint(Section):

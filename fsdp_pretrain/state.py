@@ -27,12 +27,14 @@ class TrainState:
         consumed: samples trained; drives every schedule.
         cursor: samples read, those skipped included; the position in the data.
         batch: samples of the last step.
+        loss_scale: `optim.LossScaler.state()` in a checkpoint of an fp16 run, else None.
     """
 
     step: int = 0
     consumed: int = 0
     cursor: int = 0
     batch: int = 0
+    loss_scale: list[float] | None = None
 
     def to_json(self, *, identity: dict[str, Any], **facts: Any) -> str:
         """Contents of a checkpoint's `train_state.json`."""
@@ -42,7 +44,8 @@ class TrainState:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> TrainState:
         """The counters in a `train_state.json`."""
-        return cls(**{key: int(content[key]) for key in ("step", "consumed", "cursor", "batch")})
+        counters = {key: int(content[key]) for key in ("step", "consumed", "cursor", "batch")}
+        return cls(**counters, loss_scale=content.get("loss_scale"))
 
 
 def identity(config: Config, packer: Packer) -> dict[str, Any]:

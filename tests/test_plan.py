@@ -47,6 +47,16 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
     assert f"{exact:_} parameters" in shown and "feasible: 1, 2" in shown
 
 
+def test_plan_shows_the_shrink(lab: Any, run_command: Run) -> None:
+    shrink = [{"at": "2 steps", "value": 0.1}, {"at": "12 steps", "value": 1.0}]
+    config = lab.config(optimizer={"embedding_shrink": shrink})
+    done = run_command("fsdp_pretrain.cli", "plan", config, "--at", "7 steps", "--json")
+    assert json.loads(done.stdout)["embedding_shrink"] == pytest.approx(0.55)
+    shown = run_command("fsdp_pretrain.cli", "plan", config).stdout.splitlines()
+    assert next(line for line in shown if "consumed" in line).endswith("embedding_shrink")
+    assert shown[-1].endswith("1.0000")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -55,6 +65,11 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
         (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide a world of 4"]),
         (["train.duration=100"], ["bare number has no unit"]),
         (["--at", "soon"], ["--at: not a quantity"]),
+        (["train.loss_scale.min=1e6"], ["min = 1000000.0 is above first = 65536.0"]),
+        (
+            ["optimizer.embedding_shrink=[{at='9 steps',value=1.0},{at='8 samples',value=0.1}]"],
+            ["optimizer.embedding_shrink: a point at sample 8 follows one at sample 72"],
+        ),
     ],
 )
 def test_contradictions_are_refused(lab: Any, run_command: Run, arguments: list[str], expected: list[str]) -> None:
