@@ -176,6 +176,7 @@ class Schedule:
         self.total = batch.consumed_at(self.steps)
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
+        self.decays = curve != "constant"
         self._curve, self._peak, self._floor = LR_CURVES[curve], lr, min_lr
         if self.steps < 1:
             raise ValueError(f"a duration of {duration} is less than one step")
