@@ -143,6 +143,8 @@ def _positive(text: str) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from .units import Progress
 
+    if args.seconds_per_step is not None and (args.world_size is None or args.seconds_per_step <= 0):
+        raise ConfigError("--seconds-per-step needs a positive time and --world-size")
     config = load(args.config, args.overrides)
     if args.at is not None:
         try:
@@ -161,8 +163,6 @@ def _plan(args: argparse.Namespace) -> int:
             remedy="pip install 'fsdp-pretrain[train]'",
         ) from None
     if args.seconds_per_step is not None:
-        if args.world_size is None or args.seconds_per_step <= 0:
-            raise ConfigError("--seconds-per-step needs a positive time and --world-size")
         rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
         print(json.dumps(rates, indent=1) if args.json else plan.render_measured(rates))
         return 0
