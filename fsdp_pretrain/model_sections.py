@@ -43,6 +43,11 @@ class _Decoder(Section):
         """Size of a head."""
         return self.hidden // self.heads
 
+    @property
+    def uses_dropout(self) -> bool:
+        """Whether the model draws random numbers in training."""
+        return bool(getattr(self, "dropout", 0.0) or getattr(self, "attention_dropout", 0.0))
+
 
 class _Normal(_Decoder):
     """Families whose initial values are N(0, std)."""
@@ -132,6 +137,16 @@ class GPTModel(_Normal):
     tied_head: bool = True
     """Use the embedding table as output matrix."""
 
+    @property
+    def ffn_width(self) -> int:
+        """`ffn`, or its default."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def attention_rate(self) -> float:
+        """`attention_dropout`, or its default."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
 
 class GLMModel(_Decoder):
     """GLM-style decoder: DeepNorm, rotary positions in one or two dimensions, GeGLU, biases, prefix attention."""
@@ -166,6 +181,16 @@ class GLMModel(_Decoder):
         if self.head_dim % unit:
             raise ValueError(f"positions = {self.positions} needs a head size that is a multiple of {unit}")
         return self
+
+    @property
+    def ffn_width(self) -> int:
+        """`ffn`, or its default."""
+        return self.ffn or 8 * self.hidden // 3
+
+    @property
+    def attention_rate(self) -> float:
+        """`attention_dropout`, or its default."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
 
 AnyModel = LlamaModel | GPTModel | GLMModel

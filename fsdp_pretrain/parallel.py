@@ -17,6 +17,7 @@ from .config import Config
 from .mesh import SHARD, World
 from .models import Decoder
 from .models.layers import Constant, Initial
+from .models.masks import choose_backend
 
 _ELEMENTS_PER_DRAW = 2**20
 
@@ -31,8 +32,12 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
 
     Returns:
         The same object: parameters are fp32 DTensors (Replicate, Shard(0)); compute runs in `compute_dtype`.
+
+    Raises:
+        ConfigError: the attention kernels asked for cannot serve this model on this device.
     """
     model.recompute_every = config.parallel.recompute
+    model.backend = choose_backend(config.parallel.attention, config.model, world.device)
     if config.parallel.compile:
         for block in model.blocks:
             block.compile()

@@ -276,6 +276,9 @@ class ParallelSection(Section):
     """Free a block's parameters after its forward and gather them again for its backward: less memory, more traffic."""
     recompute: Annotated[int, Field(ge=0)] = 0
     """Activation checkpointing: recompute every n-th block in the backward pass; 0 is off, 1 is every block."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """Kernels of masked attention. `sdpa` takes dense masks and works everywhere, `flex` skips what is masked and needs
+    a GPU; `auto` is flex where it can serve, else sdpa. Plain causal attention is PyTorch's fused kernel either way."""
     compile: bool = False
     """Compile each block with torch.compile."""
     timeout: Seconds = Seconds(600)

@@ -249,7 +249,7 @@ class Trainer:
 
     def _seed_dropout(self, step: int) -> None:
         """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
-        if getattr(self.config.model, "dropout", 0.0):
+        if self.config.model.uses_dropout:
             torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
 
     # ------------------------------------------------------------------ what steps measured

@@ -14,9 +14,9 @@ from fsdp_pretrain import models, optim
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.model_sections import GPTModel, LlamaModel
 from fsdp_pretrain.models import loss
-from fsdp_pretrain.models.attention import document_ids, document_mask, document_positions
 from fsdp_pretrain.models.decoder import Decoder
-from fsdp_pretrain.models.layers import rotary_table, rotate
+from fsdp_pretrain.models.layers import rotary_frequencies, rotary_tables, rotate
+from fsdp_pretrain.models.masks import Slots, dense_mask
 from fsdp_pretrain.parallel import materialise
 from fsdp_pretrain.plan import check_declared, count_parameters
 from fsdp_pretrain.sections import OptimizerSection
@@ -94,13 +94,13 @@ def test_masked_documents_equal_separate_documents(values: dict[str, Any]) -> No
     """Packed with the document mask, the first document of a sample is what it would be alone."""
     model, x = make(values), tokens()
     lengths = torch.tensor([[7, 13, 0], [20, 0, 0], [1, 4, 15]], dtype=torch.int32)
-    packed = model(x, None, document_mask(lengths, 20))
+    packed = model(x, None, Slots(lengths))
     for row, first in enumerate((7, 20, 1)):
         alone = model(x[row : row + 1, :first])
         torch.testing.assert_close(packed[row, :first], alone[0], rtol=1e-4, atol=1e-5)
     changed = x.clone()
     changed[0, :7] = 0
-    again = model(changed, None, document_mask(lengths, 20))
+    again = model(changed, None, Slots(lengths))
     assert torch.equal(packed[0, 7:], again[0, 7:])  # other documents are invisible
 
 
@@ -110,8 +110,8 @@ def test_every_document_of_a_sample_is_what_it_would_be_alone(values: dict[str, 
     """Learned positions must restart for that; rotary ones are relative, so there a restart changes nothing."""
     model, x = make(values), tokens()
     lengths = torch.tensor([[7, 13, 0], [20, 0, 0], [1, 4, 15]], dtype=torch.int32)
-    restart = document_positions(lengths, 20) if positions == "document" else None
-    packed = model(x, None, document_mask(lengths, 20), restart)
+    restart = Slots(lengths).positions(20) if positions == "document" else None
+    packed = model(x, None, Slots(lengths), restart)
     alike = []
     for row, sizes in enumerate(lengths.tolist()):
         start = 0
@@ -126,13 +126,13 @@ def test_every_document_of_a_sample_is_what_it_would_be_alone(values: dict[str, 
 
 def test_positions_start_again_at_each_document() -> None:
     lengths = torch.tensor([[2, 3, 0], [5, 0, 0], [1, 1, 3]], dtype=torch.int32)
-    assert document_positions(lengths, 5).tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
+    assert Slots(lengths).positions(5).tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
 
 
 def test_document_ids_and_mask() -> None:
     lengths = torch.tensor([[2, 3], [5, 0]], dtype=torch.int32)
-    assert document_ids(lengths, 5).tolist() == [[0, 0, 1, 1, 1], [0] * 5]
-    mask = document_mask(lengths, 5)
+    assert Slots(lengths).ids(5).tolist() == [[0, 0, 1, 1, 1], [0] * 5]
+    mask = dense_mask(Slots(lengths), 5, torch.device("cpu"))
     assert mask.shape == (2, 1, 5, 5) and mask.dtype == torch.bool
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -207,14 +207,17 @@ def test_gpt_against_torch_layers() -> None:
 def test_rotary_is_relative_and_keeps_lengths() -> None:
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
+    def turn(x: Tensor, positions: Tensor) -> Tensor:
+        return rotate(x, rotary_tables(positions, rotary_frequencies(16, 10000.0, None, positions.device)))
+
     def score(a: int, b: int) -> float:
-        turned = [rotate(x, *rotary_table(torch.tensor([p]), 16, 10000.0)) for x, p in ((q, a), (k, b))]
+        turned = [turn(x, torch.tensor([p])) for x, p in ((q, a), (k, b))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
     assert abs(score(7, 3) - score(7, 5)) > 1e-4
     long = torch.tensor([1_000_000])
-    assert rotate(q, *rotary_table(long, 16, 10000.0)).norm() == pytest.approx(float(q.norm()), rel=1e-5)
+    assert turn(q, long).norm() == pytest.approx(float(q.norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2**12, 2**26])

@@ -8,12 +8,13 @@ import torch
 
 from ..model_sections import AnyModel
 from .decoder import Decoder
+from .glm import GLM
 from .gpt import GPT
 from .llama import Llama
 
 __all__ = ["Decoder", "build"]
 
-_FAMILIES: dict[str, Callable[..., Decoder]] = {"llama": Llama, "gpt": GPT}
+_FAMILIES: dict[str, Callable[..., Decoder]] = {"llama": Llama, "gpt": GPT, "glm": GLM}
 
 
 def build(config: AnyModel) -> Decoder:

@@ -1,49 +1,25 @@
-"""Self-attention over packed samples, and the masks that say which documents may see each other.
-
-A mask is `None` (causal over the whole sample) or a boolean tensor [B, 1, S, S], True where a query (row) may look
-at a key (column). It is built once per micro-batch from document lengths, never from token values.
-"""
+"""Self-attention, by PyTorch's kernels or step by step with the score scaling of Megatron and GLM."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from .layers import rotate
-
-
-def document_ids(lengths: Tensor, sequence_length: int) -> Tensor:
-    """Which document of its sample each position belongs to.
-
-    Args:
-        lengths: int [B, D], lengths of the documents in each sample, zero-padded; each row sums to `sequence_length`.
-        sequence_length: S.
-
-    Returns:
-        int64 [B, S], counting from 0.
-    """
-    ends = lengths.cumsum(1)
-    positions = torch.arange(sequence_length, device=lengths.device).expand(lengths.shape[0], -1)
-    return torch.searchsorted(ends, positions.contiguous(), right=True)
+from ..model_sections import Scores
+from .layers import Rotary, rotate
+from .masks import Mask
 
 
-def document_positions(lengths: Tensor, sequence_length: int) -> Tensor:
-    """Positions that start again at 0 in each document: int64 [B, S] (see `document_ids` for the arguments).
-
-    A document that began in an earlier sample starts at 0 too: what the model cannot see does not count.
-    """
-    starts = lengths.cumsum(1) - lengths
-    positions = torch.arange(sequence_length, device=lengths.device)
-    return positions - starts.gather(1, document_ids(lengths, sequence_length))
-
-
-def document_mask(lengths: Tensor, sequence_length: int) -> Tensor:
-    """Causal attention inside each document only: bool [B, 1, S, S] (see `document_ids` for the arguments)."""
-    ids = document_ids(lengths, sequence_length)
-    same = ids.unsqueeze(2) == ids.unsqueeze(1)
-    causal = torch.ones(sequence_length, sequence_length, dtype=torch.bool, device=lengths.device).tril()
-    return (same & causal).unsqueeze(1)
+@cache
+def _flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)  # uncompiled it holds all scores
 
 
 class Attention(nn.Module):
@@ -55,32 +31,79 @@ class Attention(nn.Module):
         kv_heads: key/value heads; each serves heads / kv_heads query heads.
         bias: biases on all four projections.
         dropout: on attention probabilities, in training mode.
+        scores: how they are computed, see `scaled_attention`.
+        layer: number of the block from 0, for the scaling of scores.
     """
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, *, bias: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool = False,
+        dropout: float = 0.0,
+        scores: Scores = "fused",
+        layer: int = 0,
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, hidden // heads, dropout
+        self.scores, self.layer = scores, layer
         self.query = nn.Linear(hidden, heads * self.head_dim, bias=bias)
         self.key = nn.Linear(hidden, kv_heads * self.head_dim, bias=bias)
         self.value = nn.Linear(hidden, kv_heads * self.head_dim, bias=bias)
         self.out = nn.Linear(heads * self.head_dim, hidden, bias=bias)
 
-    def forward(self, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; `mask` as in the module text, `rotary` from `rotary_table` or None."""
+    def forward(self, x: Tensor, mask: Mask, rotary: Rotary | None) -> Tensor:
+        """[B, S, H] -> [B, S, H]; `rotary` from `layers.rotary_tables`, None: positions are not rotary."""
         batch, length, _ = x.shape
         query = self.query(x).view(batch, length, self.heads, self.head_dim)
         key = self.key(x).view(batch, length, self.kv_heads, self.head_dim)
         value = self.value(x).view(batch, length, self.kv_heads, self.head_dim)
         if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.kv_heads != self.heads,
-        )
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        mixed = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """[B, heads, S, d], [B, kv_heads, S, d] twice -> [B, heads, S, d]."""
+        dropout, grouped = self.dropout if self.training else 0.0, self.kv_heads != self.heads
+        if isinstance(mask, BlockMask):
+            out: Tensor = _flex()(query, key, value, block_mask=mask, enable_gqa=grouped)
+            return out
+        if self.scores != "fused":
+            assert isinstance(mask, Tensor)
+            return scaled_attention(query, key, value, mask, self.layer, self.scores == "inward", dropout)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped
+        )
+
+
+def scaled_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, inward: bool, dropout: float
+) -> Tensor:
+    """Attention whose scores stay small in fp16: divided by c = max(1, layer) before the product, times c in fp32.
+
+    Megatron's query-key layer scaling with an fp32 softmax, also used by GLM-130B; c cancels.
+
+    Args:
+        query, key, value: [B, heads, S, d].
+        mask: dense, see `masks.Mask`.
+        layer: number of the block from 0.
+        inward: divide queries and keys by the root of the divisor each, instead of the queries by all of it.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        [B, heads, S, d] in the dtype of the values.
+    """
+    scale = max(1, layer)
+    divisor = scale * math.sqrt(query.shape[-1])
+    if inward:
+        scores = (query / math.sqrt(divisor)) @ (key / math.sqrt(divisor)).transpose(2, 3)
+    else:
+        scores = (query / divisor) @ key.transpose(2, 3)
+    scores = scores.float() * scale
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout, training=dropout > 0)
+    return weights @ value

@@ -10,14 +10,15 @@ from torch.utils.checkpoint import checkpoint
 
 from .layers import Initial
 from .loss import token_losses
+from .masks import Backend, Mask, Slots, block_mask, dense_mask
 
 
 class Decoder(nn.Module):
     """Base of the families.
 
     A family supplies `blocks`, `norm`, the embedding (`embed_tokens`), what its blocks need besides the hidden
-    state (`context`) and its initialisation (`initial`). The output matrix is `head`, or the embedding table when
-    tied: touch it only inside `forward`, where FSDP has gathered it.
+    state and the mask (`context`) and its initialisation (`initial`). The output matrix is `head`, or the embedding
+    table when tied: touch it only inside `forward`, where FSDP has gathered it.
 
     Args:
         vocab, hidden: shape of the embedding table.
@@ -31,16 +32,24 @@ class Decoder(nn.Module):
         self.norm: nn.Module = nn.Identity()
         self.head = None if tied_head else nn.Linear(hidden, vocab, bias=False)
         self.recompute_every = 0
+        self.backend: Backend = "sdpa"
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens int64 [B, S], positions int64 [S] or [B, S] -> [B, S, H]."""
+        """tokens int64 [B, S], positions int64 [S], [B, S] or [B, 2, S] -> [B, S, H]."""
         del positions
         out: Tensor = self.embedding(tokens)
         return out
 
-    def context(self, positions: Tensor, mask: Tensor | None) -> tuple[object, ...]:
-        """Positional arguments of each block after the hidden state; `positions` as in `embed_tokens`."""
+    def context(self, positions: Tensor) -> tuple[object, ...]:
+        """Positional arguments of each block after hidden state and mask; `positions` as in `embed_tokens`."""
         raise NotImplementedError
+
+    def mask(self, slots: Slots | None, x: Tensor) -> Mask:
+        """What attention gets as mask for hidden states `x [B, S, H]`."""
+        if slots is None:
+            return None
+        build = block_mask if self.backend == "flex" else dense_mask
+        return build(slots, x.shape[1], x.device)
 
     def initial(self, name: str) -> Initial:
         """How the parameter called `name` starts. Raises KeyError for a name no rule covers."""
@@ -50,7 +59,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         labels: Tensor | None = None,
-        mask: Tensor | None = None,
+        slots: Slots | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Logits, or the loss at every position.
@@ -58,8 +67,8 @@ class Decoder(nn.Module):
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], the token to predict at each position (`loss.IGNORE`: none), or None.
-            mask: see `attention`; None is causal over the whole sample.
-            positions: int64 [B, S], each less than S; None is 0..S-1.
+            slots: see `masks`; None is causal over the whole sample.
+            positions: int64 [B, S], or [B, 2, S] where they have two dimensions, each less than S; None is 0..S-1.
 
         Returns:
             labels given: fp32 [B, S], natural-log cross-entropy, zero where ignored; else logits [B, S, V].
@@ -67,7 +76,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed_tokens(tokens, positions)
-        context = self.context(positions, mask)
+        context = (self.mask(slots, x), *self.context(positions))
         for index, block in enumerate(self.blocks):
             if self.recompute_every and index % self.recompute_every == 0 and self.training:
                 x = checkpoint(block, x, *context, use_reentrant=False)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..model_sections import RopeScaling
+
 
 @dataclass(frozen=True)
 class Normal:
@@ -65,28 +67,68 @@ class GeluMLP(nn.Module):
         return out
 
 
-def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary position embedding (RoFormer, arXiv 2104.09864), always fp32.
+class GeGLU(nn.Module):
+    """`down(up(x) * gelu(gate(x)))` with biases and the exact (erf) GELU, as in GLM-130B; `ffn` is the width."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, ffn)
+        self.gate = nn.Linear(hidden, ffn)
+        self.down = nn.Linear(ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        out: Tensor = self.down(self.up(x) * F.gelu(self.gate(x)))
+        return out
+
+
+def rotary_frequencies(size: int, base: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Angles per position of rotary embedding (RoFormer, arXiv 2104.09864), stretched if asked: fp32 [size / 2].
 
     Args:
-        positions: integer positions [S] or [B, S].
-        head_dim: size of a head, even.
+        size: dimensions that are rotated together, even.
         base: base of the geometric series of wave lengths.
-
-    Returns:
-        cos, sin, each [(B,) S, 1, head_dim / 2], ready to broadcast over heads.
+        scaling: `linear` (arXiv 2306.15595) or `llama3` (the rule of Llama 3.1), or None.
     """
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.float().unsqueeze(-1) * base**-exponent
-    return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+    frequencies = 1.0 / base ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_length * frequencies / (2 * math.pi)  # waves in the sequences first trained on
+    blend = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+    blend = blend.clamp(0, 1)
+    return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head ("rotate-half" pairing, i with i + d/2) in fp32; keeps dtype and shape.
+Rotary = tuple[tuple[Tensor, Tensor], ...]
+"""Cosines and sines, once for each dimension of the positions; each [(B,) S, 1, size / 2], broadcast over heads."""
+
+
+def rotary_tables(positions: Tensor, frequencies: Tensor) -> Rotary:
+    """What `rotate` needs, always fp32.
+
+    Args:
+        positions: integers [S] or [B, S], or [B, 2, S] for two dimensions.
+        frequencies: fp32 [size / 2], from `rotary_frequencies`; `size` is the head size over the dimensions.
+    """
+    dimensions = positions.unbind(1) if positions.ndim == 3 else (positions,)
+    angles = [each.float().unsqueeze(-1) * frequencies for each in dimensions]
+    return tuple((angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)) for angle in angles)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate each head by its position, in fp32; keeps dtype and shape.
+
+    A head is cut into as many parts as positions have dimensions; in each, element i is paired with i + size / 2
+    ("rotate-half").
 
     Args:
         x: [B, S, heads, d].
-        cos, sin: from `rotary_table`.
+        rotary: from `rotary_tables`.
     """
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    turned = []
+    for part, (cos, sin) in zip(x.float().chunk(len(rotary), dim=-1), rotary, strict=True):
+        a, b = part.chunk(2, dim=-1)
+        turned += [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat(turned, dim=-1).to(x.dtype)

@@ -7,7 +7,17 @@ from torch import Tensor, nn
 from ..model_sections import LlamaModel
 from .attention import Attention
 from .decoder import Decoder
-from .layers import Constant, Initial, Normal, SwiGLU, residual_std, rotary_table
+from .layers import (
+    Constant,
+    Initial,
+    Normal,
+    Rotary,
+    SwiGLU,
+    residual_std,
+    rotary_frequencies,
+    rotary_tables,
+)
+from .masks import Mask
 
 
 class LlamaBlock(nn.Module):
@@ -20,9 +30,9 @@ class LlamaBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden, config.ffn)
 
-    def forward(self, x: Tensor, mask: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, rotary: Rotary) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        x = x + self.attention(self.attention_norm(x), mask, (cos, sin))
+        x = x + self.attention(self.attention_norm(x), mask, rotary)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
@@ -36,10 +46,11 @@ class Llama(Decoder):
         self.blocks.extend(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
 
-    def context(self, positions: Tensor, mask: Tensor | None) -> tuple[object, ...]:
-        """The mask and the rotary tables of the positions."""
-        head_dim = self.config.hidden // self.config.heads
-        return (mask, *rotary_table(positions, head_dim, self.config.rope_base))
+    def context(self, positions: Tensor) -> tuple[object, ...]:
+        """The rotary tables of the positions."""
+        config = self.config
+        frequencies = rotary_frequencies(config.head_dim, config.rope_base, config.rope_scaling, positions.device)
+        return (rotary_tables(positions, frequencies),)
 
     def initial(self, name: str) -> Initial:
         """N(0, init_std); residual projections scaled by 1/sqrt(2L); norms 1."""

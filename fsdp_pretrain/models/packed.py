@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..sections import DataSection
-from .attention import document_mask, document_positions
 from .decoder import Decoder
+from .masks import Slots
 
 
 class MicroBatch(Protocol):
@@ -19,6 +19,8 @@ class MicroBatch(Protocol):
     labels: Tensor | None
     lengths: Tensor | None
     sources: Tensor
+    prefix: Tensor | None
+    positions: Tensor | None
 
 
 def losses(model: Decoder, micro: MicroBatch, data: DataSection, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -26,7 +28,7 @@ def losses(model: Decoder, micro: MicroBatch, data: DataSection, device: torch.d
 
     Args:
         model: on `device`.
-        micro: in host memory; with document lengths if `data.uses_lengths`.
+        micro: in host memory; with lengths if `data.uses_lengths`.
         data: for attention and positions.
 
     Returns:
@@ -34,10 +36,15 @@ def losses(model: Decoder, micro: MicroBatch, data: DataSection, device: torch.d
     """
     tokens = micro.tokens.to(device, non_blocking=True)
     labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
-    mask = positions = None
-    if data.uses_lengths:
-        assert micro.lengths is not None
-        lengths, size = micro.lengths.to(device, non_blocking=True), tokens.shape[1] - 1
-        mask = document_mask(lengths, size) if data.attention == "document" else None
-        positions = document_positions(lengths, size) if data.positions == "document" else None
-    return model(tokens[:, :-1], labels, mask, positions), labels
+    slots = positions = None
+    if micro.lengths is not None:
+        prefix = None if micro.prefix is None else micro.prefix.to(device, non_blocking=True)
+        slots = Slots(micro.lengths.to(device, non_blocking=True), prefix)
+    if micro.positions is not None:
+        positions = micro.positions.to(device, non_blocking=True)
+    elif data.positions == "document":
+        assert slots is not None
+        positions = slots.positions(tokens.shape[1] - 1)
+    if data.attention == "causal" and micro.prefix is None:
+        slots = None
+    return model(tokens[:, :-1], labels, slots, positions), labels

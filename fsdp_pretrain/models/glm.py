@@ -1,0 +1,117 @@
+"""GLM-style decoder (GLM-130B, arXiv 2210.02414): DeepNorm, rotary positions in one or two dimensions, GeGLU, biases.
+
+DeepNorm (arXiv 2203.00555) is Post-LN with alpha times the residual; here each LayerNorm stands at the start of the
+next sub-layer, so what passes by a sub-layer is alpha times the *normalised* stream, the first norm acts on the
+embeddings, and there are 2L + 1 of them. Attention is causal, or full over a slot's prefix (see `masks`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..model_sections import GLMModel
+from .attention import Attention
+from .decoder import Decoder
+from .layers import Constant, GeGLU, Initial, Normal, Rotary, rotary_frequencies, rotary_tables
+from .masks import Mask, Slots, dense_mask
+
+
+def deepnorm_constants(kind: str, layers: int) -> tuple[float, float]:
+    """(alpha, beta) of a preset: the factor of the residual, and the gain of the matrices that are started smaller.
+
+    `glm`: (2L)^(1/2), (2L)^(-1/2), what GLM-130B used; `deepnet-decoder`: (2L)^(1/4), (8L)^(-1/4), the DeepNet paper's.
+    """
+    if kind == "glm":
+        return (2 * layers) ** 0.5, (2 * layers) ** -0.5
+    return (2 * layers) ** 0.25, (8 * layers) ** -0.25
+
+
+class GLMBlock(nn.Module):
+    """`u = norm(x); x = alpha u + drop(attention(u)); v = norm(x); x = alpha v + drop(mlp(v))`."""
+
+    def __init__(self, config: GLMModel, layer: int) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.alpha, _ = deepnorm_constants(config.deepnorm, config.layers)
+        self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.attention = Attention(
+            config.hidden,
+            config.heads,
+            config.heads,
+            bias=True,
+            dropout=config.attention_rate,
+            scores=config.scores,
+            layer=layer,
+        )
+        self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = GeGLU(config.hidden, config.ffn_width)
+
+    def forward(self, x: Tensor, mask: Mask, rotary: Rotary) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        u = self.attention_norm(x)
+        x = self.alpha * u + F.dropout(self.attention(u, mask, rotary), self.dropout, self.training)
+        v = self.mlp_norm(x)
+        out: Tensor = self.alpha * v + F.dropout(self.mlp(v), self.dropout, self.training)
+        return out
+
+
+class GLM(Decoder):
+    """See the module text. Parameter count: L*(4h^2 + 3hf + 9h + 2f) + V*h*(1 or 2) + 2h."""
+
+    def __init__(self, config: GLMModel) -> None:
+        super().__init__(config.rows, config.hidden, tied_head=config.tied_head)
+        self.config = config
+        self.blocks.extend(GLMBlock(config, layer) for layer in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Token embedding alone; positions are rotary."""
+        return F.dropout(super().embed_tokens(tokens, positions), self.config.dropout, self.training)
+
+    def context(self, positions: Tensor) -> tuple[object, ...]:
+        """The rotary tables of the positions, two pairs where positions have two dimensions."""
+        size = self.config.head_dim
+        if self.config.positions == "rope-2d":
+            size //= 2
+            if positions.ndim < 3:  # plain text: no blanks to be inside of
+                positions = torch.atleast_2d(positions)
+                positions = torch.stack((positions, torch.zeros_like(positions)), 1)
+        elif positions.ndim == 3:
+            raise ValueError('positions of two dimensions need a model with positions = "rope-2d"')
+        return (rotary_tables(positions, rotary_frequencies(size, self.config.rope_base, None, positions.device)),)
+
+    def mask(self, slots: Slots | None, x: Tensor) -> Mask:
+        """Dense where the scaling of scores needs it."""
+        if self.config.scores != "fused":
+            return dense_mask(slots, x.shape[1], x.device)
+        return super().mask(slots, x)
+
+    def initial(self, name: str) -> Initial:
+        """Xavier normal (std = gain * sqrt(2 / (in + out))), gain beta for what writes values and for the MLP.
+
+        GLM-130B's table. There the fused query-key-value matrix was split wrongly; with a matrix for each, every head
+        gets the paper's rule.
+        """
+        kind, leaf = name.split(".")[-2:]
+        if leaf == "bias":
+            return Constant(0.0)
+        if "norm" in kind:
+            return Constant(1.0)
+        config = self.config
+        _, beta = deepnorm_constants(config.deepnorm, config.layers)
+        gain, width = {
+            "query": (1.0, config.hidden),
+            "key": (1.0, config.hidden),
+            "value": (beta, config.hidden),
+            "out": (beta, config.hidden),
+            "up": (beta, config.ffn_width),
+            "gate": (beta, config.ffn_width),
+            "down": (beta, config.ffn_width),
+            "embedding": (1.0, config.rows),
+            "head": (1.0, config.rows),
+        }[kind]
+        return Normal(gain * math.sqrt(2 / (config.hidden + width)))

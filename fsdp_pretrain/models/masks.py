@@ -1,0 +1,130 @@
+"""Which keys a query may look at, and how that is handed to a kernel.
+
+One rule covers all: a token sees the tokens before it in its own slot, and the slot's prefix. A slot is a document, or
+a sample of an objective packed beside others; without slots a sample is one slot, without a prefix attention is causal.
+
+The kernels need it in different forms: `None` (causal over the sample, which all of them know), a dense tensor for
+`scaled_dot_product_attention` and for scores computed here, or a block mask for `flex_attention`, which skips what is
+invisible. A form is built once per micro-batch, from lengths, never from token values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from ..errors import ConfigError
+from ..model_sections import AnyModel, LlamaModel
+
+Backend = Literal["sdpa", "flex"]
+Mask = Tensor | BlockMask | None
+"""None; bool [B or 1, 1, S, S], True where a query (row) sees a key (column); float [B or 1, heads, S, S], added to the
+scores; or a BlockMask."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of a micro-batch.
+
+    Attributes:
+        lengths: int [B, D], their lengths in order, zero-padded; each row sums to S.
+        prefix: int [B, D], how much of each every token of it may look at; None: nothing.
+    """
+
+    lengths: Tensor
+    prefix: Tensor | None = None
+
+    def ids(self, length: int) -> Tensor:
+        """Which slot of its sample each position belongs to: int64 [B, S], counting from 0."""
+        ends = self.lengths.cumsum(1)
+        positions = torch.arange(length, device=ends.device).expand(ends.shape[0], -1)
+        return torch.searchsorted(ends, positions.contiguous(), right=True)
+
+    def positions(self, length: int) -> Tensor:
+        """Positions that start again at 0 in each slot: int64 [B, S].
+
+        A document that began in an earlier sample starts at 0 too: what the model cannot see does not count.
+        """
+        starts = self.lengths.cumsum(1) - self.lengths
+        return torch.arange(length, device=starts.device) - starts.gather(1, self.ids(length))
+
+    def in_prefix(self, length: int) -> Tensor:
+        """Whether each position belongs to its slot's prefix: bool [B, S]."""
+        if self.prefix is None:
+            return torch.zeros(self.lengths.shape[0], length, dtype=torch.bool, device=self.lengths.device)
+        return self.positions(length) < self.prefix.gather(1, self.ids(length))
+
+
+def dense_mask(slots: Slots | None, length: int, device: torch.device) -> Tensor:
+    """The rule as a tensor: bool [B or 1, 1, S, S]."""
+    visible = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+    if slots is not None:
+        ids = slots.ids(length)
+        visible = (visible | slots.in_prefix(length).unsqueeze(1)) & (ids.unsqueeze(2) == ids.unsqueeze(1))
+    return visible.unsqueeze(1)
+
+
+def block_mask(slots: Slots, length: int, device: torch.device) -> BlockMask:
+    """The rule as a block mask for `flex_attention`."""
+    ids, prefix = slots.ids(length), slots.in_prefix(length)
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del head
+        return (ids[batch, query] == ids[batch, key]) & ((key <= query) | prefix[batch, key])
+
+    return create_block_mask(visible, ids.shape[0], None, length, length, device=device)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of ALiBi (arXiv 2108.12409): 2^(-8i/n); n no power of two: and every second one of twice as many."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
+
+
+def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """A dense mask as values to add to the scores, with ALiBi: [B or 1, heads, S, S] of `dtype`."""
+    positions = torch.arange(visible.shape[-1], device=visible.device)
+    distance = positions.unsqueeze(0) - positions.unsqueeze(1)  # key minus query: 0 or less where causal
+    slopes = torch.tensor(alibi_slopes(heads), device=visible.device)
+    bias = slopes.view(1, heads, 1, 1) * distance
+    return bias.masked_fill(~visible, -math.inf).to(dtype)
+
+
+def choose_backend(asked: str, model: AnyModel, device: torch.device) -> Backend:
+    """The kernels that will compute attention where a mask is needed.
+
+    Args:
+        asked: `parallel.attention`: auto, sdpa or flex.
+
+    Raises:
+        ConfigError: `flex` was asked for and cannot do it.
+    """
+    obstacles = list(_flex_obstacles(model, device))
+    if asked == "flex" and obstacles:
+        raise ConfigError(
+            f"parallel.attention = flex cannot be honoured: {'; '.join(obstacles)}",
+            remedy="use parallel.attention = auto, which takes dense masks where flex cannot serve",
+        )
+    return "flex" if asked == "flex" or (asked == "auto" and not obstacles) else "sdpa"
+
+
+def _flex_obstacles(model: AnyModel, device: torch.device) -> list[str]:
+    found = []
+    if device.type != "cuda":
+        found.append(f"flex_attention has no backward pass on {device.type}")
+    if model.head_dim < 16 or model.head_dim & (model.head_dim - 1):
+        found.append(f"its kernels want heads of a power of two from 16 up, not {model.head_dim}")
+    if not isinstance(model, LlamaModel):
+        if model.attention_rate:
+            found.append("it has no dropout of attention probabilities")
+        if model.scores != "fused":
+            found.append(f"model.scores = {model.scores} is computed step by step")
+        if getattr(model, "positions", None) == "alibi":
+            found.append("ALiBi is added as a dense mask")
+    return found
