@@ -24,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
 from . import models
 from .config import Config
 from .models import packed
+from .models.masks import choose_backend
 from .parallel import compute_dtype
 
 _MASTER_BYTES = 4
@@ -76,7 +78,10 @@ def _trace(
     blocks = [list(block.parameters()) for _, block in model.named_blocks()]
     inside = {id(parameter) for block in blocks for parameter in block}
     root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-    micro = _micro_batch(config)
+    micro, data = _micro_batch(config), config.data
+    if choose_backend(config.parallel.attention, config.model, device) == "flex":
+        # Block masks are small and the kernel keeps no scores: as without a mask.
+        micro.prefix, data = None, data.model_copy(update={"attention": "causal"})
     meter = _Meter(tree_leaves([list(model.parameters()), micro.__dict__]))
     fsdp = _Sharding(meter, shards, reshard=config.parallel.reshard_after_forward, accumulates=accumulates)
     fsdp.begin(root, blocks)
@@ -86,8 +91,11 @@ def _trace(
         out.register_hook(lambda _grad: setattr(meter, "category", "activations"))
 
     model.norm.register_forward_hook(in_loss)
-    with _kernels(device), meter:
-        packed.losses(model, micro, config.data, _META)[0].sum().backward()
+    bar = tqdm(total=len(blocks), desc="tracing a step", leave=False, disable=None)
+    for _, block in model.named_blocks():
+        block.register_forward_hook(lambda *_: bar.update() and None)
+    with bar, _kernels(device), meter:
+        packed.losses(model, micro, data, _META)[0].sum().backward()
     meter.hold("inputs", sum(t.untyped_storage().nbytes() for t in tree_leaves(micro.__dict__) if t is not None))
     return {**meter.highest, "inputs": meter.live["inputs"]}
 
@@ -315,15 +323,16 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Fused attention keeps its output and one fp32 number per row; a mask, as a bias in the dtype of the scores.
+    """Fused attention keeps its output and one fp32 number per row; a boolean mask also as a bias for the scores.
 
     With a mask and fewer KV heads than heads no fused kernel of PyTorch applies: all probabilities are kept.
     """
     batch, heads, length, size = query.shape
-    scores = 0
-    if attn_mask is not None:
-        scores = (heads * batch if enable_gqa else attn_mask.shape[0]) * length * length * query.element_size()
-    gradient = batch * heads * length * size * 4  # the fused kernels sum the gradient of the queries in fp32
-    scratch = 2 * scores if scores and enable_gqa else gradient
-    out: Tensor = _Fused.apply(4 * batch * heads * length + scores, scratch, True, query, key, value)
+    kept, scratch = 4 * batch * heads * length, 4 * batch * heads * length * size  # backward: fp32 sums for the queries
+    if attn_mask is not None and enable_gqa:
+        kept += batch * heads * length * length * query.element_size()
+        scratch = 2 * batch * heads * length * length * query.element_size()
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        kept += attn_mask.numel() * query.element_size()
+    out: Tensor = _Fused.apply(kept, scratch, True, query, key, value)
     return out

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .model_sections import AnyModel, GPTModel
+from .model_sections import AnyModel, GPTModel, LlamaModel
 
 N = TypeVar("N", int, float)
 
@@ -82,8 +82,7 @@ def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> f
 
 def feed_forward(model: AnyModel) -> tuple[int, int]:
     """Width f of the feed-forward layer, and its matrices of h x f: 2, or 3 with a gate."""
-    gates = not isinstance(model, GPTModel)
-    return model.ffn or (8 * model.hidden // 3 if gates else 4 * model.hidden), 3 if gates else 2
+    return (model.ffn if isinstance(model, LlamaModel) else model.ffn_width), 2 if isinstance(model, GPTModel) else 3
 
 
 def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: int = 0) -> float:

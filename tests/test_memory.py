@@ -116,8 +116,11 @@ def test_activations_of_a_layer_are_the_closed_form(lab: Any) -> None:
 
 def test_dense_masks_keep_scores(lab: Any) -> None:
     """With as many KV heads as heads the mask becomes a bias per layer; with fewer, all probabilities are kept."""
-    assert activations(lab, GPT, "data.attention=document") - activations(lab, GPT) == 2 * 128
-    assert activations(lab, LLAMA, "data.attention=document") - activations(lab, LLAMA) == 2 * 128 * 4
+    for model, kept in ((GPT, 2 * 128), (LLAMA, 2 * 128 * 4)):
+        plain = activations(lab, model)
+        dense = activations(lab, model, "data.attention=document", "parallel.attention=sdpa")
+        assert dense - plain == kept
+    assert activations(lab, LLAMA, "data.attention=document") == plain  # flex_attention keeps no scores
 
 
 def test_what_sharding_gathers(lab: Any) -> None:
