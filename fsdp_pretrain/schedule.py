@@ -204,6 +204,7 @@ class Schedule:
         self.total = batch.consumed_at(self.steps)
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
+        self.decays = curve != "constant"
         self._curve, self._peak, self._floor = LR_CURVES[curve], lr, min_lr
         try:
             self.shrink = Piecewise([(self.samples(at), value) for at, value in shrink]) if shrink else None
