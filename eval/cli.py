@@ -164,7 +164,8 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     model, trained = read_checkpoint(checkpoint, section.device)
     tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
     tasks = load_tasks(section.tasks, section.heldout, section.include)
-    adapter = CheckpointLM(model, tokenizer, length=trained.data.sequence_length, batch=section.batch)
+    data = trained.data
+    adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
     found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
     results = {
         "step": checkpoint.step,

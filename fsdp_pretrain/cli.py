@@ -18,7 +18,7 @@ from .checkpoint.hf_layout import read_model
 from .checkpoint.store import Checkpoint, Store, verify_files
 from .config import load
 from .config_reference import reference
-from .console import Command, add_verb, byte_size
+from .console import Command, add_verb, byte_count
 from .control import VERBS, send
 from .errors import CheckpointError, ConfigError
 from .record import aim, journal
@@ -33,12 +33,21 @@ def main() -> int:
     parser = command.verb(
         "plan",
         _plan,
-        "What a configuration means in numbers: parameters, mesh, disk, schedule. Exit 78 on a contradiction.",
-        "fsdp-pretrain plan configs/runs/quickstart.toml --world-size 4",
+        "What a configuration means in numbers: parameters, memory, FLOPs, mesh, disk, schedule; and what in it is "
+        "probably not meant. Exit 78 on a contradiction.",
+        "fsdp-pretrain plan configs/runs/llama-7b-hsdp.toml --world-size 128 --device 'NVIDIA A100-SXM4-80GB'",
     )
     parser.add_argument("config", help="TOML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--world-size", type=int, help="check and describe this number of ranks")
+    parser.add_argument("--world-size", type=_positive, help="check and describe this number of ranks")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, help="ranks of a node (default: 8)")
+    parser.add_argument("--device", help="name of the device as its driver gives it, or `cpu`: its memory and peak")
+    parser.add_argument("--device-memory", type=byte_count, help="warn if a rank needs more, such as 80GiB")
+    parser.add_argument(
+        "--seconds-per-step",
+        type=float,
+        help="print what a step of the full batch in this time on --world-size devices comes to: TFLOP/s, MFU, HFU",
+    )
     parser.add_argument("--at", help="print the schedule at a point, such as '43680 steps'")
     parser.add_argument("--json", action="store_true")
 
@@ -136,7 +145,7 @@ def _add_checkpoints(command: Command) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; must not exist")
     parser.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), default="bf16", help="default: bf16")
     parser.add_argument(
-        "--shard-size", type=byte_size, default=byte_size("5GB"), help="largest file of weights (default: 5GB)"
+        "--shard-size", type=byte_count, default=byte_count("5GB"), help="largest file of weights (default: 5GB)"
     )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer, if the run directory has lost its copy")
     parser.add_argument("--json", action="store_true")
@@ -185,6 +194,8 @@ def _positive(text: str) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from .units import Progress
 
+    if args.seconds_per_step is not None and (args.world_size is None or args.seconds_per_step <= 0):
+        raise ConfigError("--seconds-per-step needs a positive time and --world-size")
     config = load(args.config, args.overrides)
     if args.at is not None:
         try:
@@ -202,7 +213,17 @@ def _plan(args: argparse.Namespace) -> int:
             f"plan counts parameters with torch, which is not installed ({error.name})",
             remedy="pip install 'fsdp-pretrain[train]'",
         ) from None
-    result = plan.plan(config, args.world_size)
+    if args.seconds_per_step is not None:
+        rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
+        print(json.dumps(rates, indent=1) if args.json else plan.render_measured(rates))
+        return 0
+    result = plan.plan(
+        config,
+        args.world_size,
+        gpus_per_node=args.gpus_per_node,
+        device=args.device,
+        available=args.device_memory,
+    )
     print(json.dumps(result, indent=1) if args.json else plan.render(result))
     return 0
 

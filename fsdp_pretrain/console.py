@@ -27,14 +27,6 @@ def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str
     return parser
 
 
-def byte_size(text: str) -> int:
-    """An argument such as `512MB`, in bytes; K, M, G and T are powers of 1000. Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB")
-    return int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))
-
-
 class Command:
     """A console command made of verbs.
 
@@ -70,3 +62,11 @@ def run_guarded(act: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def byte_count(text: str) -> int:
+    """An amount of bytes on the command line: `512MB`, `80GiB`. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB or 80GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
