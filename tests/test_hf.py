@@ -34,6 +34,8 @@ from fsdp_pretrain.config import load
 from fsdp_pretrain.errors import ConfigError, DataError, UserError
 from fsdp_pretrain.record.files import RunDir
 
+pytestmark = pytest.mark.slow  # the default suite has no room for it
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 

@@ -19,6 +19,8 @@ from fsdp_pretrain.optim import LossScaler
 from fsdp_pretrain.parallel import materialise
 from fsdp_pretrain.sections import LossScaleSection, ParallelSection
 
+pytestmark = pytest.mark.slow  # the default suite has no room for it
+
 SCRIPT = Path(__file__).with_name("exact_steps.py")
 CASES = ["sequence", "z", "shrink-both", "shrink-input", "poison"]
 
