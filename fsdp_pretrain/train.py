@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from data.loader import Loader, check_batches
-from data.opening import check_supply, open_packer, open_skips
+from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
 from eval import jobs
 
@@ -237,6 +237,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
         world=world,
         model=model,
         optimizer=optimizer,
+        scaler=_loss_scaler(config, world, state, recorder),
         data=_loader(config, packer, world, state),
         save=_Guarded(manager, world, lock),
         after_save=_Evaluations(run_dir, config, recorder).after_save if world.is_main else _nothing,
@@ -348,8 +349,19 @@ def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> 
         prefetch=config.data.prefetch,
         with_lengths=config.data.uses_lengths,
         across_documents=config.data.loss_across_documents,
+        infilling=open_infilling(config, packer),
         pin=world.device.type == "cuda",
     )
+
+
+def _loss_scaler(config: Config, world: World, state: TrainState, recorder: Recorder) -> optim.LossScaler | None:
+    """For fp16: continues as the checkpoint says, or begins anew and says so."""
+    if parallel.compute_dtype(config, world.device) is not torch.float16:
+        return None
+    if state.step and state.loss_scale is None:
+        first = config.train.loss_scale.first
+        recorder.event("loss-scale", f"the checkpoint holds no loss scale; starting from {first:g}", step=state.step)
+    return optim.LossScaler(config.train.loss_scale, world, state.loss_scale)
 
 
 def _list_skips(config: Config, state: TrainState, recorder: Recorder) -> None:

@@ -19,9 +19,10 @@ import torch
 
 from eval import jobs
 from eval.checkpoints import read_checkpoint
-from eval.harness import CheckpointLM, find_tokenizer
+from eval.harness import CheckpointLM
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config import load
 from fsdp_pretrain.record.claim import this_process
 from fsdp_pretrain.record.files import RunDir
@@ -58,7 +59,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 def adapter(trained: Path) -> CheckpointLM:
     checkpoint = Store(trained / "checkpoints").find(30)
     model, config = read_checkpoint(checkpoint, "cpu")
-    return CheckpointLM(model, find_tokenizer(checkpoint, config, None), length=32, batch=3)
+    return CheckpointLM(model, find_tokenizer(checkpoint, config), length=32, batch=3)
 
 
 class Request:

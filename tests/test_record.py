@@ -90,7 +90,7 @@ def metric(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step, "consumed": step * 8, "cursor": step * 8, "tokens": step * 256, "loss": {"sum": 512.0, "count": 256},
         "sources": {"a": {"sum": 512.0, "count": 256}}, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 1e4, "mfu": None,
-        "memory_bytes": 2**30, "seconds": {"iteration": 0.5, "data": 0.0}, **changes,
+        "overflow": False, "loss_scale": None, "memory_bytes": 2**30, "seconds": {"iteration": 0.5, "data": 0.0}, **changes,
     }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class Manager:
         self._world.decide(
             lambda: check_identity(content["identity"], self._identity, str(checkpoint.path), content["cursor"])
         )
-        dcp.load(self._world, checkpoint, self._model, self._optimizer)
+        whole = dcp.load(self._world, checkpoint, self._model, self._optimizer)
         if not checkpoint.verified:
             self._world.decide(lambda: self._store.mark_verified(checkpoint))
         state = TrainState.from_json(content)
@@ -89,12 +89,14 @@ class Manager:
         self._recorder.event(
             "resume",
             f"from {checkpoint.path.name}, {state.consumed:_} samples consumed"
+            + ("" if whole else "; it holds weights alone: the optimiser starts fresh")
             + (f"; changed: {'; '.join(changed)}" if changed else ""),
             step=state.step,
             consumed=state.consumed,
             cursor=state.cursor,
             changed=changed,
             passed_over=passed_over,
+            optimizer=whole,
         )
         return state
 
@@ -116,8 +118,7 @@ class Manager:
             world,
             self._store,
             state.step,
-            model=self._model,
-            optimizer=self._optimizer,
+            state=dcp.state_dict(self._model, self._optimizer),
             train_state=state.to_json(identity=self._identity, tokens=facts["tokens"], world=shape),
             config=config.to_toml(),
             facts=facts,

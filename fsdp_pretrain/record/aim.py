@@ -28,7 +28,7 @@ from .files import RunDir, read_json, read_lines, replace_file
 from .journal import Journal
 
 _POLL_SECONDS, _STUCK_SECONDS, _FINISH_SECONDS = 2.0, 120.0, 20.0
-_PLAIN = ("grad_norm", "lr", "tokens_per_second", "mfu", "memory_bytes", "consumed", "tokens", "batch")
+_PLAIN = ("grad_norm", "lr", "tokens_per_second", "mfu", "memory_bytes", "loss_scale", "consumed", "tokens", "batch")
 
 
 def check_installed() -> None:
