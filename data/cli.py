@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from fsdp_pretrain import config
-from fsdp_pretrain.console import Command
+from fsdp_pretrain.console import Command, byte_count
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.units import Progress
 
@@ -73,11 +73,14 @@ def _add_prepare(command: Command) -> None:
         "--tokenizer", required=True, help="tokenizer.json, sentencepiece .model, or a directory with one"
     )
     parser.add_argument("--eod", help="document separator, if the tokenizer does not say (text of the token)")
+    parser.add_argument(
+        "--answer-field", help="field or column of the answer: each record is a prompt (its text) with an answer"
+    )
     parser.add_argument("--out", type=Path, required=True, help="corpus directory")
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
     parser.add_argument(
         "--shard-size",
-        type=_bytes,
+        type=byte_count,
         help="text per shard, such as 512MB (default: 1/32 of the input, 8MB to 1GB)",
     )
     parser.add_argument(
@@ -125,7 +128,7 @@ def _add_train_tokenizer(command: Command) -> None:
     parser.add_argument("--kind", choices=("bpe", "sentencepiece"), required=True)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument(
-        "--max-bytes", type=_bytes, default=2 * 10**9, help="text to learn from, evenly chosen (default: 2GB)"
+        "--max-bytes", type=byte_count, default=2 * 10**9, help="text to learn from, evenly chosen (default: 2GB)"
     )
     parser.add_argument("--out", type=Path, required=True, help="directory for tokenizer.json or tokenizer.model")
 
@@ -199,7 +202,13 @@ def _add_bench(command: Command) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    options = Options(args.text_field, args.split == "lines", tuple(args.suffix), args.shard_size)
+    options = Options(
+        args.text_field,
+        args.split == "lines",
+        tuple(args.suffix),
+        args.shard_size,
+        answer_field=args.answer_field,
+    )
     manifest = prepare(
         args.inputs,
         Tokenizer.load(args.tokenizer, args.eod),
@@ -296,6 +305,8 @@ def _inspect(args: argparse.Namespace) -> int:
             f"  tokenizer   {entry.kind}, {entry.vocab_size} tokens, separator id {entry.eod}, {entry.fingerprint[:12]}"
         )
         print(f"  separators  stored with each document: {manifest.separators}")
+        if manifest.pairs:
+            print("  documents   in pairs: a prompt, then its answer")
         print(f"  fingerprint {manifest.fingerprint}")
         for shard in manifest.shards:
             where = f" ({shard.path})" if shard.path else ""
@@ -337,13 +348,6 @@ def _quickstart_corpus(args: argparse.Namespace) -> int:
         documents, size = counts[f"{split}_documents"], counts[f"{split}_bytes"]
         print(f"{args.out / (split + '.jsonl')}: {documents} documents, {size / 1e6:.2f} MB")
     return 0
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip().upper())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB")
-    return int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " "))
 
 
 def _tokens(text: str) -> int:

@@ -84,6 +84,8 @@ class Manifest(BaseModel):
     dtype: str
     separators: Separators
     """What stored documents carry. The packer strips it and writes the model's separator."""
+    pairs: bool = False
+    """Documents 2k and 2k + 1 of every shard are a prompt and its answer."""
     tokenizer: TokenizerEntry
     documents: int
     tokens: int
@@ -100,6 +102,7 @@ class Manifest(BaseModel):
     def fingerprint(self) -> str:
         """Identity of the token stream this corpus defines: equal fingerprints train equally."""
         parts = [self.dtype, self.separators, self.tokenizer.fingerprint, self.blocks_xxh3]
+        parts += ["pairs"] if self.pairs else []
         parts += [entry.bin_xxh3 + entry.idx_xxh3 for entry in self.shards]
         return xxhash.xxh3_128("\n".join(parts).encode()).hexdigest()
 
@@ -132,10 +135,13 @@ def read_manifest(directory: Path) -> Manifest:
             gc.enable()
 
 
-def build_blocks(shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS, carried: int = 0) -> npt.NDArray[np.int64]:
+def build_blocks(
+    shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS, carried: int = 0, *, pairs: bool = False
+) -> npt.NDArray[np.int64]:
     """Cut each shard into runs of documents of about `block_tokens`; int64 [blocks, 5], see `BLOCK_COLUMNS`.
 
     The `carried` separators of each stored document are not counted, so the table is the same however it is stored.
+    With `pairs`, no block ends behind a prompt.
     """
     rows = []
     for number, shard in enumerate(shards):
@@ -145,7 +151,7 @@ def build_blocks(shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS, carr
         first, done_tokens, done_full = 0, 0, 0
         while first < shard.documents:
             stop = int(np.searchsorted(ends, done_tokens + block_tokens)) + 1
-            stop = min(stop, shard.documents)
+            stop = min(stop + (stop % 2 if pairs else 0), shard.documents)
             tokens, nonempty = int(ends[stop - 1]), int(full[stop - 1])
             if nonempty > done_full:
                 rows.append((number, first, stop - first, nonempty - done_full, tokens - done_tokens))
@@ -160,11 +166,13 @@ def write_corpus(
     dtype: np.dtype[Any],
     statistics: dict[str, Any],
     separators: Separators = "none",
+    *,
+    pairs: bool = False,
 ) -> Manifest:
     """Write block table, tokenizer copy and, last and atomically, the manifest of shards already in place."""
     shards = (Shard(ShardEntry(**entry).prefix(directory)) for entry in entries)
     buffer = io.BytesIO()
-    np.save(buffer, build_blocks(shards, carried=int(separators != "none")))
+    np.save(buffer, build_blocks(shards, carried=int(separators != "none"), pairs=pairs))
     write_atomically(directory / "blocks.npy", buffer.getvalue())
     description = tokenizer.describe()
     description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
@@ -174,6 +182,7 @@ def write_corpus(
             "format": FORMAT,
             "dtype": dtype.name,
             "separators": separators,
+            "pairs": pairs,
             "tokenizer": description,
             "documents": sum(entry["documents"] for entry in entries),
             "tokens": sum(entry["tokens"] for entry in entries),

@@ -12,7 +12,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -23,6 +23,7 @@ _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "p
 _PACKED = (".gz", ".zst")
 TEXT_SUFFIXES = tuple(suffix + packed for suffix in (".txt", *_KINDS) for packed in ("", *_PACKED))
 """Names of the files that are taken from directories by default."""
+_OPTIONS = ("--text-field", "--answer-field")
 _EXPANSION = 4
 """Assumed ratio of text to compressed bytes, for balancing shards only."""
 
@@ -49,6 +50,13 @@ class Document:
     line: int
     repaired: bool
     """Invalid UTF-8 or lone surrogates were replaced."""
+    answer: str | None = None
+    """What answers the text, where a field for it was named."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The text, and the answer if there is one."""
+        return (self.text,) if self.answer is None else (self.text, self.answer)
 
 
 def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
@@ -129,16 +137,24 @@ def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
             yield Unit(str(path), kind, start, stop, stop - start)
 
 
-def read_documents(unit: Unit, text_field: str, *, lines: bool) -> Iterator[Document]:
+def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: str | None = None) -> Iterator[Document]:
     """Documents of one unit, in file order.
 
+    Args:
+        unit: what to read.
+        text_field: JSONL field or parquet column.
+        lines: text files hold one document per line.
+        answer_field: field or column of what answers the text; None for none.
+
     Raises:
-        DataError: unreadable file, invalid JSON, or a record without the text field; names file and line.
+        DataError: unreadable file, invalid JSON, or a record without the fields; names file and line.
     """
-    path = Path(unit.path)
+    path, names = Path(unit.path), [text_field, *([answer_field] if answer_field is not None else [])]
+    if unit.kind == "text" and answer_field is not None:
+        raise DataError(f"{path} is plain text and has no field {answer_field!r}", remedy="use JSONL or parquet files")
     try:
         if unit.kind == "parquet":
-            yield from _read_parquet(path, unit, text_field)
+            yield from _read_parquet(path, unit, names)
         elif unit.kind == "text" and not lines:
             with open_unpacked(path) as file:
                 yield _document(file.read(), 0)
@@ -147,7 +163,7 @@ def read_documents(unit: Unit, text_field: str, *, lines: bool) -> Iterator[Docu
                 if unit.kind == "text":
                     yield _document(line.rstrip(b"\r\n"), number)
                 elif line.strip():
-                    yield _json_document(line, number, path, text_field)
+                    yield _json_document(line, number, path, names)
     except (OSError, EOFError, gzip.BadGzipFile) as error:
         raise DataError(f"cannot read {path}: {error}") from None
 
@@ -168,19 +184,29 @@ def _read_lines(path: Path, unit: Unit) -> Iterator[tuple[int, bytes]]:
             number += 1
 
 
-def _json_document(line: bytes, number: int, path: Path, text_field: str) -> Document:
+def _json_document(line: bytes, number: int, path: Path, names: list[str]) -> Document:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{path}, line {number + 1} of its part: not JSON ({error})") from None
-    text = record.get(text_field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "not an object"
-        raise DataError(
-            f"{path}, line {number + 1} of its part: no text in field {text_field!r} (the record has {keys})",
-            remedy="name the field with --text-field",
-        )
-    return _document(text, number)
+    found = [record.get(name) if isinstance(record, dict) else None for name in names]
+    for name, option, text in zip(names, _OPTIONS, found, strict=False):
+        if not isinstance(text, str):
+            keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "not an object"
+            raise DataError(
+                f"{path}, line {number + 1} of its part: no text in field {name!r} (the record has {keys})",
+                remedy=f"name the field with {option}",
+            )
+    return _record([text for text in found if text is not None], number)
+
+
+def _record(texts: Sequence[str], number: int) -> Document:
+    """The document of a record: its text and, if there are two, the answer."""
+    document = _document(texts[0], number)
+    if len(texts) == 1:
+        return document
+    answer = _document(texts[1], number)
+    return replace(document, answer=answer.text, repaired=document.repaired or answer.repaired)
 
 
 def _document(raw: bytes | str, number: int) -> Document:
@@ -229,20 +255,20 @@ def _parquet(path: Path) -> Iterator[Any]:
             raise DataError(f"cannot read {path} as parquet: {error}") from None
 
 
-def _read_parquet(path: Path, unit: Unit, text_field: str) -> Iterator[Document]:
+def _read_parquet(path: Path, unit: Unit, names: list[str]) -> Iterator[Document]:
     with _parquet(path) as file:
-        names = file.schema_arrow.names
-        if text_field not in names:
-            raise DataError(
-                f"{path} has no column {text_field!r} (it has {', '.join(names)})",
-                remedy="name it with --text-field",
-            )
+        columns = file.schema_arrow.names
+        for name, option in zip(names, _OPTIONS, strict=False):
+            if name not in columns:
+                raise DataError(
+                    f"{path} has no column {name!r} (it has {', '.join(columns)})", remedy=f"name it with {option}"
+                )
         whole = path.suffix in _PACKED
         groups = range(file.metadata.num_row_groups) if whole else range(unit.start, unit.stop)
         number = 0
-        for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=[text_field]):
-            for text in batch.column(0).to_pylist():
-                if text is None:
+        for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=names):
+            for texts in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
+                if None in texts:
                     raise DataError(f"{path}: row {number} of row groups {groups} has no text (null)")
-                yield _document(text, number)
+                yield _record(texts, number)
                 number += 1

@@ -7,7 +7,7 @@ belongs to the batch last handed out, is the same on every rank, and fits any wo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,12 +17,10 @@ from torchdata.nodes import BaseNode, Prefetcher
 from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.schedule import BatchSchedule, share_of
 
+from .objectives import IGNORE, Infilled, Infilling
 from .packer import Packed, Packer, Piece
 from .reading import ReadTimes
 from .skip import Skips
-
-IGNORE = -100
-"""Label of tokens that are not learned; the value PyTorch's losses ignore by default."""
 
 
 @dataclass(slots=True)
@@ -30,7 +28,7 @@ class MicroBatch:
     """One forward pass of one rank.
 
     Attributes:
-        tokens: int64 [b, S + 1]; the inputs are `tokens[:, :-1]`.
+        tokens: int64 [b, S + 1]; the inputs are `tokens[:, :-1]`. Under an objective the last column means nothing.
         labels: int64 [b, S] if they are not `tokens[:, 1:]`, or some tokens are not to be learned, else None.
         lengths: int32 [b, D] lengths of documents, or of an objective's slots, zero-padded, if attention needs them.
         sources: int64 [b], source of each sample.
@@ -126,6 +124,7 @@ class Loader(Iterator[StepBatch]):
         prefetch: steps prepared ahead; 0 prepares in the caller's thread.
         with_lengths: include document lengths.
         across_documents: learn the label that crosses from a separator into the next document.
+        infilling: makes blanks in the samples; None predicts every next token.
         pin: put tensors in pinned memory, for asynchronous copies to a GPU.
     """
 
@@ -143,11 +142,12 @@ class Loader(Iterator[StepBatch]):
         prefetch: int = 4,
         with_lengths: bool = False,
         across_documents: bool = True,
+        infilling: Infilling | None = None,
         pin: bool = False,
     ) -> None:
         self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
         self._micro_batch, self._pin = micro_batch, pin
-        self._with_lengths, self._across_documents = with_lengths, across_documents
+        self._with_lengths, self._across_documents, self._infilling = with_lengths, across_documents, infilling
         self._skips = skips or Skips()
         self.cursor, self.consumed = cursor, consumed
         steps = _Steps(self)
@@ -174,7 +174,12 @@ class Loader(Iterator[StepBatch]):
         step.shares, step.epochs = self._packer.mixture.shares(cursor), self._packer.position(step.cursor)
         for start in range(0, len(own), self._micro_batch):
             packed = self._packer.pack_samples(own[start : start + self._micro_batch])
-            micro = micro_batch(packed, with_lengths=self._with_lengths, across_documents=self._across_documents)
+            micro = micro_batch(
+                packed,
+                with_lengths=self._with_lengths,
+                across_documents=self._across_documents,
+                infilling=self._infilling,
+            )
             step.micro.append(_pinned(micro) if self._pin else micro)
             step.targets += _targets(micro)
             step.documents += packed.documents
@@ -196,6 +201,10 @@ class Loader(Iterator[StepBatch]):
         step = StepBatch([], size, samples[-1] + 1, consumed + size)
         for start in range(0, len(own), self._micro_batch):
             count = min(self._micro_batch, len(own) - start)
+            if self._infilling is not None:
+                micro = _infilled(self._infilling.empty(count), torch.zeros(count, dtype=torch.int64))
+                step.micro.append(_pinned(micro) if self._pin else micro)
+                continue
             lengths = torch.full((count, 1), length, dtype=torch.int32) if self._with_lengths else None
             zeros = torch.zeros(count, length + 1, dtype=torch.int64)
             micro = MicroBatch(zeros, torch.full((count, length), IGNORE), lengths, zeros[:, 0].clone())
@@ -209,8 +218,12 @@ class Loader(Iterator[StepBatch]):
         return samples, samples[own.start : own.stop]
 
 
-def micro_batch(packed: Packed, *, with_lengths: bool, across_documents: bool) -> MicroBatch:
+def micro_batch(
+    packed: Packed, *, with_lengths: bool, across_documents: bool, infilling: Infilling | None = None
+) -> MicroBatch:
     """Packed samples as tensors; see `Loader` for the arguments."""
+    if infilling is not None:
+        return _infilled(infilling.apply(packed), torch.from_numpy(packed.sources))
     tokens = torch.from_numpy(packed.tokens)
     labels = None
     if packed.ignore or not across_documents:
@@ -225,8 +238,14 @@ def micro_batch(packed: Packed, *, with_lengths: bool, across_documents: bool) -
     return MicroBatch(tokens, labels, lengths, torch.from_numpy(packed.sources))
 
 
+def _infilled(samples: Infilled, sources: Tensor) -> MicroBatch:
+    lengths, prefix, positions = map(torch.from_numpy, (samples.lengths, samples.prefix, samples.positions))
+    tokens = torch.nn.functional.pad(torch.from_numpy(samples.inputs), (0, 1))
+    return MicroBatch(tokens, torch.from_numpy(samples.labels), lengths, sources, prefix, positions)
+
+
 def _pinned(micro: MicroBatch) -> MicroBatch:
-    tensors = [micro.tokens, micro.labels, micro.lengths, micro.sources]
+    tensors = (getattr(micro, attribute.name) for attribute in fields(micro))
     return MicroBatch(*(tensor.pin_memory() if tensor is not None else None for tensor in tensors))  # type: ignore[arg-type]
 
 

@@ -8,19 +8,20 @@ from typing import Any
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.schedule import Schedule
-from fsdp_pretrain.sections import Source
+from fsdp_pretrain.sections import GLMObjective, Source
 
 from .mixture import Mixture, Weight
+from .objectives import Infilling, Specials
 from .packer import Packer
 from .skip import Skips
 
 
 def open_packer(config: Config) -> Packer:
     """The packer of a run, if the corpora fit the model and last for the run. Raises DataError, ConfigError."""
-    data = config.data
+    data, objective = config.data, config.data.objective
     packer = Packer(
         [(source.name, source.path, _weight(source, config.schedule)) for source in data.sources],
-        data.sequence_length,
+        data.row,
         seed=data.seed,
         lanes=data.lanes,
         max_epochs={source.name: source.max_epochs for source in data.sources if source.max_epochs is not None},
@@ -28,6 +29,7 @@ def open_packer(config: Config) -> Packer:
         exclude=_read_exclusions(data.exclude) if data.exclude is not None else (),
         mirrors={source.name: source.mirror for source in data.sources if source.mirror is not None},
         read_timeout=config.read_timeout,
+        slots=(objective.slots, data.sequence_length // objective.slots) if objective.kind == "glm" else None,
     )
     if packer.tokenizer.vocab_size > config.model.vocab:
         raise ConfigError(
@@ -35,7 +37,24 @@ def open_packer(config: Config) -> Packer:
             effect="ids above the embedding table would crash a GPU kernel in the middle of a run",
             remedy=f"set model.vocab to at least {packer.tokenizer.vocab_size}",
         )
+    open_infilling(config, packer)
     return packer
+
+
+def open_infilling(config: Config, packer: Packer) -> Infilling | None:
+    """What makes blanks in the samples of a run's packer; None under the causal objective. Raises ConfigError."""
+    objective = config.data.objective
+    if not isinstance(objective, GLMObjective):
+        return None
+    return Infilling(
+        objective,
+        config.data.sequence_length,
+        seed=config.data.seed,
+        names=packer.mixture.names,
+        pairs=packer.pairs,
+        separator=packer.eod,
+        ids=Specials.of(objective, packer.tokenizer, config.model.vocab),
+    )
 
 
 def open_skips(config: Config) -> Skips:
@@ -49,8 +68,12 @@ def data_at(config: Config, consumed: int) -> dict[str, Any]:
     From the configuration alone, so sources that max_epochs ends on the way still have theirs. Raises DataError.
     """
     cursor = open_skips(config).after(0, consumed)
-    mixture = Mixture({source.name: _weight(source, config.schedule) for source in config.data.sources})
-    return {"cursor": cursor, "shares": mixture.shares(cursor)}
+    return {"cursor": cursor, "shares": shares_at(config, cursor)}
+
+
+def shares_at(config: Config, cursor: int) -> dict[str, float]:
+    """Planned shares of the sources at sample `cursor`, from the configuration alone. Raises DataError."""
+    return Mixture({source.name: _weight(source, config.schedule) for source in config.data.sources}).shares(cursor)
 
 
 def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) -> None:

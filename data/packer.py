@@ -32,6 +32,7 @@ from fsdp_pretrain.errors import DataError
 
 from .corpus import Corpus
 from .mixture import Mixture, Weight
+from .pairs import Pairs
 from .reading import READ_TIMEOUT, Places
 from .source import Block, Ints, Source, Span
 
@@ -61,9 +62,10 @@ class Packed:
     """Samples, packed.
 
     Attributes:
-        tokens: int64 [n, S + 1]; inputs are `[:, :-1]`, labels `[:, 1:]`.
-        lengths: int32 [n, D], document lengths over the S inputs (separators counted), zero-padded.
+        tokens: int64 [n, S + 1]; inputs are `[:, :-1]`, labels `[:, 1:]`. In a mixture with prompts and answers int64
+            [n, width], and behind the S + 1 tokens of a text, or between pairs, ordinary tokens that mean nothing.
         sources: int64 [n], number of the source each sample comes from.
+        numbers: int64 [n], their indices in their sources.
         samples: int [n], their indices.
         separators: int64, where the separators stand in `tokens` laid flat: the ends of documents.
         ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined and excluded documents.
@@ -71,8 +73,8 @@ class Packed:
     """
 
     tokens: Ints
-    lengths: npt.NDArray[np.int32]
     sources: Ints
+    numbers: Ints
     samples: Sequence[int]
     separators: Ints
     ignore: list[tuple[int, int, int]] = field(default_factory=list)
@@ -82,6 +84,21 @@ class Packed:
     def documents(self) -> int:
         """Documents that end inside the samples."""
         return len(self.separators)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Document lengths over the S inputs (separators counted), zero-padded: int32 [n, D]."""
+        samples, width = self.tokens.shape
+        bounds = self.separators.searchsorted(np.arange(samples + 1) * width)
+        rows = []
+        for row in range(samples):
+            ends = self.separators[bounds[row] : bounds[row + 1]] - row * width + 1
+            ends = np.append(ends[ends < width - 1], width - 1)  # a separator at S is only a label
+            rows.append(np.diff(ends, prepend=0))
+        lengths = np.zeros((samples, max(map(len, rows))), dtype=np.int32)
+        for row, own in enumerate(rows):
+            lengths[row, : len(own)] = own
+        return lengths
 
     @property
     def digest(self) -> int:
@@ -102,9 +119,11 @@ class Packer:
         exclude: (source, shard, document) that keep their places and are not learned.
         mirrors: by source name, a directory with a copy of its corpus.
         read_timeout: seconds after which a read from a corpus counts as hanging.
+        slots: (pairs of a sample, tokens of it for each) of the sources of prompts with answers; None allows none.
 
     Raises:
-        DataError: a corpus cannot be opened, or the corpora were not made with the same tokenizer.
+        DataError: a corpus cannot be opened, the corpora were not made with the same tokenizer, or one holds prompts
+            with answers and `slots` is None.
     """
 
     def __init__(
@@ -119,13 +138,19 @@ class Packer:
         exclude: Collection[tuple[str, str, int]] = (),
         mirrors: Mapping[str, Path] | None = None,
         read_timeout: float = READ_TIMEOUT,
+        slots: tuple[int, int] | None = None,
     ) -> None:
         self.length = sequence_length
         corpora = [Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout) for name, path, _ in sources]
         self._sources = [
-            Source(name, corpus, sequence_length, seed, lanes)
+            _paired(name, corpus, seed, lanes, slots)
+            if corpus.manifest.pairs
+            else Source(name, corpus, sequence_length, seed, lanes)
             for (name, _, _), corpus in zip(sources, corpora, strict=True)
         ]
+        self.pairs = [number for number, source in enumerate(self._sources) if isinstance(source, Pairs)]
+        """Numbers of the sources of prompts with answers."""
+        self._width = max(sequence_length + 1, slots[0] * slots[1] if self.pairs and slots else 0)
         self.mixture = Mixture(self._weights(sources, max_epochs or {}))
         for sample in sorted(reshuffle):
             for source, count in zip(self._sources, self.mixture.counts(sample), strict=True):
@@ -153,7 +178,7 @@ class Packer:
         for source, (name, _, given) in zip(self._sources, sources, strict=True):
             weight = given if isinstance(given, Weight) else Weight(((0, given),))
             if name in max_epochs:
-                weight = replace(weight, limit=int(max_epochs[name] * source.epoch_tokens / self.length))
+                weight = replace(weight, limit=int(max_epochs[name] * source.epoch_length / source.length))
             weights[name] = weight
         return weights
 
@@ -165,7 +190,7 @@ class Packer:
     @property
     def epoch_samples(self) -> dict[str, float]:
         """Samples in one epoch of each source."""
-        return {source.name: source.epoch_tokens / self.length for source in self._sources}
+        return {source.name: source.epoch_length / source.length for source in self._sources}
 
     @property
     def places(self) -> list[Places]:
@@ -184,21 +209,28 @@ class Packer:
         hold. A document that breaks this is quarantined: its offending tokens are replaced by an ordinary one and its
         whole stretch is listed in `ignore`.
         """
-        tokens = np.empty((len(samples), self.length + 1), dtype=np.int64)
-        separators, sources = [], np.empty(len(samples), dtype=np.int64)
+        tokens = np.empty((len(samples), self._width), dtype=np.int64)
+        if self.pairs:
+            tokens[:] = self._filler
+        separators, (sources, numbers) = [], np.empty((2, len(samples)), dtype=np.int64)
         for row, sample in enumerate(samples):
             source, number = self.mixture.locate(sample)
-            sources[row] = source
-            separators.append(self._sources[source].fill(number, tokens[row]))
+            sources[row], numbers[row] = source, number
+            separators.append(self._fill(source, number, tokens[row]))
         flat = tokens.reshape(-1)
-        where = np.array([row * (self.length + 1) + at for row, ats in enumerate(separators) for at in ats], np.int64)
+        where = np.array([row * self._width + at for row, ats in enumerate(separators) for at in ats], np.int64)
         flat[where] = self.eod
-        packed = Packed(tokens, _document_lengths(separators, self.length), sources, samples, where)
+        packed = Packed(tokens, sources, numbers, samples, where)
         if not self._clean(flat, len(where)):
             self._quarantine(packed, separators)
         if self._excluded:
             self._leave_out(packed)
         return packed
+
+    def _fill(self, source: int, number: int, row: Ints, pieces: list[Span] | None = None) -> list[int]:
+        """See `Source.fill`; a text leaves the rest of a wider row as it is."""
+        room = row if source in self.pairs else row[: self.length + 1]
+        return self._sources[source].fill(number, room, pieces)
 
     def _clean(self, flat: Ints, separators: int) -> bool:
         """Whether the only special tokens are the separators just written and no id is outside the vocabulary."""
@@ -214,7 +246,7 @@ class Packer:
 
         Counted from the tokens alone, not from how they were made: separators must equal `packed.documents`, pairs 0.
         """
-        flat, width = packed.tokens.reshape(-1), self.length + 1
+        flat, width = packed.tokens.reshape(-1), self._width
         at = np.flatnonzero(self._special.take(flat))
         adjacent = (np.diff(at) == 1) & (at[1:] % width != 0)  # not the last of one sample and the first of the next
         return int(np.count_nonzero(flat[at] == self.eod)), int(np.count_nonzero(adjacent))
@@ -249,7 +281,7 @@ class Packer:
         """A sample's source and the stretches it is made of."""
         number, inner = self.mixture.locate(sample)
         spans: list[Span] = []
-        self._sources[number].fill(inner, np.empty(self.length + 1, dtype=np.int64), spans)
+        self._fill(number, inner, np.empty(self._width, dtype=np.int64), spans)
         return self._sources[number], spans
 
     def _piece(self, source: Source, block: Block, at: int, position: int, start: int, stop: int) -> Piece:
@@ -274,22 +306,15 @@ class Packer:
         """Epochs completed by each source once samples [0, index) have been read."""
         counts = self.mixture.counts(index)
         return {
-            source.name: count * self.length / source.epoch_tokens
+            source.name: count * source.length / source.epoch_length
             for source, count in zip(self._sources, counts, strict=True)
         }
 
 
-def _document_lengths(separators: list[list[int]], length: int) -> npt.NDArray[np.int32]:
-    """Lengths of the documents over the S inputs of each sample, zero-padded: int32 [n, D]."""
-    rows = []
-    for ats in separators:
-        row, last = [], -1
-        for at in ats:
-            end = min(at, length - 1)  # a separator at S is only a label
-            row.append(end - last)
-            last = end
-        if last < length - 1:
-            row.append(length - 1 - last)
-        rows.append(row)
-    width = max(map(len, rows))
-    return np.array([row + [0] * (width - len(row)) for row in rows], dtype=np.int32)
+def _paired(name: str, corpus: Corpus, seed: int, lanes: int, slots: tuple[int, int] | None) -> Pairs:
+    if slots is None:
+        raise DataError(
+            f"source {name!r} holds prompts with answers, which the causal objective would read as texts",
+            remedy='set data.objective.kind = "glm", or leave the source out',
+        )
+    return Pairs(name, corpus, seed, lanes, slots=slots[0], slot=slots[1])

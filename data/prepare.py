@@ -39,6 +39,8 @@ class Options:
     suffixes: tuple[str, ...] = ()
     shard_bytes: int | None = None
     max_quarantined: float = 0.001
+    answer_field: str | None = None
+    """The records are prompts with answers: two documents each."""
 
 
 def prepare(
@@ -98,6 +100,7 @@ def _job_digest(shards: list[list[Unit]], tokenizer: Tokenizer, options: Options
         "tokenizer": tokenizer.fingerprint,
         "text_field": options.text_field,
         "lines": options.lines,
+        **({"answer_field": options.answer_field} if options.answer_field is not None else {}),
     }
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -141,11 +144,11 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
                 }
             )
             for batch in _batches(unit, options):
-                for document, ids in zip(batch, tokenizer.encode([item.text for item in batch]), strict=True):
+                for document, encoded in _encoded(batch, tokenizer):
                     counts["read"] += 1
                     counts["repaired"] += document.repaired
-                    tokens = np.asarray(ids, dtype=np.int64)
-                    if not len(tokens):
+                    tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
+                    if not all(encoded):
                         counts["empty"] += 1
                         continue
                     if special[tokens].any():
@@ -157,10 +160,11 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
                         continue
                     if counts["round_trips"] < _ROUND_TRIPS_PER_SHARD:
                         counts["round_trips"] += 1
-                        counts["round_trips_exact"] += tokenizer.decode(ids) == document.text
-                    counts["characters"] += len(document.text)
-                    counts["utf8_bytes"] += len(document.text.encode("utf-8"))
-                    writer.append(tokens.astype(dtype))
+                        counts["round_trips_exact"] += tuple(map(tokenizer.decode, encoded)) == document.texts
+                    counts["characters"] += sum(map(len, document.texts))
+                    counts["utf8_bytes"] += sum(len(text.encode("utf-8")) for text in document.texts)
+                    for ids in encoded:
+                        writer.append(np.asarray(ids, dtype=dtype))
             report(unit.size)
         if counts["quarantined"] > max(1, options.max_quarantined * counts["read"]):
             first = quarantined[0]
@@ -176,12 +180,19 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
     write_atomically(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
 
 
+def _encoded(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[list[int]]]]:
+    """Each document with the ids of its texts."""
+    encoded = iter(tokenizer.encode([text for document in batch for text in document.texts]))
+    for document in batch:
+        yield document, [next(encoded) for _ in document.texts]
+
+
 def _batches(unit: Unit, options: Options) -> Iterator[list[Document]]:
     batch: list[Document] = []
     characters = 0
-    for document in read_documents(unit, options.text_field, lines=options.lines):
+    for document in read_documents(unit, options.text_field, lines=options.lines, answer_field=options.answer_field):
         batch.append(document)
-        characters += len(document.text)
+        characters += sum(map(len, document.texts))
         if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -201,7 +212,8 @@ def _finish(out: Path, tokenizer: Tokenizer, prefixes: list[Path], options: Opti
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "text_field": options.text_field,
     }
-    return write_corpus(out, tokenizer, full, token_dtype(tokenizer.vocab_size), statistics)
+    dtype, pairs = token_dtype(tokenizer.vocab_size), options.answer_field is not None
+    return write_corpus(out, tokenizer, full, dtype, statistics, pairs=pairs)
 
 
 def summary(manifest: Manifest, out: Path) -> str:

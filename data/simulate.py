@@ -124,7 +124,7 @@ def prove_shares(packer: Packer, samples: int, world: int, rng: np.random.Genera
     epoch's line, a whole number of windows apart. Returns the steps checked.
     """
     source, size = packer._sources[0], 4 * world
-    total, length = source.epoch_tokens, packer.length
+    total, length = source.epoch_length, packer.length
     starts = [0, max(0, samples - size // 2), *rng.integers(0, max(1, samples - size), steps - 2).tolist()]
     for cursor in starts:
         shares = [share_of(cursor, size, rank, world) for rank in range(world)]

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from fsdp_pretrain.errors import DataError
 
 from .corpus import Corpus
+from .hashing import key_of, permutation
 
 Ints = npt.NDArray[np.int64]
 STRETCH = 1024
@@ -27,29 +27,7 @@ _ROUNDS = 64
 """Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
 
 
-def permutation(key: int, size: int) -> Ints:
-    """A permutation of range(size) that depends on `key` alone, now and in every later version.
-
-    Each index is hashed (the finaliser of splitmix64) and the indices are sorted by hash; the index fills the low bits
-    of its own sort key, so there are no ties and any sorting algorithm gives the same order.
-    """
-    index = np.arange(size, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        x = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    low = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
-    x = (x & ~low) | index
-    x.sort()
-    return (x & low).astype(np.int64)
-
-
 _cached_permutation = lru_cache(maxsize=64)(permutation)
-
-
-def _key(*parts: object) -> int:
-    return xxhash.xxh3_64_intdigest("/".join(str(part) for part in parts).encode())
 
 
 @dataclass(slots=True)
@@ -97,7 +75,8 @@ class Source:
         )
         blocks = corpus.blocks
         self.block_lengths: Ints = blocks[:, 4] + blocks[:, 3]  # one separator for each document that is not empty
-        self.epoch_tokens = int(self.block_lengths.sum())
+        self.epoch_length = int(self.block_lengths.sum())
+        """What an epoch's line has: tokens, separators included."""
         self._epochs: OrderedDict[int, tuple[list[int] | Ints, Ints]] = OrderedDict()
         self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
         self._stretches: OrderedDict[tuple[int, int, int], npt.NDArray[np.int16]] = OrderedDict()
@@ -119,11 +98,11 @@ class Source:
         size = min(STRETCH, run + (lane < longer) - stretch * STRETCH)
         start = first + lane * run + min(lane, longer) + stretch * STRETCH
         window = start + int(self._stretch(epoch, lane, stretch, size)[inside])
-        return epoch, window * self.length - epoch * self.epoch_tokens
+        return epoch, window * self.length - epoch * self.epoch_length
 
     def _epoch_of(self, number: int) -> tuple[int, int, int]:
         """(epoch, its first sample, its samples) of sample `number`."""
-        total, length = self.epoch_tokens, self.length
+        total, length = self.epoch_length, self.length
         epoch = number * length // total
         first = -(-epoch * total // length)
         return epoch, first, -(-(epoch + 1) * total // length) - first
@@ -137,14 +116,14 @@ class Source:
         chunk, inside = divmod(number - begin, size)
         whole = left // size
         if chunk < whole:
-            chunk = int(_cached_permutation(_key(self.seed, self.name, "chunks", generation, first), whole)[chunk])
-        key = _key(self.seed, self.name, "chunk", generation, first, chunk)
+            chunk = int(_cached_permutation(key_of(self.seed, self.name, "chunks", generation, first), whole)[chunk])
+        key = key_of(self.seed, self.name, "chunk", generation, first, chunk)
         return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
 
     def _round(self, epoch: int, position: int, size: int) -> Ints:
         """The order of the lanes in one round."""
         if self._latest_round[0] != (epoch, position):
-            order = permutation(_key(self.seed, self.name, epoch, "round", position), size)
+            order = permutation(key_of(self.seed, self.name, epoch, "round", position), size)
             self._latest_round = ((epoch, position), order)
         return self._latest_round[1]
 
@@ -152,7 +131,7 @@ class Source:
         """The order of the windows of one stretch of a lane."""
         found = self._stretches.get((epoch, lane, stretch))
         if found is None:
-            order = permutation(_key(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
+            order = permutation(key_of(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
             found = self._stretches[(epoch, lane, stretch)] = order
             if len(self._stretches) > 4 * self.lanes + 64:
                 self._stretches.popitem(last=False)
@@ -162,7 +141,7 @@ class Source:
         """(block order, cumulative ends of the blocks in that order)."""
         plan = self._epochs.get(epoch)
         if plan is None:
-            order = permutation(_key(self.seed, self.name, epoch), len(self.block_lengths))
+            order = permutation(key_of(self.seed, self.name, epoch), len(self.block_lengths))
             plan = self._epochs[epoch] = (order, np.cumsum(self.block_lengths[order]))
             if len(self._epochs) > 3:
                 self._epochs.popitem(last=False)
@@ -173,13 +152,11 @@ class Source:
         if found is not None:
             self._blocks.move_to_end((epoch, block))
             return found
-        shard_number, first, count, nonempty, _ = self.corpus.blocks[block].tolist()
+        shard_number, first, count = self.corpus.blocks[block, :3].tolist()
         shard = self.corpus.shard(shard_number, ("index", first, first + count))
         lengths = shard.lengths[first : first + count] - self.corpus.manifest.carried
         starts = self._starts(shard_number, first, lengths)
-        order = permutation(_key(self.seed, self.name, epoch, block), count)
-        if nonempty < count:  # an empty document would put two separators side by side
-            order = order[lengths[order] > 0]
+        order = self._order(epoch, block, lengths)
         sizes = lengths[order].astype(np.int64) + 1
         ends = np.cumsum(sizes)
         bits = self._chunk_bits
@@ -200,6 +177,13 @@ class Source:
         if len(self._blocks) > self._keep_blocks:
             self._blocks.popitem(last=False)
         return built
+
+    def _order(self, epoch: int, block: int, lengths: Ints) -> Ints:
+        """The documents of a block, of these lengths, in their order."""
+        order = permutation(key_of(self.seed, self.name, epoch, block), len(lengths))
+        if int(self.corpus.blocks[block, 3]) < len(lengths):  # an empty one would put two separators side by side
+            order = order[lengths[order] > 0]
+        return order
 
     def _starts(self, number: int, first: int, lengths: npt.NDArray[np.int32]) -> Ints:
         """Where the texts of documents from `first` on begin in a shard's flat array, carried separators skipped.

@@ -25,6 +25,7 @@ from .corpus import Manifest, Separators, ShardEntry, read_manifest
 from .findings import EXAMPLES, Example, Findings
 from .formats import Format, MegatronFile, TokenFile, detect_format, find_token_files, open_file
 from .meter import MEASURED_TOKENS, Measurement, Meter, Vocabulary
+from .objectives import Specials
 from .report import Report, add_texts
 from .shards import file_checksum
 from .tokenizer import Tokenizer
@@ -119,6 +120,8 @@ def validate(
             totals.add(work.file, measured)
             bar.update(work.bytes)
     totals.judge(decoded=subject.tokenizer is not None)
+    if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
+        totals.findings.by_code.pop("one-token-documents", None)
     return _report(directory, subject, totals)
 
 
@@ -195,6 +198,10 @@ def _compare(
         if listed != getattr(manifest, what):
             note = f"{getattr(manifest, what)} {what} in all, but its shards have {listed}"
             findings.note("manifest-mismatch", "manifest.json", note)
+    for shard in manifest.shards:
+        if manifest.pairs and shard.documents % 2:
+            note = f"{shard.documents} documents, but prompts and answers come in pairs"
+            findings.note("manifest-mismatch", shard.name, note)
     try:
         if checksums and file_checksum(directory / "blocks.npy") != manifest.blocks_xxh3:
             findings.note("checksum", "blocks.npy", "not the block table that the manifest names")
@@ -392,11 +399,14 @@ def check_against(report: Report, run: Config) -> Findings:
 
     Args:
         report: of the corpus.
-        run: configuration; its `model.vocab` must hold the vocabulary, and its sources must share the tokenizer.
+        run: configuration; its `model.vocab` must hold the vocabulary and the objective's special tokens, and its
+            sources must share the tokenizer.
     """
-    findings = Findings()
-    if run.model.vocab < report.vocabulary.size:
-        note = f"model.vocab = {run.model.vocab}, tokenizer {report.vocabulary.size}"
+    findings, size, objective = Findings(), report.vocabulary.size, run.data.objective
+    needed = size if objective.kind == "causal" else max(size, Specials.behind(objective, size).eop + 1)
+    if run.model.vocab < needed:
+        note = f"model.vocab = {run.model.vocab}, tokenizer {size}"
+        note += f", with the objective's special tokens {needed}" if needed > size else ""
         findings.note("vocabulary-too-small", "", note)
     for source in run.data.sources:
         try:

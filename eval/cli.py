@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config import Config, load
 from fsdp_pretrain.console import Command
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit
@@ -155,7 +156,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     except ImportError:
         raise ConfigError("lm-eval is not installed", remedy="pip install 'fsdp-pretrain[eval]'") from None
     from .checkpoints import read_checkpoint
-    from .harness import CheckpointLM, find_tokenizer
+    from .harness import CheckpointLM
     from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
 
     start = time.perf_counter()
@@ -163,7 +164,8 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     model, trained = read_checkpoint(checkpoint, section.device)
     tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
     tasks = load_tasks(section.tasks, section.heldout, section.include)
-    adapter = CheckpointLM(model, tokenizer, length=trained.data.sequence_length, batch=section.batch)
+    data = trained.data
+    adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
     found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
     results = {
         "step": checkpoint.step,

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm import tqdm
 
+from data.objectives import IGNORE, Specials
 from data.tokenizer import Tokenizer
-from fsdp_pretrain.checkpoint.store import Checkpoint
-from fsdp_pretrain.config import Config
-from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.models.masks import Slots
+from fsdp_pretrain.sections import AnyObjective, GLMObjective
 
 _LOGITS_AT_ONCE = 2**27
 
@@ -33,11 +33,20 @@ class CheckpointLM(TemplateLM):
         tokenizer: the one it was trained with.
         length: longest input, in tokens.
         batch: sequences per forward pass at most.
+        objective: what it was trained with.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, length: int, batch: int) -> None:
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, *, length: int, batch: int, objective: AnyObjective | None = None
+    ) -> None:
         super().__init__()
-        self._model, self._tokens, self._length, self._batch = model.eval(), tokenizer, length, batch
+        self._model, self._tokens, self._batch = model.eval(), tokenizer, batch
+        self._ids: Specials | None = None
+        if isinstance(objective, GLMObjective):
+            self._ids = Specials.behind(objective, tokenizer.vocab_size)
+            self._two_dimensions = objective.positions == "glm2d"
+        self._between = 0 if self._ids is None else 2
+        self._length = length - self._between
         self._device = next(model.parameters()).device
 
     @property
@@ -114,19 +123,39 @@ class CheckpointLM(TemplateLM):
 
     @torch.inference_mode()
     def _forward(self, group: list[tuple[int, list[int], int]]) -> tuple[list[float], list[bool]]:
-        width = max(len(window) for _, window, _ in group)
-        tokens = torch.full((len(group), width), self.eot_token_id, dtype=torch.int64)
-        wanted = torch.zeros(len(group), width - 1, dtype=torch.bool)
-        for row, (_, window, count) in enumerate(group):
-            tokens[row, : len(window)] = torch.tensor(window)  # padded on the right: causality hides it
-            wanted[row, len(window) - 1 - count : len(window) - 1] = True
-        tokens, wanted = tokens.to(self._device), wanted.to(self._device)
-        logits = self._model(tokens[:, :-1]).float()
-        targets = tokens[:, 1:]
-        scores = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        hit = (logits.argmax(-1) == targets) | ~wanted
-        totals: Tensor = (scores.view_as(targets) * wanted).sum(1)
+        """Log-likelihood, and whether greedy decoding gives it, of the last tokens of each (_, tokens, how many)."""
+        split = [(window[:-count], window[-count:]) for _, window, count in group]
+        logits = self._logits([(context, rest[:-1]) for context, rest in split])
+        targets = torch.full(logits.shape[:2], IGNORE)
+        for row, (context, rest) in enumerate(split):
+            end = len(context) + self._between + len(rest) - 1
+            targets[row, end - len(rest) : end] = torch.tensor(rest)
+        targets = targets.to(self._device)
+        scores = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        hit = (logits.argmax(-1) == targets) | (targets == IGNORE)
+        totals: Tensor = scores.view_as(targets).sum(1)
         return totals.tolist(), hit.all(1).tolist()
+
+    def _logits(self, texts: list[tuple[list[int], list[int]]]) -> Tensor:
+        """fp32 [n, width, V] for (context, what was said since); rows are padded on the right, which changes nothing.
+
+        Under the GLM objective the context is a prefix, `[gMASK]` at its end, and `sop` begins what is said.
+        """
+        between = [] if self._ids is None else [self._ids.gmask, self._ids.sop]
+        rows = [[*context, *between, *said] for context, said in texts]
+        tokens = torch.full((len(rows), max(map(len, rows))), self.eot_token_id, dtype=torch.int64)
+        for row, values in enumerate(rows):
+            tokens[row, : len(values)] = torch.tensor(values)
+        slots = positions = None
+        if self._ids is not None:
+            prefix = torch.tensor([[len(context) + 1] for context, _ in texts], device=self._device)
+            slots = Slots(torch.full_like(prefix, tokens.shape[1]), prefix)
+            if self._two_dimensions:
+                line = torch.arange(tokens.shape[1], device=self._device).expand(len(rows), -1)
+                place = line.minimum(prefix - 1)
+                positions = torch.stack((place, line - place), 1)
+        logits: Tensor = self._model(tokens.to(self._device), None, slots, positions)
+        return logits.float()
 
     @torch.inference_mode()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -139,30 +168,10 @@ class CheckpointLM(TemplateLM):
             tokens = self.tok_encode(context) or [self.eot_token_id]
             made: list[int] = []
             for _ in range(int(options.get("max_gen_toks", 128))):
-                recent = torch.tensor([(tokens + made)[-self._length :]], device=self._device)
-                made.append(int(self._model(recent)[0, -1].argmax()))
+                context = tokens[max(0, len(tokens) + len(made) - self._length) :]
+                made.append(int(self._logits([(context, made[-self._length :])])[0, -1].argmax()))
                 if made[-1] == self.eot_token_id or any(stop in self._tokens.decode(made) for stop in stops):
                     break
             text = self._tokens.decode([token for token in made if token != self.eot_token_id])
             answers.append(min((text.partition(stop)[0] for stop in stops), key=len, default=text))
         return answers
-
-
-def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None) -> Tokenizer:
-    """The tokenizer of a run: the one named, or the copy in the run directory, checked against the checkpoint.
-
-    Raises:
-        CheckpointError: it is not the one the model was trained with.
-    """
-    recorded = checkpoint.train_state()["identity"]["tokenizer"]
-    path = named or checkpoint.path.parent.parent / "tokenizer"
-    if named is None and not path.exists():
-        path = config.data.sources[0].path
-    tokenizer = Tokenizer.load(path, eod=recorded["eod"])
-    if tokenizer.fingerprint != recorded["fingerprint"]:
-        raise CheckpointError(
-            f"{tokenizer.path} is not the tokenizer of {checkpoint.path.name} (fingerprint differs)",
-            effect="scores would be meaningless",
-            remedy="name the right one with --tokenizer",
-        )
-    return tokenizer

@@ -7,13 +7,10 @@ published by a rename too, and only by the worker whose claim still stands.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import xxhash
 
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.record.claim import BEAT_SECONDS, Claim, is_alive, take_away
 from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
 from fsdp_pretrain.record.journal import Journal
 
-_BEAT_SECONDS, _SILENT_SECONDS = 10.0, 120.0
+_SILENT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,19 @@ class Job:
 
     checkpoint: Checkpoint
     folder: Path
+    committed: str
+    """When the checkpoint was committed: tells it from another of the same step, made after a rollback."""
 
     @property
     def results(self) -> Path:
         """Where its results appear."""
         return self.folder / "results.json"
+
+    @property
+    def done(self) -> bool:
+        """Whether there are results, of this very checkpoint."""
+        results = read_json(self.results)
+        return results is not None and results.get("committed") == self.committed
 
 
 def task_set(tasks: list[str]) -> str:
@@ -67,10 +72,11 @@ def due_jobs(run: RunDir, config: Config) -> list[Job]:
     """Evaluations that are due and neither done nor given up, oldest first; claimed ones included."""
     jobs = []
     for checkpoint in Store(run.checkpoints).scan():
-        if checkpoint.problem is not None or not is_due(config, checkpoint.manifest()):
+        if checkpoint.problem is not None or not is_due(config, manifest := checkpoint.manifest()):
             continue
-        job = Job(checkpoint, run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks))
-        if not job.results.exists() and failures(job) < config.eval.attempts:
+        folder = run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks)
+        job = Job(checkpoint, folder, manifest["committed"])
+        if not job.done and failures(job) < config.eval.attempts:
             jobs.append(job)
     return jobs
 
@@ -100,67 +106,36 @@ def note_failure(job: Job, reason: str) -> int:
 
 
 @contextmanager
-def claim(job: Job) -> Iterator[Claim | None]:
+def claim(job: Job) -> Iterator[Work | None]:
     """Hold a job for the duration of the block; None if another worker holds it or it is done."""
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / "claim.json"
     _drop_if_stale(path)
-    mine = Claim(job, path, uuid.uuid4().hex)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(mine.describe()))
-    except FileExistsError:
+    mine = Claim.take(path)
+    if mine is None:
         yield None
         return
     try:
         gone = not job.checkpoint.path.exists()  # deleted by retention before it was claimed
-        yield None if gone or job.results.exists() else mine
+        yield None if gone or job.done else Work(job, mine)
     finally:
         mine.release()
 
 
-class Claim:
-    """A claim that this process holds; a thread keeps it fresh."""
+@dataclass(frozen=True)
+class Work:
+    """A job that this process has claimed."""
 
-    def __init__(self, job: Job, path: Path, token: str) -> None:
-        self.job, self._path, self._token = job, path, token
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()
+    job: Job
+    claim: Claim
 
-    def describe(self) -> dict[str, Any]:
-        """Contents of the claim file."""
-        process = psutil.Process()
-        return {
-            "token": self._token,
-            "host": socket.gethostname(),
-            "pid": process.pid,
-            "process_started": process.create_time(),
-            "time": now(),
-        }
-
-    def _beat(self) -> None:
-        while not self._done.wait(_BEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(self._path)
-
-    def still_mine(self) -> bool:
-        """Whether nobody took the claim over, which happens to a worker that was frozen for long."""
-        held = read_json(self._path)
-        return held is not None and held.get("token") == self._token
-
-    def publish(self, content: str) -> bool:
+    def publish(self, content: dict[str, Any]) -> bool:
         """Write the results, unless the claim was lost meanwhile. Whether they were written."""
-        if not self.still_mine():
+        if not self.claim.still_mine():
             return False
-        replace_file(self.job.results, content)
+        marked = {**content, "committed": self.job.committed}
+        replace_file(self.job.results, json.dumps(marked, indent=1, default=str) + "\n")
         return True
-
-    def release(self) -> None:
-        """Give the claim up."""
-        self._done.set()
-        if self.still_mine():
-            self._path.unlink(missing_ok=True)
 
 
 def _drop_if_stale(path: Path) -> None:
@@ -169,28 +144,10 @@ def _drop_if_stale(path: Path) -> None:
         age = time.time() - path.stat().st_mtime
     except OSError:
         return
-    if held is None and age < _BEAT_SECONDS:  # being written this moment
+    if held is None and age < BEAT_SECONDS:  # being written this moment
         return
-    if held is not None and not _owner_is_dead(held) and age < _SILENT_SECONDS:
-        return
-    aside = path.with_name(f"claim-stale-{uuid.uuid4().hex[:8]}.json")
-    with contextlib.suppress(OSError):
-        path.rename(aside)
-        moved = read_json(aside)
-        if moved != held:  # between the look and the rename another worker had renewed it: give it back
-            with contextlib.suppress(OSError):
-                os.link(aside, path)
-        aside.unlink(missing_ok=True)
-
-
-def _owner_is_dead(held: dict[str, Any]) -> bool:
-    """Whether the owner ran on this host and is gone."""
-    if held.get("host") != socket.gethostname():
-        return False
-    try:
-        return bool(abs(psutil.Process(held["pid"]).create_time() - held["process_started"]) > 1)
-    except (psutil.NoSuchProcess, KeyError, TypeError):
-        return True
+    if held is None or is_alive(held) is False or age >= _SILENT_SECONDS:
+        take_away(path, held)
 
 
 def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
@@ -220,7 +177,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
     return evaluated, failed
 
 
-def _evaluate(held: Claim, evaluate: Any, journal: Journal, attempts: int) -> bool:
+def _evaluate(held: Work, evaluate: Any, journal: Journal, attempts: int) -> bool:
     job, step = held.job, held.job.checkpoint.step
     start = time.perf_counter()
     try:
@@ -231,7 +188,7 @@ def _evaluate(held: Claim, evaluate: Any, journal: Journal, attempts: int) -> bo
         ending = "given up" if count >= attempts else "will be tried again"
         journal.write("eval-failed", f"attempt {count} of {attempts} ({ending}): {reason}", step=step, failures=count)
         return False
-    if held.publish(json.dumps(content, indent=1, default=str) + "\n"):
+    if held.publish(content):
         table = content["scores"]
         shown = ", ".join(
             f"{task} {name} {value:.4g}"

@@ -8,6 +8,7 @@ import torch
 from tqdm import tqdm
 
 from data.loader import micro_batch
+from data.opening import open_infilling
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import packed as forward
@@ -80,11 +81,18 @@ def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tup
     model.eval()
     data, place = step.config.data, next(model.parameters()).device
     rows: list[tuple[int, float, int]] = []
+    infilling = open_infilling(step.config, step.packer)
     bar = tqdm(step.samples(), total=len(step.indices), unit="samples", desc="losses", delay=2, disable=None)
     for _, packed in bar:
-        micro = micro_batch(packed, with_lengths=data.uses_lengths, across_documents=data.loss_across_documents)
-        losses, labels = forward.losses(model, micro, data, place)
-        rows.append((int(packed.sources[0]), float(losses.sum().double()), int((labels != IGNORE).sum())))
+        micro = micro_batch(
+            packed,
+            with_lengths=data.uses_lengths,
+            across_documents=data.loss_across_documents,
+            infilling=infilling,
+        )
+        measured = forward.losses(model, micro, data, place)
+        targets = int((measured.labels != IGNORE).sum())
+        rows.append((int(packed.sources[0]), float(measured.losses.sum().double()), targets))
     return rows
 
 

@@ -73,12 +73,13 @@ def build(config: Config, world: World) -> tuple[Trainer, Records]:
     model = models.build(config.model)
     parameters = model.count_parameters()
     parallel.parallelize(model, config, world)
-    records = Records()
+    records, dtype = Records(), parallel.compute_dtype(config, world.device)
     trainer = Trainer(
         config=config,
         world=world,
         model=model,
         optimizer=optim.build(model, config.optimizer),
+        scaler=optim.LossScaler(config.train.loss_scale, world) if dtype is torch.float16 else None,
         data=RandomSteps(config, world),
         saves=Saves(config, world, _NoSaver(), _no_save, records, 0),
         recorder=records,

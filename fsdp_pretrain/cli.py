@@ -6,21 +6,27 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import tomli_w
 
 from data.opening import data_at
 
-from . import where
+from . import branch, where
+from .checkpoint.hf_layout import read_model
 from .checkpoint.store import Checkpoint, Store, verify_files
 from .config import load
 from .config_reference import reference
-from .console import Command
+from .console import Command, add_verb, byte_count
 from .control import VERBS, send
 from .errors import CheckpointError, ConfigError
+from .fork import fork
 from .record import aim, journal
 from .record.files import RunDir
+from .rollback import rollback
 from .status import ALERT, inspect, render
-from .units import human_bytes
+from .units import human_bytes, human_count
 
 
 def main() -> int:
@@ -29,12 +35,21 @@ def main() -> int:
     parser = command.verb(
         "plan",
         _plan,
-        "What a configuration means in numbers: parameters, mesh, disk, schedule. Exit 78 on a contradiction.",
-        "fsdp-pretrain plan configs/runs/quickstart.toml --world-size 4",
+        "What a configuration means in numbers: parameters, memory, FLOPs, mesh, disk, schedule; and what in it is "
+        "probably not meant. Exit 78 on a contradiction.",
+        "fsdp-pretrain plan configs/runs/llama-7b-hsdp.toml --world-size 128 --device 'NVIDIA A100-SXM4-80GB'",
     )
     parser.add_argument("config", help="TOML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--world-size", type=int, help="check and describe this number of ranks")
+    parser.add_argument("--world-size", type=_positive, help="check and describe this number of ranks")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, help="ranks of a node (default: 8)")
+    parser.add_argument("--device", help="name of the device as its driver gives it, or `cpu`: its memory and peak")
+    parser.add_argument("--device-memory", type=byte_count, help="warn if a rank needs more, such as 80GiB")
+    parser.add_argument(
+        "--seconds-per-step",
+        type=float,
+        help="print what a step of the full batch in this time on --world-size devices comes to: TFLOP/s, MFU, HFU",
+    )
     parser.add_argument("--at", help="print the schedule at a point, such as '43680 steps'")
     parser.add_argument("--json", action="store_true")
 
@@ -47,16 +62,30 @@ def main() -> int:
     _add_run(parser)
     parser.add_argument("--json", action="store_true")
 
+    _add_checkpoints(command)
+
     parser = command.verb(
-        "checkpoints",
-        _checkpoints,
-        "List the checkpoints of a run, read them back and compare every checksum, or pin one: pinned ones are kept.",
-        "fsdp-pretrain checkpoints runs/quickstart/run verify 400",
+        "rollback",
+        _rollback,
+        "Go back to a checkpoint: later ones are moved aside, samples skipped and settings changed for good. Killed at "
+        "any point, the same command or the next start finishes it. Training then goes on with its usual command.",
+        "fsdp-pretrain rollback runs/quickstart/run --to 200 --skip-steps 241:260 --set optimizer.lr=5e-4",
     )
     _add_run(parser)
-    parser.add_argument("action", choices=("list", "verify", "pin", "unpin"))
-    parser.add_argument("step", type=int, nargs="?", help="only this one (default for list and verify: all)")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--to", type=_positive, required=True, metavar="STEP", help="step of a checkpoint")
+    _add_branch(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check everything and show it, change nothing")
+
+    parser = command.verb(
+        "fork",
+        _fork,
+        "A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed.",
+        "fsdp-pretrain fork runs/quickstart/run --at 200 runs/quickstart/text --set data.seed=42",
+    )
+    _add_run(parser)
+    parser.add_argument("--at", type=_positive, required=True, metavar="STEP", help="step of a checkpoint")
+    parser.add_argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run")
+    _add_branch(parser)
 
     parser = command.verb(
         "control",
@@ -113,15 +142,97 @@ def main() -> int:
     return command.run()
 
 
+def _add_checkpoints(command: Command) -> None:
+    parser = command.verb(
+        "checkpoints",
+        _list,
+        "The checkpoints of a run: list, verify, pin, export to Hugging Face, import from it. Each has its --help.",
+        "fsdp-pretrain checkpoints runs/quickstart/run list",
+    )
+    parser.add_argument("run", type=lambda text: RunDir(Path(text)), metavar="RUN", help="run directory")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    example = "fsdp-pretrain checkpoints runs/quickstart/run"
+    parser = add_verb(actions, "list", _list, "List them by what names and sizes tell.", f"{example} list")
+    parser.add_argument("--json", action="store_true")
+
+    parser = add_verb(actions, "verify", _verify, "Read them back and compare every checksum.", f"{example} verify 400")
+    parser.add_argument("step", type=int, nargs="?", help="verify only this one (default: all)")
+    parser.add_argument("--json", action="store_true")
+
+    for verb, act, text in (
+        ("pin", _pin, "Keep a checkpoint whatever the retention policy says."),
+        ("unpin", _unpin, "Leave a pinned checkpoint to the retention policy again."),
+    ):
+        parser = add_verb(actions, verb, act, text, f"{example} {verb} 400")
+        parser.add_argument("step", type=int, help="step of the checkpoint")
+        parser.add_argument("--json", action="store_true")
+
+    parser = add_verb(
+        actions,
+        "export",
+        _export,
+        "Write a checkpoint of any mesh as a folder that transformers loads: safetensors, config.json, tokenizer.",
+        f"{example} export 400 hf/quickstart --dtype bf16",
+    )
+    parser.add_argument("step", type=int, help="step of the checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; must not exist")
+    parser.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), default="bf16", help="default: bf16")
+    parser.add_argument(
+        "--shard-size", type=byte_count, default=byte_count("5GB"), help="largest file of weights (default: 5GB)"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer, if the run directory has lost its copy")
+    parser.add_argument("--json", action="store_true")
+
+    parser = add_verb(
+        actions,
+        "import",
+        _import,
+        "Make the first checkpoint (step 0) of a new run from a Hugging Face folder, to train it on. RUN is created.",
+        "fsdp-pretrain checkpoints runs/continued import /models/llama --config runs/continued.toml",
+    )
+    parser.add_argument("folder", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        metavar=("CONFIG", "key=value"),
+        help="configuration of the run, whose run.dir is RUN, and values to replace in it",
+    )
+    parser.add_argument("--show-model", action="store_true", help="only print the [model] section for the folder")
+    parser.add_argument("--json", action="store_true")
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=_run_dir, metavar="RUN", help="run directory")
 
 
+def _add_branch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--skip-steps", type=_steps, metavar="A:B", help="never train the samples of steps A to B, as recorded"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="key=value", help="change a setting for good; repeatable"
+    )
+    parser.add_argument("--reason", default="", help="for the chronicle")
+    parser.add_argument("--json", action="store_true")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:LAST")
+    return int(first), int(last)
+
+
 def _run_dir(text: str) -> RunDir:
     run = RunDir(Path(text))
-    if not (run.path / "segments").is_dir():
+    if not _is_run(run):
         raise argparse.ArgumentTypeError(f"{text} is not a run directory (it has no segments/)")
     return run
+
+
+def _is_run(run: RunDir) -> bool:
+    """A run that was started, or one that will start from an imported checkpoint."""
+    return (run.path / "segments").is_dir() or run.checkpoints.is_dir()
 
 
 def _positive(text: str) -> int:
@@ -134,6 +245,8 @@ def _positive(text: str) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from .units import Progress
 
+    if args.seconds_per_step is not None and (args.world_size is None or args.seconds_per_step <= 0):
+        raise ConfigError("--seconds-per-step needs a positive time and --world-size")
     config = load(args.config, args.overrides)
     if args.at is not None:
         try:
@@ -151,7 +264,17 @@ def _plan(args: argparse.Namespace) -> int:
             f"plan counts parameters with torch, which is not installed ({error.name})",
             remedy="pip install 'fsdp-pretrain[train]'",
         ) from None
-    result = plan.plan(config, args.world_size)
+    if args.seconds_per_step is not None:
+        rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
+        print(json.dumps(rates, indent=1) if args.json else plan.render_measured(rates))
+        return 0
+    result = plan.plan(
+        config,
+        args.world_size,
+        gpus_per_node=args.gpus_per_node,
+        device=args.device,
+        available=args.device_memory,
+    )
     print(json.dumps(result, indent=1) if args.json else plan.render(result))
     return 0
 
@@ -162,17 +285,36 @@ def _status(args: argparse.Namespace) -> int:
     return report.level
 
 
-def _checkpoints(args: argparse.Namespace) -> int:
-    store = Store(args.run.checkpoints)
-    if args.action in ("pin", "unpin"):
-        if args.step is None:
-            raise ConfigError(f"{args.action} needs the step of a checkpoint")
-        store.pin(store.find(args.step), args.action == "pin")
-    chosen = store.scan() if args.step is None else [c for c in store.scan() if c.step == args.step]
+def _list(args: argparse.Namespace) -> int:
+    return _print_checkpoints([_describe(item) for item in _store(args.run).scan()], as_json=args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    store = _store(args.run)
+    chosen = [item for item in store.scan() if args.step in (None, item.step)]
     if args.step is not None and not chosen:
         store.find(args.step)
-    rows = [_verify(item) if args.action == "verify" else _describe(item) for item in chosen]
-    if args.json:
+    return _print_checkpoints([_read_back(item) for item in chosen], as_json=args.json)
+
+
+def _pin(args: argparse.Namespace, pinned: bool = True) -> int:
+    store = _store(args.run)
+    store.pin(store.find(args.step), pinned)
+    return _print_checkpoints([_describe(store.find(args.step))], as_json=args.json)
+
+
+def _unpin(args: argparse.Namespace) -> int:
+    return _pin(args, pinned=False)
+
+
+def _store(run: RunDir) -> Store:
+    if not _is_run(run):
+        raise ConfigError(f"{run.path} is not a run directory (it has no segments/)")
+    return Store(run.checkpoints)
+
+
+def _print_checkpoints(rows: list[dict[str, Any]], *, as_json: bool) -> int:
+    if as_json:
         print(json.dumps(rows, indent=1))
     elif not rows:
         print("no checkpoints")
@@ -180,7 +322,8 @@ def _checkpoints(args: argparse.Namespace) -> int:
         for row in rows:
             size = human_bytes(row["bytes"]) if row["bytes"] is not None else "-"
             line = f"{row['step']:>12_}  {size:>9}  {row['state']:<10} {row['committed'] or '-':<25} "
-            line += "pinned " * row["pinned"] + (row["problem"] or "")
+            line += "pinned " * row["pinned"]
+            line += row["problem"] or ("" if row["optimizer"] else "weights alone")
             print(line.rstrip())
     return ALERT if any(row["problem"] for row in rows) else 0
 
@@ -200,16 +343,87 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "committed": manifest.get("committed"),
         "world": manifest.get("world"),
         "pinned": checkpoint.pinned,
+        "optimizer": manifest.get("optimizer", True),
         "problem": checkpoint.problem,
     }
 
 
-def _verify(checkpoint: Checkpoint) -> dict[str, Any]:
+def _read_back(checkpoint: Checkpoint) -> dict[str, Any]:
     row = _describe(checkpoint)
     if checkpoint.problem is None:
         wrong = verify_files(checkpoint.path, checkpoint.files())
         row |= {"state": "damaged", "problem": wrong[0]} if wrong else {"state": "verified"}
     return row
+
+
+def _rollback(args: argparse.Namespace) -> int:
+    report = rollback(
+        args.run,
+        args.to,
+        changes=args.set,
+        skip_steps=args.skip_steps,
+        reason=args.reason,
+        dry_run=args.dry_run,
+    )
+    heads = {"now": "went back", "already": "had gone back already", "dry run": "would go back"}
+    lines = [f"{args.run.path} {heads[report['done']]} to step {args.to:_}", *branch.render(report)]
+    lines.append(f"  aside       {', '.join(report['abandoned']) or 'no checkpoint'}")
+    print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
+    return 0
+
+
+def _fork(args: argparse.Namespace) -> int:
+    report = fork(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
+    lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *branch.render(report)]
+    lines.append(f"  start       torchrun ... -m fsdp_pretrain.train {report['config']}")
+    print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    _store(args.run)
+    hf = _hf()
+    done = hf.export_checkpoint(
+        args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size, tokenizer_path=args.tokenizer
+    )
+    if args.json:
+        print(json.dumps({**vars(done), "folder": str(done.folder)}, indent=1))
+    else:
+        count, size = human_count(done.parameters), human_bytes(done.bytes)
+        print(f"{done.folder}: {count} parameters, {size} of {args.dtype} in {done.files} files")
+        print(f"tokenizer: {done.tokenizer}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    if args.show_model:
+        print(tomli_w.dumps({"model": read_model(args.folder).model_dump(mode="json", exclude_none=True)}), end="")
+        return 0
+    if args.config is None:
+        raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
+    done = _hf().import_folder(args.run, args.folder, load(args.config[0], args.config[1:]))
+    checkpoint = done.saved.checkpoint
+    if args.json:
+        facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}
+        print(json.dumps({**facts, "padded_rows": done.padded, "tokenizer": done.tokenizer}, indent=1))
+    else:
+        print(f"{checkpoint.path}: {human_bytes(done.saved.bytes)}, weights alone; training starts from it")
+        if done.padded:
+            print(f"rows of the embedding table: {done.padded} are not in the folder and got the mean of the others")
+        print(f"tokenizer: {done.tokenizer}")
+    return 0
+
+
+def _hf() -> ModuleType:
+    """What exports and imports weights, which needs torch. Raises ConfigError."""
+    try:
+        from .checkpoint import hf
+    except ImportError as error:
+        raise ConfigError(
+            f"weights are converted with torch, which is not installed ({error.name})",
+            remedy="pip install 'fsdp-pretrain[train]'",
+        ) from None
+    return hf
 
 
 def _control(args: argparse.Namespace) -> int:

@@ -20,13 +20,14 @@ from pydantic import (
 
 from .config_file import describe, override, read_toml
 from .errors import ConfigError
-from .model_sections import GPTModel, LlamaModel, Model
+from .model_sections import AnyModel, GLMModel, GPTModel, LlamaModel, Model
 from .schedule import BatchSchedule, Ramp, Schedule
 from .section import Section
 from .sections import (
     CheckpointSection,
     DataSection,
     EvalSection,
+    GLMObjective,
     OptimizerSection,
     ParallelSection,
     RecordSection,
@@ -97,6 +98,7 @@ def _build_schedule(data: DataSection, train: TrainSection, optimizer: Optimizer
         min_lr=optimizer.min_lr,
         warmup=optimizer.warmup,
         decay=optimizer.decay,
+        shrink=[(point.at, point.value) for point in optimizer.embedding_shrink],
     )
 
 
@@ -113,6 +115,8 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             "data.positions = document with data.attention = causal: rotary positions are distances between tokens, "
             "and a token would see the documents before its own at wrong ones; set data.attention = document as well"
         )
+    if data:
+        yield from _objective_checks(data, model)
     if optimizer and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
     if data and train and optimizer:
@@ -138,6 +142,38 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
         if bundled:
             yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
+
+
+def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str]:
+    """Contradictions between the objective, the rest of `data`, and the model (None if it is not valid itself)."""
+    objective, length = data.objective, data.sequence_length
+    two = isinstance(objective, GLMObjective) and objective.positions == "glm2d"
+    if isinstance(model, GLMModel) and two != (model.positions == "rope-2d"):
+        yield (
+            f"model.positions = {model.positions} does not fit data.objective, whose positions have "
+            f"{'two dimensions' if two else 'one dimension'}; rope-2d and glm2d belong together"
+        )
+    if not isinstance(objective, GLMObjective):
+        return
+    if model is not None and not isinstance(model, GLMModel):
+        yield f"data.objective.kind = glm needs model.family = glm: a {model.family} model cannot see a prefix"
+    for key in ("attention", "positions", "loss_across_documents"):
+        if getattr(data, key) != DataSection.model_fields[key].default:
+            yield f"data.{key} belongs to the causal objective; leave it out, the objective sets what it means"
+    slots, row = objective.slots, objective.row
+    if row >= length:
+        yield (
+            f"data.objective.row = {row} leaves no room for special tokens; make it smaller than "
+            f"data.sequence_length = {length}"
+        )
+    if length % slots or row % slots:
+        yield (
+            f"data.objective.slots = {slots} must divide data.sequence_length = {length} and data.objective.row = {row}"
+        )
+    if length // slots < 8:
+        yield f"data.objective.slots = {slots} makes slots of {length // slots} tokens; 8 is the least"
+    if two and objective.multitask_positions != "arange":
+        yield "data.objective.multitask_positions is a choice for glm1d; glm2d has a scheme of its own for answers"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

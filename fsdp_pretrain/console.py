@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .errors import UserError
 
 Handler = Callable[[argparse.Namespace], int]
+
+
+def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
+    """Add a verb to the subparsers `verbs`; returns its parser, to which the caller adds arguments."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=handler)
+    return parser
 
 
 class Command:
@@ -26,15 +41,7 @@ class Command:
 
     def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
         """Add a verb; returns its parser, to which the caller adds arguments."""
-        parser = self._verbs.add_parser(
-            name,
-            help=summary,
-            description=summary,
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.set_defaults(handler=handler)
-        return parser
+        return add_verb(self._verbs, name, handler, summary, example)
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Parse and run; the exit code."""
@@ -55,3 +62,11 @@ def run_guarded(act: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def byte_count(text: str) -> int:
+    """An amount of bytes on the command line: `512MB`, `80GiB`. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB or 80GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))

@@ -77,6 +77,10 @@ class CheckpointError(UserError):
     """A checkpoint cannot be read, or none is valid where one must be."""
 
 
+class BusyError(UserError):
+    """Another process holds the run."""
+
+
 class StorageError(UserError):
     """Storage failed so often or so long that going on would be unprotected training."""
 

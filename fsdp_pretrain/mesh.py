@@ -76,7 +76,7 @@ class World:
     def __init__(self, ranks: Ranks, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
         self.rank, self.size, self.device, self.mesh = ranks.rank, ranks.world, device, mesh
         self._timeout = timeout
-        self.host_group = self.new_group()
+        self.host_group: dist.ProcessGroup | None = self.new_group()
         self.local_world = ranks.local_world
         self.replicas, self.shards = mesh.shape
 
@@ -141,6 +141,22 @@ class World:
     def barrier(self) -> None:
         """Wait for every rank."""
         self.gather(None)
+
+
+class Alone(World):
+    """One process without process group and mesh: for commands that write a checkpoint."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.local_world, self.replicas, self.shards = 0, 1, 1, 1, 1
+        self.device, self.host_group = torch.device("cpu"), None
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """What `choose` returns or raises."""
+        return choose()
+
+    def gather(self, value: T) -> list[T]:
+        """The one value."""
+        return [value]
 
 
 @contextmanager

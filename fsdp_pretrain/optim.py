@@ -1,4 +1,4 @@
-"""AdamW with a group that does not decay, clipping, and the optimiser's state by parameter name."""
+"""AdamW with a group that does not decay, clipping, loss scaling, and the optimiser's state by parameter name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError
-from .sections import OptimizerSection
+from .mesh import World
+from .sections import LossScaleSection, OptimizerSection
 
 
 def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], list[str]]:
@@ -50,20 +51,90 @@ def build(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     )
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` for the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+class LossScaler:
+    """Dynamic loss scaling for fp16: the law of Megatron-DeepSpeed, in tensors of the device, so that no step waits.
+
+    A step overflows if any gradient of any rank is not finite. All ranks then skip it. The first overflow of a window
+    only uses up hysteresis, further ones halve the scale; a good step in between does not bring hysteresis back
+    (it is not consecutive). After `window` good steps in a row the scale doubles and hysteresis is full again.
+
+    Args:
+        section: the law's constants.
+        world: all ranks, which overflow together.
+        state: `state()` of the scaler to continue, or None.
+    """
+
+    def __init__(self, section: LossScaleSection, world: World, state: list[float] | None = None) -> None:
+        self._section, self._world = section, world
+        start = [section.first, section.hysteresis, 0.0]
+        self._state = torch.tensor(state or start, dtype=torch.float32, device=world.device)
+
+    @property
+    def scale(self) -> Tensor:
+        """What the loss of the next step is multiplied by, fp32, 0-dim."""
+        return self._state[0]
+
+    def state(self) -> list[float]:
+        """[scale, hysteresis left, good steps in a row]; waits for the device."""
+        values: list[float] = self._state.tolist()
+        return values
+
+    def overflowed(self, norm: Tensor) -> Tensor:
+        """fp32 0-dim, on every rank 1 if this rank's global norm is not finite on any, else 0.
+
+        Replicas hold the same gradients, so the norm is the same everywhere; that ranks can never step apart does not
+        rest on it.
+        """
+        return self._world.sum_((~norm.isfinite()).float()).clamp(max=1)
+
+    def advance(self, overflow: Tensor) -> None:
+        """Apply the law after a step; `overflow` as from `overflowed`."""
+        law = self._section
+        scale, left, good = self._state.unbind()
+        halved = torch.where(left > 1, scale, (scale / 2).clamp(min=law.min))
+        after_overflow = torch.stack((halved, (left - 1).clamp(min=1), torch.zeros_like(good)))
+        doubled = torch.stack((scale * 2, torch.full_like(left, law.hysteresis), torch.zeros_like(good)))
+        after_good = torch.where(good + 1 >= law.window, doubled, torch.stack((scale, left, good + 1)))
+        self._state = torch.where(overflow > 0, after_overflow, after_good)
 
 
-def clip(model: nn.Module, limit: float) -> Tensor:
-    """Clip the global gradient norm to `limit` (0: only measure).
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, clip: float, scaler: LossScaler | None, parts: int
+) -> Tensor:
+    """Clip the global gradient norm and take one step; without waiting for the device.
+
+    Args:
+        model, optimizer: with gradients, which are gone afterwards.
+        lr: learning rate of the step.
+        clip: limit of the norm; 0 only measures.
+        scaler: for fp16. The gradients are then `scaler.scale * parts` times too large; a step that overflowed
+            changes neither parameters nor moments nor their step counts.
+        parts: micro-batches of the step.
 
     Returns:
-        The norm before clipping, a 0-dim fp32 tensor on the device, equal on all ranks.
+        fp64 [norm before clipping and without scale, loss scale (1 without scaler), 1 if the step was skipped], equal
+        on all ranks.
     """
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if scaler is None:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        scale, overflow = torch.ones_like(norm), torch.zeros_like(norm)
+        optimizer.step()
+    else:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        scale, overflow = scaler.scale, scaler.overflowed(norm)
+        norm = norm / (scale * parts)
+        # Fused AdamW divides by the one and does nothing if the other says so: as torch.amp.GradScaler hands them over.
+        coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0
+        optimizer.grad_scale = scale * parts / coefficient  # type: ignore[attr-defined]
+        optimizer.found_inf = overflow  # type: ignore[attr-defined]
+        optimizer.step()
+        scaler.advance(overflow)
+    optimizer.zero_grad()
+    return torch.stack((norm, scale, overflow)).double()
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:

@@ -57,7 +57,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 
 
 def materialise(model: Decoder, seed: int, device: torch.device) -> Decoder:

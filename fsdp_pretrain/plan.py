@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from . import models
+import torch
+
+from . import advice, memory, models
 from .config import Config
 from .errors import ConfigError
+from .mesh import shard_size
 from .model_sections import AnyModel
-from .throughput import flops_per_token
+from .throughput import device_memory, flops_per_token, hardware_flops_per_token, speed
 from .units import human_bytes, human_count
 
 _BYTES_PER_PARAMETER = 12
 """fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
+
+_COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
+"""Of the schedule's preview; the ramps that a run has come after them."""
 
 
 def count_parameters(model: AnyModel) -> int:
@@ -41,85 +47,170 @@ def world_sizes(config: Config, limit: int = 4096) -> Iterator[int]:
             yield size
 
 
-def plan(config: Config, world: int | None = None) -> dict[str, Any]:
+def plan(
+    config: Config,
+    world: int | None = None,
+    *,
+    gpus_per_node: int = 8,
+    device: str | None = None,
+    available: int | None = None,
+) -> dict[str, Any]:
     """Everything `fsdp-pretrain plan` shows, as JSON values.
 
     Args:
-        world: number of ranks to plan for; None: every feasible one is listed.
+        world: number of ranks to plan for; None: every feasible one is listed, and memory is not estimated.
+        gpus_per_node: ranks of a node, for `parallel.shard = "node"`.
+        device: name of the device, as its driver calls it; `cpu`; None is some GPU.
+        available: bytes of memory of a device; default: what is on file for `device`.
 
     Raises:
         ConfigError: the configuration contradicts itself or the world size.
     """
-    parameters = count_parameters(config.model)
+    model = models.build(config.model)
+    parameters = model.count_parameters()
     check_declared(config.model, parameters)
     schedule, train = config.schedule, config.train
     sizes = list(world_sizes(config))
     if world is not None and world not in sizes:
         raise ConfigError(
-            f"the global batches {schedule.batches()} do not split over {world} ranks "
+            f"the global batches {_shorten(schedule.batches())} do not split over {world} ranks "
             f"into micro-batches of {train.micro_batch}",
-            remedy=f"feasible world sizes: {', '.join(map(str, sizes)) or 'none'}",
+            remedy=f"feasible world sizes: {_shorten(sizes)}",
         )
     checkpoint = parameters * _BYTES_PER_PARAMETER
     kept = config.checkpoint.keep_last + 1
+    length = config.data.sequence_length
     result: dict[str, Any] = {
         "run": config.run.name,
         "family": config.model.family,
         "parameters": parameters,
         "declared_params": config.model.declared_params,
-        "flops_per_token": flops_per_token(parameters, config.model, config.data.sequence_length),
+        "shape": advice.shape(config.model),
+        "flops_per_token": flops_per_token(parameters, config.model, length),
+        "hardware_flops_per_token": hardware_flops_per_token(config.model, length, config.parallel.recompute),
         "steps": schedule.steps,
         "samples": schedule.total,
-        "tokens": schedule.total * config.data.sequence_length,
+        "tokens": schedule.total * length,
         "global_batches": schedule.batches(),
         "world_sizes": sizes,
         "checkpoint_bytes": checkpoint,
         "checkpoints_kept": kept,
         "disk_bytes": checkpoint * kept,
+        "markers": advice.markers(schedule),
         "schedule": schedule.preview(),
+        "warnings": [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))],
     }
     if world is not None:
-        shards = world if config.parallel.shard == "node" else config.parallel.shard
+        shards = shard_size(config.parallel, world, min(world, gpus_per_node))
+        micro_batches = [batch // (world * train.micro_batch) for batch in schedule.batches()]
+        parts = memory.estimate(
+            config,
+            shards=shards,
+            accumulates=micro_batches[-1] > 1,
+            device=torch.device("cpu" if device == "cpu" else "cuda"),
+        )
+        available = available or (device_memory(device) if device else None)
+        total = sum(parts.values())
         result["world"] = {
             "size": world,
-            "micro_batches_per_step": [batch // (world * train.micro_batch) for batch in schedule.batches()],
+            "shards": shards,
+            "replicas": world // shards,
+            "micro_batches_per_step": micro_batches,
+            "state_bytes": 2 * parts["parameters"] + parts["optimizer"],
+            "memory": {**parts, "total": total, "available": available},
         }
-        if config.parallel.shard != "node":
-            if world % shards:
-                raise ConfigError(f"parallel.shard = {shards} does not divide a world of {world} ranks")
-            state = -(-parameters // shards) * (_BYTES_PER_PARAMETER + 4)
-            result["world"] |= {"shards": shards, "replicas": world // shards, "state_bytes_per_rank": state}
+        result["warnings"] += advice.shard_warning(memory.shard_padding(model, shards), parameters, shards)
+        if available is not None:
+            result["warnings"] += advice.memory_warning(total, available, device or "the device")
     return result
+
+
+def measured(config: Config, *, seconds: float, devices: int, device: str | None) -> dict[str, Any]:
+    """What a measured time per step at the full batch comes to; see `throughput.speed`. Raises ConfigError."""
+    parameters = count_parameters(config.model)
+    check_declared(config.model, parameters)
+    return speed(
+        parameters,
+        config.model,
+        config.data.sequence_length,
+        batch=config.schedule.batch.full,
+        seconds=seconds,
+        devices=devices,
+        device=device or "unknown",
+        recompute=config.parallel.recompute,
+    )
 
 
 def render(result: dict[str, Any]) -> str:
     """The plan for people."""
+    shape, run = result["shape"], result["tokens"]
     lines = [
         f"{result['run']}: {result['family']}, {result['parameters']:_} parameters "
         f"({human_count(result['parameters'])})",
-        f"  run         {result['steps']:_} steps, {result['samples']:_} samples, {result['tokens']:_} tokens "
-        f"({human_count(result['tokens'])}), {result['tokens'] * result['flops_per_token']:.3g} FLOPs",
+        f"  shape       hidden/layers {shape['hidden_per_layer']:.0f}, head size {shape['head_size']}, "
+        f"ffn/hidden {shape['ffn_per_hidden']:.2f}, {shape['rows']:_} rows",
+        f"  run         {result['steps']:_} steps, {result['samples']:_} samples, {run:_} tokens "
+        f"({human_count(run)}), {run * result['flops_per_token']:.3g} FLOPs",
+        f"  per token   {human_count(result['flops_per_token'])} FLOPs of the model, "
+        f"{human_count(result['hardware_flops_per_token'])} of the hardware",
         f"  batch       {_range(result['global_batches'])} samples",
         f"  ranks       feasible: {_shorten(result['world_sizes'])}",
         f"  checkpoint  {human_bytes(result['checkpoint_bytes'])} each; "
         f"{human_bytes(result['disk_bytes'])} of disk for {result['checkpoints_kept']} (kept and being written)",
     ]
     if "world" in result:
-        world = result["world"]
-        accumulation = _range(world["micro_batches_per_step"])
-        lines.append(f"  on {world['size']} ranks  {accumulation} micro-batches per step")
-        if "shards" in world:
-            lines.append(
-                f"              {world['replicas']} replicas x {world['shards']} shards, "
-                f"{human_bytes(world['state_bytes_per_rank'])} per rank for parameters, gradients and optimiser"
+        lines += _render_world(result["world"])
+    ramps = [key for key in result["schedule"][0] if key not in _COLUMNS]
+    lines.append(
+        "".join(
+            (
+                f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}",
+                *(f" {name:>16}" for name in ramps),
             )
-    lines.append(f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}")
+        )
+    )
     for row in result["schedule"]:
         lines.append(
             f"  {row['step']:>10_} {row['consumed']:>14_} {human_count(row['tokens']):>8} "
-            f"{row['batch']:>6} {row['lr']:>10.3e}"
+            f"{row['batch']:>6} {row['lr']:>10.3e}" + "".join(f" {row[name]:>16.4f}" for name in ramps)
         )
-    return "\n".join(lines)
+    for name, mark in result["markers"].items():
+        lines.append(
+            f"  {name:<11} after step {mark['step']:_}, {mark['samples']:_} samples, "
+            f"{human_count(mark['tokens'])} tokens"
+        )
+    return "\n".join(lines + [f"  warning: {warning}" for warning in result["warnings"]])
+
+
+def _render_world(world: dict[str, Any]) -> list[str]:
+    memory = dict(world["memory"])
+    total, available = memory.pop("total"), memory.pop("available")
+    of = f" of {human_bytes(available)}" if available is not None else ""
+    return [
+        f"  on {world['size']} ranks  {_range(world['micro_batches_per_step'])} micro-batches per step, "
+        f"{world['replicas']} replicas x {world['shards']} shards",
+        f"  memory      {human_bytes(world['state_bytes'])} per rank for parameters, gradients and optimiser; "
+        f"{human_bytes(total)}{of} at the highest point of a step:",
+        *(f"              {human_bytes(size):>9}  {part}" for part, size in memory.items() if size >= 2**10),
+    ]
+
+
+def render_measured(result: dict[str, Any]) -> str:
+    """`measured` for people."""
+
+    def share(name: str) -> str:
+        return f"{result[name]:.1%}" if result[name] is not None else "unknown (no peak on file)"
+
+    return "\n".join(
+        [
+            f"{result['batch']:_} samples in {result['seconds_per_step']:g}s "
+            f"on {result['devices']} x {result['device']}",
+            f"  tokens/s    {human_count(result['tokens_per_second'])} "
+            f"({human_count(result['tokens_per_second_per_device'])} per device)",
+            f"  model       {result['model_tflops_per_device']:.2f} TFLOP/s per device, MFU {share('mfu')}",
+            f"  hardware    {result['hardware_tflops_per_device']:.2f} TFLOP/s per device, HFU {share('hfu')}",
+        ]
+    )
 
 
 def _range(values: list[int]) -> str:

@@ -164,6 +164,8 @@ class Saves:
         outcomes = self._world.gather((failure, expected))
         if not all(fine for _, fine in outcomes):
             self._saver.renew()
+        if pending.error is not None and isinstance(pending.error, UserError) and not expected:
+            raise pending.error  # on every rank: another job took the run over, for example
         causes = [
             text if fine else f"rank {rank}: {text}" for rank, (text, fine) in enumerate(outcomes) if text is not None
         ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -143,6 +143,32 @@ LR_CURVES: dict[str, Callable[..., float]] = {
 }
 
 
+class Piecewise:
+    """Linear between points, constant before the first and after the last.
+
+    Args:
+        points: (consumed, value), at least one; two at one place are a jump, to the second value from there on.
+
+    Raises:
+        ValueError: the points are not in order.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        self.places, self._values = [place for place, _ in points], [value for _, value in points]
+        for before, after in pairwise(self.places):
+            if after < before:
+                raise ValueError(f"a point at sample {after:_} follows one at sample {before:_}")
+
+    def at(self, consumed: int) -> float:
+        """The value at `consumed` samples."""
+        after = bisect_right(self.places, consumed)
+        if after in (0, len(self.places)):
+            return self._values[max(0, after - 1)]
+        start, end = self.places[after - 1 : after + 1]
+        first, last = self._values[after - 1 : after + 1]
+        return first + (last - first) * (consumed - start) / (end - start)
+
+
 class Schedule:
     """Everything that changes over a run, as numbers.
 
@@ -154,6 +180,7 @@ class Schedule:
         lr, min_lr: peak and final learning rate.
         warmup: linear warm-up from 0.
         decay: where the curve reaches `min_lr`, counted from the start of the run; None means `duration`.
+        shrink: points of the embedding-gradient shrink; empty is off.
 
     Raises:
         ValueError: the durations contradict each other.
@@ -170,13 +197,19 @@ class Schedule:
         min_lr: float,
         warmup: Progress,
         decay: Progress | None,
+        shrink: Sequence[tuple[Progress, float]] = (),
     ) -> None:
         self.sequence_length, self.batch = sequence_length, batch
         self.steps = batch.step_at(self.samples(duration))
         self.total = batch.consumed_at(self.steps)
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
+        self.decays = curve != "constant"
         self._curve, self._peak, self._floor = LR_CURVES[curve], lr, min_lr
+        try:
+            self.shrink = Piecewise([(self.samples(at), value) for at, value in shrink]) if shrink else None
+        except ValueError as error:
+            raise ValueError(f"optimizer.embedding_shrink: {error}") from None
         if self.steps < 1:
             raise ValueError(f"a duration of {duration} is less than one step")
         if self.warmup > self.decay:
@@ -196,6 +229,10 @@ class Schedule:
         """Learning rate of the step that brings the counter to `consumed`."""
         return self._curve(consumed, peak=self._peak, floor=self._floor, warmup=self.warmup, decay=self.decay)
 
+    def ramps_at(self, consumed: int) -> dict[str, float]:
+        """Values of the further ramps that are configured, in the step that brings the counter to `consumed`."""
+        return {} if self.shrink is None else {"embedding_shrink": self.shrink.at(consumed)}
+
     def due(self, every: Progress | None, *, step: int, before: int, after: int) -> bool:
         """Whether step number `step`, which took `consumed` from `before` to `after`, completed an interval."""
         if every is None:
@@ -206,17 +243,18 @@ class Schedule:
         return after * size // every.value > before * size // every.value
 
     def preview(self, points: int = 9) -> list[dict[str, float | int]]:
-        """Evenly spaced rows of the schedule, with the ends of warm-up, ramp and decay among them."""
+        """Evenly spaced rows of the schedule, with the ends of warm-up, decay and ramps among them."""
         marks = {self.total * i // (points - 1) for i in range(points)}
         marks |= {stage.consumed for stage in self.batch.stages if stage.consumed <= self.total}
         marks |= {mark for mark in (self.warmup, self.decay) if mark <= self.total}
+        marks |= {mark for mark in (self.shrink.places if self.shrink else []) if mark <= self.total}
         steps = sorted({max(1, self.batch.step_at(mark)) for mark in marks})
         if len(steps) > 2 * points:  # a long ramp: keep its ends and an even choice between
             steps = [steps[i * (len(steps) - 1) // (2 * points - 1)] for i in range(2 * points)]
         return [self.at(step) for step in steps]
 
     def at(self, step: int) -> dict[str, float | int]:
-        """The schedule after step number `step`: consumed, tokens, batch and lr of that step."""
+        """The schedule after step number `step`: consumed, tokens, batch, lr and ramps of that step."""
         consumed = self.batch.consumed_at(step)
         return {
             "step": step,
@@ -224,6 +262,7 @@ class Schedule:
             "tokens": consumed * self.sequence_length,
             "batch": consumed - self.batch.consumed_at(step - 1),
             "lr": self.lr_at(consumed),
+            **self.ramps_at(consumed),
         }
 
     def batches(self) -> list[int]:

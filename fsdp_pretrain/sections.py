@@ -99,10 +99,11 @@ class GLMObjective(Section):
     row: Positive
     """Tokens of text per sample, separators included; the rest of `data.sequence_length` is room for special tokens."""
     slots: Positive = 4
-    """A [MASK] sample is so many independent pieces of row / slots tokens, each in a slot of its own."""
+    """A [MASK] sample is so many independent pieces of row / slots tokens, a multi-task sample so many prompts, each in
+    a slot of its own."""
     mask_share: Share = 0.3
     """Share of samples with [MASK] blanks; the others have one [gMASK] ending."""
-    mask_budget: Share = 0.15
+    mask_budget: Annotated[float, Field(strict=False, ge=0, le=0.5)] = 0.15
     """Share of a piece's tokens that its blanks hold, at least."""
     span_mean: Annotated[float, Field(strict=False, gt=0)] = 3.0
     """Mean of the Poisson distribution of a blank's length, before it is limited to 1..39."""
@@ -117,17 +118,16 @@ class GLMObjective(Section):
     them), `shrink` shortens the text of the piece beforehand."""
     positions: Literal["glm1d", "glm2d"] = "glm1d"
     """Scheme of position ids, see docs/data.md. `glm2d` needs a model with two-dimensional positions."""
-    multitask: list[str] = []
-    """Names of sources that hold prompts with answers; their weights in the mixture are the multi-task share."""
     multitask_positions: Literal["arange", "mask", "unified"] = "arange"
-    """Position ids of answers: in sequence (as trained), all at the mask, or from the mask on."""
+    """`glm1d` positions of answers: in sequence (as trained), all at the mask, or from the mask on."""
     loss_norm: Literal["sequence", "tokens"] = "sequence"
     """`sequence`: every sample counts alike, however many targets it has (as GLM-130B); `tokens`: every target."""
     first_special: Annotated[int, Field(ge=0)] | None = None
     """Id of [MASK]; [gMASK], [sMASK], eod, sop, eop follow. Default: right after the tokenizer's vocabulary."""
 
 
-Objective = Annotated[CausalObjective | GLMObjective, Field(discriminator="kind")]
+AnyObjective = CausalObjective | GLMObjective
+Objective = Annotated[AnyObjective, Field(discriminator="kind")]
 
 
 class DataSection(Section):
@@ -164,9 +164,19 @@ class DataSection(Section):
     """Share of documents that may fail the inline checks, and so be left out of the loss, before the run is refused."""
 
     @property
+    def row(self) -> int:
+        """Tokens of text that the packer puts into a sample."""
+        return self.objective.row if isinstance(self.objective, GLMObjective) else self.sequence_length
+
+    @property
     def uses_lengths(self) -> bool:
         """Whether the model must be told the document lengths of its samples."""
         return "document" in (self.attention, self.positions)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether every sample counts alike in the loss, however many targets it has; else every target does."""
+        return isinstance(self.objective, GLMObjective) and self.objective.loss_norm == "sequence"
 
     @field_validator("sources")
     @classmethod
@@ -204,6 +214,26 @@ class BatchRampSection(Section):
         return self
 
 
+class LossScaleSection(Section):
+    """Dynamic loss scaling of fp16, see docs/training.md."""
+
+    first: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 65536.0
+    """Scale at the beginning. tr8-104B used 4096, GLM-130B 65536."""
+    window: Positive = 2000
+    """Steps without overflow after which the scale doubles. tr8-104B used 500, GLM-130B 200 (its paper says 2000)."""
+    hysteresis: Positive = 2
+    """Overflows of a window that are needed to halve the scale for the first time; further ones halve it each. The
+    published runs used 2."""
+    min: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 1.0
+    """Smallest scale. A run that goes on overflowing there is stopped."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LossScaleSection:
+        if self.min > self.first:
+            raise ValueError(f"min = {self.min} is above first = {self.first}")
+        return self
+
+
 class TrainSection(Section):
     """Length of the run and size of a step."""
 
@@ -217,8 +247,12 @@ class TrainSection(Section):
     """Optional growth of the global batch."""
     grad_clip: Rate = 1.0
     """Clip the global gradient norm to this; 0 is off."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Precision of compute; the rest is always fp32. `auto`: bf16 on GPU, fp32 on CPU."""
+    z_loss: Rate = 0.0
+    """Weight of an additional loss, the squared logarithm of the softmax's denominator; 0 is off, PaLM used 1e-4."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Precision of compute; the rest is always fp32. `auto`: bf16 on GPU, fp32 on CPU. fp16 needs loss scaling."""
+    loss_scale: LossScaleSection = LossScaleSection()
+    """Loss scaling of fp16; without effect on the others."""
 
 
 class ShrinkPoint(Section):

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from data.mixture import SCALE, Mixture, Weight
+from data.objectives import VERSION
 from data.packer import Packer
 
 from .config import Config
@@ -26,12 +27,14 @@ class TrainState:
         consumed: samples trained; drives every schedule.
         cursor: samples read, those skipped included; the position in the data.
         batch: samples of the last step.
+        loss_scale: `optim.LossScaler.state()` in a checkpoint of an fp16 run, else None.
     """
 
     step: int = 0
     consumed: int = 0
     cursor: int = 0
     batch: int = 0
+    loss_scale: list[float] | None = None
 
     def to_json(self, *, identity: dict[str, Any], **facts: Any) -> str:
         """Contents of a checkpoint's `train_state.json`."""
@@ -41,16 +44,20 @@ class TrainState:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> TrainState:
         """The counters in a `train_state.json`."""
-        return cls(**{key: int(content[key]) for key in ("step", "consumed", "cursor", "batch")})
+        counters = {key: int(content[key]) for key in ("step", "consumed", "cursor", "batch")}
+        return cls(**counters, loss_scale=content.get("loss_scale"))
 
 
 def identity(config: Config, packer: Packer) -> dict[str, Any]:
     """What defines the model, the order of the data and what is learned from it: no resume may change it."""
     data, mixture = config.data, packer.mixture
+    objective = data.objective.model_dump(mode="json")
+    if data.objective.kind != "causal":
+        objective["version"] = VERSION
     fixed = ("sequence_length", "seed", "lanes", "attention", "positions", "loss_across_documents")
     return {
         "model": config.model.model_dump(mode="json", exclude={"declared_params"}),
-        "data": {key: getattr(data, key) for key in fixed},
+        "data": {**{key: getattr(data, key) for key in fixed}, "objective": objective},
         "mixture": {name: weight.to_json() for name, weight in mixture.weights.items()},
         "corpora": {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
         "reshuffle": [config.schedule.samples(place) for place in data.reshuffle],

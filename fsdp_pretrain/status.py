@@ -64,6 +64,8 @@ def inspect(run: RunDir) -> Report:
         return Report("unknown", False, [(ALERT, f"{run.status} is missing or damaged: the job never got far")])
     report = Report(str(status.get("state", "unknown")), False, facts=dict(status))
     _look_at_life(report, status)
+    if run.rollback.exists():
+        report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _look_at_checkpoints(report, run, status)
     _look_at_progress(report, run, status)
     return report
@@ -199,6 +201,8 @@ def render(report: Report) -> str:
         )
     elif "verified_checkpoint" in facts:
         lines.append("  checkpoint  none verified yet")
+    if facts.get("overrides"):
+        lines.append(f"  overrides   {facts['overrides']}")
     names = {WARN: "WARN", ALERT: "ALERT"}
     lines += [f"  {names[level]:11} {text}" for level, text in sorted(report.problems, reverse=True)]
     return "\n".join(lines)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import resource
 import sys
+from typing import Any, TypeVar
 
 import torch
 
-from .model_sections import AnyModel
+from .model_sections import AnyModel, GPTModel, LlamaModel
+
+N = TypeVar("N", int, float)
 
 DENSE_BF16_PEAK: dict[str, float] = {
     "NVIDIA A100": 312e12,
@@ -27,6 +30,25 @@ DENSE_BF16_PEAK: dict[str, float] = {
 }
 """FLOP/s of dense bf16 matrix products by device name prefix, from the vendors' data sheets (without sparsity)."""
 
+DEVICE_MEMORY: dict[str, int] = {
+    "NVIDIA A100-SXM4-40GB": 40,
+    "NVIDIA A100-PCIE-40GB": 40,
+    "NVIDIA A100": 80,
+    "NVIDIA A800": 80,
+    "NVIDIA A40": 48,
+    "NVIDIA L40S": 48,
+    "NVIDIA H100 NVL": 94,
+    "NVIDIA H100": 80,
+    "NVIDIA H800": 80,
+    "NVIDIA H200": 140,
+    "NVIDIA GH200": 95,
+    "NVIDIA B200": 180,
+    "NVIDIA GB200": 185,
+    "AMD Instinct MI250X": 64,
+    "AMD Instinct MI300X": 192,
+}
+"""GiB of memory by device name prefix, as the driver shows them, rounded; of an MI250X one of its two halves."""
+
 
 def device_name(device: torch.device) -> str:
     """The device as its driver calls it; `cpu` for the CPU."""
@@ -35,8 +57,18 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(name: str) -> float | None:
     """Dense bf16 peak of a device by name, or None if it is not one we know: an unknown peak is not guessed."""
-    matches = [prefix for prefix in DENSE_BF16_PEAK if name.startswith(prefix)]
-    return DENSE_BF16_PEAK[max(matches, key=len)] if matches else None
+    return _by_prefix(DENSE_BF16_PEAK, name)
+
+
+def device_memory(name: str) -> int | None:
+    """Bytes of memory of a device by name, or None if it is not one we know."""
+    size = _by_prefix(DEVICE_MEMORY, name)
+    return None if size is None else size * 2**30
+
+
+def _by_prefix(table: dict[str, N], name: str) -> N | None:
+    matches = [prefix for prefix in table if name.startswith(prefix)]
+    return table[max(matches, key=len)] if matches else None
 
 
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
@@ -46,6 +78,64 @@ def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> f
     the result measures model FLOPs (MFU), not hardware FLOPs.
     """
     return 6.0 * parameters + 12.0 * model.layers * model.hidden * sequence_length
+
+
+def feed_forward(model: AnyModel) -> tuple[int, int]:
+    """Width f of the feed-forward layer, and its matrices of h x f: 2, or 3 with a gate."""
+    return (model.ffn if isinstance(model, LlamaModel) else model.ffn_width), 2 if isinstance(model, GPTModel) else 3
+
+
+def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: int = 0) -> float:
+    """FLOPs per token that the hardware makes: Megatron-LM's formula (arXiv 2104.04473, eq. 3) for any f and KV heads.
+
+    Matrix products only: of the blocks k = 3 times the forward pass, 4 times where it is recomputed; of the output
+    matrix 3 times, V being the rows of the table as padded; attention over the full, not causal, square. With f = 4h
+    (or 8h/3 and a gate), as many KV heads as heads and everything recomputed this is
+    24 * 4 * L * h^2 * (1 + S/(6h) + V/(16Lh)) per token.
+
+    Args:
+        recompute: `parallel.recompute`, every n-th block; 0 is none.
+    """
+    h, (ffn, matrices) = model.hidden, feed_forward(model)
+    kv_width = (getattr(model, "kv_heads", None) or model.heads) * model.head_dim
+    block = 4 * h * h + 4 * h * kv_width + 4 * h * sequence_length + 2 * matrices * h * ffn
+    recomputed = -(-model.layers // recompute) if recompute else 0
+    return float(block * (3 * model.layers + recomputed) + 6 * h * model.rows)
+
+
+def speed(
+    parameters: int,
+    model: AnyModel,
+    sequence_length: int,
+    *,
+    batch: int,
+    seconds: float,
+    devices: int,
+    device: str,
+    recompute: int,
+) -> dict[str, Any]:
+    """What a step of `batch` samples in `seconds` on so many devices comes to.
+
+    Returns:
+        Tokens per second, FLOPs per second of one device (of the model, and of the hardware with recomputation), MFU
+        and HFU: shares of the device's dense peak, None if that is unknown.
+    """
+    tokens = batch * sequence_length / seconds
+    model_flops = tokens * flops_per_token(parameters, model, sequence_length) / devices
+    hardware_flops = tokens * hardware_flops_per_token(model, sequence_length, recompute) / devices
+    peak = peak_flops(device)
+    return {
+        "batch": batch,
+        "seconds_per_step": seconds,
+        "devices": devices,
+        "device": device,
+        "tokens_per_second": tokens,
+        "tokens_per_second_per_device": tokens / devices,
+        "model_tflops_per_device": model_flops / 1e12,
+        "hardware_tflops_per_device": hardware_flops / 1e12,
+        "mfu": model_flops / peak if peak else None,
+        "hfu": hardware_flops / peak if peak else None,
+    }
 
 
 def memory_in_use(device: torch.device) -> int:

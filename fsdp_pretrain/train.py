@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,25 @@ import psutil
 import torch
 
 from data.loader import Loader, check_batches
-from data.opening import check_supply, open_packer, open_skips
+from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
 from eval import jobs
 
-from . import __version__, mesh, models, optim, parallel, plan, throughput
+from . import __version__, mesh, models, optim, overrides, parallel, plan, throughput
 from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook
 from .checkpoint.manager import Manager
 from .checkpoint.store import Store
-from .config import Config, load
+from .config import Config
 from .control import Inbox
-from .errors import Exit, StorageError, UserError
+from .errors import ConfigError, Exit, StorageError, UserError
 from .mesh import World
-from .record import aim
+from .overrides import Overrides, load_run
+from .record import aim, lineage
 from .record.files import RunDir, now, read_json, replace_file
+from .record.lock import RunLock
 from .record.recorder import Recorder, Silent, write_exit_intent
+from .rollback import finish
 from .saves import Saves
 from .state import TrainState, identity
 from .trainer import Trainer
@@ -85,12 +89,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if arguments is None else arguments)
     warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
     try:
-        config = load(args.config, args.overrides)
+        config, lasting = load_run(args.config, args.overrides)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
         with mesh.connect(config.parallel) as world:
-            return int(run(config, world, allow_fresh=args.allow_fresh))
+            return int(run(config, world, lasting, allow_fresh=args.allow_fresh))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
 
@@ -101,14 +105,40 @@ def _refuse(error: UserError, *, speaks: bool) -> int:
     return int(error.exit)
 
 
-def run(config: Config, world: World, *, allow_fresh: bool) -> Exit:
-    """Open a segment, train, and record how it ended, whatever the way. Raises UserError."""
+def run(config: Config, world: World, lasting: Overrides, *, allow_fresh: bool) -> Exit:
+    """Lock the run, open a segment, train, and record how it ended, whatever the way. Raises UserError.
+
+    Args:
+        config: what to train.
+        world: all ranks.
+        lasting: what of `config` comes from the run directory.
+        allow_fresh: start from step 0 although there are (only invalid) checkpoints.
+    """
     run_dir = RunDir(config.run.dir)
     world.decide(lambda: _refuse_unwanted_restart(run_dir))
-    segment = world.decide(lambda: _open_segment(run_dir, config, world))
-    recorder = Silent(run_dir, segment) if not world.is_main else _recorder(run_dir, segment, config)
+    lock = RunLock(run_dir, "training")
+    while not world.decide(lock.attempt):  # short looks, so that no rank waits long for rank 0
+        pass
     try:
-        outcome = _train(config, world, run_dir, recorder, allow_fresh=allow_fresh)
+        finished = world.decide(lambda: finish(run_dir))
+        standing = world.decide(lambda: overrides.read(run_dir))
+        world.together(lambda: _check_same(lasting, standing, run_dir))
+        segment = world.decide(lambda: _open_segment(run_dir, config, world))
+        recorder = Silent(run_dir, segment) if not world.is_main else _recorder(run_dir, segment, config)
+        if finished:
+            recorder.say("finished the rollback that had been interrupted")
+        _tell_overrides(lasting, recorder)
+        return _record_end(
+            run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, allow_fresh)
+        )
+    finally:
+        lock.release()
+
+
+def _record_end(run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
+    """Train, and write down how it ended."""
+    try:
+        outcome = train()
     except UserError as error:
         write_exit_intent(run_dir, segment, int(error.exit), error.cause)
         recorder.event("stop", f"exit {int(error.exit)}: {error.cause}", code=int(error.exit))
@@ -124,6 +154,23 @@ def run(config: Config, world: World, *, allow_fresh: bool) -> Exit:
         raise
     recorder.close()
     return outcome
+
+
+def _check_same(mine: Overrides, standing: Overrides, run_dir: RunDir) -> None:
+    """Raise ConfigError if a rollback changed the overrides since this rank read them, or it saw an old file."""
+    if mine != standing:
+        raise ConfigError(
+            f"{run_dir.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
+            effect="this start would train without what a rollback decided",
+            remedy="start again; if it persists, the nodes do not see the same run directory",
+        )
+
+
+def _tell_overrides(lasting: Overrides, recorder: Recorder) -> None:
+    """Say at every start what the run directory adds to the configuration file."""
+    recorder.status(overrides=str(lasting))
+    if str(lasting):
+        recorder.event("overrides", f"of overrides.toml: {lasting}")
 
 
 def _refuse_unwanted_restart(run_dir: RunDir) -> None:
@@ -144,7 +191,7 @@ def _refuse_unwanted_restart(run_dir: RunDir) -> None:
         raise error
 
 
-def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *, allow_fresh: bool) -> Exit:
+def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lock: RunLock, allow_fresh: bool) -> Exit:
     """Build everything and run the loop."""
     model = models.build(config.model)
     parameters = model.count_parameters()
@@ -163,6 +210,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         config=config,
         identity=identity(config, packer),
         recorder=recorder,
+        guard=lock.check,
         protected=lambda: {*jobs.protected_steps(run_dir, config), *after_save.busy()},
     )
     device = throughput.device_name(world.device)
@@ -178,6 +226,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         device=device,
     )
     state = manager.resume(allow_fresh=allow_fresh)
+    world.decide(lambda: _join_line(run_dir, recorder.number, manager.parent, state))
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
     _list_skips(config, state, recorder)
     if world.is_main:
@@ -192,6 +241,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, *,
         world=world,
         model=model,
         optimizer=optimizer,
+        scaler=_loss_scaler(config, world, state, recorder),
         data=_loader(config, packer, world, state),
         saves=Saves(config, world, manager, after_save if world.is_main else _nothing, recorder, state.step),
         recorder=recorder,
@@ -302,8 +352,19 @@ def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> 
         prefetch=config.data.prefetch,
         with_lengths=config.data.uses_lengths,
         across_documents=config.data.loss_across_documents,
+        infilling=open_infilling(config, packer),
         pin=world.device.type == "cuda",
     )
+
+
+def _loss_scaler(config: Config, world: World, state: TrainState, recorder: Recorder) -> optim.LossScaler | None:
+    """For fp16: continues as the checkpoint says, or begins anew and says so."""
+    if parallel.compute_dtype(config, world.device) is not torch.float16:
+        return None
+    if state.step and state.loss_scale is None:
+        first = config.train.loss_scale.first
+        recorder.event("loss-scale", f"the checkpoint holds no loss scale; starting from {first:g}", step=state.step)
+    return optim.LossScaler(config.train.loss_scale, world, state.loss_scale)
 
 
 def _list_skips(config: Config, state: TrainState, recorder: Recorder) -> None:
@@ -311,6 +372,14 @@ def _list_skips(config: Config, state: TrainState, recorder: Recorder) -> None:
     for first, stop in open_skips(config).ranges:
         late = " (before this start's position: no effect)" if stop <= state.cursor else ""
         recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
+
+
+def _join_line(run_dir: RunDir, segment: int, parent: int | None, state: TrainState) -> None:
+    """Make this start the head of the lineage, before it records a step. Raises StorageError."""
+    try:
+        lineage.record(run_dir.segment(segment), parent=parent, kind="start", **vars(state))
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run_dir.path}: {error.strerror}") from None
 
 
 def _nothing(saved: Saved) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,9 @@ LAG = 2
 
 _QUARANTINE_BASE = 100_000
 """The share of quarantined documents is judged over at least so many, or one early bad document would stop a run."""
+
+_MAX_OVERFLOWS_AT_MIN = 10
+"""So many steps in a row may overflow at the smallest loss scale: more are no accident of the data."""
 
 
 class StepBatch(Protocol):
@@ -70,6 +73,7 @@ class _Issued:
 
     state: TrainState
     lr: float
+    ramps: dict[str, float]
     marks: list[Any]
     host_data: float
     host_checkpoint: float
@@ -96,6 +100,7 @@ class Trainer:
         config: the run.
         world: all ranks.
         model, optimizer: sharded, with their values.
+        scaler: of the loss, for fp16.
         data: this rank's batches, from `state` on.
         saves: makes checkpoints.
         recorder: writes the record (silent on other ranks than 0).
@@ -112,6 +117,7 @@ class Trainer:
         world: World,
         model: Decoder,
         optimizer: torch.optim.Optimizer,
+        scaler: optim.LossScaler | None,
         data: DataStream,
         saves: Saves,
         recorder: Recorder,
@@ -122,7 +128,8 @@ class Trainer:
         peak_flops: float | None,
     ) -> None:
         self.config, self.schedule, self.world = config, config.schedule, world
-        self.model, self.optimizer, self.data = model, optimizer, data
+        self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
+        model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.recorder, self.inbox = saves, recorder, inbox
         self.state, self._sources = state, source_names
         self._flops, self._peak = flops_per_token, peak_flops
@@ -130,6 +137,7 @@ class Trainer:
         self._verdict = Verdict()
         self._last_mark = self._mark()
         self._documents = self._quarantined = 0
+        self._overflows_at_min = 0
         self._data_error: DataError | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -178,27 +186,29 @@ class Trainer:
         waited = time.perf_counter() - waited
         state = TrainState(self.state.step + 1, batch.consumed, batch.cursor, batch.size)
         self._seed_dropout(state.step)
+        ramps = self.schedule.ramps_at(state.consumed)
+        self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
         counts = self._sum_counts(batch)
         # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
-        # size and divided by the number of targets of all ranks.
-        scale = self.world.size / counts[0].float()
-        sums = torch.zeros(2, len(self._sources), dtype=torch.float64, device=self.world.device)
+        # size and divided by the number of targets, or of samples with targets, of all ranks.
+        factor = self.world.size / counts[1 if self.config.data.by_sequence else 0].float()
+        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
+            factor *= self.scaler.scale * len(batch.micro)
+        sums = torch.zeros(2 * len(self._sources) + 2, dtype=torch.float64, device=self.world.device)
         marks = [self._last_mark, self._mark()]
         for index, micro in enumerate(batch.micro):
             parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
-            self._micro_step(micro, scale, sums)
+            self._micro_step(micro, factor, sums)
         marks.append(self._mark())
-        norm = optim.clip(self.model, self.config.train.grad_clip)
         lr = self.schedule.lr_at(state.consumed)
-        optim.set_lr(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        limit = self.config.train.grad_clip
+        update = optim.step(self.model, self.optimizer, lr=lr, clip=limit, scaler=self.scaler, parts=len(batch.micro))
         marks.append(self._mark())
         self.world.sum_(sums)
-        host_counts, host_sums, ready = self._to_host(counts, torch.cat((sums.flatten(), norm.double().view(1))))
+        host_counts, host_sums, ready = self._to_host(counts, torch.cat((update, sums)))
         seconds = self.saves.take_stalled()
         data = {"shares": batch.shares, "epochs": batch.epochs, "data_read": asdict(batch.reads)}
-        self._issued.append(_Issued(state, lr, marks, waited, seconds, host_counts, host_sums, ready, data))
+        self._issued.append(_Issued(state, lr, ramps, marks, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark = state, marks[-1]
 
     def _next_batch(self) -> StepBatch:
@@ -218,25 +228,35 @@ class Trainer:
         blank: StepBatch = self.data.blank(self.state.cursor, self.state.consumed)
         return blank
 
-    def _micro_step(self, micro: packed.MicroBatch, scale: Tensor, sums: Tensor) -> None:
-        """Forward and backward of one micro-batch; adds its loss sums and target counts to `sums` [2, sources]."""
-        device = self.world.device
-        losses, labels = packed.losses(self.model, micro, self.config.data, device)
-        (losses.sum() * scale).backward()
+    def _micro_step(self, micro: packed.MicroBatch, factor: Tensor, sums: Tensor) -> None:
+        """Forward and backward of one micro-batch; adds what it measures to `sums`.
+
+        Args:
+            factor: what the loss of a target (of a sample's mean target, if samples count alike) is multiplied by.
+            sums: fp64 [2 * sources + 2]: loss by source, targets by source, means of samples, squared log-normalisers.
+        """
+        device, weight, sources = self.world.device, self.config.train.z_loss, len(self._sources)
+        measured = packed.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
+        losses, targets = measured.losses.sum(1), (measured.labels != IGNORE).sum(1)
+        objective = losses if measured.penalties is None else losses + weight * measured.penalties.sum(1)
+        means = 1 / targets.clamp(min=1)
+        (objective * (factor * means if self.config.data.by_sequence else factor)).sum().backward()
         with torch.no_grad():
-            sources = micro.sources.to(device, non_blocking=True)
-            sums[0].index_add_(0, sources, losses.sum(1).double())
-            sums[1].index_add_(0, sources, (labels != IGNORE).sum(1).double())
+            of = micro.sources.to(device, non_blocking=True)
+            sums[:sources].index_add_(0, of, losses.double())
+            sums[sources:-2].index_add_(0, of, targets.double())
+            sums[-2] += (losses * means).double().sum()
+            if measured.penalties is not None:
+                sums[-1] += measured.penalties.double().sum()
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
-        """int64 [targets, documents, separators, adjacent, digest, quarantined, stop, save, no data, saved, overdue],
-
-        summed over all ranks.
-        """
+        """int64 [targets, samples with targets, documents, separators, adjacent, digest, quarantined, stop, save, no
+        data, saved, overdue], of all ranks."""
         asked = self.inbox.take()
         saved, retry, overdue = self.saves.signals()
         values = [
             batch.targets,
+            sum(packed.learning_samples(micro) for micro in batch.micro),
             batch.documents,
             batch.separators,
             batch.adjacent_specials,
@@ -293,11 +313,12 @@ class Trainer:
     def _record(self, issued: _Issued) -> dict[str, Any]:
         """The metrics record of a step (design, section 5)."""
         state, length = issued.state, self.config.data.sequence_length
-        targets, documents, separators, adjacent, digest, quarantined, *_ = issued.counts.tolist()
+        targets, samples, documents, separators, adjacent, digest, quarantined, *_ = issued.counts.tolist()
         self._documents += documents
         self._quarantined += quarantined
-        *sums, norm = issued.sums.tolist()
-        by_source = zip(self._sources, sums[: len(self._sources)], sums[len(self._sources) :], strict=True)
+        norm, scale, overflow, *sums, means, penalties = issued.sums.tolist()
+        losses, learned = sums[: len(self._sources)], sums[len(self._sources) :]
+        penalty = {"sum": json_number(self.config.train.z_loss * penalties), "count": targets}
         seconds = self._seconds(issued)
         rate = state.batch * length / seconds["iteration"]
         clip = self.config.train.grad_clip
@@ -306,17 +327,24 @@ class Trainer:
             "consumed": state.consumed,
             "cursor": state.cursor,
             "tokens": state.consumed * length,
-            "loss": {"sum": json_number(sum(sums[: len(self._sources)])), "count": targets},
-            "sources": {name: {"sum": json_number(loss), "count": int(count)} for name, loss, count in by_source},
+            "loss": {"sum": json_number(sum(losses)), "count": targets},
+            "loss_sequence": {"sum": json_number(means), "count": samples},
+            "z_loss": penalty if self.config.train.z_loss else None,
+            "sources": {
+                name: {"sum": json_number(loss), "count": int(count)}
+                for name, loss, count in zip(self._sources, losses, learned, strict=True)
+            },
             "grad_norm": json_number(norm),
             "clip": min(1.0, clip / (norm + 1e-6)) if clip and math.isfinite(norm) else 1.0,
-            "loss_scale": None,
-            "overflow": False,
+            "loss_scale": None if self.scaler is None else scale,
+            "overflow": overflow > 0,
             "lr": issued.lr,
-            "ramps": {"lr": issued.lr, "batch": state.batch, "shares": issued.data["shares"]},
+            "ramps": {"lr": issued.lr, "batch": state.batch, "shares": issued.data["shares"], **issued.ramps},
             "batch": state.batch,
             "sequence_length": length,
-            "mixture": {name: count / targets if targets else 0.0 for name, count in self._counts_by_source(sums)},
+            "mixture": {
+                n: count / targets if targets else 0.0 for n, count in zip(self._sources, learned, strict=True)
+            },
             "epochs": issued.data["epochs"],
             "data_digest": f"{digest % 2**64:016x}",
             "documents": documents,
@@ -329,9 +357,6 @@ class Trainer:
             "mfu": rate * self._flops / (self._peak * self.world.size) if self._peak else None,
             "memory_bytes": memory_in_use(self.world.device),
         }
-
-    def _counts_by_source(self, sums: list[float]) -> list[tuple[str, float]]:
-        return list(zip(self._sources, sums[len(self._sources) :], strict=True))
 
     def _seconds(self, issued: _Issued) -> dict[str, float]:
         """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
@@ -349,9 +374,10 @@ class Trainer:
         }
 
     def _check(self, record: dict[str, Any]) -> None:
-        """Stop on numbers that no one should train on."""
+        """Stop on numbers that no one should train on. A step that was skipped has trained nothing."""
         step = record["step"]
-        if record["grad_norm"] is None or not math.isfinite(mean_loss(record)):
+        self._check_scale(record)
+        if not record["overflow"] and (record["grad_norm"] is None or not math.isfinite(mean_loss(record))):
             raise NumericError(
                 f"step {step}: loss {mean_loss(record)}, gradient norm {record['grad_norm']}: not finite",
                 effect=f"weights after step {step - 1} are spoilt and were not saved",
@@ -363,6 +389,17 @@ class Trainer:
                 f"{self._quarantined} of {self._documents} documents failed the packer's checks by step {step}",
                 effect="the corpus is not what its manifest says; training on would waste tokens",
                 remedy="run `fsdp-data validate` on the sources; the log names the documents",
+            ).on_all_ranks()
+
+    def _check_scale(self, record: dict[str, Any]) -> None:
+        """Stop if overflows go on where the scale cannot fall any more. Raises NumericError."""
+        at_min = record["overflow"] and record["loss_scale"] <= self.config.train.loss_scale.min
+        self._overflows_at_min = self._overflows_at_min + 1 if at_min else 0
+        if self._overflows_at_min >= _MAX_OVERFLOWS_AT_MIN:
+            raise NumericError(
+                f"step {record['step']}: {self._overflows_at_min} steps in a row overflowed at the smallest loss scale",
+                effect="no scale helps: the values themselves are not finite in fp16, and every step would be skipped",
+                remedy="look at the loss and the gradient norm before; a lower learning rate or bf16 may help",
             ).on_all_ranks()
 
     def _target_step(self) -> int:
@@ -389,7 +426,9 @@ class Trainer:
         """Save what training has come to. Raises StorageError on every rank after too many failures."""
         self.collect(keep=0)  # so that nothing spoilt is ever saved
         self._verdict.save = False
-        self.saves.save(self.state, final=final, must_succeed=must_succeed)
+        scale = None if self.scaler is None else self.scaler.state()
+        state = replace(self.state, loss_scale=scale)
+        self.saves.save(state, final=final, must_succeed=must_succeed)
 
     # ------------------------------------------------------------------ the device
 

@@ -94,8 +94,8 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[dict[str, Any]
                 return record, replaced_by
         others = ", ".join(str(record["segment"]) for record, _ in found)
         raise ConfigError(f"segment {segment} has no record of step {step}; segments that have: {others or 'none'}")
-    if found and found[-1][1] is None:
-        return found[-1]
+    if kept := next((record for record, left_by in found if left_by is None), None):
+        return kept, None
     if found:
         old, (record, replaced_by) = [record["segment"] for record, _ in found], found[-1]
         raise ConfigError(
@@ -108,8 +108,7 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[dict[str, Any]
         raise ConfigError(f"{run.path} has no record of any step yet")
     (last,) = deque(read_metrics(run), maxlen=1)
     raise ConfigError(
-        f"step {step} is not in the record of {run.path}, which has steps {first['step']} to {last['step']}",
-        remedy="what another run trained before this one was forked from it is in that run's record",
+        f"step {step} is not in the record of {run.path}, which has steps {first['step']} to {last['step']}"
     )
 
 

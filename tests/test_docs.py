@@ -15,7 +15,7 @@ from data.findings import CATALOGUE
 from fsdp_pretrain.errors import Exit
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["docs/data.md", "docs/training.md", "docs/evaluation.md"]
+PAGES = ["docs/data.md", "docs/training.md", "docs/evaluation.md", "docs/plan.md", "docs/huggingface.md"]
 
 
 def blocks(page: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 pytest.importorskip("lm_eval")
@@ -21,10 +19,12 @@ import torch
 
 from eval import jobs
 from eval.checkpoints import read_checkpoint
-from eval.harness import CheckpointLM, find_tokenizer
+from eval.harness import CheckpointLM
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config import load
+from fsdp_pretrain.record.claim import this_process
 from fsdp_pretrain.record.files import RunDir
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -59,7 +59,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 def adapter(trained: Path) -> CheckpointLM:
     checkpoint = Store(trained / "checkpoints").find(30)
     model, config = read_checkpoint(checkpoint, "cpu")
-    return CheckpointLM(model, find_tokenizer(checkpoint, config, None), length=32, batch=3)
+    return CheckpointLM(model, find_tokenizer(checkpoint, config), length=32, batch=3)
 
 
 class Request:
@@ -232,13 +232,7 @@ def test_a_killed_worker_is_taken_over(run: Path, helpers: Any, run_command: Run
 
 def make_claim(job: jobs.Job, **changes: Any) -> Path:
     job.folder.mkdir(parents=True, exist_ok=True)
-    process = psutil.Process()
-    content = {
-        "token": "other",
-        "host": socket.gethostname(),
-        "pid": process.pid,
-        "process_started": process.create_time(),
-    }
+    content = {"token": "other", **this_process()}
     path = job.folder / "claim.json"
     path.write_text(json.dumps({**content, **changes}))
     return path
@@ -249,12 +243,12 @@ def test_claims(run: Path) -> None:
     config = load(run / "config.toml")
     first, second, _ = jobs.due_jobs(RunDir(run), config)
     with jobs.claim(first) as mine:
-        assert mine is not None and mine.still_mine()
+        assert mine is not None and mine.claim.still_mine()
         with jobs.claim(first) as other:  # held: nobody else gets it
             assert other is None
         with jobs.claim(second) as other:  # another job is free
             assert other is not None
-        assert mine.publish("{}\n")
+        assert mine.publish({})
     with jobs.claim(first) as done:  # done: nobody gets it again
         assert done is None
     assert [job.checkpoint.step for job in jobs.due_jobs(RunDir(run), config)] == [20, 30]
@@ -285,7 +279,7 @@ def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
     with jobs.claim(job) as mine:
         assert mine is not None
         make_claim(job)  # somebody took over meanwhile
-        assert not mine.publish("{}\n")
+        assert not mine.publish({})
     assert not job.results.exists() and (job.folder / "claim.json").exists()
 
 

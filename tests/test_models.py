@@ -223,12 +223,13 @@ def test_rotary_is_relative_and_keeps_lengths() -> None:
 @pytest.mark.parametrize("per_chunk", [1, 2**12, 2**26])
 def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
+    torch.manual_seed(0)
     hidden, weight = torch.randn(5, 201, 16), torch.randn(97, 16)
     labels = torch.randint(97, (5, 201))
     labels[0, :50] = loss.IGNORE
     results = []
     for compute in (
-        lambda h, w: loss.token_losses(h, w, labels),
+        lambda h, w: loss.token_losses(h, w, labels)[0],
         lambda h, w: F.cross_entropy((h @ w.T).flatten(0, 1), labels.flatten(), reduction="none").view(5, 201),
     ):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -236,8 +237,65 @@ def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, mon
         (losses.sum() / 7).backward()
         results.append((losses, h.grad, w.grad))
     for ours, plain in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=2e-5)
     assert results[0][0][0, :50].abs().sum() == 0
+
+
+@pytest.mark.parametrize("per_chunk", [2**12, 2**25])
+def test_log_normalisers_are_differentiable_too(per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each position with weights of its own for the loss and for the squared normaliser; in fp64 up to rounding."""
+    monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(2, 50, 16), torch.randn(97, 16), torch.randint(97, (2, 50))
+    labels[1, 20:40] = loss.IGNORE
+    a, b = torch.rand(2, 50), torch.rand(2, 50) * (labels != loss.IGNORE)
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    losses, normalisers = loss.token_losses(h, w, labels)
+    (losses * a + normalisers.square() * b).sum().backward()
+    h64, w64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = h64 @ w64.T
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 50)
+    (plain * a + logits.logsumexp(-1).square() * b).sum().backward()
+    assert h.grad is not None and w.grad is not None and h64.grad is not None and w64.grad is not None
+    torch.testing.assert_close(h.grad.double(), h64.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(w.grad.double(), w64.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("values", [LLAMA, GPT, {**LLAMA, "tied_head": True}, {**GPT, "tied_head": False}])
+def test_shrink_changes_the_gradient_of_the_table_and_nothing_else(values: dict[str, Any]) -> None:
+    x, found = tokens(), {}
+    for shrink, head in ((1.0, True), (0.3, True), (0.3, False), (0.0, False)):
+        model = make(values)
+        model.recompute_every = 1
+        model.embedding.shrink, model.embedding.shrink_head = shrink, head
+        losses = model(x[:, :-1], x[:, 1:])
+        losses.mean().backward()
+        found[shrink, head] = (losses.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    losses, plain = found[1.0, True]
+    _, without_input = found[0.0, False]
+    for (shrink, head), (other, gradients) in found.items():
+        assert torch.equal(losses, other)
+        for name, gradient in gradients.items():
+            expected = plain[name]
+            if name == "embedding.weight":  # tied: g_in + g_out, where g_out alone is what is left without input
+                out = without_input[name]
+                expected = shrink * plain[name] if head else shrink * (plain[name] - out) + out
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
+    assert without_input["embedding.weight"].any() == (make(values).head is None)
+
+
+def test_a_constant_shrink_leaves_adamw_where_it_was() -> None:
+    """Without clipping and with a tiny epsilon the step does not depend on the size of the gradient."""
+    x, ends = tokens(), []
+    for shrink in (1.0, 0.25):
+        model = make(LLAMA, tied_head=True)
+        model.embedding.shrink = shrink
+        optimizer = optim.build(model, OptimizerSection(lr=1e-3, eps=1e-30))
+        for _ in range(5):
+            model(x[:, :-1], x[:, 1:]).mean().backward()
+            optim.step(model, optimizer, lr=1e-3, clip=0.0, scaler=None, parts=1)
+        ends.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize("values", [LLAMA, GPT, {**GPT, "dropout": 0.2}])

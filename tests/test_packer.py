@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.corpus import build_blocks, read_manifest, write_corpus
+from data.hashing import permutation
 from data.packer import Packer
 from data.shards import Shard, ShardWriter
-from data.source import permutation
 from data.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 

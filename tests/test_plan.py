@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
-from fsdp_pretrain import models, optim
+from fsdp_pretrain import advice, cli, models, optim, plan
 from fsdp_pretrain.config import load
-from fsdp_pretrain.model_sections import LlamaModel
+from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.model_sections import LlamaModel, Model
 from fsdp_pretrain.parallel import materialise
 from fsdp_pretrain.plan import count_parameters
 from fsdp_pretrain.sections import OptimizerSection
-from fsdp_pretrain.throughput import flops_per_token, peak_flops
+from fsdp_pretrain.throughput import feed_forward, flops_per_token, hardware_flops_per_token, peak_flops, speed
 
 pytestmark = pytest.mark.quick
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -29,22 +32,36 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
     config = lab.config(train={"duration": "4K tokens", "micro_batch": 1, "batch_ramp": ramp}, parallel={"shard": 2})
     done = run_command("fsdp_pretrain.cli", "plan", config, "--world-size", 2, "--json")
     assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     config_model = LlamaModel(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=512)
     model = materialise(models.build(config_model), 1, torch.device("cpu"))
     exact = sum(parameter.numel() for parameter in model.parameters())
-    assert plan["parameters"] == exact
+    assert result["parameters"] == exact
     optimizer = optim.build(model, OptimizerSection(lr=1e-3))
     state = [*model.parameters(), *(t for s in optim.state_by_name(model, optimizer).values() for t in s.values())]
     held = sum(tensor.numel() * tensor.element_size() for tensor in state)
-    assert plan["checkpoint_bytes"] == pytest.approx(held, rel=1e-3)
-    assert plan["global_batches"] == [2, 4, 6, 8] and plan["world_sizes"] == [1, 2]
-    assert plan["world"]["micro_batches_per_step"] == [1, 2, 3, 4] and plan["world"]["replicas"] == 1
-    assert plan["samples"] >= 125 and plan["tokens"] == plan["samples"] * 32
-    steps = [row["step"] for row in plan["schedule"]]
-    assert steps == sorted(steps) and steps[-1] == plan["steps"]
+    assert result["checkpoint_bytes"] == pytest.approx(held, rel=1e-3)
+    assert result["global_batches"] == [2, 4, 6, 8] and result["world_sizes"] == [1, 2]
+    assert result["world"]["micro_batches_per_step"] == [1, 2, 3, 4] and result["world"]["replicas"] == 1
+    held_by_rank = result["world"]["state_bytes"]
+    assert held_by_rank == pytest.approx((held + 4 * exact) / 2, rel=1e-3)  # two shards
+    parts = result["world"]["memory"]
+    assert parts["total"] == sum(size for part, size in parts.items() if part not in ("total", "available"))
+    assert result["samples"] >= 125 and result["tokens"] == result["samples"] * 32
+    steps = [row["step"] for row in result["schedule"]]
+    assert steps == sorted(steps) and steps[-1] == result["steps"]
     shown = run_command("fsdp_pretrain.cli", "plan", config, "--world-size", 2).stdout
     assert f"{exact:_} parameters" in shown and "feasible: 1, 2" in shown
+
+
+def test_plan_shows_the_shrink(lab: Any, run_command: Run) -> None:
+    shrink = [{"at": "2 steps", "value": 0.1}, {"at": "12 steps", "value": 1.0}]
+    config = lab.config(optimizer={"embedding_shrink": shrink})
+    done = run_command("fsdp_pretrain.cli", "plan", config, "--at", "7 steps", "--json")
+    assert json.loads(done.stdout)["embedding_shrink"] == pytest.approx(0.55)
+    shown = run_command("fsdp_pretrain.cli", "plan", config).stdout.splitlines()
+    assert next(line for line in shown if "consumed" in line).endswith("embedding_shrink")
+    assert next(line for line in shown if line.split()[0] == "20").endswith("1.0000")  # the row of the last step
 
 
 @pytest.mark.parametrize(
@@ -52,9 +69,15 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
     [
         (["model.declared_params=57_000"], ["declared_params = 57_000", "51_360 parameters (-9.9%)"]),
         (["--world-size", "3"], ["do not split over 3 ranks", "feasible world sizes: 1, 2, 4"]),
-        (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide a world of 4"]),
+        (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide the world size 4"]),
+        (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
         (["train.duration=100"], ["bare number has no unit"]),
         (["--at", "soon"], ["--at: not a quantity"]),
+        (["train.loss_scale.min=1e6"], ["min = 1000000.0 is above first = 65536.0"]),
+        (
+            ["optimizer.embedding_shrink=[{at='9 steps',value=1.0},{at='8 samples',value=0.1}]"],
+            ["optimizer.embedding_shrink: a point at sample 8 follows one at sample 72"],
+        ),
     ],
 )
 def test_contradictions_are_refused(lab: Any, run_command: Run, arguments: list[str], expected: list[str]) -> None:
@@ -77,10 +100,139 @@ def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
     assert (row["consumed"], row["cursor"], row["shares"]) == (32, 64, {"a": 0.75, "b": 0.25})
 
 
+GOLDEN = {
+    "llama-7b": 6_738_415_616,
+    "llama-8b": 8_030_261_248,
+    "tr1-13b": 12_853_386_240,
+    "tr8-104b": 103_943_028_736,
+    "tr8-104b-deep": 103_958_492_400,
+    "glm-130b": 128_697_794_560,
+}
+"""Parameters as published, or by the closed forms of the papers."""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_preset_is_the_size_it_declares(path: Path) -> None:
+    model = TypeAdapter(Model).validate_python(tomllib.loads(path.read_text())["model"])
+    assert count_parameters(model) == model.declared_params == GOLDEN.get(path.stem, model.declared_params)
+
+
+def test_presets_are_their_closed_forms() -> None:
+    """The formulas of the papers, without building the models."""
+
+    def section(name: str) -> Any:
+        return TypeAdapter(Model).validate_python(
+            tomllib.loads((ROOT / f"configs/models/{name}.toml").read_text())["model"]
+        )
+
+    glm = section("glm-130b")
+    h, f = glm.hidden, feed_forward(glm)[0]
+    layer = (3 * h * h + 3 * h) + (h * h + h) + (2 * f * h + 2 * f) + (f * h + h) + 4 * h
+    assert (glm.rows, f) == (150_528, 32_768)
+    assert glm.layers * layer + glm.rows * h + 2 * h == glm.declared_params == GOLDEN["glm-130b"]
+    for name in ("tr1-13b", "tr8-104b", "tr8-104b-deep", "tr11-176b"):
+        gpt = section(name)
+        h, alibi = gpt.hidden, gpt.positions == "alibi"
+        ends = gpt.vocab * h + (4 * h if alibi else gpt.positions * h + 2 * h)
+        assert gpt.layers * (12 * h * h + 13 * h) + ends == gpt.declared_params
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[br]*/*.toml")), ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None:
     config = load(str(path))
     assert config.model.declared_params in (None, count_parameters(config.model))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "parameters", "markers", "warned"),
+    [
+        (
+            "tr8-104b",
+            ["model.init_std=0.02", "--world-size", "16", "--device", "NVIDIA A100-SXM4-80GB"],
+            GOLDEN["tr8-104b"], {"lr_peak": 6_494, "batch_full": 16_022},
+            ["hidden / layers is 512", "heads up to 256, not 512", "init_std = 0.02 is 4.0 times", "takes 6_494 steps",
+             "floor from 126_953_125 of 300_001_504", "limits the run to 16 ranks", "has 80 GiB: shard over more"],
+        ),
+        (
+            "glm-130b",
+            [],
+            GOLDEN["glm-130b"], {"lr_peak": 2_318, "batch_full": 4_296}, ["limits the run to 24 ranks"],
+        ),
+    ],
+    ids=["tr8-104b", "glm-130b"],
+)  # fmt: skip
+def test_recipes(
+    run_command: Run,
+    recipe: str,
+    options: list[str],
+    parameters: int,
+    markers: dict[str, int],
+    warned: list[str],
+) -> None:
+    done = run_command("fsdp_pretrain.cli", "plan", ROOT / f"configs/runs/{recipe}.toml", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["parameters"] == result["declared_params"] == parameters
+    assert {name: result["markers"][name]["step"] for name in markers} == markers
+    for text in warned:
+        assert any(text in warning for warning in result["warnings"]), (text, result["warnings"])
+
+
+def test_the_104b_that_was_57b() -> None:
+    config = load(str(ROOT / "configs/runs/tr8-104b.toml"), ["model.ffn=20_480"])
+    with pytest.raises(ConfigError, match=r"103_943_028_736, .* has 56_696_946_688 parameters \(-45.5%\)") as refused:
+        plan.plan(config)
+    assert refused.value.exit == Exit.REFUSED
+
+
+def test_a_warm_up_that_the_ramp_makes_long() -> None:
+    """tr1-13B: 216,320 samples were meant as 2,000 steps."""
+    config = load(str(ROOT / "configs/runs/tr1-13b.toml"))
+    assert advice.markers(config.schedule)["lr_peak"] == {"step": 8_641, "samples": 216_320, "tokens": 443_023_360}
+    assert advice.markers(config.schedule)["batch_full"]["step"] == 23_456
+    result = plan.plan(config)
+    assert result["parameters"] == result["declared_params"] == GOLDEN["tr1-13b"]
+    (warning,) = [text for text in result["warnings"] if "warm-up" in text]
+    assert "216_320 samples (443M tokens) takes 8_641 steps because of the batch ramp" in warning
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], []),
+        (["model.heads=40", "model.hidden=5200", "model.ffn=13_866"], ["head size of 130 is not a multiple of 8:"]),
+        (["model.heads=16", "model.hidden=2560", "model.ffn=6912"], ["head size of 160 is not a multiple of 64:"]),
+        (["model.ffn=4096"], ["ffn / hidden is 1.00, where the family has about 2.67"]),
+        (["model.vocab=50_257"], ["50257 rows, not a multiple of 64"]),
+        (["model.vocab=50_257", "model.vocab_multiple=128"], []),
+        (["model.layers=10"], ["hidden / layers is 410"]),
+        (["optimizer.decay=100_000 steps"], ["learning rate is at its floor from 25_600_000 of 488_281_344"]),
+        (["checkpoint.every=2_000_000 steps"], ["is longer than the run"]),
+    ],
+)
+def test_warnings(overrides: list[str], expected: list[str]) -> None:
+    config = load(str(ROOT / "configs/runs/llama-7b-hsdp.toml"), overrides)
+    warnings = advice.warnings(config)
+    assert len(warnings) == len(expected) and all(part in text for part, text in zip(expected, warnings, strict=True))
+
+
+def test_uneven_shards_are_mentioned_where_they_cost_something() -> None:
+    assert list(advice.shard_warning({"head.weight": 9}, 10_000, 8)) == []
+    (warning,) = advice.shard_warning({"head.weight": 20, "embedding.weight": 30}, 10_000, 8)
+    assert warning.startswith("rows of embedding.weight, head.weight do not divide by 8 shards") and "0.50%" in warning
+
+
+def test_a_rank_that_does_not_fit() -> None:
+    config = load(str(ROOT / "configs/runs/llama-7b-hsdp.toml"))
+    with pytest.raises(ConfigError, match=r"parallel.shard = 3 does not divide the world size 128"):
+        plan.plan(config, 128, gpus_per_node=3)
+    result = plan.plan(config, 128, device="NVIDIA A100-SXM4-40GB")
+    assert "has 40 GiB: shard over more" in result["warnings"][-1]
+    shown = plan.render(result)
+    assert "12.6 GiB per rank for parameters, gradients and optimiser" in shown and "of 40 GiB at the" in shown
+    total = result["world"]["memory"]["total"]
+    warnings = [list(advice.memory_warning(total, int(total * room), "it")) for room in (0.99, 1.01, 1.2)]
+    assert [len(found) for found in warnings] == [1, 1, 0] and "little is left" in warnings[1][0]
 
 
 def test_unknown_devices_have_no_peak() -> None:
@@ -96,6 +248,41 @@ def test_flops_reproduce_the_published_mfu_of_the_7b_run() -> None:
     """9,600 tokens/s on an H100 were published as 46% MFU (of the dense peak)."""
     model = LlamaModel(family="llama", layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000)
     assert 9600 * flops_per_token(6_738_415_616, model, 4096) / 989e12 == pytest.approx(0.455, abs=0.002)
+
+
+@pytest.mark.parametrize(("batch", "seconds", "tflops"), [(4224, 88.5, 134.15), (6144, 122.5, 140.97)])
+def test_megatron_formula_gives_the_logged_tflops_of_glm_130b(batch: int, seconds: float, tflops: float) -> None:
+    model = load(str(ROOT / "configs/runs/glm-130b.toml")).model
+    rates = speed(
+        GOLDEN["glm-130b"], model, 2048, batch=batch, seconds=seconds, devices=768, device="NVIDIA A100", recompute=1
+    )
+    assert rates["hardware_tflops_per_device"] == pytest.approx(tflops, abs=0.005)
+    assert rates["hfu"] == pytest.approx(tflops / 312, abs=1e-4)
+    if batch == 4224:
+        assert rates["mfu"] == pytest.approx(0.324, abs=0.0005)
+
+
+def test_hardware_flops_know_the_real_shape() -> None:
+    """Counted matrix by matrix: Llama 3 8B has fewer KV heads and ffn = 3.5 hidden."""
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
+    model = LlamaModel(family="llama", **shape)  # type: ignore[arg-type]
+    matrices = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    forward = 32 * (2 * matrices + 4 * 4096 * 8192)
+    assert hardware_flops_per_token(model, 8192) == 3 * (forward + 2 * 4096 * 128256)
+    assert hardware_flops_per_token(model, 8192, recompute=2) == 3 * (forward + 2 * 4096 * 128256) + forward / 2
+
+
+def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """3,700 tokens/s on an A100 were published as 57% MFU."""
+    command = ["fsdp-pretrain", "plan", str(ROOT / "configs/runs/llama-7b-hsdp.toml")]
+    command += ["--seconds-per-step", "2.214", "--world-size", "128"]
+    monkeypatch.setattr("sys.argv", [*command, "--device", "NVIDIA A100-SXM4-80GB", "--json"])
+    assert cli.main() == 0
+    rates = json.loads(capsys.readouterr().out)
+    assert rates["tokens_per_second_per_device"] == pytest.approx(3700, rel=1e-3)
+    assert rates["mfu"] == pytest.approx(0.555, abs=0.002)
+    monkeypatch.setattr("sys.argv", command)
+    assert cli.main() == 0 and "MFU unknown (no peak on file)" in capsys.readouterr().out
 
 
 def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import AppendFile, RunDir, read_json, read_lines, replace_file
 from fsdp_pretrain.record.journal import Journal, read
-from fsdp_pretrain.record.metrics import read_metrics
+from fsdp_pretrain.record.metrics import find_step, read_metrics
 from fsdp_pretrain.record.recorder import Recorder, write_exit_intent
 from fsdp_pretrain.status import ALERT, OK, WARN, inspect, render
 
@@ -89,7 +90,7 @@ def metric(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step, "consumed": step * 8, "cursor": step * 8, "tokens": step * 256, "loss": {"sum": 512.0, "count": 256},
         "sources": {"a": {"sum": 512.0, "count": 256}}, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 1e4, "mfu": None,
-        "memory_bytes": 2**30, "seconds": {"iteration": 0.5, "data": 0.0}, **changes,
+        "overflow": False, "loss_scale": None, "memory_bytes": 2**30, "seconds": {"iteration": 0.5, "data": 0.0}, **changes,
     }  # fmt: skip
 
 
@@ -98,16 +99,25 @@ def recorder(run: RunDir) -> Recorder:
 
 
 def test_restarts_make_one_curve(tmp_path: Path) -> None:
-    """A start that resumes from step r replaces what came after r; a start that made no step replaces nothing."""
+    """A segment that goes on from step r takes the place of what came after r; one without a state takes no place."""
     run = RunDir(tmp_path)
-    for steps in (range(1, 8), range(5, 7), range(0), range(6, 11)):
+    starts: list[tuple[int | None, int | None, range]] = [
+        (None, 0, range(1, 8)), (1, 4, range(5, 7)), (None, None, range(0)), (2, 5, range(6, 11)),
+    ]  # fmt: skip
+    for parent, start, steps in starts:
         record = recorder(run)
+        if start is not None:
+            lineage.record(record.segment, parent=parent, step=start, kind="start")
         for step in steps:
             record.step(metric(step), target=10)
         record.close()
     kept = list(read_metrics(run))
     assert [record["step"] for record in kept] == list(range(1, 11))
     assert [record["segment"] for record in kept] == [1] * 4 + [2] + [4] * 5
+    assert [(record["segment"], left_by) for record, left_by in find_step(run, 6)] == [(1, 2), (2, 4), (4, None)]
+    lineage.record(recorder(run).segment, parent=1, step=6, kind="start")  # somebody brought step 6 of 1 back
+    assert [(record["step"], record["segment"]) for record in read_metrics(run)] == [(step, 1) for step in range(1, 7)]
+    assert [(record["segment"], left_by) for record, left_by in find_step(run, 6)] == [(1, None), (2, 4), (4, 5)]
 
 
 def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_pretrain.schedule import BatchSchedule, Ramp, Schedule
+from fsdp_pretrain.schedule import BatchSchedule, Piecewise, Ramp, Schedule
 from fsdp_pretrain.units import BatchSize, Progress, Seconds, human_bytes, human_count, human_time
 
 pytestmark = pytest.mark.quick
@@ -152,3 +152,34 @@ def test_intervals_fire_once_in_every_unit() -> None:
 def test_impossible_ramps_are_refused(ramp: Ramp, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         BatchSchedule(64, ramp)
+
+
+@pytest.mark.parametrize(
+    ("points", "values"),
+    [
+        ([(10, 0.5)], {0: 0.5, 10: 0.5, 99: 0.5}),
+        ([(0, 0.1), (6000, 0.1), (6500, 1.0)], {1: 0.1, 6000: 0.1, 6250: 0.55, 6500: 1.0, 9999: 1.0}),
+        ([(100, 1.0), (100, 0.1)], {99: 1.0, 100: 0.1, 101: 0.1}),
+        # GLM-130B, the mended schedule: 0.2137 at step 23200.
+        ([(22850, 0.165), (28850, 1.0)], {23200: 0.2137, 22850: 0.165, 28850: 1.0}),
+    ],
+)
+def test_piecewise_values(points: list[tuple[int, float]], values: dict[int, float]) -> None:
+    ramp = Piecewise(points)
+    assert {at: pytest.approx(ramp.at(at), abs=5e-5) for at in values} == values
+
+
+def test_shrink_is_part_of_the_schedule_in_every_unit() -> None:
+    points = [(Progress(2, "step"), 0.1), (Progress(400, "token"), 1.0)]
+    common = {
+        "sequence_length": 10, "batch": BatchSchedule(4), "duration": Progress(100, "step"), "curve": "cosine",
+        "lr": 1.0, "min_lr": 0.1, "warmup": Progress(0, "step"), "decay": None,
+    }  # fmt: skip
+    schedule = Schedule(**common, shrink=points)
+    assert [schedule.at(step)["embedding_shrink"] for step in (1, 2, 6, 10, 50)] == pytest.approx(
+        [0.1, 0.1, 0.55, 1, 1]
+    )
+    assert {row["step"] for row in schedule.preview()} >= {2, 10}
+    assert "embedding_shrink" not in Schedule(**common).at(1)
+    with pytest.raises(ValueError, match=r"embedding_shrink: a point at sample 8 follows one at sample 40"):
+        Schedule(**common, shrink=points[::-1])

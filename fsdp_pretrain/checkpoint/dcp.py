@@ -10,19 +10,20 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, StorageError
@@ -30,7 +31,7 @@ from ..mesh import World
 from ..optim import state_by_name
 from ..record.files import replace_file
 from ..units import human_bytes
-from .digest import state_digest
+from .digest import StateDigest, state_digest
 from .space import GiveUp, Need, make_room
 from .store import (
     CONFIG,
@@ -43,6 +44,7 @@ from .store import (
     verify_files,
 )
 
+T = TypeVar("T")
 METADATA = ".metadata"
 _FILES_BESIDE = 8
 """Files of a checkpoint besides one per rank: metadata, manifest, and those that replace them atomically."""
@@ -84,9 +86,28 @@ class _HashingFileSystem(FileSystem):
         self.written.append(FileEntry(name, hashing.size, hashing.digest.hexdigest()))
 
 
-def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+class _Delivering(DefaultSavePlanner):
+    """Writes meta tensors whose values are fetched one by one, as their turn to be written comes."""
+
+    def __init__(self, world: World, fetch: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._fetch = fetch
+        self._sum = StateDigest(world)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        tensor = self._fetch(index.fqn)
+        self._sum.add(index.fqn, tensor)
+        return tensor
+
+    def digest(self) -> str:
+        """The digest of what was fetched; collective."""
+        return self._sum.total()
+
+
+def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """A checkpoint's tensors by name, `model.NAME` and `optim.NAME.{step,exp_avg,exp_avg_sq}`; live, not copies."""
-    return {"model": model.state_dict(), "optim": state_by_name(model, optimizer)}
+    state: dict[str, Any] = {"model": model.state_dict()}
+    return state if optimizer is None else {**state, "optim": state_by_name(model, optimizer)}
 
 
 def checkpoint_bytes(world: World, state: dict[str, Any]) -> int:
@@ -127,16 +148,22 @@ def save(
     facts: dict[str, Any],
     verify: bool,
     give_up: GiveUp = (),
+    guard: Callable[[], None] = lambda: None,
+    fetch: Callable[[str], torch.Tensor] | None = None,
 ) -> Saved:
     """Write, commit and verify a checkpoint. All ranks call it together.
 
     Args:
-        state: from `state_dict`, live or a copy; must not change meanwhile.
+        state: from `state_dict`, live or a copy; must not change meanwhile. Without optimiser state where only weights
+            are known (the manifest says so).
         train_state: contents of `train_state.json`.
         config: contents of `config.toml`.
         facts: further entries of the manifest.
         verify: read everything back.
         give_up: what may go if the checkpoint does not fit, see `space.make_room`; used on rank 0.
+        guard: asked on rank 0 before the commit; what it raises ends the save on every rank.
+        fetch: values of the tensors of `state`, which is then on the meta device, by flat name (`model.NAME`); called
+            for one after the other, so that the whole is never in memory.
 
     Raises:
         StorageError: on every rank, if it failed on any; what was written is removed.
@@ -145,9 +172,9 @@ def save(
     need = Need(checkpoint_bytes(world, state), world.size + _FILES_BESIDE)
     attempt, given_up = world.decide(lambda: _begin(store, step, need, give_up))
     try:
-        files = _write(world, attempt, state)
-        facts = {**facts, "state_digest": state_digest(world, _flatten(state))}
-        checkpoint = world.decide(lambda: _commit(store, attempt, files, train_state, config, facts))
+        files, digest = _write(world, attempt, state, fetch)
+        facts = {"optimizer": "optim" in state, **facts, "state_digest": digest}
+        checkpoint = world.decide(lambda: _commit(store, attempt, files, train_state, config, facts, guard))
     except StorageError:
         if world.is_main:
             store.discard(attempt)
@@ -170,14 +197,25 @@ def _begin(store: Store, step: int, need: Need, give_up: GiveUp) -> tuple[Path, 
     return store.begin(step), given_up
 
 
-def _write(world: World, attempt: Path, state: dict[str, Any]) -> list[FileEntry]:
-    """Let DCP write; the entries of all files of all ranks. Raises StorageError on every rank if any failed."""
+def _write(
+    world: World, attempt: Path, state: dict[str, Any], fetch: Callable[[str], torch.Tensor] | None
+) -> tuple[list[FileEntry], str]:
+    """Let DCP write; the entries of all files of all ranks, and the digest of what they hold.
+
+    Raises StorageError on every rank if any failed.
+    """
     files = _HashingFileSystem()
-    writer = FileSystemWriter(attempt, sync_files=True, overwrite=False)
+    # DCP holds on to the tensors of a file until it is written: what is fetched gets a file for each.
+    writer = FileSystemWriter(attempt, single_file_per_rank=fetch is None, sync_files=True, overwrite=False)
+    delivering = _Delivering(world, fetch) if fetch else None
     writer.fs = files
     failure = None
     try:
-        dcp.save(state, storage_writer=writer, process_group=world.host_group)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*single process")  # a command's world has no process group
+            dcp.save(
+                state, storage_writer=writer, planner=delivering or DefaultSavePlanner(), process_group=world.host_group
+            )
     except (CheckpointException, OSError, RuntimeError) as error:
         failure = _cause(error)
     outcomes = world.gather((failure, files.written))
@@ -189,7 +227,8 @@ def _write(world: World, attempt: Path, state: dict[str, Any]) -> list[FileEntry
             f"({human_bytes(free)} free)"
         )
     world.decide(lambda: _check_complete(attempt))
-    return [entry for _, written in outcomes for entry in written]
+    digest = delivering.digest() if delivering else state_digest(world, _flatten(state))
+    return [entry for _, written in outcomes for entry in written], digest
 
 
 def _cause(error: BaseException) -> str:
@@ -222,8 +261,15 @@ def _missing_chunks(metadata: Metadata) -> list[str]:
 
 
 def _commit(
-    store: Store, attempt: Path, files: list[FileEntry], train_state: str, config: str, facts: dict[str, Any]
+    store: Store,
+    attempt: Path,
+    files: list[FileEntry],
+    train_state: str,
+    config: str,
+    facts: dict[str, Any],
+    guard: Callable[[], None],
 ) -> Checkpoint:
+    guard()
     try:
         for name, content in ((TRAIN_STATE, train_state), (CONFIG, config)):
             replace_file(attempt / name, content)
@@ -256,15 +302,19 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     return [text for texts in world.gather(verify_files(checkpoint.path, mine)) for text in texts]
 
 
-def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Load a checkpoint, of any mesh, into a model and optimiser. All ranks call it together.
 
     The optimiser's hyperparameters are not stored; those of the configuration stay in force.
 
+    Returns:
+        Whether it has optimiser state. If not (it was imported), the optimiser is left as it is.
+
     Raises:
         CheckpointError: tensors are missing, superfluous, or of another shape or dtype, or not what was saved.
     """
-    state = state_dict(model, optimizer)
+    whole = world.decide(lambda: checkpoint.manifest().get("optimizer", True))
+    state = state_dict(model, optimizer if whole else None)
     world.decide(lambda: _compare(checkpoint, state))
     dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), process_group=world.host_group)
     digest, expected = state_digest(world, _flatten(state)), world.decide(checkpoint.manifest)["state_digest"]
@@ -276,8 +326,9 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torc
         ).on_all_ranks()
     model.load_state_dict(state["model"])
     parameters = dict(model.named_parameters())
-    for name, values in state["optim"].items():
+    for name, values in state.get("optim", {}).items():
         optimizer.state[parameters[name]] = values
+    return bool(whole)
 
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -287,6 +338,59 @@ def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group is the point
         dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=True)
+
+
+class Weights:
+    """The weights of a checkpoint of any mesh, read one by one in one process, without a process group.
+
+    Args:
+        checkpoint: whose files were verified.
+
+    Attributes:
+        shapes: of every parameter, by name.
+
+    Raises:
+        CheckpointError: its metadata cannot be read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._reader = checkpoint, _PatientReader(checkpoint.path)
+        items = self._read(self._reader.read_metadata).state_dict_metadata
+        tensors = {
+            name.removeprefix("model."): item
+            for name, item in items.items()
+            if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
+        }
+        self.shapes = {name: tuple(item.size) for name, item in tensors.items()}
+        self._dtypes = {name: item.properties.dtype for name, item in tensors.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A parameter, whole, in the dtype it is stored in. Raises CheckpointError."""
+        tensor = torch.empty(self.shapes[name], dtype=self._dtypes[name])
+        self._read(lambda: dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True))
+        return tensor
+
+    def _read(self, act: Callable[[], T]) -> T:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there is no process group is the point
+                return act()
+        except (CheckpointException, OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"cannot read {self._checkpoint.path}: {_cause(error)}",
+                remedy="if the run is live, retention may just have deleted it: take a newer one",
+            ) from None
+
+
+class _PatientReader(FileSystemReader):
+    """Reads the metadata once: with thousands of chunks it takes a second."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
 
 def _compare(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
@@ -329,4 +433,4 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, torch.Tensor | DTensor]:
     }
 
 
-__all__ = ["Saved", "load", "load_model", "save", "state_dict", "verify"]
+__all__ = ["Saved", "Weights", "load", "load_model", "save", "state_dict", "verify"]

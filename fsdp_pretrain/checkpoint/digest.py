@@ -29,12 +29,31 @@ def state_digest(world: World, tensors: dict[str, Any]) -> str:
     Args:
         tensors: by name; the name is part of the hash.
     """
-    own = 0
+    digest = StateDigest(world)
     for name, tensor in tensors.items():
-        local, offset = _share(world, tensor)
+        digest.add(name, tensor)
+    return digest.total()
+
+
+class StateDigest:
+    """The hash of tensors that come one after the other.
+
+    Args:
+        world: all ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world, self._own = world, 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Count a tensor, plain or a DTensor."""
+        local, offset = _share(self._world, tensor)
         if local is not None:
-            own += _digest(name, local.detach(), offset)
-    return f"{sum(world.gather(own)) % 2**64:016x}"
+            self._own += _digest(name, local.detach(), offset)
+
+    def total(self) -> str:
+        """The hash of all that was added; collective."""
+        return f"{sum(self._world.gather(self._own)) % 2**64:016x}"
 
 
 def _share(world: World, tensor: Tensor) -> tuple[Tensor | None, int]:

@@ -32,7 +32,12 @@ class Manager:
         config: the run.
         identity: see `state.identity`.
         recorder: where passed-over checkpoints, changes and deletions are told.
+        guard: raises BusyError when this job does not hold the run any more; asked before a save begins and before
+            it is committed.
         protected: steps that retention must spare for now (pending evaluations).
+
+    Attributes:
+        parent: the segment that wrote the checkpoint that was resumed from; None at a fresh start.
     """
 
     def __init__(
@@ -45,10 +50,13 @@ class Manager:
         config: Config,
         identity: dict[str, Any],
         recorder: Recorder,
+        guard: Callable[[], None],
         protected: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._world, self._store, self._model, self._optimizer = world, store, model, optimizer
-        self._config, self._identity, self._recorder, self._protected = config, identity, recorder, protected
+        self._config, self._identity, self._recorder = config, identity, recorder
+        self._guard, self._protected = guard, protected
+        self.parent: int | None = None
         fallback = config.checkpoint.fallback_dir
         self._fallback = None if fallback is None else Store(fallback / fallback_name(config))
         self._background = config.checkpoint.background
@@ -95,29 +103,38 @@ class Manager:
         self._world.decide(
             lambda: check_identity(content["identity"], self._identity, str(checkpoint.path), content["cursor"])
         )
-        dcp.load(self._world, checkpoint, self._model, self._optimizer)
+        whole = dcp.load(self._world, checkpoint, self._model, self._optimizer)
         if not checkpoint.verified:
             self._world.decide(lambda: self._store.mark_verified(checkpoint))
         state = TrainState.from_json(content)
+        self.parent = self._world.decide(checkpoint.manifest).get("segment")
         changed = self._world.decide(lambda: _changes(checkpoint, self._config, content, self._world))
         self._recorder.event(
             "resume",
             f"from {checkpoint.path.name}, {state.consumed:_} samples consumed"
+            + ("" if whole else "; it holds weights alone: the optimiser starts fresh")
             + (f"; changed: {'; '.join(changed)}" if changed else ""),
             step=state.step,
             consumed=state.consumed,
             cursor=state.cursor,
             changed=changed,
             passed_over=passed_over,
+            optimizer=whole,
         )
         return state
 
     def save(self, state: TrainState, *, final: bool) -> dcp.Saved:
-        """Write, commit and verify a checkpoint, then apply the retention policy. Raises StorageError on every rank."""
+        """Write, commit and verify a checkpoint, then apply the retention policy.
+
+        Raises:
+            StorageError: on every rank; BusyError if another job took the run over.
+        """
+        self._world.decide(self._guard)
         return self._save(self._world, state, final, dcp.state_dict(self._model, self._optimizer))
 
     def begin(self, state: TrainState) -> Pending[dcp.Saved]:
         """Copy the state, and do the same as `save` in the background; training may go on when this returns."""
+        self._world.decide(self._guard)
         tensors = self._stager.copy(dcp.state_dict(self._model, self._optimizer))
         world = self._world.on(self._writers)
         return Pending(lambda: self._save(world, state, False, tensors))
@@ -131,6 +148,7 @@ class Manager:
         shape = {"size": world.size, "replicas": world.replicas, "shards": world.shards}
         facts = {
             "run": config.run.name,
+            "segment": self._recorder.number,
             **vars(state),
             "tokens": state.consumed * config.data.sequence_length,
             "final": final,
@@ -151,6 +169,7 @@ class Manager:
                 facts=facts,
                 verify=config.checkpoint.verify,
                 give_up=give_up,
+                guard=self._guard,
             )
 
         try:

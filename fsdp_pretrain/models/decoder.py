@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,45 @@ from torch.utils.checkpoint import checkpoint
 from .layers import Initial
 from .loss import token_losses
 from .masks import Backend, Mask, Slots, block_mask, dense_mask
+
+
+class Embedding(nn.Embedding):
+    """A table of token vectors, possibly the output matrix as well, whose gradient can be shrunk (GLM-130B).
+
+    Only the backward pass differs: the values are the same to the bit. Set the attributes between steps.
+
+    Attributes:
+        shrink: what the table's gradient is multiplied by; 1 is off.
+        shrink_head: multiply also the part of the gradient that comes through the logits.
+    """
+
+    shrink = 1.0
+    shrink_head = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [...] -> [..., H]."""
+        return scale_gradient(super().forward(tokens), self.shrink)
+
+    def as_head(self) -> Tensor:
+        """The table as output matrix [V, H]."""
+        return scale_gradient(self.weight, self.shrink if self.shrink_head else 1.0)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """`x`; its gradient is multiplied by `factor`."""
+    out: Tensor = x if factor == 1.0 else _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
 
 
 class Decoder(nn.Module):
@@ -27,7 +67,7 @@ class Decoder(nn.Module):
 
     def __init__(self, vocab: int, hidden: int, *, tied_head: bool) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, hidden)
+        self.embedding = Embedding(vocab, hidden)
         self.blocks = nn.ModuleList()
         self.norm: nn.Module = nn.Identity()
         self.head = None if tied_head else nn.Linear(hidden, vocab, bias=False)
@@ -61,6 +101,8 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         slots: Slots | None = None,
         positions: Tensor | None = None,
+        *,
+        with_normalisers: bool = False,
     ) -> Tensor:
         """Logits, or the loss at every position.
 
@@ -69,9 +111,11 @@ class Decoder(nn.Module):
             labels: int64 [B, S], the token to predict at each position (`loss.IGNORE`: none), or None.
             slots: see `masks`; None is causal over the whole sample.
             positions: int64 [B, S], or [B, 2, S] where they have two dimensions, each less than S; None is 0..S-1.
+            with_normalisers: return the log-normalisers of the softmax as well.
 
         Returns:
-            labels given: fp32 [B, S], natural-log cross-entropy, zero where ignored; else logits [B, S, V].
+            labels given: fp32 [B, S], natural-log cross-entropy, zero where ignored, or [2, B, S] with the
+            log-normalisers after it; else logits [B, S, V].
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -83,10 +127,12 @@ class Decoder(nn.Module):
             else:
                 x = block(x, *context)
         x = self.norm(x)
-        weight = self.embedding.weight if self.head is None else self.head.weight
+        weight = self.embedding.as_head() if self.head is None else self.head.weight
         if labels is None:
             return nn.functional.linear(x, weight)
-        return token_losses(x, weight, labels)
+        losses, normalisers = token_losses(x, weight, labels)
+        # FSDP hooks the output: a view, or one of two results of a function, would be fragile there.
+        return torch.stack((losses, normalisers)) if with_normalisers else losses.clone()
 
     def count_parameters(self) -> int:
         """Exact number of parameters; tied ones count once. Works on the meta device."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..sections import DataSection
 from .decoder import Decoder
+from .loss import IGNORE
 from .masks import Slots
 
 
@@ -23,16 +24,30 @@ class MicroBatch(Protocol):
     positions: Tensor | None
 
 
-def losses(model: Decoder, micro: MicroBatch, data: DataSection, device: torch.device) -> tuple[Tensor, Tensor]:
+class Losses(NamedTuple):
+    """Of one micro-batch, on the model's device.
+
+    Attributes:
+        losses: fp32 [b, S], natural-log cross-entropy, zero where ignored.
+        labels: int64 [b, S].
+        penalties: fp32 [b, S], squared log-normalisers, zero where ignored, if asked for.
+    """
+
+    losses: Tensor
+    labels: Tensor
+    penalties: Tensor | None
+
+
+def losses(
+    model: Decoder, micro: MicroBatch, data: DataSection, device: torch.device, *, with_penalties: bool = False
+) -> Losses:
     """The loss at every position.
 
     Args:
         model: on `device`.
         micro: in host memory; with lengths if `data.uses_lengths`.
         data: for attention and positions.
-
-    Returns:
-        fp32 [b, S], natural-log cross-entropy, zero where ignored; int64 [b, S], the labels, on `device`.
+        with_penalties: also what the z-loss is made of.
     """
     tokens = micro.tokens.to(device, non_blocking=True)
     labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
@@ -47,4 +62,10 @@ def losses(model: Decoder, micro: MicroBatch, data: DataSection, device: torch.d
         positions = slots.positions(tokens.shape[1] - 1)
     if data.attention == "causal" and micro.prefix is None:
         slots = None
-    return model(tokens[:, :-1], labels, slots, positions), labels
+    out = model(tokens[:, :-1], labels, slots, positions, with_normalisers=with_penalties)
+    return Losses(out[0], labels, out[1].square()) if with_penalties else Losses(out, labels, None)
+
+
+def learning_samples(micro: MicroBatch) -> int:
+    """Samples of a micro-batch, in host memory, with at least one target."""
+    return len(micro.tokens) if micro.labels is None else int((micro.labels != IGNORE).any(1).sum())

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, UserError
+from . import lineage
 from .files import RunDir, read_json, read_lines, replace_file
 from .journal import Journal
 
 _POLL_SECONDS, _STUCK_SECONDS, _FINISH_SECONDS = 2.0, 120.0, 20.0
-_PLAIN = ("grad_norm", "lr", "tokens_per_second", "mfu", "memory_bytes", "consumed", "tokens", "batch")
+_PLAIN = ("grad_norm", "lr", "tokens_per_second", "mfu", "memory_bytes", "loss_scale", "consumed", "tokens", "batch")
 
 
 def check_installed() -> None:
@@ -47,7 +48,7 @@ def repository(run: RunDir) -> Path:
 
 
 class Mirror:
-    """Writes a run's record into Aim.
+    """Writes a run's record into Aim: the kept line. What a rollback leaves behind stays as an archived Aim run.
 
     Args:
         run: the run directory.
@@ -68,11 +69,19 @@ class Mirror:
         note = run.path / "aim.json"
         known = read_json(note) or {}
         same = known.get("repo") == str(self._repo) and (self._repo / ".aim").is_dir()
+        nodes = lineage.nodes(run)
+        self._line = lineage.line(nodes)
+        if same and any(node.kind == "rollback" and node.segment > known.get("segment", 0) for node in nodes):
+            left = aim.Repo(str(self._repo)).request_props(known["hash"], read_only=False)
+            left.name, left.archived = f"{left.name} (left by a rollback)", True
+            same = False  # points cannot be taken out of an Aim run
         self._aim = aim.Run(run_hash=known["hash"] if same else None, repo=str(self._repo), **options)
         config = tomllib.loads(run.config.read_text(encoding="utf-8"))
         self._aim.name = config["run"]["name"]
         self._aim["config"] = config
-        replace_file(note, json.dumps({"repo": str(self._repo), "hash": self._aim.hash}) + "\n")
+        head = self._line[-1].segment if self._line else 0
+        facts = {"repo": str(self._repo), "hash": self._aim.hash, "segment": max(head, known.get("segment", 0))}
+        replace_file(note, json.dumps(facts) + "\n")
         self._identity = (self._repo / ".aim").stat().st_ino
         self._offsets: dict[Path, int] = {}
 
@@ -81,11 +90,12 @@ class Mirror:
         if (self._repo / ".aim").stat().st_ino != self._identity:
             raise OSError(f"{self._repo} was replaced")
         count = 0
-        for segment in self._run.segments:
-            for record in self._new(segment / "metrics.jsonl"):
-                self._track_step(record)
-                count += 1
-        for entry in self._new(self._run.journal):
+        for part in self._line:
+            for record in self._new(self._run.segment(part.segment) / "metrics.jsonl"):
+                if part.after < record["step"] <= part.until:
+                    self._track_step(record)
+                    count += 1
+        for entry in lineage.drop_abandoned(self._new(self._run.journal)):
             if entry.get("kind") == "eval":
                 self._track_eval(entry)
                 count += 1

@@ -62,6 +62,21 @@ class RunDir:
         return self.path / "control"
 
     @property
+    def lock(self) -> Path:
+        """Who may write; see `record.lock`."""
+        return self.path / "lock.json"
+
+    @property
+    def overrides(self) -> Path:
+        """What rollbacks and forks changed for good; see `overrides`."""
+        return self.path / "overrides.toml"
+
+    @property
+    def rollback(self) -> Path:
+        """A rollback under way; see `rollback`."""
+        return self.path / "rollback.json"
+
+    @property
     def tokenizer(self) -> Path:
         """Copy of the tokenizer the run was started with."""
         return self.path / "tokenizer"
@@ -70,7 +85,8 @@ class RunDir:
     def segments(self) -> list[Path]:
         """One directory per start, oldest first."""
         folder = self.path / "segments"
-        return sorted(path for path in folder.glob("[0-9]*") if path.is_dir()) if folder.is_dir() else []
+        found = [path for path in folder.glob("[0-9]*") if path.is_dir()] if folder.is_dir() else []
+        return sorted(found, key=lambda path: int(path.name))
 
     def segment(self, number: int) -> Path:
         """Directory of the start with this number."""

@@ -1,4 +1,4 @@
-"""One metrics record per optimiser step, and how the records of all starts make one curve."""
+"""One metrics record per optimiser step, and how the records of all segments make one curve."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from . import lineage
 from .files import RunDir, read_lines
 
 
@@ -21,35 +22,31 @@ def json_number(value: float) -> float | None:
 
 
 def find_step(run: RunDir, step: int) -> list[tuple[dict[str, Any], int | None]]:
-    """Every record of a step, one per start that made it, oldest first.
+    """Every record of a step, one per segment that made it, oldest first.
 
     Returns:
-        (record, number of the start that replaced it by going back to an earlier step; None for the one kept).
+        (record, number of the segment that left it by going back to an earlier step; None for the one kept).
     """
+    known = lineage.nodes(run)
+    lines = {node.segment: lineage.line(known, node.segment) for node in known}
     found: list[tuple[dict[str, Any], int | None]] = []
-    for segment in run.segments:
-        path = segment / "metrics.jsonl"
-        first = next((record["step"] for record, _ in read_lines(path)), math.inf)
-        if first <= step:
-            found = [(record, int(segment.name) if by is None else by) for record, by in found]
-        found += [
-            (record, None)
-            for record, _ in read_lines(path, holding=f'"step": {step}'.encode())
-            if record["step"] == step
-        ]
+    for number in lines:
+        path = run.segment(number) / "metrics.jsonl"
+        for record, _ in read_lines(path, holding=f'"step": {step}'.encode()):
+            if record["step"] == step:
+                left = [later for later in lines if later > number and not lineage.holds(lines[later], number, step)]
+                kept = lineage.holds(lines[max(lines)], number, step)
+                found.append((record, None if kept or not left else left[0]))
     return found
 
 
 def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
-    """The kept line: records in step order, each step once, from the last start that made it.
-
-    A start that resumes from step r replaces what earlier starts recorded after r.
-    """
-    paths = [path for segment in run.segments if (path := segment / "metrics.jsonl").exists()]
-    starts = [next((record["step"] for record, _ in read_lines(path)), math.inf) for path in paths]
-    for index, path in enumerate(paths):
-        end = min(starts[index + 1 :], default=math.inf)
-        for record, _ in read_lines(path):
-            if record["step"] >= end:
+    """The kept line: records with strictly increasing steps, each from the segment that `lineage` names."""
+    last = 0
+    for part in lineage.line(lineage.nodes(run)):
+        for record, _ in read_lines(run.segment(part.segment) / "metrics.jsonl"):
+            if record["step"] > part.until:
                 break
-            yield record
+            if record["step"] > max(part.after, last):
+                last = record["step"]
+                yield record

@@ -144,13 +144,14 @@ def mean_loss_or_none(record: dict[str, Any]) -> float | None:
 
 def console_line(record: dict[str, Any], target: int) -> str:
     """One step on one line, `key=value` in a fixed order, parseable by a regular expression."""
-    seconds, mfu, norm = record["seconds"], record["mfu"], record["grad_norm"]
+    seconds, mfu, norm, scale = (record[key] for key in ("seconds", "mfu", "grad_norm", "loss_scale"))
     eta = (target - record["step"]) * seconds["iteration"]
     fields = {
         "step": f"{record['step']}/{target}",
         "tokens": human_count(record["tokens"]),
         "loss": f"{mean_loss(record):.4f}",
-        "gnorm": "nan" if norm is None else f"{norm:.3f}",
+        "gnorm": "overflow" if record["overflow"] else "nan" if norm is None else f"{norm:.3f}",
+        **({} if scale is None else {"scale": f"{scale:g}"}),
         "lr": f"{record['lr']:.2e}",
         "tok/s": human_count(record["tokens_per_second"]),
         "mfu": "-" if mfu is None else f"{mfu:.1%}",

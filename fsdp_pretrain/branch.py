@@ -1,0 +1,188 @@
+"""What it would mean to go on from a checkpoint with other settings: worked out and checked before anything is touched.
+
+Rollback and fork both begin here. Whatever a resume would refuse is refused now, while the run is still as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from data.opening import check_supply, open_packer, open_skips, shares_at
+
+from . import overrides
+from .checkpoint.store import CONFIG, Checkpoint, Store, verify_files
+from .config import Config, load
+from .errors import CheckpointError, ConfigError
+from .overrides import Overrides
+from .record.files import RunDir
+from .record.metrics import find_step
+from .state import TrainState, check_identity, differences, identity
+from .units import SampleRange
+
+_AHEAD = (1, 10, 100, 1000)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A checkpoint of a run and the configuration to go on with.
+
+    Attributes:
+        checkpoint: verified, its bytes just read back.
+        segment: that wrote it; None if no segment did (an import).
+        state: its counters.
+        before: the configuration of the run as it stands.
+        after: the one to go on with.
+        overrides: what of `after` must outlive restarts.
+        skip: samples that this change adds to the skipped ones.
+    """
+
+    checkpoint: Checkpoint
+    segment: int | None
+    state: TrainState
+    before: Config
+    after: Config
+    overrides: Overrides
+    skip: SampleRange | None
+
+    def report(self) -> dict[str, Any]:
+        """What changes and where the schedules stand, JSON values."""
+        old, new, trained = (
+            config.model_dump(mode="json") for config in (self.before, self.after, load(self.checkpoint.path / CONFIG))
+        )
+        return {
+            "step": self.state.step,
+            "segment": self.segment,
+            "consumed": self.state.consumed,
+            "cursor": self.state.cursor,
+            "skip": str(self.skip) if self.skip else None,
+            "changes": differences(old, new),
+            "since_checkpoint": differences(trained, new),
+            "schedule": {
+                "before": schedule_from(self.before, self.state),
+                "after": schedule_from(self.after, self.state),
+            },
+        }
+
+
+def prepare(
+    run: RunDir,
+    step: int,
+    *,
+    changes: Sequence[str] = (),
+    skip_steps: tuple[int, int] | None = None,
+    place: Sequence[str] = (),
+) -> Branch:
+    """Check everything about going on from a checkpoint.
+
+    Args:
+        run: the run directory.
+        step: of the checkpoint.
+        changes: `section.key=value`.
+        skip_steps: first and last step, as recorded on the kept line, whose samples shall not be trained.
+        place: further `section.key=value` that belong to a directory, not to the run, and so do not last.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: the changes contradict each other, the run, or what a resume may change.
+        DataError: the corpora cannot be read, or do not last.
+    """
+    for text in changes:
+        if text.partition("=")[0].strip() == "data.skip":
+            raise ConfigError(f"{text!r}: skipped samples are added with --skip-steps, or in the configuration file")
+    checkpoint = Store(run.checkpoints).find(step)
+    wrong = verify_files(checkpoint.path, tqdm(checkpoint.files(), desc="reading back", delay=2, disable=None))
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.path} is damaged: {wrong[0]}", remedy="choose another step, see `fsdp-pretrain checkpoints`"
+        )
+    content = checkpoint.train_state()
+    state = TrainState.from_json(content)
+    skip = _samples(run, state, *skip_steps) if skip_steps else None
+    standing = overrides.read(run)
+    before = overrides.apply(run.config, (), standing)
+    added = standing.add([_absolute(text, load(run.config, [text])) for text in changes], [skip] if skip else [])
+    after = overrides.apply(run.config, place, added)
+    packer = open_packer(after)
+    check_identity(content["identity"], identity(after, packer), str(checkpoint.path), state.cursor)
+    check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
+    return Branch(checkpoint, checkpoint.manifest().get("segment"), state, before, after, added, skip)
+
+
+def _absolute(text: str, config: Config) -> str:
+    """An override with its value as the configuration resolved it, so that it means the same in any directory."""
+    key = text.partition("=")[0].strip()
+    found = overrides.value(config.model_dump(mode="json"), key)
+    plain = isinstance(found, str | int | float) or (isinstance(found, list) and all(isinstance(x, str) for x in found))
+    return f"{key}={json.dumps(found)}" if plain else text
+
+
+def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRange:
+    """The samples of steps `first` to `last` inclusive, by the run's own record. Raises ConfigError."""
+    if not state.step < first <= last:
+        raise ConfigError(
+            f"--skip-steps {first}:{last} with a return to step {state.step}: the steps to skip must come after it, "
+            "in order",
+            remedy=f"go back to a checkpoint before step {first}" if first <= last else "write FIRST:LAST",
+        )
+    begin = state.cursor if first == state.step + 1 else _cursor(run, first - 1)
+    return SampleRange(begin, _cursor(run, last))
+
+
+def _cursor(run: RunDir, step: int) -> int:
+    """Position in the data after a step of the kept line."""
+    for record, left_by in find_step(run, step):
+        if left_by is None:
+            return int(record["cursor"])
+    raise ConfigError(
+        f"the record has no step {step} on the kept line, so which samples to skip is not known",
+        remedy=f"`fsdp-pretrain where {run.path} --step {step}` tells what there is; sample ranges can be written into "
+        "data.skip of the configuration",
+    )
+
+
+def schedule_from(config: Config, state: TrainState) -> list[dict[str, Any]]:
+    """The schedule after so many more steps from a checkpoint on; ends with the run."""
+    rows, schedule, consumed, cursor = [], config.schedule, state.consumed, state.cursor
+    skips = open_skips(config)
+    for ahead in range(1, _AHEAD[-1] + 1):
+        if consumed >= schedule.total:
+            break
+        batch = schedule.batch.batch_at(consumed)
+        start, cursor, consumed = cursor, skips.after(cursor, batch), consumed + batch
+        if ahead in _AHEAD:
+            row = {"step": state.step + ahead, "consumed": consumed, "cursor": cursor, "batch": batch}
+            rows.append({**row, "lr": schedule.lr_at(consumed), "shares": shares_at(config, start)})
+    return rows
+
+
+def render(report: dict[str, Any]) -> list[str]:
+    """Lines for people: what changes, and the schedules before and after."""
+    lines = [
+        f"  from        step {report['step']:_}, {report['consumed']:_} samples trained, {report['cursor']:_} read"
+    ]
+    lines += [f"  skip        samples {report['skip'].removesuffix(' samples')}"] if report["skip"] else []
+    lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report["changes"] or ["none"])]
+    other = [text for text in report["since_checkpoint"] if text not in report["changes"]]
+    lines += [f"  {'earlier' if not at else '':11} {text} (since the checkpoint)" for at, text in enumerate(other)]
+    lines.append(f"  {'schedule':8} {'step':>12} {'consumed':>14} {'cursor':>14} {'batch':>6} {'lr':>10}  shares")
+    for name, rows in report["schedule"].items():
+        for row in rows:
+            shares = ", ".join(f"{source} {share:.3g}" for source, share in row["shares"].items())
+            lines.append(
+                f"  {name:8} {row['step']:>12_} {row['consumed']:>14_} {row['cursor']:>14_} {row['batch']:>6} "
+                f"{row['lr']:>10.3e}  {shares}"
+            )
+    return lines
+
+
+def sentence(report: dict[str, Any], reason: str) -> str:
+    """The change in one line, for the journal."""
+    parts = [f"samples {report['skip']} are skipped".replace(" samples", "")] if report["skip"] else []
+    parts += [text for text in report["changes"] if not text.startswith(("data.skip", "run.dir", "run.name"))]
+    parts += [f"because: {reason}"] if reason else []
+    return "; ".join(parts)

@@ -1,0 +1,400 @@
+"""Hugging Face folders out of checkpoints and into them, tensor by tensor: the model is never in memory as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from data.opening import open_packer
+
+from .. import __version__, models
+from ..config import Config, load
+from ..errors import CheckpointError, ConfigError, DataError, StorageError
+from ..mesh import Alone
+from ..model_sections import AnyModel
+from ..record.files import RunDir
+from ..record.journal import Journal
+from ..state import TrainState, differences, identity
+from ..units import human_bytes
+from . import dcp
+from .hf_layout import Weight, function, is_computed, read_model, to_hf, weights, without_base
+from .store import CONFIG, Checkpoint, Store, sync_directory, verify_files
+from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+_SAFE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
+_INDEX = "model.safetensors.index.json"
+
+
+# ------------------------------------------------------------------------ out
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export_checkpoint` wrote: bytes of weights, number of their files, and a word about the tokenizer."""
+
+    folder: Path
+    parameters: int
+    bytes: int
+    files: int
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor to be written: what of, and its final shape and bytes."""
+
+    weight: Weight
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def export_checkpoint(
+    run: RunDir, step: int, out: Path, *, dtype: str, shard_bytes: int, tokenizer_path: Path | None = None
+) -> Exported:
+    """Write the weights, configuration and tokenizer of a checkpoint as a folder that transformers loads.
+
+    Reads checkpoints of any mesh in one process, of live runs too, and verifies every checksum first. The folder is
+    written under another name and renamed when it is whole.
+
+    Args:
+        run: the run.
+        step: of the checkpoint.
+        out: the folder; must not exist.
+        dtype: key of `DTYPES`.
+        shard_bytes: largest size of a file of weights (a larger tensor has a file of its own).
+        tokenizer_path: of the tokenizer, if not the run's copy.
+
+    Raises:
+        ConfigError: `out` exists, or transformers cannot express the model.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        StorageError: it does not fit, or cannot be written.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists", remedy="name a folder that does not; nothing is overwritten")
+    checkpoint = Store(run.checkpoints).find(step)
+    config = load(checkpoint.path / CONFIG)
+    tokenizer = find_tokenizer(checkpoint, config, tokenizer_path)
+    type_name = str(DTYPES[dtype]).removeprefix("torch.")
+    length = config.data.sequence_length
+    content = to_hf(config.model, sequence_length=length, eod=tokenizer.eod, dtype=type_name)
+    _verify(checkpoint)
+    stored = dcp.Weights(checkpoint)
+    pieces = [_piece(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)]
+    files = _deal(pieces, shard_bytes)
+    facts = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
+    with _appearing(out, sum(piece.bytes for piece in pieces)) as folder:
+        _write_weights(folder, files, stored, DTYPES[dtype], facts)
+        _write_json(folder / "config.json", content)
+        ends = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
+        said = export_tokenizer(tokenizer, folder, sequence_length=length)
+    parameters = sum(piece.bytes for piece in pieces) // DTYPES[dtype].itemsize
+    return Exported(out, parameters, sum(piece.bytes for piece in pieces), len(files), said)
+
+
+def _verify(checkpoint: Checkpoint) -> None:
+    entries = checkpoint.files()
+    bar = tqdm(entries, desc="verifying", unit="files", delay=2, disable=None)
+    wrong = verify_files(checkpoint.path, bar)
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.path} is damaged: {wrong[0]}",
+            effect="nothing was exported",
+            remedy="export another step; `fsdp-pretrain checkpoints RUN verify` says which are whole",
+        )
+
+
+def _piece(weight: Weight, stored: dcp.Weights, dtype: torch.dtype) -> _Piece:
+    shapes = [stored.shapes[name] for name in weight.ours]
+    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    count = torch.Size(shape).numel()
+    return _Piece(weight, shape[::-1] if weight.transposed else shape, count * dtype.itemsize)
+
+
+def _deal(pieces: list[_Piece], shard_bytes: int) -> list[tuple[str, list[_Piece]]]:
+    """The pieces over files of at most `shard_bytes`, in their order: (file name, its pieces)."""
+    groups: list[list[_Piece]] = []
+    size = 0
+    for piece in pieces:
+        if not groups or size + piece.bytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += piece.bytes
+    if len(groups) == 1:
+        return [("model.safetensors", groups[0])]
+    return [(f"model-{n:05d}-of-{len(groups):05d}.safetensors", group) for n, group in enumerate(groups, 1)]
+
+
+@contextmanager
+def _appearing(out: Path, needed: int) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` if all goes well and else disappears. Raises StorageError."""
+    partial = out.with_name(f".{out.name}.writing-{uuid.uuid4().hex[:12]}")
+    try:
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if free < needed:
+            raise StorageError(f"the export needs {human_bytes(needed)}, {out.parent} has {human_bytes(free)} free")
+        yield partial
+        sync_directory(partial)
+        partial.rename(out)
+        sync_directory(out.parent)
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror or error}", effect="nothing was exported") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_weights(
+    folder: Path,
+    files: list[tuple[str, list[_Piece]]],
+    stored: dcp.Weights,
+    dtype: torch.dtype,
+    facts: dict[str, str],
+) -> None:
+    total = sum(piece.bytes for _, group in files for piece in group)
+    with tqdm(total=total, desc="exporting", unit="B", unit_scale=True, delay=2, disable=None) as bar:
+        for name, group in files:
+            _write_file(folder / name, group, stored, dtype, facts, bar)
+    if len(files) > 1:
+        where = {piece.weight.theirs: name for name, group in files for piece in group}
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _write_file(
+    path: Path, group: list[_Piece], stored: dcp.Weights, dtype: torch.dtype, facts: dict[str, str], bar: Any
+) -> None:
+    """A safetensors file, written forward: size of the header, header, data. The library needs a file's tensors all
+    at once."""
+    header: dict[str, Any] = {"__metadata__": facts}
+    end = 0
+    for piece in group:
+        span = [end, end := end + piece.bytes]
+        header[piece.weight.theirs] = {"dtype": _SAFE_NAMES[dtype], "shape": piece.shape, "data_offsets": span}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for piece in group:
+            tensor = _to_theirs(piece.weight, stored, dtype)
+            file.write(tensor.view(torch.uint8).numpy().data)
+            bar.update(piece.bytes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _to_theirs(weight: Weight, stored: dcp.Weights, dtype: torch.dtype) -> Tensor:
+    """One tensor as the folder has it, flat."""
+    parts = [stored[name].to(dtype) for name in weight.ours]
+    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if dtype is torch.float16 and not tensor.isfinite().all():
+        raise CheckpointError(f"{weight.ours[0]} has values that fp16 cannot hold", remedy="export with --dtype bf16")
+    return (tensor.T if weight.transposed else tensor).flatten()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------- in
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What `import_folder` made; `padded` rows of the embedding table were not in the folder."""
+
+    saved: dcp.Saved
+    padded: int
+    tokenizer: str
+
+
+def import_folder(run: RunDir, folder: Path, config: Config) -> Imported:
+    """Make the checkpoint of step 0 of a new run from a Hugging Face folder: fp32 weights, no optimiser state.
+
+    Args:
+        run: its directory, new or empty.
+        folder: `config.json` and safetensors.
+        config: of the run; its model must be that of the folder.
+
+    Raises:
+        ConfigError: the configuration is for another model or another run, or the run has begun.
+        DataError: the folder is incomplete, or its tokenizer is not that of the corpora.
+        StorageError: the checkpoint cannot be written.
+    """
+    store = Store(run.checkpoints)
+    if config.run.dir.resolve() != run.path.resolve():
+        raise ConfigError(f"the configuration is for run.dir = {config.run.dir}, not for {run.path}")
+    if store.scan() or run.segments:
+        raise ConfigError(
+            f"{run.path} holds a run that has begun",
+            effect="its checkpoints would no longer be those of one training",
+            remedy="import into a new run.dir",
+        )
+    theirs = read_model(folder)
+    _refuse_another_model(folder, theirs, config.model)
+    source = _Folder(folder, theirs, config.model)
+    packer = open_packer(config)
+    said = compare_with_folder(next(iter(packer.corpora.values())).tokenizer(), folder)
+    state = TrainState()
+    shape = {"size": 1, "replicas": 1, "shards": 1}
+    total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
+    with tqdm(total=total, desc="importing", unit="B", unit_scale=True, delay=2, disable=None) as bar:
+
+        def fetch(key: str) -> Tensor:
+            tensor = source.read(key.removeprefix("model."))
+            bar.update(tensor.numel() * tensor.element_size())
+            return tensor
+
+        saved = dcp.save(
+            Alone(),
+            store,
+            state.step,
+            state={"model": source.parameters},
+            fetch=fetch,
+            train_state=state.to_json(identity=identity(config, packer), tokens=0, world=shape),
+            config=config.to_toml(),
+            facts={
+                "run": config.run.name,
+                **vars(state),
+                "tokens": 0,
+                "final": False,
+                "world": shape,
+                "torch": torch.__version__,
+                "fsdp_pretrain": __version__,
+                "imported": str(folder.resolve()),
+            },
+            verify=True,
+        )
+    text = f"weights of {folder.resolve()}; {said}"
+    if source.padded:
+        text += f"; {source.padded} rows of the embedding table are the mean of the others"
+    journal = Journal(run)
+    journal.write("import", text, step=0, folder=str(folder.resolve()), padded=source.padded)
+    journal.close()
+    return Imported(saved, source.padded, said)
+
+
+def _refuse_another_model(folder: Path, theirs: AnyModel, ours: AnyModel) -> None:
+    wrong = differences(function(theirs), function(ours), "model")
+    if theirs.rows > ours.rows:
+        wrong.append(f"rows of the embedding table: {theirs.rows} -> {ours.rows} (model.vocab, model.vocab_multiple)")
+    if wrong:
+        raise ConfigError(
+            f"the model of {folder} is not that of the configuration (folder -> configuration):\n    "
+            + "\n    ".join(wrong),
+            effect="the weights would compute something else than they were trained to",
+            remedy="`fsdp-pretrain checkpoints RUN import HF_DIR --show-model` prints the [model] section that fits",
+        )
+
+
+class _Folder:
+    """The weights of a folder under our names.
+
+    Args:
+        folder: with safetensors.
+        theirs, ours: the model as the folder and as the configuration has it; they differ at most in rows.
+
+    Attributes:
+        parameters: fp32 tensors on the meta device, by our names.
+        padded: rows of the embedding table that the folder does not have.
+
+    Raises:
+        DataError: tensors are missing, unknown, or of another shape or kind.
+    """
+
+    def __init__(self, folder: Path, theirs: AnyModel, ours: AnyModel) -> None:
+        self.parameters: dict[str, Tensor] = models.build(ours).state_dict()
+        self.padded = ours.rows - theirs.rows
+        self._rows = theirs.rows
+        files = _tensors(folder)
+        bare = {without_base(name): name for name in files}
+        table = weights(ours, list(self.parameters))
+        found = {weight.theirs: bare.get(without_base(weight.theirs)) for weight in table}
+        problems = [f"{name} is missing" for name, there in found.items() if there is None]
+        tied = {"lm_head.weight"} if ours.tied_head else set()  # some writers store the table twice
+        known = {*found.values(), *tied}
+        problems += [f"{name} is unknown" for name in files if name not in known and not is_computed(name)]
+        self._places: dict[str, tuple[Path, str, Weight, int]] = {}
+        for weight in table:
+            name = found[weight.theirs]
+            if name is None:
+                continue
+            path, shape, kind = files[name]
+            wanted = self._wanted(weight)
+            if shape != wanted or kind not in ("F64", "F32", "F16", "BF16"):
+                problems.append(f"{name} is {kind} {list(shape)}, it should be {list(wanted)} in F32, F16 or BF16")
+            for number, parameter in enumerate(weight.ours):
+                self._places[parameter] = (path, name, weight, number)
+        if problems:
+            more = f"\n    and {len(problems) - 10} more" if len(problems) > 10 else ""
+            raise DataError(
+                f"the tensors of {folder} do not fit its config.json:\n    " + "\n    ".join(problems[:10]) + more
+            )
+
+    def _is_padded(self, name: str) -> bool:
+        return self.padded > 0 and name in ("embedding.weight", "head.weight")
+
+    def _wanted(self, weight: Weight) -> tuple[int, ...]:
+        shapes = [tuple(self.parameters[name].shape) for name in weight.ours]
+        rows = self._rows if self._is_padded(weight.ours[0]) else sum(shape[0] for shape in shapes)
+        shape = (rows, *shapes[0][1:])
+        return shape[::-1] if weight.transposed else shape
+
+    def read(self, name: str) -> Tensor:
+        """A parameter, in fp32 and in memory of its own. Raises OSError."""
+        path, stored, weight, number = self._places[name]
+        height = self.parameters[name].shape[0]
+        part = slice(number * height, (number + 1) * height)
+        with safe_open(path, "pt") as file:  # opened anew for each, so that nothing stays mapped
+            view = file.get_slice(stored)
+            tensor: Tensor = (view[:, part].T if weight.transposed else view[part]).float().contiguous()
+        if self._is_padded(name):
+            # Ids that no text has, but that the softmax counts: with the mean of all rows each gets at most 1/V.
+            return torch.cat((tensor, tensor.mean(0).expand(self.padded, -1)))
+        return tensor
+
+
+def _tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
+    """Every tensor of a folder: its file, shape and kind (`F32`, ...). Raises DataError."""
+    try:
+        names = {"model.safetensors"}
+        if (folder / _INDEX).is_file():
+            names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        paths = [folder / Path(name).name for name in sorted(names)]
+        missing = [path for path in paths if not path.is_file()]
+        if missing:
+            raise _no_weights(folder, missing[0])
+        found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
+        for path in paths:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    view = file.get_slice(name)
+                    found[name] = (path, tuple(view.get_shape()), view.get_dtype())
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise DataError(f"cannot read the weights of {folder}: {error}") from None
+    return found
+
+
+def _no_weights(folder: Path, missing: Path) -> DataError:
+    pickles = sorted(folder.glob("*.bin"))
+    if pickles:
+        return DataError(
+            f"{folder} has its weights in {pickles[0].name}, a pickle",
+            effect="opening it can run any program",
+            remedy="convert it where you trust it: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)",
+        )
+    return DataError(f"{missing} is missing")

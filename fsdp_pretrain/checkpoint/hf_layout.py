@@ -1,0 +1,338 @@
+"""How our models look in a Hugging Face folder: names of the weights, and `config.json`. No torch.
+
+Tables for both directions. Llama and GPT take the layouts of `LlamaForCausalLM` and `GPT2LMHeadModel`. GLM has no class
+there that is the same function: its folder keeps our names, and `config.json` holds the `[model]` section.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..errors import ConfigError, DataError
+from ..model_sections import AnyModel, GLMModel, GPTModel, LlamaModel, Model, RopeScaling
+
+GLM_TYPE = "fsdp-pretrain-glm"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a Hugging Face folder.
+
+    Attributes:
+        theirs: its name.
+        ours: the parameters it is made of, stacked along their first dimension.
+        transposed: the folder has it with inputs first (GPT-2's Conv1D).
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+def _both(theirs: str, *ours: str, transposed: bool = False) -> tuple[Weight, Weight]:
+    """Weight and bias of a layer."""
+    return (
+        Weight(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed),
+        Weight(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
+    )
+
+
+# `{}` is the number of the block.
+_LLAMA = (
+    Weight("model.embed_tokens.weight", ("embedding.weight",)),
+    Weight("model.layers.{}.input_layernorm.weight", ("blocks.{}.attention_norm.weight",)),
+    Weight("model.layers.{}.self_attn.q_proj.weight", ("blocks.{}.attention.query.weight",)),
+    Weight("model.layers.{}.self_attn.k_proj.weight", ("blocks.{}.attention.key.weight",)),
+    Weight("model.layers.{}.self_attn.v_proj.weight", ("blocks.{}.attention.value.weight",)),
+    Weight("model.layers.{}.self_attn.o_proj.weight", ("blocks.{}.attention.out.weight",)),
+    Weight("model.layers.{}.post_attention_layernorm.weight", ("blocks.{}.mlp_norm.weight",)),
+    Weight("model.layers.{}.mlp.gate_proj.weight", ("blocks.{}.mlp.gate.weight",)),
+    Weight("model.layers.{}.mlp.up_proj.weight", ("blocks.{}.mlp.up.weight",)),
+    Weight("model.layers.{}.mlp.down_proj.weight", ("blocks.{}.mlp.down.weight",)),
+    Weight("model.norm.weight", ("norm.weight",)),
+    Weight("lm_head.weight", ("head.weight",)),
+)
+_GPT2 = (
+    Weight("transformer.wte.weight", ("embedding.weight",)),
+    Weight("transformer.wpe.weight", ("positions.weight",)),
+    *_both("transformer.h.{}.ln_1", "blocks.{}.attention_norm"),
+    *_both(
+        "transformer.h.{}.attn.c_attn",
+        "blocks.{}.attention.query",
+        "blocks.{}.attention.key",
+        "blocks.{}.attention.value",
+        transposed=True,
+    ),
+    *_both("transformer.h.{}.attn.c_proj", "blocks.{}.attention.out", transposed=True),
+    *_both("transformer.h.{}.ln_2", "blocks.{}.mlp_norm"),
+    *_both("transformer.h.{}.mlp.c_fc", "blocks.{}.mlp.up", transposed=True),
+    *_both("transformer.h.{}.mlp.c_proj", "blocks.{}.mlp.down", transposed=True),
+    *_both("transformer.ln_f", "norm"),
+    Weight("lm_head.weight", ("head.weight",)),
+)
+_TABLES = {"llama": _LLAMA, "gpt": _GPT2}
+_BASE = re.compile(r"^(model|transformer)\.")
+_COMPUTED = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)$")
+"""Buffers that old versions of transformers stored: masks and frequencies, no weights."""
+
+
+def weights(model: AnyModel, names: Collection[str]) -> list[Weight]:
+    """The tensors of a folder, in the order of the model.
+
+    Args:
+        model: its `[model]` section.
+        names: all its parameters.
+
+    Raises:
+        ConfigError: the layout has no place for a parameter.
+    """
+    if isinstance(model, GLMModel):
+        return [Weight(name, (name,)) for name in names]
+    table = _TABLES[model.family]
+    found = [weight for weight in table if "{}" not in weight.theirs]
+    inside = [weight for weight in table if "{}" in weight.theirs]
+    blocks = [
+        Weight(weight.theirs.format(n), tuple(name.format(n) for name in weight.ours), weight.transposed)
+        for n in range(model.layers)
+        for weight in inside
+    ]
+    first = table.index(inside[0])
+    found = [weight for weight in (*found[:first], *blocks, *found[first:]) if weight.ours[0] in names]
+    lost = set(names) - {name for weight in found for name in weight.ours}
+    if lost:
+        raise ConfigError(f"the layout of {table[0].theirs.partition('.')[0]} has no place for {sorted(lost)[0]}")
+    return found
+
+
+def without_base(name: str) -> str:
+    """The name as folders have it that were saved from the model without its head."""
+    return _BASE.sub("", name)
+
+
+def is_computed(name: str) -> bool:
+    """Whether a tensor of a folder is no weight, but something that models compute."""
+    return bool(_COMPUTED.search(name))
+
+
+# (our key, theirs, value of transformers' class where config.json has none)
+_LLAMA_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("layers", "num_hidden_layers", 32),
+    ("hidden", "hidden_size", 4096),
+    ("heads", "num_attention_heads", 32),
+    ("kv_heads", "num_key_value_heads", None),
+    ("ffn", "intermediate_size", 11008),
+    ("norm_eps", "rms_norm_eps", 1e-6),
+    ("init_std", "initializer_range", 0.02),
+    ("tied_head", "tie_word_embeddings", False),
+)
+_GPT2_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("layers", "n_layer", 12),
+    ("hidden", "n_embd", 768),
+    ("heads", "n_head", 12),
+    ("ffn", "n_inner", None),
+    ("positions", "n_positions", 1024),
+    ("norm_eps", "layer_norm_epsilon", 1e-5),
+    ("init_std", "initializer_range", 0.02),
+    ("dropout", "resid_pdrop", 0.1),
+    ("attention_dropout", "attn_pdrop", 0.1),
+    ("tied_head", "tie_word_embeddings", True),
+)
+# (their key, the values that are our function: written is the first, which is also the default of their class)
+_LLAMA_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("hidden_act", ("silu", "swish")),
+    ("attention_bias", (False,)),
+    ("mlp_bias", (False,)),
+)
+_GPT2_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),  # all three are the tanh approximation
+    ("scale_attn_weights", (True,)),
+    ("scale_attn_by_inverse_layer_idx", (False,)),
+    ("add_cross_attention", (False,)),
+)
+
+
+def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dict[str, Any]:
+    """Contents of `config.json`.
+
+    Args:
+        model: the `[model]` section.
+        sequence_length: tokens of a training sample; transformers asks for a longest sequence.
+        eod: the separator; generation begins and ends with it.
+        dtype: of the weights, such as `bfloat16`.
+
+    Raises:
+        ConfigError: transformers has no class that computes this model.
+    """
+    common: dict[str, Any] = {"vocab_size": model.rows, "bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
+    common |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}  # `torch_dtype` is what 4.x reads
+    if isinstance(model, LlamaModel):
+        values = model.model_dump() | {"kv_heads": model.kv_heads or model.heads, "init_std": model.std}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{theirs: values[ours] for ours, theirs, _ in _LLAMA_KEYS},
+            **{key: allowed[0] for key, allowed in _LLAMA_FIXED},
+            "head_dim": model.head_dim,
+            "attention_dropout": 0.0,
+            "max_position_embeddings": sequence_length,
+            **_rope_to_hf(model),
+            **common,
+        }
+    if isinstance(model, GPTModel):
+        _refuse_inexpressible(model)
+        values = model.model_dump()
+        values |= {"ffn": model.ffn_width, "init_std": model.std, "attention_dropout": model.attention_rate}
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **{theirs: values[ours] for ours, theirs, _ in _GPT2_KEYS},
+            **{key: allowed[0] for key, allowed in _GPT2_FIXED},
+            "embd_pdrop": model.dropout,
+            **common,
+        }
+    section = model.model_dump(mode="json", exclude_none=True, exclude={"declared_params"})
+    return {"architectures": ["GLM"], "model_type": GLM_TYPE, "model": section, **common}
+
+
+def _refuse_inexpressible(model: GPTModel) -> None:
+    odd = ['positions = "alibi"'] * (model.positions == "alibi") + ["embedding_norm"] * model.embedding_norm
+    if odd:
+        raise ConfigError(
+            f"GPT2LMHeadModel cannot express model.{' and model.'.join(odd)}",
+            effect="an exported folder would load without a complaint and compute something else",
+            remedy="evaluate the checkpoint itself with `fsdp-eval run`",
+        )
+
+
+def _rope_to_hf(model: LlamaModel) -> dict[str, Any]:
+    """Rotary keys for transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`)."""
+    scaling = model.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            rope |= {
+                "low_freq_factor": scaling.low_frequency,
+                "high_freq_factor": scaling.high_frequency,
+                "original_max_position_embeddings": scaling.original_length,
+            }
+    return {
+        "rope_theta": model.rope_base,
+        "rope_scaling": None if scaling is None else rope,
+        "rope_parameters": {**rope, "rope_theta": model.rope_base},
+    }
+
+
+def read_model(folder: Path) -> AnyModel:
+    """The `[model]` section for a folder.
+
+    Raises:
+        DataError: it has no readable `config.json`.
+        ConfigError: this trainer has no such model.
+    """
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    return from_hf(content, str(path))
+
+
+def from_hf(content: dict[str, Any], where: str) -> AnyModel:
+    """The `[model]` section for a folder.
+
+    Args:
+        content: of its `config.json`.
+        where: how to call it in messages.
+
+    Raises:
+        ConfigError: it describes a model that we do not have; everything that does not fit is listed.
+    """
+    kind, problems = content.get("model_type"), []
+    if content.get("quantization_config"):
+        problems.append("quantization_config: quantised weights cannot be trained")
+    if kind == "llama":
+        values = _llama_from_hf(content, problems)
+    elif kind == "gpt2":
+        values = _gpt2_from_hf(content, problems)
+    elif kind == GLM_TYPE:
+        values = content.get("model") or {}
+    else:
+        problems.append(f"model_type = {kind!r}; known are llama, gpt2 and {GLM_TYPE}")
+    if not problems:
+        try:
+            adapter: TypeAdapter[AnyModel] = TypeAdapter(Model)
+            return adapter.validate_python(values)
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                problems.append(f"{'.'.join(str(key) for key in item['loc'][1:])}: {item['msg']}".removeprefix(": "))
+    raise ConfigError(f"{where} describes a model that this trainer does not have:\n    " + "\n    ".join(problems))
+
+
+def _values(
+    content: dict[str, Any],
+    keys: tuple[tuple[str, str, Any], ...],
+    fixed: tuple[tuple[str, tuple[Any, ...]], ...],
+    problems: list[str],
+) -> dict[str, Any]:
+    for key, allowed in fixed:
+        value = content.get(key, allowed[0])
+        if value not in allowed:
+            problems.append(f"{key} = {value!r}; ours is {allowed[0]!r}")
+    return {ours: content.get(theirs, default) for ours, theirs, default in keys}
+
+
+def _llama_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    values = _values(content, _LLAMA_KEYS, _LLAMA_FIXED, problems)
+    head_dim = content.get("head_dim")
+    if head_dim is not None and head_dim * values["heads"] != values["hidden"]:
+        problems.append(f"head_dim = {head_dim}; ours is hidden_size / num_attention_heads")
+    rope = (content.get("rope_scaling") or content.get("rope_parameters") or {}) | {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", content.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        problems.append("partial_rotary_factor: ours rotates whole heads")
+    scaling: dict[str, Any] | None = None
+    if kind in ("linear", "llama3"):
+        scaling = {"kind": kind, "factor": rope.get("factor")}
+    elif kind != "default":
+        problems.append(f"rope_type = {kind!r}; ours are default, linear and llama3")
+    if scaling is not None and kind == "llama3":
+        scaling |= {
+            "low_frequency": rope.get("low_freq_factor"),
+            "high_frequency": rope.get("high_freq_factor"),
+            "original_length": rope.get(
+                "original_max_position_embeddings", content.get("max_position_embeddings", 2048)
+            ),
+        }
+    base = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
+    vocab = content.get("vocab_size", 32000)
+    return {"family": "llama", **values, "vocab": vocab, "rope_base": base, "rope_scaling": scaling}
+
+
+def _gpt2_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    values = _values(content, _GPT2_KEYS, _GPT2_FIXED, problems)
+    return {"family": "gpt", **values, "vocab": content.get("vocab_size", 50257)}
+
+
+_FREE = {"declared_params", "init_std", "dropout", "attention_dropout", "scores", "vocab", "vocab_multiple"}
+"""Keys that do not change what given weights compute, or (the vocabulary) are compared as rows."""
+
+
+def function(model: AnyModel) -> dict[str, Any]:
+    """The keys of a section that decide what given weights compute, defaults filled in."""
+    values = model.model_dump(mode="json", exclude=_FREE)
+    if isinstance(model, LlamaModel):
+        scaling: RopeScaling | None = model.rope_scaling
+        values |= {"kv_heads": model.kv_heads or model.heads}
+        if scaling is not None and scaling.kind == "linear":
+            values["rope_scaling"] = {"kind": scaling.kind, "factor": scaling.factor}
+    else:
+        values |= {"ffn": model.ffn_width}
+    return values

@@ -1,0 +1,179 @@
+"""The tokenizer that belongs to a checkpoint: found, compared, and written as transformers reads it. No torch."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.tokenizer import Tokenizer
+
+from ..config import Config
+from ..errors import CheckpointError, DataError
+from .store import Checkpoint
+
+_SAMPLES = (
+    "",
+    "a",
+    " a  b\n\n\tc ",
+    "The run writes every checkpoint before it reads a shard: 1234567890, 3.14 + x_1 != y[-2];",
+    "def main(argv: list[str]) -> int:\n    return 0\n",
+    "Où est-ce? Größe, naïve, Привет, 你好，世界, こんにちは, שלום, 👩‍🔬 \u3402 \U00012000 \U0010fffd",
+    "<s> </s> <|endoftext|> <unk> <0x41>",
+)
+
+
+def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = None) -> Tokenizer:
+    """The tokenizer of a run: the one named, or the copy in the run directory, or that of its first corpus.
+
+    Raises:
+        CheckpointError: it is not the one the model was trained with.
+        DataError: there is none.
+    """
+    recorded = checkpoint.train_state()["identity"]["tokenizer"]
+    path = named or checkpoint.path.parent.parent / "tokenizer"
+    if named is None and not path.exists():
+        path = config.data.sources[0].path
+    tokenizer = Tokenizer.load(path, eod=recorded["eod"])
+    if tokenizer.fingerprint != recorded["fingerprint"]:
+        raise CheckpointError(
+            f"{tokenizer.path} is not the tokenizer of {checkpoint.path.name} (fingerprint differs)",
+            effect="its ids would mean other texts: scores would be meaningless",
+            remedy="name the right one with --tokenizer",
+        )
+    return tokenizer
+
+
+def samples(tokenizer: Tokenizer) -> list[str]:
+    """Texts to compare tokenizers with: typical ones, and what random ids of the whole vocabulary decode to."""
+    rng = random.Random(0)
+    ids = [n for n in range(tokenizer.vocab_size) if n not in tokenizer.specials]
+    drawn = [tokenizer.decode(rng.choices(ids, k=50)) for _ in range(200)]
+    return [*_SAMPLES, *drawn]
+
+
+def first_difference(tokenizer: Tokenizer, encoded: Sequence[Sequence[int]]) -> str | None:
+    """The first of `samples(tokenizer)` whose ids are not those of `encoded`; None if all are."""
+    texts = samples(tokenizer)
+    for text, ours, theirs in zip(texts, tokenizer.encode(texts), encoded, strict=True):
+        if list(ours) != list(theirs):
+            return text
+    return None
+
+
+def compare_with_folder(tokenizer: Tokenizer, folder: Path) -> str:
+    """Whether a Hugging Face folder encodes like `tokenizer`.
+
+    Returns:
+        What was found, for people.
+
+    Raises:
+        DataError: it has a tokenizer that encodes otherwise.
+    """
+    names = ("tokenizer.json", "tokenizer.model")
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        return "the folder has no tokenizer.json or tokenizer.model: that the corpora fit it is your word"
+    try:
+        theirs = Tokenizer.load(path, eod=tokenizer.eod)
+    except DataError as error:
+        return f"its tokenizer could not be compared with that of the corpora: {error.cause}"
+    text = first_difference(tokenizer, theirs.encode(samples(tokenizer)))
+    if text is not None:
+        raise DataError(
+            f"{path} encodes {text[:60]!r} otherwise than the tokenizer of the corpora, {tokenizer.path}",
+            effect="the imported model would be shown ids that mean something else to it",
+            remedy=f"prepare the corpora with --tokenizer {path}",
+        )
+    return f"its {path.name} encodes as the tokenizer of the corpora"
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int) -> str:
+    """Write `tokenizer.json` and `tokenizer_config.json` for transformers' AutoTokenizer.
+
+    It encodes as ours: nothing is added, the name of a special token inside a text is text. A sentencepiece model is
+    converted, if the conversion encodes all `samples` alike; else the model is copied as it is.
+
+    Args:
+        tokenizer: of the run.
+        folder: to write into.
+        sequence_length: noted as the longest text.
+
+    Returns:
+        What was written, for people.
+    """
+    said = "tokenizer.json"
+    if tokenizer.kind == "tokenizers":
+        content = _plain(json.loads(tokenizer.path.read_text(encoding="utf-8")))
+    else:
+        converted = _from_sentencepiece(tokenizer)
+        if converted is None:
+            shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
+            return "tokenizer.model as it is: no tokenizer.json encodes every sample alike, so AutoTokenizer may differ"
+        content, said = converted, "tokenizer.json, converted from sentencepiece; equal on all samples"
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.specials[tokenizer.eod],
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+    }
+    for name, value in (("tokenizer.json", content), ("tokenizer_config.json", settings)):
+        (folder / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    return said
+
+
+def _plain(content: dict[str, Any]) -> dict[str, Any]:
+    """A `tokenizer.json` without what makes `encode` cut, pad, vary or add specials."""
+    content |= {"truncation": None, "padding": None}
+    if content["model"].get("dropout"):
+        content["model"]["dropout"] = None
+    processor = content.get("post_processor") or {}
+    steps = processor.get("processors", [processor])  # a Sequence has several
+    if any(step.get("type") not in (None, "ByteLevel") for step in steps):
+        content["post_processor"] = None  # those that remain only trim offsets
+    return content
+
+
+def _from_sentencepiece(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """A BPE model of sentencepiece as `tokenizer.json`; None if it does not encode all samples alike."""
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import AddedToken, decoders, normalizers
+    from tokenizers import Tokenizer as Model
+    from tokenizers.models import BPE
+
+    pieces = SentencePieceProcessor()
+    pieces.Load(str(tokenizer.path))
+    size = pieces.GetPieceSize()
+    vocab = {pieces.IdToPiece(n): n for n in range(size)}
+    joined = {
+        piece: n for piece, n in vocab.items() if not (pieces.IsControl(n) or pieces.IsUnknown(n) or pieces.IsByte(n))
+    }
+    merges = sorted(
+        (-pieces.GetScore(number), joined[piece[:cut]], joined[piece[cut:]], piece[:cut], piece[cut:])
+        for piece, number in joined.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in joined and piece[cut:] in joined
+    )
+    fallback = any(pieces.IsByte(n) for n in range(size))
+    unknown = pieces.IdToPiece(pieces.unk_id())
+    pairs = [(left, right) for _, _, _, left, right in merges]
+    model = Model(BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
+    prefixed = pieces.EncodeAsPieces("a")[0].startswith("▁")
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁")] * prefixed + [normalizers.Replace(" ", "▁")],
+    )
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", left=1)] * prefixed,
+    )
+    model.add_special_tokens([AddedToken(text, normalized=False) for _, text in sorted(tokenizer.specials.items())])
+    model.encode_special_tokens = True
+    encoded = [item.ids for item in model.encode_batch(samples(tokenizer))]
+    if first_difference(tokenizer, encoded) is not None:
+        return None
+    content: dict[str, Any] = json.loads(model.to_str())
+    return content

@@ -1,0 +1,179 @@
+"""A new run from a checkpoint of another: `fsdp-pretrain fork`. The parent is only read.
+
+The new run is built beside its place, in `NEW_RUN.forking/`, and renamed when it is whole. It owns everything it needs:
+the checkpoint (hard links where the file system has them, since checkpoint files never change), the records of the kept
+line up to it, the chronicle, the tokenizer, the evaluations. The parent may be deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .branch import Branch, prepare, sentence
+from .checkpoint.store import Store, directory_name, sync_directory, verify_files
+from .errors import BusyError, CheckpointError, ConfigError, StorageError
+from .record import journal, lineage
+from .record.claim import is_alive
+from .record.files import AppendFile, RunDir, now, read_json, read_lines, replace_file
+from .record.lock import hold
+from .rollback import status_at
+
+
+def fork(
+    parent: RunDir,
+    step: int,
+    target: Path,
+    *,
+    changes: Sequence[str] = (),
+    skip_steps: tuple[int, int] | None = None,
+    reason: str = "",
+) -> dict[str, Any]:
+    """Make a run directory that goes on from a checkpoint of `parent`.
+
+    Args:
+        parent: a run; training may go on in it meanwhile, a rollback may not.
+        step: of a whole checkpoint.
+        target: directory of the new run; must not exist, or be empty.
+        changes: `section.key=value` for the new run; `run.name` is the name of `target` unless given.
+        skip_steps: first and last step of the parent whose samples the new run shall not train.
+        reason: for the chronicle.
+
+    Returns:
+        What changes, JSON values (see `Branch.report`), with `config`: what to start, and `linked`: whether the
+        checkpoint shares its bytes with the parent's.
+
+    Raises:
+        BusyError: a rollback of the parent is under way, or another fork to `target`.
+        UserError: see `branch.prepare`; `target` is in use.
+        StorageError: the new run cannot be written.
+    """
+    target = Path(os.path.abspath(target))  # noqa: PTH100 (links stay as written)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
+    _refuse_during_rollback(parent)
+    if any(text.partition("=")[0].strip() == "run.dir" for text in changes):
+        raise ConfigError("run.dir is where the fork is made", remedy="leave it out of --set")
+    named, place = [f"run.name={json.dumps(target.name)}", *changes], [f"run.dir={json.dumps(str(target))}"]
+    branch = prepare(parent, step, changes=named, skip_steps=skip_steps, place=place)
+    report = branch.report()
+    building = RunDir(target.with_name(f"{target.name}.forking"))
+    try:
+        with hold(building, "fork"):
+            _clear(building)
+            linked = _copy(parent, branch, building)
+            _open(parent, branch, building, sentence(report, reason))
+        sync_directory(building.path)
+        building.path.rename(target)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make {target}: {error}",
+            effect=f"the parent is untouched; {building.path} may hold an unfinished copy",
+            remedy="mend the storage, then repeat the command",
+        ) from None
+    return {**report, "config": str(target / "config.toml"), "linked": linked}
+
+
+def _refuse_during_rollback(parent: RunDir) -> None:
+    holder = read_json(parent.lock) or {}
+    if parent.rollback.exists() or (holder.get("purpose") == "rollback" and is_alive(holder) is not False):
+        raise BusyError(
+            f"a rollback of {parent.path} is under way",
+            remedy=f"wait for its end; if it was killed, repeat it: {parent.rollback} has what was asked",
+        )
+
+
+def _clear(building: RunDir) -> None:
+    """Remove what a killed fork left. Raises OSError."""
+    for path in building.path.iterdir():
+        if path != building.lock:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
+    """Copy checkpoint and record. Raises OSError, CheckpointError. Whether the checkpoint was linked."""
+    source = branch.checkpoint.path
+    target = new.checkpoints / source.name
+    linked = _link_tree(source, target)
+    copied = Store(new.checkpoints).find(branch.state.step)
+    wrong = [] if linked else verify_files(target, copied.files())
+    if wrong or not source.is_dir():
+        raise CheckpointError(wrong[0] if wrong else f"{source} was deleted by the running job while it was copied")
+    Store(new.checkpoints).mark_verified(copied)
+    for part in _kept(parent, branch):
+        _copy_segment(parent.segment(part.segment), new.segment(part.segment), part)
+    for name in ("journal.jsonl", "CHRONICLE.md"):
+        if (parent.path / name).exists():
+            shutil.copyfile(parent.path / name, new.path / name)
+    if parent.tokenizer.is_dir():
+        shutil.copytree(parent.tokenizer, new.tokenizer)
+    for results in parent.evals.glob("step-*/*/results.json"):
+        if int(results.parts[-3].removeprefix("step-")) <= branch.state.step:
+            place = new.evals / results.relative_to(parent.evals)
+            place.parent.mkdir(parents=True)
+            shutil.copyfile(results, place)
+    return linked
+
+
+def _link_tree(source: Path, target: Path) -> bool:
+    """Hard links to all files of a directory, or copies where the file system has no links. Raises OSError."""
+    linked = True
+    target.mkdir(parents=True)
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir()
+            continue
+        try:
+            os.link(path, place)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, place)
+            linked = False
+            with place.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(target)
+    return linked
+
+
+def _kept(parent: RunDir, branch: Branch) -> Iterator[lineage.Part]:
+    """The parts of the line that ends in the checkpoint."""
+    step = branch.state.step
+    if branch.segment is None:
+        return
+    for part in lineage.line(lineage.nodes(parent), branch.segment):
+        yield lineage.Part(part.segment, part.after, min(part.until, step))
+
+
+def _copy_segment(source: Path, target: Path, part: lineage.Part) -> None:
+    """A segment's record, its metrics only as far as they are kept. Raises OSError."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and path.name != "metrics.jsonl":
+            shutil.copyfile(path, target / path.name)
+    metrics = AppendFile(target / "metrics.jsonl")
+    for record, _ in read_lines(source / "metrics.jsonl"):
+        if part.after < record["step"] <= part.until and not metrics.write(json.dumps(record)):
+            raise OSError(f"cannot write {target / 'metrics.jsonl'}")
+    metrics.close()
+
+
+def _open(parent: RunDir, branch: Branch, new: RunDir, said: str) -> None:
+    """The new run's own segment, configuration, status and first journal entry. Raises OSError."""
+    number = int(parent.segments[-1].name) + 1  # so that numbers in the chronicle stay unique
+    step, origin = branch.state.step, str(parent.path.resolve())
+    replace_file(new.config, branch.after.to_toml())
+    replace_file(new.overrides, branch.overrides.to_toml())
+    replace_file(new.segment(number) / "config.toml", branch.after.to_toml())
+    lineage.record(new.segment(number), parent=branch.segment, step=step, kind="fork", run=origin)
+    text = f"from step {step:_} of {origin}" + (f"; {said}" if said else "")
+    status = {"run": branch.after.run.name, "segment": number, "host": socket.gethostname(), "heartbeat": now()}
+    replace_file(new.status, json.dumps({**status, **status_at(branch, f"forked {text}")}, indent=1) + "\n")
+    writer = journal.Journal(new, number)
+    writer.write("fork", text, step=step, parent=origin, checkpoint=directory_name(step))
+    writer.close()

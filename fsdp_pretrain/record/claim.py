@@ -1,0 +1,128 @@
+"""A file that says who is at work: made by one, kept fresh by a thread, taken away from a holder that is dead.
+
+Evaluations are claimed with it, and so is the run itself (`record.lock`). Exclusive creation works on network file
+systems, where locks of the kernel are often local or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .files import now, read_json
+
+BEAT_SECONDS = 10.0
+
+
+class Claim:
+    """A claim that this process holds.
+
+    Args:
+        path: the file.
+        token: what tells it from every other claim.
+    """
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.path, self._token = path, token
+        self._done = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @classmethod
+    def take(cls, path: Path, **facts: Any) -> Claim | None:
+        """Make the file, with `facts` about the holder; None if it exists. Raises OSError."""
+        token = uuid.uuid4().hex
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                try:
+                    file.write(json.dumps({"token": token, **this_process(), "time": now(), **facts}) + "\n")
+                    file.flush()
+                except OSError:  # a full disk: leave nothing that looks like a holder
+                    path.unlink(missing_ok=True)
+                    raise
+        except FileExistsError:
+            return None
+        return cls(path, token)
+
+    def _beat(self) -> None:
+        while not self._done.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+    def still_mine(self) -> bool:
+        """Whether nobody took it over, which happens to a process that was frozen for long."""
+        held = read_json(self.path)
+        return held is not None and held.get("token") == self._token
+
+    def release(self) -> None:
+        """Give it up."""
+        self._done.set()
+        if self.still_mine():
+            self.path.unlink(missing_ok=True)
+
+
+def this_process() -> dict[str, Any]:
+    """What lets others find out whether this process is alive."""
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "namespace": _pid_namespace(),
+        "pid": pid,
+        "process_started": process_start(pid),
+    }
+
+
+def _pid_namespace() -> str | None:
+    """Containers can share a host name and not their process ids."""
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (not a path)
+    except OSError:
+        return None
+
+
+def process_start(pid: int) -> float | None:
+    """When a process began, comparable between processes of a host; None if there is no such live process.
+
+    In ticks since boot where the system tells: the time of day would seem to change when the clock is set, and a
+    live holder would look like another process that got its id.
+    """
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent does not care
+            return None
+        stat = Path(f"/proc/{pid}/stat")
+        if stat.exists():
+            return float(stat.read_text(errors="replace").rpartition(")")[2].split()[19])
+        return process.create_time()
+    except (psutil.NoSuchProcess, OSError):
+        return None
+
+
+def is_alive(held: dict[str, Any]) -> bool | None:
+    """Whether the holder that a claim names lives; None if that cannot be seen from here."""
+    if held.get("host") != socket.gethostname() or held.get("namespace", _pid_namespace()) != _pid_namespace():
+        return None
+    try:
+        started = process_start(int(held["pid"]))
+        return started is not None and abs(started - held["process_started"]) <= 1
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def take_away(path: Path, held: dict[str, Any] | None) -> None:
+    """Remove the claim that was seen as `held`. If it is another one meanwhile, that one is given back."""
+    aside = path.with_name(f"{path.stem}-stale-{uuid.uuid4().hex[:8]}.json")
+    with contextlib.suppress(OSError):
+        path.rename(aside)
+        if read_json(aside) != held:  # between the look and the rename another process had renewed it
+            with contextlib.suppress(OSError):
+                os.link(aside, path)
+        aside.unlink(missing_ok=True)

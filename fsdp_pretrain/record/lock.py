@@ -1,0 +1,119 @@
+"""The right to write a run: one job, rollback or fork at a time.
+
+`RUN/lock.json` is a claim (see `claim`). A holder on this host is alive or it is not, and the answer is immediate. A
+holder on another host is watched: a beat proves that it lives, silence for `SILENT_SECONDS` that it does not. The
+silence is measured here, so clocks need not agree, and a long save or compilation is no silence: a thread beats.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import BusyError, StorageError
+from .claim import BEAT_SECONDS, Claim, is_alive, take_away
+from .files import RunDir, read_json
+
+SILENT_SECONDS = 90.0
+_LOOK_SECONDS = 1.0
+
+
+class RunLock:
+    """The lock of one run, as one process sees it.
+
+    Args:
+        run: the run directory.
+        purpose: what the holder does, for the message that others get: `training`, `rollback`, `fork`.
+        silent: seconds without a beat after which a holder on another host counts as dead.
+    """
+
+    def __init__(self, run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> None:
+        self._run, self._purpose, self._silent = run, purpose, silent
+        self._claim: Claim | None = None
+        self._watched: tuple[Any, float] | None = None
+        self._since = 0.0
+
+    def attempt(self) -> bool:
+        """Try to take it. Takes about a second; to be called again while it gives False.
+
+        Returns:
+            Whether it is held now. False: the holder is on another host and has not shown yet whether it lives.
+
+        Raises:
+            BusyError: the holder is alive.
+            StorageError: the run directory cannot be written.
+        """
+        path = self._run.lock
+        try:
+            self._claim = Claim.take(path, purpose=self._purpose)
+        except OSError as error:
+            raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
+        if self._claim is not None:
+            return True
+        held = read_json(path)
+        try:
+            seen = (held and held.get("token"), path.stat().st_mtime)
+        except OSError:  # released this moment
+            return False
+        alive = is_alive(held) if held is not None else None
+        if alive is False:
+            take_away(path, held)
+        elif alive or (self._watched is not None and self._watched != seen):
+            raise self._busy(held)
+        elif self._watched is None:
+            self._watched, self._since = seen, time.monotonic()
+            print(f"{self.describe(held)}: waiting up to {self._silent:g}s for a sign of life from it", flush=True)
+        elif time.monotonic() - self._since > self._silent:
+            take_away(path, held)
+            self._watched = None
+        else:
+            time.sleep(min(_LOOK_SECONDS, self._silent / 5))
+        return False
+
+    def describe(self, held: dict[str, Any] | None) -> str:
+        """One phrase: which run is held by whom."""
+        held, status = held or {}, read_json(self._run.status) or {}
+        where = f"segment {status.get('segment', '?')}, step {status.get('step', '?')}"
+        return (
+            f"{self._run.path} is held by {held.get('purpose', 'an unknown process')} on host {held.get('host', '?')}, "
+            f"pid {held.get('pid', '?')}, since {held.get('time', '?')} ({where})"
+        )
+
+    def _busy(self, held: dict[str, Any] | None) -> BusyError:
+        return BusyError(
+            self.describe(held),
+            effect="two writers would mix two lines of training in one run",
+            remedy=f"wait for its end, or ask it to stop: fsdp-pretrain control {self._run.path} stop. A holder that "
+            f"was killed is noticed: on its own host at once, elsewhere after {self._silent:g}s without a beat "
+            f"(one every {BEAT_SECONDS:g}s)",
+        )
+
+    def check(self) -> None:
+        """Raise BusyError if another process took the lock over, which happens to one that was frozen for long."""
+        if self._claim is None or not self._claim.still_mine():
+            held = read_json(self._run.lock)
+            raise BusyError(
+                f"this process lost the lock of the run; {self.describe(held)}" if held else "the run's lock is gone",
+                effect="going on could overwrite what another job does",
+                remedy="nothing, if the other job is wanted; else stop it and start this one again",
+            )
+
+    def release(self) -> None:
+        """Give it up, if it is held."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+
+@contextmanager
+def hold(run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> Iterator[RunLock]:
+    """Hold a run's lock for the block. Raises BusyError, StorageError."""
+    lock = RunLock(run, purpose, silent=silent)
+    while not lock.attempt():
+        pass
+    try:
+        yield lock
+    finally:
+        lock.release()

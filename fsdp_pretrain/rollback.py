@@ -1,0 +1,183 @@
+"""Going back to a checkpoint, atomically: `fsdp-pretrain rollback`.
+
+Everything is decided first and written as one file, `RUN/rollback.json`; then carried out in steps that can each be
+repeated; then the file is removed. Killed before the file, nothing has happened; killed after it, the same command, or
+the next start of training, finishes the work. Nothing is deleted: what is left behind is moved to `abandoned/`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .branch import Branch, prepare, sentence
+from .checkpoint.store import directory_name, sync_directory
+from .errors import ConfigError, StorageError
+from .record import journal, lineage
+from .record.files import RunDir, now, read_json, replace_file
+from .record.lock import hold
+
+_STEP = re.compile(r"^step-(\d{8,})$")
+
+
+def rollback(
+    run: RunDir,
+    step: int,
+    *,
+    changes: Sequence[str] = (),
+    skip_steps: tuple[int, int] | None = None,
+    reason: str = "",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Make the checkpoint of `step` the end of the kept line.
+
+    Args:
+        run: the run directory.
+        step: of a whole checkpoint.
+        changes: `section.key=value`, for good.
+        skip_steps: first and last step whose samples shall not be trained; after `step`, as recorded.
+        reason: for the chronicle.
+        dry_run: check and report, change nothing.
+
+    Returns:
+        What changes, JSON values (see `Branch.report`), with `abandoned`: names of the checkpoints moved aside,
+        `segment`: opened, and `done`: `now`, `already` or `dry run`.
+
+    Raises:
+        BusyError: a job holds the run.
+        UserError: see `branch.prepare`.
+        StorageError: a file cannot be written or moved; repeat the command once it can.
+    """
+    if any(text.partition("=")[0].strip() == "run.dir" for text in changes):
+        raise ConfigError("run.dir cannot be changed by a rollback", remedy="`fsdp-pretrain fork` makes another run")
+    request = {"step": step, "changes": list(changes), "skip_steps": list(skip_steps) if skip_steps else None}
+    if dry_run and not run.rollback.exists():
+        branch = prepare(run, step, changes=changes, skip_steps=skip_steps)
+        return {**branch.report(), "abandoned": _later(run.checkpoints, step), "done": "dry run"}
+    with hold(run, "rollback"):
+        finish(run)
+        head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
+        if head is not None and head.kind == "rollback" and head.facts["request"] == request:
+            return {**head.facts["report"], "done": "already"}
+        branch = prepare(run, step, changes=changes, skip_steps=skip_steps)
+        report = {**branch.report(), "abandoned": _later(run.checkpoints, step)}
+        if dry_run:
+            return {**report, "done": "dry run"}
+        _write(run.rollback, _intent(run, branch, report, request, reason))
+        finish(run)
+    return {**report, "done": "now"}
+
+
+def _later(folder: Path, step: int) -> list[str]:
+    """Names in a folder that belong to steps after `step`."""
+    if not folder.is_dir():
+        return []
+    return sorted(p.name for p in folder.iterdir() if (match := _STEP.match(p.name)) and int(match[1]) > step)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    try:
+        replace_file(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}", effect="nothing was changed") from None
+
+
+def _intent(
+    run: RunDir, branch: Branch, report: dict[str, Any], request: dict[str, Any], reason: str
+) -> dict[str, Any]:
+    """Everything that `finish` needs to know."""
+    step, segments = branch.state.step, run.segments
+    said = sentence(report, reason)
+    text = f"back to step {step:_}" + (f"; {said}" if said else "")
+    moved = ", ".join(name.removeprefix("step-").lstrip("0") for name in report["abandoned"])
+    return {
+        "id": uuid.uuid4().hex[:8],
+        "time": now(),
+        "segment": int(segments[-1].name) + 1 if segments else 1,
+        "lineage": {"parent": branch.segment, "step": step, "kind": "rollback", "reason": reason}
+        | {"request": request, "report": report},
+        "checkpoints": report["abandoned"],
+        "evals": _later(run.evals, step),
+        "overrides": branch.overrides.to_toml(),
+        "config": branch.after.to_toml(),
+        "text": text + (f"; checkpoints {moved} were moved to checkpoints/abandoned" if moved else ""),
+        "status": status_at(branch, text),
+    }
+
+
+def status_at(branch: Branch, text: str) -> dict[str, Any]:
+    """The entries of `status.json` that a run has at a checkpoint."""
+    return {
+        **vars(branch.state),
+        "state": "stopped",
+        "tokens": branch.state.consumed * branch.after.data.sequence_length,
+        "total_steps": branch.after.schedule.steps,
+        "loss": None,
+        "checkpoint": {"step": branch.state.step, "verified": True},
+        "exit_intent": {"code": 75, "reason": text},
+        "overrides": str(branch.overrides),
+    }
+
+
+def finish(run: RunDir) -> bool:
+    """Carry out the rollback that was decided, if there is one; every step may have been done before.
+
+    The caller holds the run's lock.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        StorageError: a file cannot be written or moved; what is left to do stays decided.
+    """
+    intent = read_json(run.rollback)
+    if intent is None:
+        return False
+    try:
+        for folder, names in ((run.checkpoints, intent["checkpoints"]), (run.evals, intent["evals"])):
+            _move_aside(folder, names, intent["id"])
+        replace_file(run.overrides, intent["overrides"])
+        replace_file(run.config, intent["config"])
+        segment = run.segment(intent["segment"])
+        replace_file(segment / "config.toml", intent["config"])
+        lineage.record(segment, **intent["lineage"])
+        status = read_json(run.status) or {}
+        replace_file(
+            run.status, json.dumps({**status, **intent["status"], "segment": intent["segment"]}, indent=1) + "\n"
+        )
+        _tell(run, intent)
+        sync_directory(run.path)
+        run.rollback.unlink()
+    except OSError as error:
+        raise StorageError(
+            f"the rollback to {directory_name(intent['lineage']['step'])} is not finished: {error}",
+            effect="the run is as safe as before; training will not start until it is finished",
+            remedy="mend the storage, then repeat the command",
+        ) from None
+    return True
+
+
+def _move_aside(folder: Path, names: list[str], mark: str) -> None:
+    """Move what has not been moved yet into `abandoned/`, durably. Raises OSError."""
+    aside = folder / "abandoned"
+    for name in names:
+        if (folder / name).exists():
+            aside.mkdir(exist_ok=True)
+            (folder / name).rename(aside / f"{name}-{mark}")
+    if names:
+        sync_directory(aside)
+        sync_directory(folder)
+
+
+def _tell(run: RunDir, intent: dict[str, Any]) -> None:
+    """The journal entry, once."""
+    if any(entry.get("rollback") == intent["id"] for entry in journal.read(run)):
+        return
+    writer = journal.Journal(run, intent["segment"])
+    step = intent["lineage"]["step"]
+    writer.write("rollback", intent["text"], step=step, rollback=intent["id"], abandoned=intent["checkpoints"])
+    writer.close()

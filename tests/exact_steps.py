@@ -1,0 +1,158 @@
+"""Steps of the real trainer on given micro-batches, on ranks forked from this process; the results as files.
+
+    python exact_steps.py CONFIG.toml OUT CASE...
+
+As one rank that accumulates, and as 2 x 2. Writes `OUT/CASE-WORLD-RANK.pt` for every case, world size and rank: the step records, and after every step the full parameters, this
+rank's shards of parameters and moments, and the optimiser's step counts.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loader import IGNORE, MicroBatch, StepBatch
+from fsdp_pretrain import mesh, models, optim, parallel
+from fsdp_pretrain.bench import Records
+from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.control import Inbox
+from fsdp_pretrain.schedule import share_of
+from fsdp_pretrain.sections import GLMObjective
+from fsdp_pretrain.state import TrainState
+from fsdp_pretrain.trainer import Trainer
+
+BATCH, LENGTH, STEPS, POISON = 8, 16, 4, 511
+MESHES = {1: ["parallel.shard=1", "train.micro_batch=4"], 4: ["parallel.shard=2", "train.micro_batch=1"]}
+CASES: dict[str, list[str]] = {
+    "sequence": [],
+    "z": ["train.z_loss=0.01"],
+    "shrink-both": ["optimizer.embedding_shrink=[{at='0 steps',value=0.25}]", "model.tied_head=true"],
+    "shrink-input": [
+        "optimizer.embedding_shrink=[{at='0 steps',value=0.25},{at='4 steps',value=1.0}]",
+        "optimizer.shrink_paths='input'",
+        "model.tied_head=true",
+    ],
+    "poison": ["train.precision='fp16'", "train.loss_scale.first=256"],
+}
+
+
+def configure(path: str, case: str, world: int) -> Config:
+    """The configuration of a case."""
+    config = load(path, [*CASES[case], *MESHES[world]])
+    if case == "sequence":
+        data = config.data.model_copy(update={"objective": GLMObjective(kind="glm", row=LENGTH)})
+        config = config.model_copy(update={"data": data})
+    return config
+
+
+def global_batch(step: int, *, poison: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 tokens [8, 17] and labels [8, 16], with 0 to 16 targets a sample; poison is in the last sample of step 2."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(POISON, (BATCH, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for row in range(BATCH):
+        labels[row, (row + step) % BATCH * 2 :] = IGNORE
+    if poison and step == 2:
+        tokens[-1, 3] = POISON
+    return tokens, labels
+
+
+class Given:
+    """The data stream of a rank."""
+
+    def __init__(self, rank: int, world: int, micro: int, poison: bool) -> None:
+        self.rank, self.world, self.micro, self.poison, self.step = rank, world, micro, poison, 0
+
+    def __next__(self) -> StepBatch:
+        self.step += 1
+        tokens, labels = global_batch(self.step, poison=self.poison)
+        own = share_of(0, BATCH, self.rank, self.world)
+        batch = StepBatch([], BATCH, self.step * BATCH, self.step * BATCH)
+        for start in range(own.start, own.stop, self.micro):
+            part = slice(start, start + self.micro)
+            sources = torch.zeros(self.micro, dtype=torch.int64)
+            batch.micro.append(MicroBatch(tokens[part], labels[part], None, sources))
+        batch.targets = int((labels[own.start : own.stop] != IGNORE).sum())
+        return batch
+
+    def blank(self, cursor: int, consumed: int) -> Any:
+        raise AssertionError((cursor, consumed))
+
+
+def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
+    """Train the case's steps."""
+    model = parallel.parallelize(models.build(config.model), config, world)
+    model.train()
+    fp16 = config.train.precision == "fp16"
+    if case == "poison":  # larger than fp16 can hold: infinite wherever the token is looked up, and nowhere else
+        weight = model.embedding.weight.to_local()
+        first = mesh_row(model.embedding.weight)
+        if first <= POISON < first + len(weight):
+            weight.data[POISON - first] = 1e6
+    optimizer, records = optim.build(model, config.optimizer), Records()
+    trainer = Trainer(
+        config=config,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        scaler=optim.LossScaler(config.train.loss_scale, world) if fp16 else None,
+        data=Given(world.rank, world.size, config.train.micro_batch, case == "poison"),
+        save=Records,
+        after_save=lambda _: None,
+        recorder=records,
+        inbox=Inbox(None),
+        state=TrainState(),
+        source_names=["given"],
+        flops_per_token=1.0,
+        peak_flops=None,
+    )
+    history = []
+    for _ in range(STEPS):
+        trainer.step()
+        trainer.collect(keep=0)
+        states = optim.state_by_name(model, optimizer)
+        history.append(
+            {
+                "full": {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()},
+                "local": {name: p.to_local().detach().clone() for name, p in model.named_parameters()},
+                "moments": {n: s["exp_avg_sq"].to_local().clone() for n, s in states.items()},
+                "steps": {float(s["step"]) for s in states.values()},
+            }
+        )
+    torch.save({"records": records.records, "history": history}, out / f"{case}-{world.size}-{world.rank}.pt")
+
+
+def mesh_row(parameter: Any) -> int:
+    """The first row of this rank's shard."""
+    rows = -(-parameter.shape[0] // parameter.device_mesh[mesh.SHARD].size())
+    return int(parameter.device_mesh.get_local_rank(mesh.SHARD) * rows)
+
+
+def start(path: str, size: int, out: Path, cases: tuple[str, ...]) -> int:
+    """Fork the ranks of a world; the worst exit code."""
+    children = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+            try:
+                with mesh.connect(load(path, MESHES[size]).parallel) as world:
+                    for case in cases:
+                        run(configure(path, case, size), world, out, case)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+            os._exit(0)
+        children.append(pid)
+    return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in children)
+
+
+def main(path: str, out: str, *cases: str) -> int:
+    """Every case on every mesh; the worst exit code."""
+    return max(start(path, size, Path(out), cases) for size in MESHES)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,437 @@
+"""Hugging Face folders: what transformers computes from an export, and what training makes of an import.
+
+transformers is the judge here and is imported nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data.opening import open_packer
+from data.prepare import Options
+from data.tokenizer import Tokenizer
+from data.train_tokenizer import train_tokenizer
+from eval.checkpoints import read_checkpoint
+from fsdp_pretrain.checkpoint import hf
+from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples
+from fsdp_pretrain.config import load
+from fsdp_pretrain.errors import ConfigError, DataError, UserError
+from fsdp_pretrain.record.files import RunDir
+
+pytestmark = pytest.mark.slow  # the default suite has no room for it
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+ROPE = {"kind": "llama3", "factor": 8.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_length": 16}
+GPT: dict[str, Any] = {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 32}
+GLM: dict[str, Any] = {"family": "glm", "kv_heads": None, "hidden": 48}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_base": 500_000.0, "rope_scaling": ROPE, "vocab": 520, "vocab_multiple": 64},
+    "gpt": {**GPT, "scores": "layer_scaled", "dropout": 0.1},
+    "glm": GLM,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(module_lab: Any) -> Callable[[str], RunDir]:
+    """`trained("gpt")`: four steps on a mesh of 2 x 2 (GLM: on one rank), saved at the end."""
+
+    def train(family: str) -> RunDir:
+        run = RunDir(module_lab.path / family)
+        if not run.checkpoints.exists():
+            config = module_lab.config(
+                family, model=MODELS[family], train={"duration": "4 steps"}, optimizer={"warmup": "1 steps"}
+            )
+            mesh, ranks = ("parallel.shard=1", 1) if family == "glm" else ("parallel.shard=2", 4)
+            module_lab.train(config, mesh, ranks=ranks)
+        return run
+
+    return train
+
+
+def our_logits(run: RunDir, step: int, tokens: Tensor) -> Tensor:
+    model, _ = read_checkpoint(Store(run.checkpoints).find(step), "cpu")
+    with torch.no_grad():
+        return model.eval()(tokens)
+
+
+def their_logits(folder: Path, tokens: Tensor) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+def assert_equal_logits(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.dtype == theirs.dtype == torch.float32 and ours.std() > 0.01
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
+
+
+def learn(text: Path, out: Path, kind: str = "bpe") -> Tokenizer:
+    return train_tokenizer([str(text)], out, kind=kind, vocab_size=400, options=Options(), max_bytes=10**6)
+
+
+def write_text(path: Path) -> Path:
+    path.write_text(json.dumps({"text": " ".join(str(number) for number in range(3000))}) + "\n")
+    return path
+
+
+def some_tokens(count: int = 512) -> Tensor:
+    return torch.randint(count, (2, 32), generator=torch.Generator().manual_seed(7))
+
+
+# ------------------------------------------------------------------------ out
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
+    trained: Callable[[str], RunDir], family: str, tmp_path: Path
+) -> None:
+    run, out = trained(family), tmp_path / "deep/out"
+    done = hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
+    assert {path.name for path in out.iterdir()} == {
+        *("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    }
+    assert_equal_logits(our_logits(run, 4, some_tokens()), their_logits(out, some_tokens()))
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert done.parameters == model.num_parameters() and done.bytes == 4 * done.parameters
+    assert type(model).__name__ == {"llama": "LlamaForCausalLM", "gpt": "GPT2LMHeadModel"}[family]
+    ours = Tokenizer.load(run.tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs(samples(ours))["input_ids"] == ours.encode(samples(ours))
+    assert theirs.eos_token_id == ours.eod == model.config.eos_token_id == model.generation_config.eos_token_id
+    made = model.generate(some_tokens()[:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=ours.eod)
+    assert made.shape[1] <= 7
+
+
+def test_command_writes_files_of_a_size_with_an_index(
+    trained: Callable[[str], RunDir], tmp_path: Path, run_command: Run
+) -> None:
+    run = trained("llama")
+    done = run_command(
+        "fsdp_pretrain.cli", "checkpoints", run.path, "export", 4, tmp_path / "out", "--shard-size", "30KB", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) == said["files"] >= 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    merged: dict[str, Tensor] = {}
+    for path in files:
+        tensors = load_file(path)
+        size = sum(tensor.numel() * 2 for tensor in tensors.values())
+        assert size <= 30_000 or len(tensors) == 1  # the embedding table is larger than that
+        assert {index["weight_map"][name] for name in tensors} == {path.name}
+        merged |= tensors
+    assert index["metadata"]["total_size"] == said["bytes"] == sum(2 * t.numel() for t in merged.values())
+    hf.export_checkpoint(run, 4, tmp_path / "whole", dtype="fp32", shard_bytes=10**9)
+    whole = load_file(tmp_path / "whole/model.safetensors")
+    assert merged.keys() == whole.keys() == index["weight_map"].keys()
+    assert all(torch.equal(merged[name], whole[name].bfloat16()) for name in whole)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_glm_goes_out_and_comes_in_under_its_own_names(
+    trained: Callable[[str], RunDir], module_lab: Any, tmp_path: Path
+) -> None:
+    run, out = trained("glm"), tmp_path / "out"
+    hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=100_000)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "fsdp-pretrain-glm"
+    config = load(module_lab.config("glm-again", model=GLM))
+    imported = RunDir(config.run.dir)
+    hf.import_folder(imported, out, config)
+    assert torch.equal(our_logits(imported, 0, some_tokens()), our_logits(run, 4, some_tokens()))
+
+
+def test_exports_that_are_refused(trained: Callable[[str], RunDir], module_lab: Any, tmp_path: Path) -> None:
+    run, out = trained("llama"), tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(ConfigError, match="exists"):
+        hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
+    with pytest.raises(UserError, match="no checkpoint of step 3"):
+        hf.export_checkpoint(run, 3, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
+    damaged = RunDir(tmp_path / "damaged")
+    shutil.copytree(run.path, damaged.path)
+    victim = next((damaged.checkpoints / "step-00000004").glob("*.distcp"))
+    raw = bytearray(victim.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    victim.write_bytes(raw)
+    with pytest.raises(UserError, match="not the ones that were written") as caught:
+        hf.export_checkpoint(damaged, 4, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
+    assert caught.value.exit == 78
+    assert not list(tmp_path.glob("*other*"))
+
+
+@pytest.mark.parametrize("odd", [{"positions": "alibi"}, {"embedding_norm": True}])
+def test_a_model_transformers_cannot_express_is_not_exported(module_lab: Any, odd: dict[str, Any]) -> None:
+    config = load(module_lab.config("odd", model={**GPT, **odd}))
+    with pytest.raises(ConfigError, match=f"cannot express model.{next(iter(odd))}"):
+        to_hf(config.model, sequence_length=32, eod=0, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_tokenizers_encode_alike_in_transformers(shared_corpus: Path, kind: str, tmp_path: Path) -> None:
+    ours = learn(shared_corpus / "train.jsonl", tmp_path / "tokenizer", kind)
+    (tmp_path / "out").mkdir()
+    said = export_tokenizer(ours, tmp_path / "out", sequence_length=32)
+    assert ("converted" in said) == (kind == "sentencepiece")
+    (tmp_path / "out/config.json").write_text(json.dumps({"model_type": "llama"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    texts = [*samples(ours), *(json.loads(line)["text"] for line in (shared_corpus / "heldout.jsonl").open())]
+    assert theirs(texts)["input_ids"] == ours.encode(texts)
+    assert theirs.eos_token_id == ours.eod
+    assert [theirs.decode(ids) for ids in ours.encode(texts[1:3])] == texts[1:3]
+
+
+def test_settings_of_a_tokenizer_file_that_change_texts_are_not_exported(shared_corpus: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Model
+    from tokenizers.processors import TemplateProcessing
+
+    model = Model.from_file(str(shared_corpus / "tokenizer/tokenizer.json"))
+    model.enable_truncation(5)
+    model.enable_padding(length=9)
+    model.post_processor = TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer.load(tmp_path)
+    (tmp_path / "out").mkdir()
+    export_tokenizer(ours, tmp_path / "out", sequence_length=32)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(samples(ours))["input_ids"] == ours.encode(samples(ours))
+
+
+# ------------------------------------------------------------------------- in
+
+TINY_LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+TINY_GPT2 = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}
+THEIRS: dict[str, dict[str, Any]] = {
+    "llama": TINY_LLAMA,
+    "llama-tied": {**TINY_LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "llama-base": {**TINY_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+    "llama-linear": {
+        **TINY_LLAMA,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
+    },
+    "llama-llama3": {**TINY_LLAMA, "rope_parameters": LLAMA3},
+    "gpt2": TINY_GPT2,
+    "gpt2-untied": {**TINY_GPT2, "tie_word_embeddings": False, "n_inner": 80},
+}
+
+
+def make_folder(path: Path, name: str, **save: Any) -> Path:
+    """A folder as transformers writes it, of a model with weights far from their initial scale."""
+    kind = transformers.LlamaConfig if name.startswith("llama") else transformers.GPT2Config
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(kind(**THEIRS[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(path, **save)
+    return path
+
+
+def configure(lab: Any, folder: Path, name: str = "imported", **model: Any) -> Path:
+    """A configuration whose model is that of the folder."""
+    shown = json.loads(read_model(folder).model_dump_json(exclude_none=True))
+    unset = {"kv_heads": None, "ffn": None} if shown["family"] == "gpt" else {}
+    config: Path = lab.config(name, model={**unset, **shown, **model})
+    return config
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_import_is_the_same_function_and_goes_out_again_bit_for_bit(lab: Any, name: str) -> None:
+    folder = make_folder(lab.path / "theirs", name, max_shard_size="30KB" if name == "gpt2" else "1GB")
+    config = load(configure(lab, folder))
+    run = RunDir(config.run.dir)
+    done = hf.import_folder(run, folder, config)
+    assert done.padded == 0 and done.saved.checkpoint.verified
+    assert_equal_logits(our_logits(run, 0, some_tokens()), their_logits(folder, some_tokens()))
+    hf.export_checkpoint(run, 0, lab.path / "again", dtype="fp32", shard_bytes=10**9)
+    again = load_file(lab.path / "again/model.safetensors")
+    there = {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+    assert again.keys() == there.keys() and all(torch.equal(again[key], there[key]) for key in there)
+    assert_equal_logits(their_logits(lab.path / "again", some_tokens()), their_logits(folder, some_tokens()))
+
+
+def test_config_json_of_transformers_4_is_read(tmp_path: Path) -> None:
+    old = {"model_type": "llama", **TINY_LLAMA, "rope_theta": 500000, "rope_scaling": {"type": "linear", "factor": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    model: Any = read_model(tmp_path)
+    assert (model.rope_base, model.rope_scaling.kind, model.rope_scaling.factor) == (500_000.0, "linear", 2.0)
+    assert model.norm_eps == 1e-6 and model.kv_heads == 2 and not model.tied_head
+
+
+def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: Any) -> None:
+    """The first loss is the one transformers computes for the same batch; what is saved then is a whole checkpoint."""
+    folder = make_folder(lab.path / "theirs", "llama-llama3")
+    shutil.copytree(lab.tokenizer, folder, dirs_exist_ok=True)
+    shown = run_command("fsdp_pretrain.cli", "checkpoints", "/nowhere", "import", folder, "--show-model")
+    assert shown.returncode == 0, shown.stderr
+    model = tomllib.loads(shown.stdout)["model"]
+    path = lab.config(
+        "run", model={**model, "norm_eps": 0.1}, train={"duration": "2 steps"}, optimizer={"warmup": "1 steps"}
+    )
+    eps = f"model.norm_eps={model['norm_eps']}"
+    config = load(path, [eps])
+    done = run_command("fsdp_pretrain.cli", "checkpoints", config.run.dir, "import", folder, "--config", path, eps)
+    assert done.returncode == 0, done.stderr
+    assert "encodes as the tokenizer of the corpora" in done.stdout
+    (listed,) = json.loads(run_command("fsdp_pretrain.cli", "checkpoints", config.run.dir, "verify", "--json").stdout)
+    assert (listed["step"], listed["state"], listed["optimizer"]) == (0, "verified", False)
+
+    lab.train(path, "parallel.shard=1", eps, ranks=2)
+    tokens = torch.from_numpy(open_packer(config).pack(0, 8).tokens.astype(np.int64))
+    logits = their_logits(folder, tokens[:, :-1])
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    first = helpers.metrics(config.run.dir)[0]
+    assert first["loss"]["sum"] / first["loss"]["count"] == pytest.approx(float(expected), rel=1e-6)
+    (resumed,) = helpers.journal(config.run.dir, "resume")
+    assert resumed["step"] == 0 and not resumed["optimizer"] and "the optimiser starts fresh" in resumed["text"]
+    assert helpers.journal(config.run.dir, "import")[0]["folder"] == str(folder)
+    saved = Store(config.run.dir / "checkpoints").find(2)
+    assert saved.manifest()["optimizer"] is True
+
+
+def test_rows_that_the_folder_lacks_get_the_mean(lab: Any) -> None:
+    folder = make_folder(lab.path / "theirs", "llama")
+    config = load(configure(lab, folder, vocab=520, vocab_multiple=64))
+    run = RunDir(config.run.dir)
+    assert hf.import_folder(run, folder, config).padded == 64
+    hf.export_checkpoint(run, 0, lab.path / "again", dtype="fp32", shard_bytes=10**9)
+    again, there = load_file(lab.path / "again/model.safetensors"), load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(again[name][:512], there[name])
+        assert torch.equal(again[name][512:], there[name].mean(0).expand(64, -1))
+    probabilities = our_logits(run, 0, some_tokens()).softmax(-1)
+    assert float(probabilities[..., 512:].max()) <= 1 / 512  # a mean of logits never exceeds their log-mean-exp
+
+
+def set_config(**values: Any) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return act
+
+
+def set_tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return act
+
+
+def to_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pickle": (to_pickle, "a pickle"),
+    "no-weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "cut": (lambda f: os.truncate(f / "model.safetensors", 5000), "cannot read the weights"),
+    "no-config": (lambda f: (f / "config.json").unlink(), "cannot read .*config.json"),
+    "other-shape": (set_config(rms_norm_eps=1e-3), "model.norm_eps: 0.001 -> 1e-06"),
+    "two-differences": (set_config(rope_parameters={"rope_theta": 5e5}, num_hidden_layers=3), "layers: 3 -> 2"),
+    "kind": (set_config(model_type="mistral"), "model_type = 'mistral'"),
+    "rope": (set_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type = 'yarn'"),
+    "bias": (set_config(attention_bias=True), "attention_bias = True"),
+    "rows": (set_config(vocab_size=600), "rows of the embedding table: 600 -> 512"),
+    "missing": (set_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
+    "unknown": (set_tensors(lambda t: t.update(extra=torch.zeros(2))), "extra is unknown"),
+    "size": (set_tensors(lambda t: t.update({"model.norm.weight": torch.zeros(3)})), r"model.norm.weight is F32 \[3\]"),
+    "integers": (
+        set_tensors(lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)})),
+        "model.norm.weight is I8",
+    ),
+    "tokenizer": (
+        lambda f: learn(write_text(f.parent / "text.jsonl"), f),
+        "otherwise than the tokenizer of the corpora",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to be damaged in copies."""
+    return make_folder(tmp_path_factory.mktemp("plain") / "theirs", "llama")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_folders_that_are_refused_leave_nothing(lab: Any, plain_folder: Path, case: str) -> None:
+    damage, message = REFUSED[case]
+    config = load(configure(lab, plain_folder))
+    folder = lab.path / "theirs"
+    shutil.copytree(plain_folder, folder)
+    damage(folder)
+    with pytest.raises((ConfigError, DataError), match=message):
+        hf.import_folder(RunDir(config.run.dir), folder, config)
+    assert not config.run.dir.exists()
+
+
+def test_imports_into_the_wrong_run_are_refused(lab: Any, plain_folder: Path) -> None:
+    config = load(configure(lab, plain_folder))
+    with pytest.raises(ConfigError, match=r"is for run\.dir"):
+        hf.import_folder(RunDir(lab.path / "elsewhere"), plain_folder, config)
+    run = RunDir(config.run.dir)
+    hf.import_folder(run, plain_folder, config)
+    with pytest.raises(ConfigError, match="a run that has begun"):
+        hf.import_folder(run, plain_folder, config)
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any) -> None:
+    """400 MB of weights go in and out; resident memory grows by the largest tensor a few times (17 MB each)."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 16}
+    config = transformers.LlamaConfig(**{**TINY_LLAMA, **sizes, "num_key_value_heads": 16})
+    transformers.LlamaForCausalLM(config).save_pretrained(lab.path / "theirs")
+    path = configure(lab, lab.path / "theirs")
+    code = (
+        "import json; from pathlib import Path\n"
+        "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config import load\n"
+        "from fsdp_pretrain.record.files import RunDir\n"
+        "peak = lambda: int(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0]) // 1024\n"
+        f"config = load({str(path)!r}); run = RunDir(config.run.dir); marks = [peak()]\n"
+        f"hf.import_folder(run, Path({str(lab.path / 'theirs')!r}), config); marks.append(peak())\n"
+        f"hf.export_checkpoint(run, 0, Path({str(lab.path / 'out')!r}), dtype='fp32', shard_bytes=10**9)\n"
+        "print(json.dumps([*marks, peak()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    start, imported, exported = json.loads(done.stdout)
+    assert (lab.path / "out/model.safetensors").stat().st_size > 400e6
+    assert imported - start < 150 and exported - start < 150, (start, imported, exported)

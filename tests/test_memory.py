@@ -1,0 +1,141 @@
+"""The memory estimate of `plan` against what training really holds, and its parts against closed forms."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_pretrain import bench, memory, mesh, models
+from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.sections import ParallelSection
+
+pytestmark = pytest.mark.quick
+ROOT = Path(__file__).resolve().parent.parent
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LLAMA = {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 509}
+GPT = {"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "positions": 128, "vocab": 509}
+
+
+def configuration(lab: Any, model: dict[str, Any], *overrides: str) -> Config:
+    """Sequences of 128, one step of eight of them."""
+    path = lab.config(
+        "toy",
+        model={"kv_heads": None, **model},
+        data={"sequence_length": 128},
+        train={"duration": "9 steps", "global_batch": "8 samples", "micro_batch": 8},
+        parallel={"shard": 1, "timeout": "60 s"},
+    )
+    return load(path, overrides)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    with mesh.connect(ParallelSection()) as connected:
+        yield connected
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        (LLAMA, []),
+        (GPT, ["train.micro_batch=2", "parallel.recompute=1"]),
+        (GPT, ["parallel.recompute=2", "parallel.reshard_after_forward=false"]),
+    ],
+    ids=["plain", "accumulated-recomputed", "half-recomputed"],
+)
+def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, Any], overrides: list[str]) -> None:
+    """The allocator's own account of a real training step, as the profiler records it."""
+    config = configuration(lab, model, *overrides)
+    trainer, _ = bench.build(config, world)
+    trainer.step()
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    before = sum(getattr(t, "_local_tensor", t).nbytes for t in (*trainer.model.parameters(), *moments))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        trainer.step()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = before
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    parts = memory.estimate(config, shards=1, accumulates=config.train.micro_batch < 8, device=CPU)
+    assert peak > 2 * before
+    assert sum(parts.values()) == pytest.approx(peak, rel=0.05)
+
+
+def test_shards_of_two_ranks(lab: Any, helpers: Any) -> None:
+    """509 rows do not divide by two: the padding counts."""
+    config = configuration(lab, LLAMA, "parallel.shard=2", "train.micro_batch=4")
+    arguments = [2, helpers.port(), lab.path / "toy.toml", "parallel.shard=2", "train.micro_batch=4"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/weigh.py", *map(str, arguments)],
+        capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 2
+    parts = memory.estimate(config, shards=2, accumulates=False, device=CPU)
+    for line in lines:
+        assert parts["parameters"] == pytest.approx(line["parameters"], rel=0.01)
+        assert parts["parameters"] == pytest.approx(line["gradients"], rel=0.01)
+        assert parts["optimizer"] == pytest.approx(line["optimizer"], rel=0.01)
+    assert memory.shard_padding(models.build(config.model), 2) == {"embedding.weight": 64, "head.weight": 64}
+
+
+def activations(lab: Any, model: dict[str, Any], *overrides: str) -> int:
+    """Bytes that one more layer keeps for the backward pass on a GPU, per token of 8 x 128.
+
+    With a vocabulary large enough for the highest point to be in the loss, when all layers have run.
+    """
+    sizes = []
+    for layers in (6, 7):
+        config = configuration(lab, {**model, "layers": layers, "vocab": 8192}, "train.precision=bf16", *overrides)
+        sizes.append(memory.estimate(config, shards=1, accumulates=True, device=GPU)["activations"])
+    return (sizes[1] - sizes[0]) // (8 * 128)
+
+
+def test_activations_of_a_layer_are_the_closed_form(lab: Any) -> None:
+    """bf16, bytes per token: inputs of norms and matrices; q, k, v and out of attention, one fp32 number per head."""
+    h, f, heads = 64, 160, 4
+    llama = 2 * (2 * 2 * h + h + 2 * h // 2 + h + 4 * f) + 2 * 4 + 4 * heads
+    assert activations(lab, LLAMA) == llama
+    f = 4 * h
+    gpt = 2 * (2 * 2 * h + 3 * h + h + 2 * f) + 4 * 4 + 4 * heads
+    assert activations(lab, GPT) == gpt
+    assert activations(lab, GPT, "model.dropout=0.1") == gpt + 2 * h  # one byte for each element that may be dropped
+    recomputed = activations(lab, LLAMA, "parallel.recompute=1")
+    assert recomputed == 2 * h  # the input of the block
+
+
+def test_dense_masks_keep_scores(lab: Any) -> None:
+    """With as many KV heads as heads the mask becomes a bias per layer; with fewer, all probabilities are kept."""
+    for model, kept in ((GPT, 2 * 128), (LLAMA, 2 * 128 * 4)):
+        plain = activations(lab, model)
+        dense = activations(lab, model, "data.attention=document", "parallel.attention=sdpa")
+        assert dense - plain == kept
+    assert activations(lab, LLAMA, "data.attention=document") == plain  # flex_attention keeps no scores
+
+
+def test_what_sharding_gathers(lab: Any) -> None:
+    model = models.build(configuration(lab, GPT).model)
+    block = 2 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    whole = 2 * model.count_parameters()
+    root = whole - 4 * block
+
+    def gathered(shards: int, reshard: bool) -> int:
+        config = configuration(
+            lab, {**GPT, "vocab": 512}, "train.precision=bf16", f"parallel.reshard_after_forward={str(reshard).lower()}"
+        )
+        return memory.estimate(config, shards=shards, accumulates=False, device=GPU)["gathered"]
+
+    more = 2 * 3 * 64  # 512 rows instead of 509
+    assert gathered(4, True) == root + more + 2 * block
+    assert gathered(1, True) == root + more + block
+    assert gathered(4, False) == whole + more + block

@@ -1,0 +1,490 @@
+"""Blank infilling: layouts against worked vectors, draws against closed forms, samples the same for any ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import tomli_w
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from data.corpus import Corpus, build_blocks
+from data.hashing import hashes, uniforms
+from data.inputs import plan_shards, read_documents
+from data.loader import Loader, StepBatch
+from data.objectives import IGNORE, Infilled, Infilling, Slot, Spans, Specials, continue_text, fill_blanks
+from data.opening import open_infilling, open_packer
+from data.packer import Packed, Packer
+from data.tokenizer import Tokenizer
+from data.validate import check_against, validate
+from fsdp_pretrain.config import load
+from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.schedule import BatchSchedule
+from fsdp_pretrain.sections import GLMObjective
+from fsdp_pretrain.state import differences, identity
+
+pytestmark = pytest.mark.quick
+IDS = Specials(600, 601, 602, 603, 604, 605)
+M, G, SOP, EOP, NONE = IDS.mask, IDS.gmask, IDS.sop, IDS.eop, IGNORE
+TEXT = np.arange(10, 20)
+Prepare = Callable[..., Any]
+
+
+def objective(row: int, **changes: Any) -> GLMObjective:
+    return GLMObjective(kind="glm", row=row, **changes)
+
+
+def infilling(packer: Packer, length: int, **changes: Any) -> Infilling:
+    options = objective(packer.length, **changes)
+    names = packer.mixture.names
+    return Infilling(
+        options, length, seed=5, names=names, pairs=packer.pairs, separator=packer.eod, ids=Specials(*range(512, 518))
+    )
+
+
+# Layouts
+
+
+def test_blanks_are_the_worked_vector() -> None:
+    slot = fill_blanks(TEXT, TEXT, np.array([2, 6]), np.array([2, 3]), np.array([1, 0]), IDS)
+    assert slot.inputs.tolist() == [10, 11, M, 14, 15, M, 19, SOP, 16, 17, 18, SOP, 12, 13]
+    assert slot.labels.tolist() == [NONE] * 7 + [16, 17, 18, EOP, 12, 13, EOP]
+    assert slot.prefix == 7
+    assert slot.line("mask").tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 5, 5, 5, 2, 2, 2]
+    assert slot.place.tolist() == slot.line("mask").tolist()
+    assert slot.inside.tolist() == [0] * 7 + [1, 2, 3, 4, 1, 2, 3]
+
+
+def test_endings_are_the_worked_vector() -> None:
+    slot = continue_text(TEXT[:6], TEXT[6:], TEXT[6:], G, SOP, None)
+    assert slot.inputs.tolist() == [10, 11, 12, 13, 14, 15, G, SOP, 16, 17, 18]
+    assert slot.labels.tolist() == [NONE] * 7 + [16, 17, 18, 19]
+    assert slot.prefix == 7
+    assert slot.line("arange").tolist() == list(range(11))
+    assert slot.place.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6]
+    assert slot.inside.tolist() == [0] * 7 + [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "positions"),
+    [
+        ("arange", [0, 1, 2, 3, 4, 5, 6]),
+        ("mask", [0, 1, 2, 3, 3, 3, 3]),
+        ("unified", [0, 1, 2, 3, 3, 4, 5]),
+    ],
+)
+def test_answers_end_with_eop_in_every_scheme(scheme: Any, positions: list[int]) -> None:
+    slot = continue_text(TEXT[:3], TEXT[8:], TEXT[8:], M, SOP, EOP)
+    assert slot.inputs.tolist() == [10, 11, 12, M, SOP, 18, 19]
+    assert slot.labels.tolist() == [NONE] * 4 + [18, 19, EOP]
+    assert (slot.prefix, slot.line(scheme).tolist()) == (4, positions)
+    assert slot.inside.tolist() == [0, 0, 0, 0, 1, 2, 3]
+
+
+def rebuilt(slot: Slot) -> list[int]:
+    """The text of a slot: its prefix with each mask replaced by the blank that stands at the mask's place."""
+    blanks: dict[int, list[int]] = {}
+    for at in range(slot.prefix, len(slot.inputs)):
+        if slot.inside[at] == 1:
+            assert slot.inputs[at] == SOP and int(slot.place[at]) not in blanks
+            blanks[int(slot.place[at])] = []
+        else:
+            assert slot.inputs[at] == slot.labels[at - 1]
+        blanks[int(slot.place[at])].append(int(slot.labels[at]))
+    assert all(blank[-1] == EOP and EOP not in blank[:-1] and len(blank) > 1 for blank in blanks.values())
+    prefix = slot.inputs[: slot.prefix].tolist()
+    masks = [at for at, token in enumerate(prefix) if token == M]
+    assert masks == sorted(blanks) and all(b - a > 1 for a, b in pairwise(masks))
+    return [token for at, t in enumerate(prefix) for token in (blanks[at][:-1] if t == M else [t])]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    key=st.integers(0, 2**64 - 1),
+    piece=st.integers(1, 300),
+    budget=st.floats(0, 0.5),
+    mean=st.floats(0.1, 30),
+    overflow=st.sampled_from(["truncate", "shrink"]),
+)
+def test_every_draw_rebuilds_the_text(key: int, piece: int, budget: float, mean: float, overflow: str) -> None:
+    slot = max(8, piece + piece // 20)
+    options = objective(piece, mask_budget=budget, span_mean=mean, overflow=overflow, single_span=0.1, short=0.1)
+    size, starts, lengths, order = Spans(options, piece, slot).draw(key)
+    assert 1 <= size <= piece
+    assert lengths.min() >= 1 and lengths.max() <= 39 and sorted(order.tolist()) == list(range(len(starts)))
+    assert len(starts) == 1 or lengths.sum() >= int(budget * size) or lengths.sum() >= size - len(starts)
+    assert len(starts) == 1 or lengths[:-1].sum() < int(budget * size)  # no span more than the budget needs
+    text = np.arange(1000, 1000 + size)
+    made = fill_blanks(text, text, starts, lengths, order, IDS)
+    assert len(made.inputs) == size + 2 * len(starts)
+    assert overflow == "truncate" or len(made.inputs) <= slot
+    assert rebuilt(made) == text.tolist()
+
+
+# Draws
+
+
+def test_chance_is_the_one_of_every_other_version() -> None:
+    # Golden values: blanks are part of a run's identity and must never change silently.
+    assert hashes(7, 3).tolist() == [7191089600892374487, 309689372594955804, 16616101746815609346]
+    assert uniforms(7, 3).tolist() == [0.3898297483912715, 0.01678829452815611, 0.9007606806068834]
+    size, starts, lengths, order = Spans(objective(160, slots=4), 40, 48).draw(2**63 + 1)
+    assert (size, starts.tolist(), lengths.tolist(), order.tolist()) == (40, [22, 28], [3, 3], [0, 1])
+
+
+def test_hashed_chance_is_uniform() -> None:
+    drawn = np.concatenate([uniforms(key, 500) for key in range(100)])
+    counts = np.bincount((drawn * 20).astype(int), minlength=20)
+    assert ((counts - 2500) ** 2 / 2500).sum() < 50  # chi-square with 19 degrees of freedom: 1 in 10,000
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, list[tuple[int, Any, Any, Any]]]:
+    """2,000 pieces of the published size: 500 tokens for slots of 512, in both modes of overflow."""
+    return {
+        mode: [Spans(objective(2000, overflow=mode), 500, 512).draw(hash_ * 2**32 + 1) for hash_ in range(2000)]
+        for mode in ("truncate", "shrink")
+    }
+
+
+def test_spans_follow_poisson_and_the_budget(drawn: dict[str, Any]) -> None:
+    usual = [piece for piece in drawn["truncate"] if piece[0] == 500 and len(piece[1]) > 1]
+    counts = Counter(int(length) for piece in usual for length in piece[2][:-1])
+    weights = np.cumprod([3 / length for length in range(1, 40)])
+    assert abs((weights * np.arange(1, 40)).sum() / weights.sum() - 3.157) < 5e-4
+    total, expected = sum(counts.values()), weights / weights.sum()
+    for length in range(1, 8):  # all but the last span of a piece, which the budget chooses by size
+        assert abs(counts[length] / total - expected[length - 1]) < 0.012
+    assert abs(np.mean([len(piece[1]) for piece in usual]) - 24.2) < 0.15
+    assert abs(np.mean([piece[2].sum() for piece in usual]) - 76.5) < 0.2
+    assert min(piece[2].sum() for piece in usual) >= 75
+    assert abs(sum(len(p[1]) == 1 for p in drawn["truncate"]) / 2000 - 0.02) < 0.008
+    shorter = [piece[0] for piece in drawn["truncate"] if piece[0] < 500]
+    assert abs(len(shorter) / 2000 - 0.02) < 0.008 and min(shorter) >= 32
+
+
+def test_truncation_loses_a_third_of_the_targets_and_shrinking_none(drawn: dict[str, Any]) -> None:
+    for mode, share in (("truncate", 0.36), ("shrink", 0.0)):
+        pieces = [piece for piece in drawn[mode] if piece[0] > 400 and len(piece[1]) > 1]
+        targets = [int(piece[2].sum()) + len(piece[1]) for piece in pieces]
+        beyond = [max(0, piece[0] + 2 * len(piece[1]) - 512) for piece in pieces]
+        assert abs(sum(beyond) / sum(targets) - share) < (0.012 if share else 1e-12)
+    full = [size for size, starts, _, _ in drawn["shrink"] if size > 400 and len(starts) > 1]
+    assert abs(np.mean(full) - 466.9) < 0.5
+    for size, starts, _, _ in drawn["shrink"]:  # as much text as fits: one more token would need room of its own
+        assert size + 2 * len(starts) >= 512 - 3 or size < 466 or len(starts) == 1
+
+
+def packed_rows(samples: int, row: int) -> Packed:
+    tokens = np.tile(np.arange(1, row + 2) % 499 + 1, (samples, 1))
+    numbers = np.arange(samples)
+    return Packed(tokens, numbers * 0, numbers, range(samples), np.zeros(0, np.int64))
+
+
+@pytest.mark.parametrize("positions", ["glm1d", "glm2d"])
+def test_samples_have_the_declared_shares_and_shapes(positions: str) -> None:
+    options = objective(60, slots=2, positions=positions)
+    made = Infilling(options, 64, seed=1, names=["a"], pairs=[], separator=0, ids=IDS).apply(packed_rows(3000, 60))
+    blanks = made.prefix[:, 1] > 0
+    assert abs(blanks.mean() - 0.3) < 0.03
+    assert (made.lengths[blanks] == 32).all() and (made.lengths[~blanks] == [64, 0]).all()
+    endings = 61 - made.prefix[~blanks, 0]
+    assert endings.min() == 12 and endings.max() == 60  # both ends of the range occur
+    counts = np.bincount(endings - 12, minlength=49)
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 97  # 48 degrees of freedom: 1 in 30,000
+    assert ((made.labels != IGNORE).sum(axis=1)[~blanks] == endings).all()
+    place = made.positions if positions == "glm1d" else made.positions[:, 0]
+    assert made.positions.shape == ((3000, 64) if positions == "glm1d" else (3000, 2, 64))
+    assert (made.inputs[~blanks, 61:] == 0).all() and (place[~blanks, 61:] == 0).all()
+    assert (made.labels[~blanks, 61:] == IGNORE).all()
+    assert (place[blanks, 32] == 0).all()  # positions begin again in every slot
+    if positions == "glm1d":
+        assert (made.positions[~blanks, :61] == np.arange(61)).all()
+
+
+@pytest.mark.parametrize("mask_share", [0.0, 1.0])
+def test_ignored_tokens_are_inputs_and_never_labels(mask_share: float) -> None:
+    packed = packed_rows(40, 60)
+    options = objective(60, slots=2, mask_share=mask_share, mask_budget=0.5)
+    maker = Infilling(options, 64, seed=1, names=["a"], pairs=[], separator=0, ids=IDS)
+    whole = maker.apply(packed)
+    packed.ignore = [(row, 10, 50) for row in range(40)]
+    left = maker.apply(packed)
+    inner = (whole.labels >= packed.tokens[0, 10]) & (whole.labels < packed.tokens[0, 50])
+    assert inner.sum() > 200
+    assert np.array_equal(left.inputs, whole.inputs) and (left.labels[inner] == IGNORE).all()
+    assert np.array_equal(left.labels[~inner], whole.labels[~inner])
+
+
+# The loader
+
+
+@pytest.fixture(scope="module")
+def packer(shared_corpus: Path) -> Packer:
+    return Packer([("text", shared_corpus / "corpus", 1.0)], 56, seed=5, lanes=8)
+
+
+def steps(packer: Packer, rank: int, world: int, count: int, **options: Any) -> list[StepBatch]:
+    loader = Loader(packer, BatchSchedule(12), rank=rank, world=world, micro_batch=3, prefetch=0, **options)
+    return [next(loader) for _ in range(count)]
+
+
+def joined(batches: list[StepBatch]) -> list[torch.Tensor]:
+    micros = [micro for batch in batches for micro in batch.micro]
+    names = ("tokens", "labels", "lengths", "prefix", "positions", "sources")
+    return [torch.cat([getattr(micro, name) for micro in micros]) for name in names]
+
+
+@pytest.mark.parametrize("positions", ["glm1d", "glm2d"])
+def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, positions: str) -> None:
+    maker = infilling(packer, 64, positions=positions)
+    expected = steps(packer, 0, 1, 4, infilling=maker)
+    for world in (2, 4):
+        ranks = [steps(packer, rank, world, 4, infilling=maker) for rank in range(world)]
+        for step in range(4):
+            same = zip(joined([own[step] for own in ranks]), joined([expected[step]]), strict=True)
+            assert all(torch.equal(a, b) for a, b in same)
+            assert sum(own[step].targets for own in ranks) == expected[step].targets
+    resumed = steps(packer, 0, 1, 2, infilling=maker, cursor=24, consumed=24)
+    assert all(torch.equal(a, b) for a, b in zip(joined(resumed), joined(expected[2:]), strict=True))
+    tokens, labels, lengths, prefix, places, _ = joined(expected)
+    assert tokens.shape == (48, 65) and labels.shape == (48, 64) and (tokens[:, 64] == 0).all()
+    assert lengths.dtype == prefix.dtype == torch.int32 and (lengths.sum(dim=1) == 64).all()
+    assert sum(step.targets for step in expected) == int((labels != IGNORE).sum())
+    assert len(places) == 48
+
+
+def test_micro_batches_are_the_objective_of_the_packed_samples(packer: Packer) -> None:
+    maker = infilling(packer, 64, positions="glm2d")
+    made = maker.apply(packer.pack(0, 12))
+    tokens, *rest, _ = joined(steps(packer, 0, 1, 1, infilling=maker))
+    parts = (made.labels, made.lengths, made.prefix, made.positions)
+    assert np.array_equal(tokens[:, :64], made.inputs)
+    assert all(np.array_equal(a, b) for a, b in zip(rest, parts, strict=True))
+
+
+def test_an_empty_share_has_the_shapes_of_a_full_one(packer: Packer) -> None:
+    loader = Loader(
+        packer, BatchSchedule(12), rank=0, world=1, micro_batch=3, prefetch=0, infilling=infilling(packer, 64)
+    )
+    blank, full = loader.blank(0, 0), loader.build(0, 0)
+    assert [t.shape for t in joined([blank])] == [t.shape for t in joined([full])]
+    assert (joined([blank])[1] == IGNORE).all() and blank.cursor == full.cursor
+
+
+def test_every_token_is_in_one_row_of_an_epoch(packer: Packer) -> None:
+    """The rows of the first epoch, put in the order of their places, are the line of the epoch without gaps."""
+    total = packer._sources[0].epoch_length
+    samples = -(-total // 56)
+    places = [packer._sources[0].locate(number) for number in range(samples)]
+    assert sorted(places) == [(0, offset) for offset in range(0, total, 56)]
+    whole = Packer([("text", packer.corpora["text"].directory, 1.0)], total, seed=5, lanes=1).pack(0, 1).tokens[0]
+    maker = infilling(packer, 64, mask_share=0.0, ending_min=1.0)  # the whole row is the ending
+    for first in range(0, samples, 100):
+        packed = packer.pack(first, min(100, samples - first))
+        labels = maker.apply(packed).labels[:, 1:57]
+        for row, (_, offset) in zip(labels, places[first : first + 100], strict=True):
+            rest = min(56, total - offset)  # the last row goes on with the next epoch
+            assert np.array_equal(row[:rest], whole[offset : offset + rest])
+
+
+# Prompts with answers
+
+
+@pytest.fixture(scope="module")
+def tasks(shared_corpus: Path, tmp_path_factory: pytest.TempPathFactory, run_command: Prepare, helpers: Any) -> Path:
+    """A corpus of 101 prompts with answers, of which every 10th prompt or answer is long."""
+    path, rng = tmp_path_factory.mktemp("tasks"), random.Random(3)
+    sizes = [(rng.choice([1, 4, 9, 200]), rng.choice([1, 3, 150])) for _ in range(101)]
+    records = [
+        {"question": f"{n}: " + helpers.text(n, a), "answer": f"{n} is " + helpers.text(n + 999, b)}
+        for n, (a, b) in enumerate(sizes)
+    ]
+    records.insert(7, {"question": "nobody knows", "answer": ""})
+    (path / "tasks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ["--text-field", "question", "--answer-field", "answer", "--workers", "1", "--shard-size", "20KB"]
+    where = ["--tokenizer", shared_corpus / "tokenizer", "--out", path / "corpus", "--quiet"]
+    done = run_command("data.cli", "prepare", path / "tasks.jsonl", *options, *where)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def pairs(tasks: Path, shared_corpus: Path) -> list[tuple[list[int], list[int]]]:
+    """The pairs of the corpus as token lists."""
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    records = [json.loads(line) for line in (tasks / "tasks.jsonl").read_text().splitlines()]
+    texts = [record[key] for record in records if record["answer"] for key in ("question", "answer")]
+    encoded = tokenizer.encode(texts)
+    return list(zip(encoded[::2], encoded[1::2], strict=True))
+
+
+def expected_slot(prompt: list[int], answer: list[int], ids: Specials, size: int) -> tuple[list[int], list[int]]:
+    """Inputs and labels as published: the prompt cut first, down to a quarter of the slot, then the answer."""
+    prompt = prompt[: max(size // 4, size - len(answer) - 2)]
+    answer = answer[: size - len(prompt) - 2]
+    inputs = [*prompt, ids.mask, ids.sop, *answer]
+    labels = [IGNORE] * (len(prompt) + 1) + [*answer, ids.eop]
+    pad = size - len(inputs)
+    return inputs + [0] * pad, labels + [IGNORE] * pad
+
+
+def slots_of(made: Infilled) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    inputs, labels = (part.reshape(-1, 32).tolist() for part in (made.inputs, made.labels))
+    return [(tuple(a), tuple(b)) for a, b in zip(inputs, labels, strict=True)]
+
+
+def test_every_prompt_is_learned_once_per_epoch(tasks: Path, pairs: list[tuple[list[int], list[int]]]) -> None:
+    packer = Packer([("tasks", tasks / "corpus", 1.0)], 120, seed=5, lanes=4, slots=(4, 32))
+    assert packer.epoch_samples == {"tasks": 101 / 4}
+    packed = packer.pack(0, 101)  # four epochs
+    made = infilling(packer, 128).apply(packed)
+    ids = Specials(*range(512, 518))
+    expected = Counter((tuple(a), tuple(b)) for a, b in (expected_slot(p, y, ids, 32) for p, y in pairs))
+    found = slots_of(made)
+    assert Counter(found) == Counter({slot: 4 * count for slot, count in expected.items()})
+    assert found[:101] != found[101:202]  # another order
+    assert (made.lengths == 32).all() and made.positions[0, 32] == 0
+    assert (packer.measure(packed), packed.documents) == ((101 * 8, 0), 101 * 8)
+    assert packer.position(101) == {"tasks": 4.0}
+
+
+def test_blocks_do_not_part_a_prompt_from_its_answer(tasks: Path) -> None:
+    corpus = Corpus(tasks / "corpus")
+    shards = [corpus.shard(number) for number in range(len(corpus.manifest.shards))]
+    for size in (10, 200, 3000):
+        whole, cut = (build_blocks(shards, size, pairs=pairs)[:, 2] for pairs in (True, False))
+        assert whole.sum() == cut.sum() == 202
+        assert (whole % 2 == 0).all() and (cut % 2 == 1).any()
+
+
+def test_prompts_mix_with_text_and_are_found_again(tasks: Path, shared_corpus: Path) -> None:
+    sources: list[Any] = [("text", shared_corpus / "corpus", 3.0), ("tasks", tasks / "corpus", 1.0)]
+    packer = Packer(sources, 120, seed=5, lanes=4, slots=(4, 32))
+    packed = packer.pack(0, 40)
+    assert np.bincount(packed.sources).tolist() == [30, 10]
+    alone = Packer(sources[1:], 120, seed=5, lanes=4, slots=(4, 32)).pack(0, 10)
+    assert np.array_equal(packed.tokens[packed.sources == 1], alone.tokens)
+    sample = int(np.flatnonzero(packed.sources == 1)[0])
+    pieces = packer.provenance(sample)
+    assert len(pieces) == 8 and [piece.document % 2 for piece in pieces] == [0, 1] * 4
+    assert all(b.document == a.document + 1 for a, b in zip(pieces[::2], pieces[1::2], strict=True))
+    for piece in pieces:
+        shard = next(n for n, s in enumerate(packer.corpora["tasks"].manifest.shards) if s.name == piece.shard)
+        document = packer.corpora["tasks"].shard(shard).document(piece.document)[piece.start : piece.stop]
+        assert packed.tokens[sample, piece.position :][: len(document)].tolist() == document.tolist()
+    first = ("tasks", pieces[0].shard, pieces[0].document)
+    without = Packer(sources, 120, seed=5, lanes=4, slots=(4, 32), exclude=[first]).pack(sample, 1)
+    labels = infilling(packer, 128).apply(without).labels[0]
+    kept = infilling(packer, 128).apply(packer.pack(sample, 1)).labels[0]
+    assert np.array_equal(labels[32:], kept[32:])
+    assert (labels[:32] != IGNORE).sum() == 1 and (kept[:32] != IGNORE).sum() > 1  # only eop is left
+
+
+def test_prompts_are_clean_for_validate_and_refused_as_texts(tasks: Path) -> None:
+    assert validate(tasks / "corpus", quiet=True).findings.exit_code == 0
+    with pytest.raises(DataError, match="prompts with answers"):
+        Packer([("tasks", tasks / "corpus", 1.0)], 120, seed=5, lanes=4)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt"])
+def test_answers_are_read_or_named_as_missing(tmp_path: Path, suffix: str) -> None:
+    path, records = tmp_path / f"in{suffix}", [{"q": "1 + 1?", "a": "2"}, {"q": "why?", "a": "because"}]
+    if suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    ((unit,),) = plan_shards([path], None, lines=True)
+    if suffix != ".txt":
+        found = read_documents(unit, "q", lines=True, answer_field="a")
+        assert [document.texts for document in found] == [("1 + 1?", "2"), ("why?", "because")]
+    with pytest.raises(DataError, match=r"(field|column) 'reply'") as caught:
+        list(read_documents(unit, "q", lines=True, answer_field="reply"))
+    assert ("--answer-field" if suffix != ".txt" else "JSONL") in str(caught.value)
+
+
+# Configuration
+
+
+@pytest.fixture
+def glm(tmp_path: Path, shared_corpus: Path) -> Path:
+    sections = {
+        "run": {"name": "x", "dir": str(tmp_path / "run")},
+        "model": {"family": "glm", "layers": 2, "hidden": 48, "heads": 4, "vocab": 518},
+        "data": {
+            "sequence_length": 64,
+            "objective": {"kind": "glm", "row": 56},
+            "sources": [{"name": "text", "path": str(shared_corpus / "corpus")}],
+        },
+        "train": {"duration": "20 steps", "global_batch": "8 samples", "micro_batch": 2},
+        "optimizer": {"lr": 1e-2},
+        "checkpoint": {"every": "10 steps"},
+    }
+    (tmp_path / "glm.toml").write_text(tomli_w.dumps(sections))
+    return tmp_path / "glm.toml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.objective.row=64"], "leaves no room for special tokens"),
+        (["data.objective.slots=3"], "slots = 3 must divide"),
+        (["data.objective.row=54"], "slots = 4 must divide"),
+        (["data.sequence_length=24", "data.objective.row=20"], "8 is the least"),
+        (["data.objective.positions=glm2d"], "rope-2d and glm2d belong together"),
+        (["model.positions=rope-2d"], "rope-2d and glm2d belong together"),
+        (["data.attention=document"], "data.attention belongs to the causal objective"),
+        (["data.loss_across_documents=false"], "data.loss_across_documents belongs to the causal objective"),
+        (["data.objective.mask_budget=0.6"], "mask_budget"),
+        (
+            ["model.positions=rope-2d", "data.objective.positions=glm2d", "data.objective.multitask_positions=mask"],
+            "multitask_positions is a choice for glm1d",
+        ),
+    ],
+)
+def test_contradictions_are_refused(glm: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(glm, overrides)
+    assert message in str(caught.value)
+
+
+def test_other_families_cannot_fill_blanks(glm: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs model\.family = glm"):
+        load(glm, ["model.family=llama", "model.ffn=96"])
+
+
+@pytest.mark.parametrize("first", [None, 500])
+def test_special_tokens_need_ids_of_their_own(glm: Path, packer: Packer, first: int | None) -> None:
+    size = packer.tokenizer.vocab_size
+    begin = size if first is None else first
+    given = [] if first is None else [f"data.objective.first_special={first}"]
+    with pytest.raises(ConfigError, match=f"ids {begin} to {begin + 5}.*\n.*\n.*at least {begin + 6}"):
+        open_packer(load(glm, [*given, f"model.vocab={begin + 5}"]))
+    assert open_packer(load(glm, [*given, f"model.vocab={begin + 6}"])).length == 56
+    report = validate(packer.corpora["text"].directory, quiet=True)
+    for vocab, codes in ((begin + 5, {"vocabulary-too-small"}), (begin + 6, set())):
+        assert set(check_against(report, load(glm, [*given, f"model.vocab={vocab}"])).by_code) == codes
+    with pytest.raises(ConfigError, match=f"makes {size - 1} the id of `mask`"):
+        open_packer(load(glm, [f"data.objective.first_special={size - 1}"]))
+
+
+def test_the_objective_is_identity(glm: Path) -> None:
+    config = load(glm)
+    packer = open_packer(config)
+    assert packer.length == 56
+    assert open_infilling(config, packer) is not None
+    before = identity(config, packer)
+    assert before["data"]["objective"]["version"] == 1
+    changed = load(glm, ["data.objective.mask_share=0.5"])
+    assert differences(before, identity(changed, packer)) == ["data.objective.mask_share: 0.3 -> 0.5"]

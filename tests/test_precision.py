@@ -1,0 +1,295 @@
+"""Loss scaling, loss weighting and gradient shrink: real ranks against closed forms and plain single-process torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_pretrain import mesh, models
+from fsdp_pretrain.optim import LossScaler
+from fsdp_pretrain.parallel import materialise
+from fsdp_pretrain.sections import LossScaleSection, ParallelSection
+
+pytestmark = pytest.mark.slow  # the default suite has no room for it
+
+SCRIPT = Path(__file__).with_name("exact_steps.py")
+CASES = ["sequence", "z", "shrink-both", "shrink-input", "poison"]
+
+
+# ---------------------------------------------------------------------- the law of the scale
+
+
+def scales(section: LossScaleSection, events: str, state: list[float] | None = None) -> list[float]:
+    """The scale after each event: O an overflow, . a good step."""
+    with mesh.connect(ParallelSection()) as world:
+        scaler, seen = LossScaler(section, world, state), []
+        for event in events:
+            scaler.advance(scaler.overflowed(torch.tensor(float("inf") if event == "O" else 1.0)))
+            seen.append(float(scaler.scale))
+        return seen
+
+
+def test_the_scale_of_a_published_log() -> None:
+    """tr8b: hysteresis was full before the log; the good step did not refill it, or the sixth value were 2^17."""
+    law = LossScaleSection(first=2.0**20, window=500, hysteresis=2)
+    assert scales(law, "OOOO.OO") == [2.0**n for n in (20, 19, 18, 17, 17, 16, 15)]
+    used_up = scales(law, "OOOO.OO", [2.0**20, 1.0, 0.0])
+    assert used_up == [2.0**n for n in (19, 18, 17, 16, 16, 15, 14)]
+
+
+def deepspeed(law: LossScaleSection, events: str) -> list[float]:
+    """The law as DeepSpeed words it, in iterations since the last overflow, not consecutive."""
+    scale, left, last, seen = law.first, law.hysteresis, -1, []
+    for now, event in enumerate(events):
+        if event == "O":
+            if law.hysteresis == 1 or left == 1:
+                scale = max(scale / 2, law.min)
+            else:
+                left -= 1
+            last = now
+        elif (now - last) % law.window == 0:
+            left, scale = law.hysteresis, scale * 2
+        seen.append(scale)
+    return seen
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text("O...", max_size=60), st.integers(1, 7), st.integers(1, 3))
+def test_the_law_is_the_one_of_deepspeed(events: str, window: int, hysteresis: int) -> None:
+    law = LossScaleSection(first=8.0, window=window, hysteresis=hysteresis, min=2.0)
+    assert scales(law, events) == deepspeed(law, events)
+
+
+# ---------------------------------------------------------------------- fp16 runs
+
+
+def scaling(records: list[dict[str, Any]]) -> list[tuple[int, float, bool]]:
+    return [(record["step"], record["loss_scale"], record["overflow"]) for record in records]
+
+
+@pytest.fixture(scope="module")
+def fp16(module_lab: Any) -> Path:
+    """A scale that starts far too high and then rises every three good steps until the next overflow."""
+    path: Path = module_lab.config(
+        "fp16",
+        train={"precision": "fp16", "duration": "20 steps", "loss_scale": {"first": 2.0**22, "window": 3}},
+        checkpoint={"every": "1000 steps"},
+        parallel={"shard": 1},
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def curves(module_lab: Any, fp16: Path, helpers: Any) -> dict[str, list[dict[str, Any]]]:
+    """The same run on one, two and four ranks, and in fp32."""
+    found = {}
+    for name, ranks, overrides in (
+        ("one", 1, []),
+        ("two", 2, ["parallel.shard=2"]),
+        ("four", 4, ["parallel.shard=2"]),
+        ("fp32", 1, ["train.precision=fp32", "train.duration=4 steps"]),
+    ):
+        module_lab.train(fp16, f"run.dir={module_lab.path / name}", *overrides, ranks=ranks)
+        found[name] = helpers.metrics(module_lab.path / name)
+    return found
+
+
+def test_the_same_steps_are_skipped_on_every_mesh(curves: dict[str, Any]) -> None:
+    events = scaling(curves["one"])
+    skipped = [step for step, _, overflow in events if overflow]
+    assert scaling(curves["two"]) == events == scaling(curves["four"])
+    assert skipped[0] == 1 and len(skipped) < 15 and skipped != list(range(1, len(skipped) + 1))  # and again later
+    assert [scale for _, scale, _ in events][1:] == deepspeed(
+        LossScaleSection(first=2.0**22, window=3), "".join("O" if overflow else "." for *_, overflow in events[:-1])
+    )
+    for name in ("one", "two", "four"):
+        for record, other in zip(curves[name], curves["one"], strict=True):
+            assert (record["grad_norm"] is None) == record["overflow"]
+            assert record["consumed"] == record["step"] * 8  # skipped steps advance the clock of every schedule
+            assert record["loss"]["sum"] == pytest.approx(other["loss"]["sum"], rel=2e-3)
+
+
+def test_the_norm_is_that_of_unscaled_gradients(curves: dict[str, Any]) -> None:
+    """Parameters have not moved until the first step that is not skipped; its batch in fp32 gives the same norm."""
+    first = next(record for record in curves["one"] if not record["overflow"])
+    assert first["grad_norm"] < 10
+    assert first["clip"] == pytest.approx(min(1.0, 1 / first["grad_norm"]), rel=1e-4)
+    assert curves["fp32"][0]["loss_scale"] is None and curves["fp32"][0]["overflow"] is False
+    assert curves["one"][0]["loss"]["sum"] == pytest.approx(curves["fp32"][0]["loss"]["sum"], rel=1e-3)
+
+
+def test_a_resume_continues_the_scale_to_the_bit(module_lab: Any, fp16: Path, curves: Any, helpers: Any) -> None:
+    """Stopped inside a window, with hysteresis used up."""
+    run = module_lab.path / "parts"
+    module_lab.train(fp16, f"run.dir={run}", "optimizer.decay=20 steps", "train.duration=12 steps")
+    module_lab.train(fp16, f"run.dir={run}", "optimizer.decay=20 steps")
+    whole = curves["one"]
+    parts = helpers.metrics(run)
+    assert scaling(parts) == scaling(whole) and helpers.losses(run) == helpers.losses(module_lab.path / "one")
+    assert not helpers.journal(run, "loss-scale")
+
+
+def test_a_change_to_fp16_starts_the_scale_and_says_so(module_lab: Any, fp16: Path, curves: Any, helpers: Any) -> None:
+    del curves
+    run = module_lab.path / "fp32"
+    module_lab.train(fp16, f"run.dir={run}", "train.duration=6 steps", "train.loss_scale.first=1024")
+    (told,) = helpers.journal(run, "loss-scale")
+    assert told["step"] == 4 and "1024" in told["text"]
+    assert [record["loss_scale"] for record in helpers.metrics(run)[4:]] == [1024.0] * 2
+
+
+def test_overflowing_at_the_smallest_scale_stops_with_93(lab: Any, helpers: Any) -> None:
+    config = lab.config(train={"precision": "fp16", "loss_scale": {"first": 2.0**40, "min": 2.0**40}})
+    output = lab.train(config, ranks=2, expect=93)
+    assert "10 steps in a row overflowed at the smallest loss scale" in output and output.count("error:") == 1
+    assert len(helpers.metrics(lab.path / "run")) == 10
+    assert not list((lab.path / "run/checkpoints").glob("step-*"))
+
+
+# ---------------------------------------------------------------------- exact steps
+
+
+@pytest.fixture(scope="module")
+def exact(module_lab: Any, helpers: Any) -> dict[tuple[str, int], list[Any]]:
+    """{(case, world size): what each rank wrote}."""
+    path = module_lab.config(
+        "exact",
+        data={"sequence_length": 16},
+        train={"grad_clip": 0.5},
+        optimizer={"curve": "constant", "warmup": "0 steps", "eps": 1e-6},
+    )
+    out = module_lab.path / "exact-steps"
+    out.mkdir()
+    environment = helpers.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(helpers.port()))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(path), str(out), *CASES],
+        capture_output=True, text=True, cwd="/", env=environment, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {
+        (case, world): [torch.load(out / f"{case}-{world}-{rank}.pt", weights_only=False) for rank in range(world)]
+        for case in CASES
+        for world in (1, 4)
+    }
+    found["path", 0] = [path]
+    return found
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("exact_steps", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("case", CASES[:-1])
+def test_steps_are_those_of_plain_torch(exact: dict[Any, Any], case: str, world: int) -> None:
+    """Four steps: loss, norm and parameters, in one process with plain cross-entropy, clipping and AdamW."""
+    given_steps = script()
+    config = given_steps.configure(exact["path", 0][0], case, world)
+    model = materialise(models.build(config.model), config.run.seed, torch.device("cpu"))
+    spared = [p for name, p in model.named_parameters() if "norm" in name]
+    decaying = [p for name, p in model.named_parameters() if "norm" not in name]
+    section = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": decaying, "weight_decay": section.weight_decay}, {"params": spared, "weight_decay": 0.0}],
+        lr=section.lr, betas=section.betas, eps=section.eps,
+    )  # fmt: skip
+    results = exact[case, world][0]
+    for step in range(1, given_steps.STEPS + 1):
+        tokens, labels = given_steps.global_batch(step)
+        factor = {"shrink-both": 0.25, "shrink-input": 0.25 + 0.75 * step / 4}.get(case, 1.0)
+
+        def shrunk(x: torch.Tensor, factor: float = factor) -> torch.Tensor:
+            return x * factor + x.detach() * (1 - factor)
+
+        hidden = shrunk(F.embedding(tokens[:, :-1], model.embedding.weight))
+        context = model.context(torch.arange(16), None)
+        for block in model.blocks:
+            hidden = block(hidden, *context)
+        head = model.embedding.weight if model.head is None else model.head.weight
+        logits = model.norm(hidden) @ (shrunk(head) if case == "shrink-both" else head).T
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(8, 16)
+        learned = labels != -100
+        counts = learned.sum(1)
+        means = (losses.sum(1) / counts.clamp(min=1)).sum() / (counts > 0).sum()
+        penalty = 0.01 * (logits.logsumexp(-1).square() * learned).sum() / counts.sum()
+        mean = losses.sum() / counts.sum()
+        (means if case == "sequence" else mean + penalty if case == "z" else mean).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        record = results["records"][step - 1]
+        assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        assert record["loss"] == {"sum": pytest.approx(losses.sum().item(), rel=1e-5), "count": counts.sum()}
+        sequence = record["loss_sequence"]
+        assert sequence["sum"] / sequence["count"] == pytest.approx(means.item(), rel=1e-5)
+        assert sequence["count"] == 7
+        if case == "z":
+            assert record["z_loss"]["sum"] / record["z_loss"]["count"] == pytest.approx(penalty.item(), rel=1e-5)
+        else:
+            assert record["z_loss"] is None
+        assert record["ramps"].get("embedding_shrink", 1.0) == pytest.approx(factor)
+        for name, parameter in model.named_parameters():
+            ours = results["history"][step - 1]["full"][name]
+            torch.testing.assert_close(ours, parameter.detach(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_an_overflow_of_one_rank_is_skipped_by_all(exact: dict[Any, Any], world: int) -> None:
+    """Step 2 has a token whose vector is infinite in fp16, in the last sample: parameters, moments, counts stay."""
+    ranks = exact["poison", world]
+    for rank in ranks:
+        assert [record["overflow"] for record in rank["records"]] == [False, True, False, False]
+        assert rank["records"][1]["grad_norm"] is None and rank["records"][2]["grad_norm"] > 0
+        first, second, third, fourth = rank["history"]
+        assert [entry["steps"] for entry in rank["history"]] == [{1.0}, {1.0}, {2.0}, {3.0}]
+        for key in ("local", "moments"):
+            assert all(torch.equal(first[key][name], second[key][name]) for name in first[key])
+            assert any(not torch.equal(second[key][name], third[key][name]) for name in first[key])
+        assert all(value.isfinite().all() for value in fourth["full"].values())
+        for name, value in fourth["full"].items():
+            assert torch.equal(value, ranks[0]["history"][-1]["full"][name])
+
+
+# ---------------------------------------------------------------------- memory of the loss
+
+_MEASURE = """
+import sys, torch, psutil
+from fsdp_pretrain.models import loss
+rows, vocab, width, loss._LOGITS_PER_CHUNK = map(int, sys.argv[1:])
+hidden, weight = torch.randn(1, rows, width, requires_grad=True), torch.zeros(vocab, width, requires_grad=True)
+labels = torch.zeros(1, rows, dtype=torch.int64)
+loss.token_losses(hidden[:, :8], weight[:8], labels[:, :8])[0].sum().backward()  # libraries are loaded
+hidden.grad = weight.grad = None
+before = psutil.Process().memory_info().rss
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
+loss.token_losses(hidden, weight, labels)[0].sum().backward()
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+print(peak - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "width", "chunk"),
+    [(2048, 30_000, 32, 2**22), pytest.param(8192, 150_000, 512, 2**25, marks=pytest.mark.slow)],
+)
+def test_the_loss_never_holds_the_logits(helpers: Any, rows: int, vocab: int, width: int, chunk: int) -> None:
+    """Forward and backward, the gradient of the matrix included, take a quarter of fp32 logits and their gradient."""
+    arguments = [str(value) for value in (rows, vocab, width, chunk)]
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, *arguments], capture_output=True, text=True, cwd="/", env=helpers.environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert 4 * vocab * width < int(done.stdout) < rows * vocab * 4 * 2 / 4

@@ -1,0 +1,58 @@
+"""Trains a toy on forked ranks and prints what each holds: `python tests/weigh.py RANKS PORT CONFIG [key=value ...]`.
+
+The trainer and FSDP2 are the real ones; bytes are those of the storages behind every tensor, each counted once.
+"""
+
+import json
+import os
+import sys
+
+from fsdp_pretrain import bench, mesh
+from fsdp_pretrain.config import load
+
+
+def held(tensors):
+    storages = {}
+    for tensor in tensors:
+        storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def rank(config):
+    with mesh.connect(config.parallel) as world:
+        trainer, _ = bench.build(config, world)
+        gradients, forget = [], trainer.optimizer.zero_grad
+
+        def weigh():
+            gradients.append(held(parameter.grad for parameter in trainer.model.parameters()))
+            forget()
+
+        trainer.optimizer.zero_grad = weigh
+        trainer.step()
+        moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        line = {
+            "parameters": held(trainer.model.parameters()),
+            "gradients": gradients[0],
+            "optimizer": held(moments),
+        }
+        world.barrier()
+        print(json.dumps(line), flush=True)
+
+
+def main():
+    ranks, port, path, *overrides = sys.argv[1:]
+    config, children = load(path, overrides), []
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    for number in range(int(ranks)):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(number), LOCAL_RANK=str(number))
+            rank(config)
+            os._exit(0)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
