@@ -434,4 +434,4 @@ def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any) -> None:
     assert done.returncode == 0, done.stderr
     start, imported, exported = json.loads(done.stdout)
     assert (lab.path / "out/model.safetensors").stat().st_size > 400e6
-    assert imported - start < 150 and exported - start < 150, (start, imported, exported)
+    assert imported - start < 180 and exported - start < 180, (start, imported, exported)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..mesh import SHARD, World
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**22
+_CHUNK = 2**18
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio, as a signed integer
 
 
