@@ -227,6 +227,10 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.logsumexp.default:  # exponentials of all its input, which the meta device leaves out
+            scratch = args[0].numel() * args[0].element_size()
+            self.hold(self.category, scratch)
+            self.hold(self.category, -scratch)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())

@@ -38,12 +38,8 @@ def configuration(lab: Any, model: dict[str, Any], *overrides: str) -> Config:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
-    """One rank with one thread: more threads, more scratch memory in CPU kernels, which no GPU has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with mesh.connect(ParallelSection()) as connected:
         yield connected
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
