@@ -6,27 +6,20 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
-
-import tomli_w
 
 from data.opening import data_at
 
-from . import branch, where
-from .checkpoint.hf_layout import read_model
-from .checkpoint.store import Checkpoint, Store, verify_files
+from . import branch, checkpoints_cli, where
 from .config import load
 from .config_reference import reference
-from .console import Command, add_verb, byte_count
+from .console import Command, byte_count
 from .control import VERBS, send
-from .errors import CheckpointError, ConfigError
+from .errors import ConfigError
 from .fork import fork
 from .record import aim, journal
 from .record.files import RunDir
 from .rollback import rollback
-from .status import ALERT, inspect, render
-from .units import human_bytes, human_count
+from .status import inspect, render
 
 
 def main() -> int:
@@ -62,7 +55,7 @@ def main() -> int:
     _add_run(parser)
     parser.add_argument("--json", action="store_true")
 
-    _add_checkpoints(command)
+    checkpoints_cli.add(command)
 
     parser = command.verb(
         "rollback",
@@ -142,65 +135,6 @@ def main() -> int:
     return command.run()
 
 
-def _add_checkpoints(command: Command) -> None:
-    parser = command.verb(
-        "checkpoints",
-        _list,
-        "The checkpoints of a run: list, verify, pin, export to Hugging Face, import from it. Each has its --help.",
-        "fsdp-pretrain checkpoints runs/quickstart/run list",
-    )
-    parser.add_argument("run", type=lambda text: RunDir(Path(text)), metavar="RUN", help="run directory")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    example = "fsdp-pretrain checkpoints runs/quickstart/run"
-    parser = add_verb(actions, "list", _list, "List them by what names and sizes tell.", f"{example} list")
-    parser.add_argument("--json", action="store_true")
-
-    parser = add_verb(actions, "verify", _verify, "Read them back and compare every checksum.", f"{example} verify 400")
-    parser.add_argument("step", type=int, nargs="?", help="verify only this one (default: all)")
-    parser.add_argument("--json", action="store_true")
-
-    for verb, act, text in (
-        ("pin", _pin, "Keep a checkpoint whatever the retention policy says."),
-        ("unpin", _unpin, "Leave a pinned checkpoint to the retention policy again."),
-    ):
-        parser = add_verb(actions, verb, act, text, f"{example} {verb} 400")
-        parser.add_argument("step", type=int, help="step of the checkpoint")
-        parser.add_argument("--json", action="store_true")
-
-    parser = add_verb(
-        actions,
-        "export",
-        _export,
-        "Write a checkpoint of any mesh as a folder that transformers loads: safetensors, config.json, tokenizer.",
-        f"{example} export 400 hf/quickstart --dtype bf16",
-    )
-    parser.add_argument("step", type=int, help="step of the checkpoint")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; must not exist")
-    parser.add_argument("--dtype", choices=("bf16", "fp32", "fp16"), default="bf16", help="default: bf16")
-    parser.add_argument(
-        "--shard-size", type=byte_count, default=byte_count("5GB"), help="largest file of weights (default: 5GB)"
-    )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer, if the run directory has lost its copy")
-    parser.add_argument("--json", action="store_true")
-
-    parser = add_verb(
-        actions,
-        "import",
-        _import,
-        "Make the first checkpoint (step 0) of a new run from a Hugging Face folder, to train it on. RUN is created.",
-        "fsdp-pretrain checkpoints runs/continued import /models/llama --config runs/continued.toml",
-    )
-    parser.add_argument("folder", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
-    parser.add_argument(
-        "--config",
-        nargs="+",
-        metavar=("CONFIG", "key=value"),
-        help="configuration of the run, whose run.dir is RUN, and values to replace in it",
-    )
-    parser.add_argument("--show-model", action="store_true", help="only print the [model] section for the folder")
-    parser.add_argument("--json", action="store_true")
-
-
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=_run_dir, metavar="RUN", help="run directory")
 
@@ -225,14 +159,9 @@ def _steps(text: str) -> tuple[int, int]:
 
 def _run_dir(text: str) -> RunDir:
     run = RunDir(Path(text))
-    if not _is_run(run):
+    if not run.begun:
         raise argparse.ArgumentTypeError(f"{text} is not a run directory (it has no segments/)")
     return run
-
-
-def _is_run(run: RunDir) -> bool:
-    """A run that was started, or one that will start from an imported checkpoint."""
-    return (run.path / "segments").is_dir() or run.checkpoints.is_dir()
 
 
 def _positive(text: str) -> int:
@@ -285,77 +214,6 @@ def _status(args: argparse.Namespace) -> int:
     return report.level
 
 
-def _list(args: argparse.Namespace) -> int:
-    return _print_checkpoints([_describe(item) for item in _store(args.run).scan()], as_json=args.json)
-
-
-def _verify(args: argparse.Namespace) -> int:
-    store = _store(args.run)
-    chosen = [item for item in store.scan() if args.step in (None, item.step)]
-    if args.step is not None and not chosen:
-        store.find(args.step)
-    return _print_checkpoints([_read_back(item) for item in chosen], as_json=args.json)
-
-
-def _pin(args: argparse.Namespace, pinned: bool = True) -> int:
-    store = _store(args.run)
-    store.pin(store.find(args.step), pinned)
-    return _print_checkpoints([_describe(store.find(args.step))], as_json=args.json)
-
-
-def _unpin(args: argparse.Namespace) -> int:
-    return _pin(args, pinned=False)
-
-
-def _store(run: RunDir) -> Store:
-    if not _is_run(run):
-        raise ConfigError(f"{run.path} is not a run directory (it has no segments/)")
-    return Store(run.checkpoints)
-
-
-def _print_checkpoints(rows: list[dict[str, Any]], *, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    elif not rows:
-        print("no checkpoints")
-    else:
-        for row in rows:
-            size = human_bytes(row["bytes"]) if row["bytes"] is not None else "-"
-            line = f"{row['step']:>12_}  {size:>9}  {row['state']:<10} {row['committed'] or '-':<25} "
-            line += "pinned " * row["pinned"]
-            line += row["problem"] or ("" if row["optimizer"] else "weights alone")
-            print(line.rstrip())
-    return ALERT if any(row["problem"] for row in rows) else 0
-
-
-def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    try:
-        manifest = checkpoint.manifest()
-        size = sum(entry.bytes for entry in checkpoint.files())
-    except (CheckpointError, KeyError, TypeError):
-        manifest, size = {}, None
-    state = "damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed"
-    return {
-        "step": checkpoint.step,
-        "path": str(checkpoint.path),
-        "state": state,
-        "bytes": size,
-        "committed": manifest.get("committed"),
-        "world": manifest.get("world"),
-        "pinned": checkpoint.pinned,
-        "optimizer": manifest.get("optimizer", True),
-        "problem": checkpoint.problem,
-    }
-
-
-def _read_back(checkpoint: Checkpoint) -> dict[str, Any]:
-    row = _describe(checkpoint)
-    if checkpoint.problem is None:
-        wrong = verify_files(checkpoint.path, checkpoint.files())
-        row |= {"state": "damaged", "problem": wrong[0]} if wrong else {"state": "verified"}
-    return row
-
-
 def _rollback(args: argparse.Namespace) -> int:
     report = rollback(
         args.run,
@@ -378,52 +236,6 @@ def _fork(args: argparse.Namespace) -> int:
     lines.append(f"  start       torchrun ... -m fsdp_pretrain.train {report['config']}")
     print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
     return 0
-
-
-def _export(args: argparse.Namespace) -> int:
-    _store(args.run)
-    hf = _hf()
-    done = hf.export_checkpoint(
-        args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size, tokenizer_path=args.tokenizer
-    )
-    if args.json:
-        print(json.dumps({**vars(done), "folder": str(done.folder)}, indent=1))
-    else:
-        count, size = human_count(done.parameters), human_bytes(done.bytes)
-        print(f"{done.folder}: {count} parameters, {size} of {args.dtype} in {done.files} files")
-        print(f"tokenizer: {done.tokenizer}")
-    return 0
-
-
-def _import(args: argparse.Namespace) -> int:
-    if args.show_model:
-        print(tomli_w.dumps({"model": read_model(args.folder).model_dump(mode="json", exclude_none=True)}), end="")
-        return 0
-    if args.config is None:
-        raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
-    done = _hf().import_folder(args.run, args.folder, load(args.config[0], args.config[1:]))
-    checkpoint = done.saved.checkpoint
-    if args.json:
-        facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}
-        print(json.dumps({**facts, "padded_rows": done.padded, "tokenizer": done.tokenizer}, indent=1))
-    else:
-        print(f"{checkpoint.path}: {human_bytes(done.saved.bytes)}, weights alone; training starts from it")
-        if done.padded:
-            print(f"rows of the embedding table: {done.padded} are not in the folder and got the mean of the others")
-        print(f"tokenizer: {done.tokenizer}")
-    return 0
-
-
-def _hf() -> ModuleType:
-    """What exports and imports weights, which needs torch. Raises ConfigError."""
-    try:
-        from .checkpoint import hf
-    except ImportError as error:
-        raise ConfigError(
-            f"weights are converted with torch, which is not installed ({error.name})",
-            remedy="pip install 'fsdp-pretrain[train]'",
-        ) from None
-    return hf
 
 
 def _control(args: argparse.Namespace) -> int:

@@ -78,7 +78,8 @@ LEVELS = [
     ["fsdp_pretrain.plan"],
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.rollback", "fsdp_pretrain.fork"],
     ["fsdp_pretrain.saves"],
-    ["fsdp_pretrain.trainer", "fsdp_pretrain.cli"],
+    ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli"],
+    ["fsdp_pretrain.cli"],
     ["eval"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench"],
 ]

@@ -27,6 +27,11 @@ class RunDir:
     path: Path
 
     @property
+    def begun(self) -> bool:
+        """Whether it holds a run: one that was started, or one that will start from an imported checkpoint."""
+        return (self.path / "segments").is_dir() or self.checkpoints.is_dir()
+
+    @property
     def config(self) -> Path:
         """Resolved configuration of the current segment."""
         return self.path / "config.toml"
