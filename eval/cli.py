@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config import Config, load
 from fsdp_pretrain.console import Command
@@ -136,10 +137,10 @@ def _report(args: argparse.Namespace) -> int:
 def _find(path: Path, step: int | None) -> Checkpoint:
     if path.name.startswith("step-"):
         return Store(path.parent).find(int(path.name.removeprefix("step-")))
-    store = Store(RunDir(path).checkpoints)
-    checkpoint = store.find(step) if step is not None else store.newest()
+    found = stores(RunDir(path))
+    checkpoint = found.find(step) if step is not None else found.newest()
     if checkpoint is None:
-        raise CheckpointError(f"{store.directory} holds no checkpoint that looks whole")
+        raise CheckpointError(f"{found.directory} holds no checkpoint that looks whole")
     return checkpoint
 
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import xxhash
 
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name
+from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
+from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record.claim import BEAT_SECONDS, Claim, is_alive, take_away
@@ -71,8 +72,9 @@ def is_due(config: Config, manifest: dict[str, Any]) -> bool:
 def due_jobs(run: RunDir, config: Config) -> list[Job]:
     """Evaluations that are due and neither done nor given up, oldest first; claimed ones included."""
     jobs = []
-    for checkpoint in Store(run.checkpoints).scan():
-        if checkpoint.problem is not None or not is_due(config, manifest := checkpoint.manifest()):
+    whole = {item.step: item for item in stores(run).scan() if item.problem is None}  # one of each step
+    for checkpoint in whole.values():
+        if not is_due(config, manifest := checkpoint.manifest()):
             continue
         folder = run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks)
         job = Job(checkpoint, folder, manifest["committed"])

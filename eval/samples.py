@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from data.loader import micro_batch
 from data.opening import open_infilling
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.checkpoint.store import Checkpoint
+from fsdp_pretrain.checkpoint.stores import Stores, stores
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import packed as forward
 from fsdp_pretrain.models.loss import IGNORE
@@ -40,7 +41,7 @@ def sample_losses(
         UserError: the step, its data, the checkpoint or the device cannot be used.
     """
     step = trained_step(run, number, segment)
-    chosen = _choose(Store(run.checkpoints), number, checkpoint)
+    chosen = _choose(stores(run), number, checkpoint)
     measured = _measure(step, chosen, device or step.config.eval.device)
     samples = [
         {**_loss(total, count), **describe_sample(step, position, world=step.world)}
@@ -62,7 +63,7 @@ def sample_losses(
     }
 
 
-def _choose(store: Store, number: int, checkpoint: int | None) -> Checkpoint:
+def _choose(store: Stores, number: int, checkpoint: int | None) -> Checkpoint:
     if checkpoint is not None:
         return store.find(checkpoint)
     before = [found for found in store.scan() if found.step < number and found.problem is None]

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from data.opening import check_supply, open_packer, open_skips, shares_at
 
 from . import overrides
-from .checkpoint.store import CONFIG, Checkpoint, Store, verify_files
+from .checkpoint.store import CONFIG, Checkpoint, verify_files
+from .checkpoint.stores import stores
 from .config import Config, load
 from .errors import CheckpointError, ConfigError
 from .overrides import Overrides
@@ -94,7 +95,7 @@ def prepare(
     for text in changes:
         if text.partition("=")[0].strip() == "data.skip":
             raise ConfigError(f"{text!r}: skipped samples are added with --skip-steps, or in the configuration file")
-    checkpoint = Store(run.checkpoints).find(step)
+    checkpoint = stores(run).find(step)
     wrong = verify_files(checkpoint.path, tqdm(checkpoint.files(), desc="reading back", delay=2, disable=None))
     if wrong:
         raise CheckpointError(

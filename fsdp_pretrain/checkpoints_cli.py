@@ -9,9 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import tomli_w
+from tqdm import tqdm
 
 from .checkpoint.hf_layout import read_model
-from .checkpoint.store import Checkpoint, Store, verify_files
+from .checkpoint.store import Checkpoint, verify_files
+from .checkpoint.stores import Stores, stores
 from .config import load
 from .console import Command, add_verb, byte_count
 from .errors import CheckpointError, ConfigError
@@ -81,31 +83,33 @@ def add(command: Command) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    return _print_checkpoints([_describe(item) for item in _store(args.run).scan()], as_json=args.json)
+    found = _stores(args.run)
+    return _print_checkpoints([_describe(found, item) for item in found.scan()], as_json=args.json)
 
 
 def _verify(args: argparse.Namespace) -> int:
-    store = _store(args.run)
-    chosen = [item for item in store.scan() if args.step in (None, item.step)]
+    found = _stores(args.run)
+    chosen = [item for item in found.scan() if args.step in (None, item.step)]
     if args.step is not None and not chosen:
-        store.find(args.step)
-    return _print_checkpoints([_read_back(item) for item in chosen], as_json=args.json)
+        found.find(args.step)
+    bar = tqdm(chosen, desc="reading back", delay=2, disable=None)
+    return _print_checkpoints([_read_back(found, item) for item in bar], as_json=args.json)
 
 
 def _pin(args: argparse.Namespace, pinned: bool = True) -> int:
-    store = _store(args.run)
-    store.pin(store.find(args.step), pinned)
-    return _print_checkpoints([_describe(store.find(args.step))], as_json=args.json)
+    found = _stores(args.run)
+    found.pin(found.find(args.step), pinned)
+    return _print_checkpoints([_describe(found, found.find(args.step))], as_json=args.json)
 
 
 def _unpin(args: argparse.Namespace) -> int:
     return _pin(args, pinned=False)
 
 
-def _store(run: RunDir) -> Store:
+def _stores(run: RunDir) -> Stores:
     if not run.begun:
         raise ConfigError(f"{run.path} is not a run directory (it has no segments/)")
-    return Store(run.checkpoints)
+    return stores(run)
 
 
 def _print_checkpoints(rows: list[dict[str, Any]], *, as_json: bool) -> int:
@@ -118,12 +122,13 @@ def _print_checkpoints(rows: list[dict[str, Any]], *, as_json: bool) -> int:
             size = human_bytes(row["bytes"]) if row["bytes"] is not None else "-"
             line = f"{row['step']:>12_}  {size:>9}  {row['state']:<10} {row['committed'] or '-':<25} "
             line += "pinned " * row["pinned"]
-            line += row["problem"] or ("" if row["optimizer"] else "weights alone")
+            line += row["problem"] or ("" if row["optimizer"] else "weights alone ")
+            line += f" in the fallback {Path(row['path']).parent}" * row["fallback"]
             print(line.rstrip())
     return ALERT if any(row["problem"] for row in rows) else 0
 
 
-def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+def _describe(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         manifest = checkpoint.manifest()
         size = sum(entry.bytes for entry in checkpoint.files())
@@ -133,6 +138,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "step": checkpoint.step,
         "path": str(checkpoint.path),
+        "fallback": found.elsewhere(checkpoint),
         "state": state,
         "bytes": size,
         "committed": manifest.get("committed"),
@@ -143,8 +149,8 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _read_back(checkpoint: Checkpoint) -> dict[str, Any]:
-    row = _describe(checkpoint)
+def _read_back(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
+    row = _describe(found, checkpoint)
     if checkpoint.problem is None:
         wrong = verify_files(checkpoint.path, checkpoint.files())
         row |= {"state": "damaged", "problem": wrong[0]} if wrong else {"state": "verified"}
@@ -152,7 +158,7 @@ def _read_back(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _export(args: argparse.Namespace) -> int:
-    _store(args.run)
+    _stores(args.run)
     hf = _hf()
     done = hf.export_checkpoint(
         args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size, tokenizer_path=args.tokenizer

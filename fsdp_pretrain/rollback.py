@@ -16,6 +16,7 @@ from typing import Any
 
 from .branch import Branch, prepare, sentence
 from .checkpoint.store import directory_name, sync_directory
+from .checkpoint.stores import stores
 from .errors import ConfigError, StorageError
 from .record import journal, lineage
 from .record.files import RunDir, now, read_json, replace_file
@@ -44,8 +45,8 @@ def rollback(
         dry_run: check and report, change nothing.
 
     Returns:
-        What changes, JSON values (see `Branch.report`), with `abandoned`: names of the checkpoints moved aside,
-        `segment`: opened, and `done`: `now`, `already` or `dry run`.
+        What changes, JSON values (see `Branch.report`), with `abandoned`: the checkpoints moved aside (paths
+        of those in a fallback, names of the others), `segment`: opened, and `done`: `now`, `already` or `dry run`.
 
     Raises:
         BusyError: a job holds the run.
@@ -57,14 +58,14 @@ def rollback(
     request = {"step": step, "changes": list(changes), "skip_steps": list(skip_steps) if skip_steps else None}
     if dry_run and not run.rollback.exists():
         branch = prepare(run, step, changes=changes, skip_steps=skip_steps)
-        return {**branch.report(), "abandoned": _later(run.checkpoints, step), "done": "dry run"}
+        return {**branch.report(), "abandoned": _later_checkpoints(run, step), "done": "dry run"}
     with hold(run, "rollback"):
         finish(run)
         head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
         if head is not None and head.kind == "rollback" and head.facts["request"] == request:
             return {**head.facts["report"], "done": "already"}
         branch = prepare(run, step, changes=changes, skip_steps=skip_steps)
-        report = {**branch.report(), "abandoned": _later(run.checkpoints, step)}
+        report = {**branch.report(), "abandoned": _later_checkpoints(run, step)}
         if dry_run:
             return {**report, "done": "dry run"}
         _write(run.rollback, _intent(run, branch, report, request, reason))
@@ -77,6 +78,13 @@ def _later(folder: Path, step: int) -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(p.name for p in folder.iterdir() if (match := _STEP.match(p.name)) and int(match[1]) > step)
+
+
+def _later_checkpoints(run: RunDir, step: int) -> list[str]:
+    """Names of the checkpoints after `step`; of those in a fallback, their paths."""
+    main, *fallbacks = stores(run).all
+    elsewhere = [str(store.directory / name) for store in fallbacks for name in _later(store.directory, step)]
+    return [*_later(main.directory, step), *elsewhere]
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -93,18 +101,17 @@ def _intent(
     step, segments = branch.state.step, run.segments
     said = sentence(report, reason)
     text = f"back to step {step:_}" + (f"; {said}" if said else "")
-    moved = ", ".join(name.removeprefix("step-").lstrip("0") for name in report["abandoned"])
+    moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report["abandoned"])
     return {
         "id": uuid.uuid4().hex[:8],
         "time": now(),
         "segment": int(segments[-1].name) + 1 if segments else 1,
         "lineage": {"parent": branch.segment, "step": step, "kind": "rollback", "reason": reason}
         | {"request": request, "report": report},
-        "checkpoints": report["abandoned"],
-        "evals": _later(run.evals, step),
+        "aside": [*report["abandoned"], *(str(run.evals / name) for name in _later(run.evals, step))],
         "overrides": branch.overrides.to_toml(),
         "config": branch.after.to_toml(),
-        "text": text + (f"; checkpoints {moved} were moved to checkpoints/abandoned" if moved else ""),
+        "text": text + (f"; checkpoints {moved} were moved to abandoned/ beside them" if moved else ""),
         "status": status_at(branch, text),
     }
 
@@ -138,8 +145,7 @@ def finish(run: RunDir) -> bool:
     if intent is None:
         return False
     try:
-        for folder, names in ((run.checkpoints, intent["checkpoints"]), (run.evals, intent["evals"])):
-            _move_aside(folder, names, intent["id"])
+        _move_aside([run.checkpoints / path for path in intent["aside"]], intent["id"])
         replace_file(run.overrides, intent["overrides"])
         replace_file(run.config, intent["config"])
         segment = run.segment(intent["segment"])
@@ -161,16 +167,17 @@ def finish(run: RunDir) -> bool:
     return True
 
 
-def _move_aside(folder: Path, names: list[str], mark: str) -> None:
-    """Move what has not been moved yet into `abandoned/`, durably. Raises OSError."""
-    aside = folder / "abandoned"
-    for name in names:
-        if (folder / name).exists():
+def _move_aside(paths: list[Path], mark: str) -> None:
+    """Move what has not been moved yet into `abandoned/` beside it, durably. Raises OSError."""
+    for path in paths:
+        if path.exists():
+            aside = path.with_name("abandoned")
             aside.mkdir(exist_ok=True)
-            (folder / name).rename(aside / f"{name}-{mark}")
-    if names:
-        sync_directory(aside)
-        sync_directory(folder)
+            path.rename(aside / f"{path.name}-{mark}")
+    for folder in {path.parent for path in paths}:
+        if (folder / "abandoned").exists():  # a fallback may have gone away since: a resume knows what was left
+            sync_directory(folder / "abandoned")
+            sync_directory(folder)
 
 
 def _tell(run: RunDir, intent: dict[str, Any]) -> None:
@@ -179,5 +186,7 @@ def _tell(run: RunDir, intent: dict[str, Any]) -> None:
         return
     writer = journal.Journal(run, intent["segment"])
     step = intent["lineage"]["step"]
-    writer.write("rollback", intent["text"], step=step, rollback=intent["id"], abandoned=intent["checkpoints"])
+    writer.write(
+        "rollback", intent["text"], step=step, rollback=intent["id"], abandoned=intent["lineage"]["report"]["abandoned"]
+    )
     writer.close()

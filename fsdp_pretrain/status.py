@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from .checkpoint.store import Store
+from .checkpoint.stores import stores
 from .config import load
 from .errors import UserError
 from .record.files import RunDir, now, read_json, replace_file
@@ -102,7 +102,12 @@ def _look_at_life(report: Report, status: dict[str, Any]) -> None:
 
 
 def _look_at_checkpoints(report: Report, run: RunDir, status: dict[str, Any]) -> None:
-    checkpoints = Store(run.checkpoints).scan()
+    found = stores(run)
+    try:
+        checkpoints = found.scan()
+    except UserError as error:
+        report.problems.append((ALERT, error.cause))
+        return
     good = [checkpoint for checkpoint in checkpoints if checkpoint.problem is None and checkpoint.verified]
     for checkpoint in checkpoints:
         if checkpoint.problem is not None:
@@ -118,7 +123,10 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: dict[str, Any]) ->
         "age_seconds": round(_age(manifest["committed"]), 1),
         "steps_behind": int(status.get("step") or 0) - good[-1].step,
         "bytes": size,
+        "path": str(good[-1].path),
     }
+    if found.elsewhere(good[-1]):
+        report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
     report.facts["disk_free_bytes"] = free
     report.facts["checkpoints_that_fit"] = int(free // max(1, size))
     if report.state not in _ENDED:

@@ -31,7 +31,6 @@ from . import __version__, mesh, models, optim, overrides, parallel, plan, throu
 from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook
 from .checkpoint.manager import Manager
-from .checkpoint.store import Store
 from .config import Config
 from .control import Inbox
 from .errors import ConfigError, Exit, StorageError, UserError
@@ -204,7 +203,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
     after_save = _AfterSave(run_dir, config, recorder)
     manager = Manager(
         world=world,
-        store=Store(run_dir.checkpoints),
+        run=run_dir,
         model=model,
         optimizer=optimizer,
         config=config,

@@ -18,7 +18,7 @@ from data.opening import open_packer, open_skips
 from data.packer import Packed, Packer
 from data.tokenizer import Tokenizer
 
-from .checkpoint.store import Store
+from .checkpoint.stores import stores
 from .config import Config, load
 from .errors import ConfigError, DataError
 from .record.files import RunDir, read_json
@@ -120,7 +120,7 @@ def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
 
 def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
     """What differs between the data as it is now and as a checkpoint of the run remembers it."""
-    whole = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.problem is None]
+    whole = [checkpoint for checkpoint in stores(run).scan() if checkpoint.problem is None]
     if not whole:
         return []
     current = identity(config, packer)

@@ -31,6 +31,7 @@ from ..units import human_bytes
 from . import dcp
 from .hf_layout import Weight, function, is_computed, read_model, to_hf, weights, without_base
 from .store import CONFIG, Checkpoint, Store, sync_directory, verify_files
+from .stores import stores
 from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -84,7 +85,7 @@ def export_checkpoint(
     """
     if out.exists():
         raise ConfigError(f"{out} exists", remedy="name a folder that does not; nothing is overwritten")
-    checkpoint = Store(run.checkpoints).find(step)
+    checkpoint = stores(run).find(step)
     config = load(checkpoint.path / CONFIG)
     tokenizer = find_tokenizer(checkpoint, config, tokenizer_path)
     type_name = str(DTYPES[dtype]).removeprefix("torch.")

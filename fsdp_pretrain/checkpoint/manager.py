@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from .. import __version__
 from ..config import Config, load
 from ..errors import CheckpointError, Exit, StorageError
 from ..mesh import World
+from ..record import lineage
+from ..record.files import RunDir
 from ..record.recorder import Recorder
 from ..state import TrainState, check_identity, differences
 from . import dcp
 from .background import Pending, Stager
 from .space import Ballast, GiveUp
 from .store import CONFIG, Checkpoint, Store
+from .stores import fallback, stores
 
 
 class Manager:
@@ -27,7 +30,7 @@ class Manager:
 
     Args:
         world: all ranks.
-        store: the run's checkpoints.
+        run: its directory.
         model, optimizer: what is saved and restored.
         config: the run.
         identity: see `state.identity`.
@@ -44,7 +47,7 @@ class Manager:
         self,
         *,
         world: World,
-        store: Store,
+        run: RunDir,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: Config,
@@ -53,12 +56,12 @@ class Manager:
         guard: Callable[[], None],
         protected: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self._world, self._store, self._model, self._optimizer = world, store, model, optimizer
+        self._world, self._run, self._model, self._optimizer = world, run, model, optimizer
+        self._stores, self._fallback = world.decide(lambda: stores(run)), fallback(config)
+        self._store = self._stores.main
         self._config, self._identity, self._recorder = config, identity, recorder
         self._guard, self._protected = guard, protected
         self.parent: int | None = None
-        fallback = config.checkpoint.fallback_dir
-        self._fallback = None if fallback is None else Store(fallback / fallback_name(config))
         self._background = config.checkpoint.background
         if self._background:
             self._stager, self._writers = Stager(world.device), world.new_group()
@@ -71,11 +74,12 @@ class Manager:
             ConfigError: the checkpoint belongs to another model or other data.
         """
         world, recorder = self._world, self._recorder
-        world.decide(self._store.sweep)
-        candidates = world.decide(self._scan)
+        world.decide(self._stores.sweep)
+        candidates = world.decide(self._stores.scan)
         passed_over: list[str] = []
         for checkpoint in reversed(candidates):
-            problem = checkpoint.problem or next(iter(dcp.verify(world, checkpoint)), None)
+            problem = checkpoint.problem or world.decide(partial(self._set_aside, checkpoint))
+            problem = problem or next(iter(dcp.verify(world, checkpoint)), None)
             if problem is None:
                 return self._load(checkpoint, passed_over)
             passed_over.append(f"{checkpoint.path.name}: {problem}")
@@ -93,10 +97,18 @@ class Manager:
             raise error.on_all_ranks()
         return TrainState()
 
-    def _scan(self) -> list[Checkpoint]:
-        """The checkpoints of the run directory and of the fallback, oldest step first, the former first of equals."""
-        found = self._store.scan() + (self._fallback.scan() if self._fallback is not None else [])
-        return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path.parent == self._store.directory))
+    def _set_aside(self, checkpoint: Checkpoint) -> str | None:
+        """Move a checkpoint aside if a rollback left its line while its storage was away; why it was."""
+        segment = checkpoint.manifest().get("segment")
+        known = lineage.nodes(self._run)
+        left = None if segment is None else lineage.left_by_rollback(known, segment, checkpoint.step)
+        if left is None:
+            return None
+        try:
+            Store(checkpoint.path.parent).abandon(checkpoint.path)
+        except OSError as error:
+            raise StorageError(f"cannot move {checkpoint.path} aside: {error.strerror}") from None
+        return f"segment {left.segment} went back to step {left.step}, so it was moved to abandoned/ beside it"
 
     def _load(self, checkpoint: Checkpoint, passed_over: list[str]) -> TrainState:
         content = self._world.decide(checkpoint.train_state)
@@ -208,15 +220,11 @@ class Manager:
                 for every in policy.kept_intervals
             )
 
-        deleted = list(self._store.retain(keep_last, keep, self._protected()))
-        if self._fallback is not None:  # only ever a stopgap
-            deleted += self._fallback.retain(2, lambda _: False)
+        protected = self._protected()
+        deleted = list(self._store.retain(keep_last, keep, protected))
+        for stopgap in self._stores.fallbacks:
+            deleted += stopgap.retain(2, lambda _: False, protected)
         return tuple(item.step for item in deleted)
-
-
-def fallback_name(config: Config) -> str:
-    """Name of the run's directory in `checkpoint.fallback_dir`, which other runs may share."""
-    return f"{config.run.name}-{xxhash.xxh3_64_hexdigest(str(config.run.dir).encode())[:8]}"
 
 
 def _changes(checkpoint: Checkpoint, config: Config, content: dict[str, Any], world: World) -> list[str]:

@@ -81,11 +81,58 @@ def directory_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-class Store:
-    """The checkpoints of one run.
+class Shelf:
+    """What can be asked of checkpoints wherever they are.
+
+    Attributes:
+        directory: where they should be.
+    """
+
+    directory: Path
+
+    def scan(self) -> list[Checkpoint]:
+        """Everything called like a checkpoint, oldest step first; of one step, the one to prefer last."""
+        raise NotImplementedError
+
+    def find(self, step: int) -> Checkpoint:
+        """The checkpoint of a step. Raises CheckpointError if there is none or it does not look whole."""
+        found = [checkpoint for checkpoint in self.scan() if checkpoint.step == step]
+        whole = [checkpoint for checkpoint in found if checkpoint.problem is None]
+        if whole:
+            return whole[-1]
+        if found:
+            raise CheckpointError(f"{found[-1].path} cannot be used: {found[-1].problem}")
+        steps = ", ".join(str(checkpoint.step) for checkpoint in self.scan()) or "none"
+        raise CheckpointError(f"{self.directory} has no checkpoint of step {step} (there are: {steps})")
+
+    def newest(self) -> Checkpoint | None:
+        """The newest that looks whole, or None."""
+        return next((checkpoint for checkpoint in reversed(self.scan()) if checkpoint.problem is None), None)
+
+    def mark_verified(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Note that the bytes were read back and match. Raises StorageError."""
+        try:
+            replace_file(checkpoint.path / VERIFIED, json.dumps({"verified": now()}) + "\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {checkpoint.path / VERIFIED}: {error}") from None
+        return replace(checkpoint, verified=True)
+
+    def pin(self, checkpoint: Checkpoint, pinned: bool) -> None:
+        """Keep a checkpoint whatever the policy says, or no longer. Raises StorageError."""
+        try:
+            if pinned:
+                replace_file(checkpoint.path / PINNED, json.dumps({"pinned": now()}) + "\n")
+            else:
+                (checkpoint.path / PINNED).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write {checkpoint.path / PINNED}: {error}") from None
+
+
+class Store(Shelf):
+    """The checkpoints of a run in one directory.
 
     Args:
-        directory: `RUN/checkpoints`.
+        directory: `RUN/checkpoints`, or the run's directory in a fallback.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -95,25 +142,15 @@ class Store:
         """Everything called like a checkpoint, oldest step first."""
         if not self.directory.is_dir():
             return []
-        found = [(int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.match(path.name))]
+        try:
+            paths = list(self.directory.iterdir())
+        except OSError as error:
+            raise StorageError(f"cannot read {self.directory}: {error.strerror}") from None
+        found = [(int(match[1]), path) for path in paths if (match := _NAME.match(path.name))]
         return [
             Checkpoint(step, path, _problem(path), (path / VERIFIED).is_file(), (path / PINNED).is_file())
             for step, path in sorted(found)
         ]
-
-    def find(self, step: int) -> Checkpoint:
-        """The checkpoint of a step. Raises CheckpointError if there is none or it does not look whole."""
-        for checkpoint in self.scan():
-            if checkpoint.step == step:
-                if checkpoint.problem:
-                    raise CheckpointError(f"{checkpoint.path} cannot be used: {checkpoint.problem}")
-                return checkpoint
-        steps = ", ".join(str(checkpoint.step) for checkpoint in self.scan()) or "none"
-        raise CheckpointError(f"{self.directory} has no checkpoint of step {step} (there are: {steps})")
-
-    def newest(self) -> Checkpoint | None:
-        """The newest that looks whole, or None."""
-        return next((checkpoint for checkpoint in reversed(self.scan()) if checkpoint.problem is None), None)
 
     def begin(self, step: int) -> Path:
         """A fresh directory to write the checkpoint of `step` into; its name is never used twice.
@@ -163,21 +200,6 @@ class Store:
         aside.parent.mkdir(exist_ok=True)
         path.rename(aside)
         return aside
-
-    def mark_verified(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Note that the bytes were read back and match. Raises StorageError."""
-        try:
-            replace_file(checkpoint.path / VERIFIED, json.dumps({"verified": now()}) + "\n")
-        except OSError as error:
-            raise StorageError(f"cannot write {checkpoint.path / VERIFIED}: {error}") from None
-        return replace(checkpoint, verified=True)
-
-    def pin(self, checkpoint: Checkpoint, pinned: bool) -> None:
-        """Keep a checkpoint whatever the policy says, or no longer. Raises OSError."""
-        if pinned:
-            replace_file(checkpoint.path / PINNED, json.dumps({"pinned": now()}) + "\n")
-        else:
-            (checkpoint.path / PINNED).unlink(missing_ok=True)
 
     def retain(
         self, keep_last: int, keep: Callable[[Checkpoint], bool], protected: Collection[int] = ()

@@ -34,9 +34,8 @@ def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = 
         DataError: there is none.
     """
     recorded = checkpoint.train_state()["identity"]["tokenizer"]
-    path = named or checkpoint.path.parent.parent / "tokenizer"
-    if named is None and not path.exists():
-        path = config.data.sources[0].path
+    copies = (run / "tokenizer" for run in (checkpoint.path.parent.parent, config.run.dir))  # the latter: of a fallback
+    path = named or next((copy for copy in copies if copy.exists()), config.data.sources[0].path)
     tokenizer = Tokenizer.load(path, eod=recorded["eod"])
     if tokenizer.fingerprint != recorded["fingerprint"]:
         raise CheckpointError(

@@ -89,6 +89,15 @@ def holds(parts: Iterable[Part], segment: int, step: int) -> bool:
     return any(part.segment == segment and part.after < step <= part.until for part in parts)
 
 
+def left_by_rollback(known: Iterable[Node], segment: int, step: int) -> Node | None:
+    """The last rollback after `segment`, if what that segment had trained up to `step` was not kept by it."""
+    table = {node.segment: node for node in known}
+    last = max((node.segment for node in table.values() if node.kind == "rollback"), default=-1)
+    if last < segment or holds(line(table.values(), last), segment, step):
+        return None
+    return table[last]
+
+
 def drop_abandoned(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Journal entries about steps without those that a later rollback or fork left behind."""
     kept: list[dict[str, Any]] = []
