@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -244,32 +243,6 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
     job.kill(0, 15)
     assert job.wait() == [75, 75], job.output()
     assert not list((run / "checkpoints").glob("*writing*"))
-    assert all(checkpoint.problem is None for checkpoint in Store(run / "checkpoints").scan())
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
-def test_killed_in_the_middle_of_saves(lab: Any, helpers: Any, seed: int) -> None:
-    """kill -9 of all ranks while they save, again and again: the run always goes on from a committed checkpoint."""
-    rng = random.Random(seed)
-    config = lab.config(train={"duration": "40 steps"}, checkpoint={"every": "2 steps"})
-    run = lab.path / "run"
-    for _ in range(3):
-        job = lab.start(config, ranks=2)
-        helpers.wait_for(
-            lambda job=job: list((run / "checkpoints").glob("*writing*")) or job.ranks[0].poll() is not None,
-            what="a save under way",
-        )
-        for _ in range(rng.randrange(3)):
-            helpers.wait_for(lambda: not list((run / "checkpoints").glob("*writing*")), what="its end")
-            helpers.wait_for(
-                lambda job=job: list((run / "checkpoints").glob("*writing*")) or job.ranks[0].poll() is not None,
-                what="the next save",
-            )
-        job.kill()
-        job.wait()
-    lab.train(config, ranks=2)
-    lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2)
-    assert helpers.losses(run) == helpers.losses(lab.path / "whole")
     assert all(checkpoint.problem is None for checkpoint in Store(run / "checkpoints").scan())
 
 

@@ -30,6 +30,7 @@ from fsdp_pretrain.record.lock import RunLock, hold
 from fsdp_pretrain.record.metrics import read_metrics
 from fsdp_pretrain.rollback import finish, rollback
 from fsdp_pretrain.state import TrainState, identity
+from tests.traps import kill_before
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 CLI = "fsdp_pretrain.cli"
@@ -178,16 +179,7 @@ def killed_at(act: Callable[[], object], operation: int) -> bool:
     """Run `act` in a child that is killed before its n-th change of the file system; whether it was."""
     pid = os.fork()
     if pid == 0:
-        left = [operation]
-
-        def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if writes or event in ("os.rename", "os.mkdir", "os.remove", "os.link", "os.rmdir", "os.symlink"):
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
+        kill_before(operation, "open|rename|mkdir|remove|rmdir|link|symlink")
         try:
             act()
         except BaseException:

@@ -1,0 +1,221 @@
+"""kill -9 while checkpoints are made: at every point of the protocol, and anywhere.
+
+Whatever was killed, the next start continues from the newest committed checkpoint, and the curve is to the bit that of
+a run that was left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.checkpoint.store import Store, verify_files
+
+TRAPS = Path(__file__).with_name("traps.py")
+STEPS = 80
+EVERY = 2
+WRITING, STEP = r"step-\d{8}\.writing-\w+", r"step-\d{8}"
+
+# What is about to happen when the process is killed: name -> (rank, verb, path). In the order of a save.
+POINTS: dict[str, tuple[int, str, str]] = {
+    "begin": (0, "mkdir", f"{WRITING}$"),
+    "shard-0": (0, "open", "__0_0.distcp"),
+    "shard-1": (1, "open", "__1_0.distcp"),
+    "shard-0-durable": (0, "fsync", "__0_0.distcp"),
+    "shard-1-durable": (1, "fsync", "__1_0.distcp"),
+    "metadata": (0, "open", r"\.metadata\.tmp$"),
+    "metadata-named": (0, "rename", r"/\.metadata$"),
+    "train-state": (0, "open", r"\.train_state"),
+    "manifest": (0, "open", r"\.manifest"),
+    "manifest-named": (0, "rename", r"/manifest\.json$"),
+    "commit": (0, "rename", f"/{STEP}$"),
+    "commit-durable": (0, "fsync", "/checkpoints$"),
+    "verified": (0, "open", r"\.verified"),
+    "verified-named": (0, "rename", r"/verified\.json$"),
+    "ballast": (0, "open", r"/\.ballast$"),
+    "retention": (0, "rename", r"\.deleting-"),
+    "deletion": (0, "remove", r"\.deleting-.*/"),
+    "deletion-end": (0, "rmdir", r"\.deleting-"),
+}
+COMMITTED = list(POINTS).index("commit")
+
+
+def committed(run: Path) -> int:
+    """The newest step that has a checkpoint; all that have one must be whole to the last byte."""
+    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(STEP, path.name)]
+    for checkpoint in Store(run / "checkpoints").scan():
+        assert checkpoint.problem is None and verify_files(checkpoint.path, checkpoint.files()) == [], checkpoint
+    return max((int(path.name[5:]) for path in found), default=0)
+
+
+class Chain:
+    """One run that is killed again and again, beside one that was not."""
+
+    def __init__(self, lab: Any, helpers: Any, config: Path, whole: Path, ranks: int, name: str) -> None:
+        self._lab, self._helpers, self._config, self.ranks = lab, helpers, config, ranks
+        self.run = lab.path / name
+        self._reference = helpers.losses(whole)
+        self._expected = 0
+
+    def start(self, *overrides: str) -> Any:
+        return self._lab.start(self._config, f"run.dir={self.run}", *overrides, ranks=self.ranks)
+
+    def check(self, job: Any) -> None:
+        """After a start was killed, or ended: it continued from where it should have, with the same numbers."""
+        resumed = [e for e in self._helpers.journal(self.run, "resume") if e["segment"] == self.segment()]
+        assert [entry["step"] for entry in resumed] == ([self._expected] if self._expected else []), job.output()
+        assert all(entry["passed_over"] == [] for entry in resumed)
+        losses = self._helpers.losses(self.run)
+        assert losses == self._reference[: len(losses)], job.output()
+        self._expected = committed(self.run)
+
+    def segment(self) -> int:
+        return max(int(path.name) for path in (self.run / "segments").iterdir())
+
+    def end(self) -> None:
+        """Left alone at last, it goes on as if nothing had happened."""
+        last = min(STEPS, committed(self.run) + 2 * EVERY)
+        job = self.start(f"train.duration={last} steps")
+        assert job.wait() == [0] * self.ranks, job.output()
+        self.check(job)
+        assert len(self._helpers.losses(self.run)) == last and committed(self.run) == last
+        left = [path.name for path in (self.run / "checkpoints").iterdir()]
+        assert not [name for name in left if "writing" in name or "deleting" in name], left
+
+
+@pytest.fixture(scope="module")
+def chain(module_lab: Any, helpers: Any) -> Callable[[int, str], Chain]:
+    """`chain(ranks, name)`: a run to be killed, of so many ranks."""
+    whole: dict[int, Path] = {}
+    configs: dict[int, Path] = {}
+
+    def make(ranks: int, name: str) -> Chain:
+        if ranks not in whole:
+            configs[ranks] = module_lab.config(
+                f"kills-{ranks}",
+                train={"duration": f"{STEPS} steps", "global_batch": "12 samples", "micro_batch": 12 // ranks},
+                optimizer={"decay": f"{STEPS} steps"},
+                checkpoint={"every": f"{EVERY} steps", "keep_last": 2},
+                parallel={"shard": 2 if ranks == 4 else ranks},
+            )
+            whole[ranks] = module_lab.path / f"whole-{ranks}"
+            module_lab.train(configs[ranks], f"run.dir={whole[ranks]}", f"checkpoint.every={STEPS} steps", ranks=ranks)
+        return Chain(module_lab, helpers, configs[ranks], whole[ranks], ranks, name)
+
+    return make
+
+
+FEW = ["shard-1", "manifest-named", "commit-durable"]
+
+
+@pytest.mark.parametrize(
+    ("points", "background", "everybody"),
+    [
+        (FEW, True, False),
+        *(
+            pytest.param(list(POINTS), background, everybody, marks=pytest.mark.slow)
+            for background in (True, False)
+            for everybody in (True, False)
+        ),
+    ],
+)
+def test_killed_at_every_point_of_a_save(
+    chain: Callable[[int, str], Chain],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    points: list[str],
+    background: bool,
+    everybody: bool,
+) -> None:
+    """One start after the other, each killed at the next point of its first save, the writer alone or all ranks."""
+    killed = chain(2, f"points-{len(points)}-{background}-{everybody}")
+    mode = f"checkpoint.background={str(background).lower()}"
+    job = killed.start(f"train.duration={3 * EVERY} steps", mode)
+    assert job.wait() == [0, 0], job.output()  # so that there is something to delete
+    killed.check(job)
+    monkeypatch.setenv("EXECUTE_FIRST", str(TRAPS))
+    for point in points:
+        rank, verb, path = POINTS[point]
+        before = committed(killed.run)
+        (killed.run / "checkpoints/.ballast").unlink(missing_ok=True)
+        trap: dict[str, Any] = {"rank": rank, "verb": verb, "path": path}
+        if everybody:
+            pids = tmp_path / point
+            pids.mkdir()
+            trap["pids"] = str(pids)
+        monkeypatch.setenv("TRAP", json.dumps(trap))
+        job = killed.start(mode)
+        codes = job.wait()
+        assert codes[rank] == -9 and codes[1 - rank] == (-9 if everybody else 1), (point, codes, job.output())
+        killed.check(job)
+        gone = committed(killed.run) - before
+        assert gone == (EVERY if list(POINTS).index(point) > COMMITTED else 0), point
+    monkeypatch.delenv("TRAP")
+    monkeypatch.delenv("EXECUTE_FIRST")
+    killed.end()
+
+
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_in_the_middle_of_a_write(
+    chain: Callable[[int, str], Chain], monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
+) -> None:
+    """The kernel kills a rank in the write that takes its shard beyond a size."""
+    killed = chain(2, f"write-{rank}-{background}")
+    mode = f"checkpoint.background={str(background).lower()}"
+    job = killed.start(f"train.duration={EVERY} steps", mode)
+    assert job.wait() == [0, 0], job.output()
+    killed.check(job)
+    monkeypatch.setenv("EXECUTE_FIRST", str(TRAPS))
+    monkeypatch.setenv("TRAP", json.dumps({"rank": rank, "size": 100_000}))
+    job = killed.start(mode)
+    codes = job.wait()
+    assert codes[rank] == -25 and codes[1 - rank] == 1, (codes, job.output())  # SIGXFSZ
+    (attempt,) = (killed.run / "checkpoints").glob("*.writing-*")
+    assert 0 < (attempt / f"__{rank}_0.distcp").stat().st_size <= 100_000 and not (attempt / ".metadata").exists()
+    killed.check(job)
+    monkeypatch.delenv("TRAP")
+    monkeypatch.delenv("EXECUTE_FIRST")
+    killed.end()
+
+
+@pytest.mark.parametrize(
+    ("seed", "kills"), [(0, 2), *(pytest.param(seed, 10, marks=pytest.mark.slow) for seed in range(1, 11))]
+)
+def test_killed_at_any_instant_of_a_save(
+    chain: Callable[[int, str], Chain], helpers: Any, seed: int, kills: int
+) -> None:
+    """kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""
+    rng = random.Random(seed)
+    killed = chain((2, 4, 3)[seed % 3], f"random-{seed}")
+    seconds = 0.3
+    for _ in range(kills):
+        job = killed.start(f"checkpoint.background={rng.choice(['true', 'false'])}")
+        wait_for_save(killed.run, job, rng.randrange(1, 3))
+        time.sleep(rng.uniform(0, 1.5 * seconds))
+        job.kill(rng.choice([None, rng.randrange(killed.ranks)]))
+        codes = job.wait()
+        assert -9 in codes and 0 not in codes, (codes, job.output())
+        killed.check(job)
+        seconds = (helpers.journal(killed.run, "checkpoint") or [{"seconds": seconds}])[-1]["seconds"]
+    killed.end()
+
+
+def wait_for_save(run: Path, job: Any, number: int) -> None:
+    """Until so many saves of a start have begun."""
+    seen: set[str] = {path.name for path in (run / "checkpoints").glob("*.writing-*")}
+    deadline = time.monotonic() + 100
+    while number:
+        new = {path.name for path in (run / "checkpoints").glob("*.writing-*")} - seen
+        seen |= new
+        number -= min(number, len(new))
+        assert all(process.poll() is None for process in job.ranks), job.output()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

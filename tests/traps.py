@@ -1,0 +1,97 @@
+"""Kills a process before a chosen change that it makes to the file system, without a hook in the program.
+
+Python tells audit hooks of every file that is about to be opened, renamed or removed; `os.fsync` is wrapped. A trap is
+armed by a test in a child that it forked, or by a training rank that executes this file before it starts: the variable
+`EXECUTE_FIRST` names this file (see `zygote.py`), `TRAP` says what to wait for, as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_CHANGES = {"os.rename": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.link": 1, "os.symlink": 1}
+"""Audit events, and which of their arguments is the name that appears or goes."""
+
+
+def before_changes(act: Callable[[str, str], None]) -> None:
+    """Call `act(verb, path)` before this process, in any thread, changes the file system. Cannot be undone."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            if not isinstance(arguments[0], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                act("open", os.fsdecode(arguments[0]))
+        elif event in _CHANGES:
+            path, folder = os.fsdecode(arguments[_CHANGES[event]]), arguments[-1]
+            if event in ("os.remove", "os.rmdir") and folder != -1:  # as `shutil.rmtree` does
+                path = f"{os.readlink(f'/proc/self/fd/{folder}')}/{path}"  # noqa: PTH115 (not a path)
+            act(event.removeprefix("os."), path)
+
+    def fsync(descriptor: int) -> None:
+        act("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        synced(descriptor)
+
+    synced, os.fsync = os.fsync, fsync
+    sys.addaudithook(hook)
+
+
+def kill_before(number: int, verb: str = ".*", path: str = "", then: Callable[[], None] = lambda: None) -> None:
+    """Arm a trap: kill -9 before the change with this number among those that match.
+
+    Args:
+        number: from 1.
+        verb: regular expression of open, rename, mkdir, remove, rmdir, link, symlink, fsync.
+        path: regular expression, searched in the new or removed name.
+        then: done immediately before.
+    """
+    left = [number]
+
+    def act(what: str, where: str) -> None:
+        if re.fullmatch(verb, what) and re.search(path, where):
+            left[0] -= 1
+            if left[0] == 0:
+                then()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    before_changes(act)
+
+
+def kill_when_larger(size: int) -> None:
+    """Arm a trap: the kernel kills this process in the write that takes any file beyond so many bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def kill_others(pids: Path) -> None:
+    """kill -9 all processes that a folder names, but this one."""
+    for path in pids.iterdir():
+        if path.name != str(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+def _arm(trap: dict[str, Any]) -> None:
+    """`{"rank": 0, "size": 1000}`, or rank, verb, path, number, and `pids`, a folder, if all ranks shall die."""
+    everybody = trap.get("pids")
+    if everybody:
+        (Path(everybody) / str(os.getpid())).touch()
+    if trap["rank"] != int(os.environ["RANK"]):
+        return
+    if "size" in trap:
+        kill_when_larger(trap["size"])
+    else:
+        then = (lambda: kill_others(Path(everybody))) if everybody else lambda: None
+        kill_before(trap.get("number", 1), trap["verb"], trap["path"], then)
+
+
+if "TRAP" in os.environ:
+    _arm(json.loads(os.environ["TRAP"]))
