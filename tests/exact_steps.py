@@ -18,6 +18,7 @@ from fsdp_pretrain import mesh, models, optim, parallel
 from fsdp_pretrain.bench import Records
 from fsdp_pretrain.config import Config, load
 from fsdp_pretrain.control import Inbox
+from fsdp_pretrain.saves import Saves
 from fsdp_pretrain.schedule import share_of
 from fsdp_pretrain.sections import GLMObjective
 from fsdp_pretrain.state import TrainState
@@ -81,6 +82,15 @@ class Given:
         raise AssertionError((cursor, consumed))
 
 
+def never(*given: Any) -> Any:
+    """Nothing here saves."""
+    raise AssertionError(given)
+
+
+class NoSaver:
+    save = begin = renew = never
+
+
 def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
     """Train the case's steps."""
     model = parallel.parallelize(models.build(config.model), config, world)
@@ -99,8 +109,7 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
         optimizer=optimizer,
         scaler=optim.LossScaler(config.train.loss_scale, world) if fp16 else None,
         data=Given(world.rank, world.size, config.train.micro_batch, case == "poison"),
-        save=Records,
-        after_save=lambda _: None,
+        saves=Saves(config, world, NoSaver(), never, records, 0),
         recorder=records,
         inbox=Inbox(None),
         state=TrainState(),

@@ -215,9 +215,8 @@ def test_steps_are_those_of_plain_torch(exact: dict[Any, Any], case: str, world:
             return x * factor + x.detach() * (1 - factor)
 
         hidden = shrunk(F.embedding(tokens[:, :-1], model.embedding.weight))
-        context = model.context(torch.arange(16), None)
         for block in model.blocks:
-            hidden = block(hidden, *context)
+            hidden = block(hidden, None, *model.context(torch.arange(16)))
         head = model.embedding.weight if model.head is None else model.head.weight
         logits = model.norm(hidden) @ (shrunk(head) if case == "shrink-both" else head).T
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(8, 16)
