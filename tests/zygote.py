@@ -4,19 +4,23 @@
 
 Reads one JSON request per line from standard input, `{"module", "arguments", "environment", "out", "err", "exit"}`,
 answers with the child's pid, and writes the file `exit` with the exit code (negative for a signal) when the child ends.
-The child leaves this file for `runpy`, as `python -m` does, so that exit codes, tracebacks, interrupts and the end of
-the interpreter are those of an ordinary process; only importing torch or lm-eval, seconds each, is saved.
+Exit codes, outputs, tracebacks and what an interrupt does are those of `python -m`. Saved are importing torch or lm-eval,
+seconds each, and taking the imported modules down again at the end.
 """
 
+import atexit
 import gc
 import importlib
 import json
 import os
 import runpy
 import select
+import signal
 import sys
+import threading
 import types
 from pathlib import Path
+from typing import NoReturn
 
 
 def become(request: dict) -> None:
@@ -68,11 +72,34 @@ def serve() -> str | None:
         reap(running)
 
 
+def run(module: str) -> NoReturn:
+    """`python -m MODULE` to its end; threads are waited for and exit handlers called, but no module is taken down."""
+    code, interrupted = 0, False
+    try:
+        runpy._run_module_as_main(module)
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is never looked at again is never copied
     print("ready", flush=True)
-    if module := serve():
-        runpy._run_module_as_main(module)
+    if chosen := serve():
+        run(chosen)
