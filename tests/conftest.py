@@ -72,18 +72,6 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**environment, **extra}
 
 
-def command(*arguments: object, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m ARGUMENTS` from outside the checkout and capture what it says."""
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd="/",
-        env=clean_environment(**extra),
-    )
-
-
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
@@ -91,53 +79,32 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Zygote:
-    """Starts training ranks by forking a process that has already imported torch; see `zygote.py`."""
-
-    def __init__(self, exits: Path) -> None:
-        self.exits = exits
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/zygote.py"), str(exits)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",
-            env=clean_environment(),
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-
-    def start(self, arguments: list[str], environment: dict[str, str], log: Path) -> Rank:
-        """A new rank."""
-        request = {"arguments": arguments, "environment": environment, "log": str(log)}
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return Rank(int(self._process.stdout.readline()), self.exits)
-
-    def close(self) -> None:
-        """End the zygote."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(10)
+# What a zygote imports before it forks the first command of a package. Its environment has what those imports read.
+IMPORTS = {
+    "data": ["data.cli", "tokenizers", "sentencepiece"],
+    "fsdp_pretrain": ["fsdp_pretrain.train", "fsdp_pretrain.cli", "fsdp_pretrain.bench", "tokenizers", "torch._dynamo"],
+    "eval": ["eval.cli", "eval.checkpoints", "eval.harness", "eval.samples", "eval.tasks", "datasets", "torch._dynamo"],
+}
+QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
-class Rank:
-    """One process of a training job."""
+class Process:
+    """A command of this project that was forked from a zygote."""
 
-    def __init__(self, pid: int, exits: Path) -> None:
-        self.pid, self._exit = pid, exits / str(pid)
+    def __init__(self, pid: int, files: Path) -> None:
+        self.pid, self._files = pid, files
 
     def poll(self) -> int | None:
         """Exit code, or None while it runs."""
-        return int(self._exit.read_text()) if self._exit.exists() else None
+        exit_code = self._files.with_suffix(".exit")
+        return int(exit_code.read_text()) if exit_code.exists() else None
 
     def wait(self, timeout: float) -> int:
         """Exit code; raises TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"rank process {self.pid}", timeout)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(0.01)
         return code
 
@@ -147,19 +114,90 @@ class Rank:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def output(self) -> tuple[str, str]:
+        """What it wrote to standard output and standard error so far."""
+        out, err = (self._files.with_suffix(end).read_text() for end in (".out", ".err"))
+        return out, err
+
+
+class Zygotes:
+    """Starts `python -m MODULE` by forking a process that has already imported it; see `zygote.py`.
+
+    One zygote per package, started when it is first needed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._started = folder, 0
+        self._zygotes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(
+        self, module: str, *arguments: object, environment: dict[str, str] | None = None, log: Path | None = None
+    ) -> Process:
+        """Run a module from `/`; with `log`, both outputs are appended there."""
+        zygote = self._zygote(module.partition(".")[0])
+        self._started += 1
+        files = self._folder / str(self._started)
+        request = {
+            "module": module,
+            "arguments": [str(argument) for argument in arguments],
+            "environment": clean_environment() if environment is None else environment,
+            "out": str(log or files.with_suffix(".out")),
+            "err": str(log or files.with_suffix(".err")),
+            "exit": str(files.with_suffix(".exit")),
+        }
+        assert zygote.stdin is not None and zygote.stdout is not None
+        zygote.stdin.write(json.dumps(request) + "\n")
+        zygote.stdin.flush()
+        return Process(int(zygote.stdout.readline()), files)
+
+    def _zygote(self, package: str) -> subprocess.Popen[str]:
+        if package not in self._zygotes:
+            started = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests/zygote.py"), *IMPORTS[package]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd="/",
+                env=clean_environment(**(QUIET if package == "eval" else {})),
+            )
+            assert started.stdout is not None and started.stdout.readline() == "ready\n"
+            self._zygotes[package] = started
+        return self._zygotes[package]
+
+    def run(
+        self, module: str, *arguments: object, timeout: float = 120, **extra: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a module from `/` to its end and capture what it says."""
+        process = self.start(module, *arguments, environment=clean_environment(**extra))
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.signal(signal.SIGKILL)
+        return subprocess.CompletedProcess([module, *map(str, arguments)], code, *process.output())
+
+    def close(self) -> None:
+        """End the zygotes."""
+        for zygote in self._zygotes.values():
+            assert zygote.stdin is not None
+            zygote.stdin.close()
+            zygote.wait(10)
+
 
 class Job:
     """The ranks of one training job, started without torchrun so that survivors can be watched."""
 
     def __init__(
-        self, zygote: Zygote, config: Path, overrides: tuple[str, ...], ranks: int, log: Path, flags: tuple[str, ...]
+        self, zygotes: Zygotes, config: Path, overrides: tuple[str, ...], ranks: int, log: Path, flags: tuple[str, ...]
     ) -> None:
         port = free_port()
         self.log = log
         self.ranks = [
-            zygote.start(
-                [str(config), *overrides, *flags],
-                clean_environment(
+            zygotes.start(
+                "fsdp_pretrain.train",
+                config,
+                *overrides,
+                *flags,
+                environment=clean_environment(
                     RANK=str(rank),
                     LOCAL_RANK=str(rank),
                     WORLD_SIZE=str(ranks),
@@ -167,7 +205,7 @@ class Job:
                     MASTER_ADDR="127.0.0.1",
                     MASTER_PORT=str(port),
                 ),
-                log,
+                log=log,
             )
             for rank in range(ranks)
         ]
@@ -200,8 +238,8 @@ class Lab:
         heldout: held-out JSONL.
     """
 
-    def __init__(self, path: Path, shared: Path, zygote: Zygote) -> None:
-        self.path, self._zygote = path, zygote
+    def __init__(self, path: Path, shared: Path, zygotes: Zygotes) -> None:
+        self.path, self._zygotes = path, zygotes
         self.corpus, self.tokenizer, self.heldout = shared / "corpus", shared / "tokenizer", shared / "heldout.jsonl"
         self._jobs: list[Job] = []
 
@@ -232,7 +270,7 @@ class Lab:
 
     def start(self, config: Path, *overrides: str, ranks: int = 1, flags: tuple[str, ...] = ()) -> Job:
         """Start a training job."""
-        job = Job(self._zygote, config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags)
+        job = Job(self._zygotes, config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags)
         self._jobs.append(job)
         return job
 
@@ -250,7 +288,7 @@ class Lab:
 
 
 @pytest.fixture(scope="session")
-def shared_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_corpus(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) -> Path:
     """300 documents of 5 to 300 words, tokenised with a tokenizer of their own; a held-out file."""
     path = tmp_path_factory.mktemp("shared")
     rng = random.Random(1)
@@ -261,31 +299,31 @@ def shared_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["train-tokenizer", train, "--kind", "bpe", "--vocab-size", 512, "--out", path / "tokenizer"],
         ["prepare", train, "--tokenizer", path / "tokenizer", "--out", path / "corpus", "--quiet", "--workers", 1],
     ):
-        done = command("data.cli", *arguments)
+        done = zygotes.run("data.cli", *arguments)
         assert done.returncode == 0, done.stderr
     return path
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """The process that ranks are forked from."""
-    started = Zygote(tmp_path_factory.mktemp("exits"))
+def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygotes]:
+    """What commands and ranks are forked from."""
+    started = Zygotes(tmp_path_factory.mktemp("processes"))
     yield started
     started.close()
 
 
 @pytest.fixture
-def lab(tmp_path: Path, shared_corpus: Path, zygote: Zygote) -> Iterator[Lab]:
+def lab(tmp_path: Path, shared_corpus: Path, zygotes: Zygotes) -> Iterator[Lab]:
     """A fresh laboratory for one test."""
-    laboratory = Lab(tmp_path, shared_corpus, zygote)
+    laboratory = Lab(tmp_path, shared_corpus, zygotes)
     yield laboratory
     laboratory.close()
 
 
 @pytest.fixture(scope="module")
-def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zygote: Zygote) -> Iterator[Lab]:
+def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zygotes: Zygotes) -> Iterator[Lab]:
     """A laboratory whose runs the tests of one module share."""
-    laboratory = Lab(tmp_path_factory.mktemp("lab"), shared_corpus, zygote)
+    laboratory = Lab(tmp_path_factory.mktemp("lab"), shared_corpus, zygotes)
     yield laboratory
     laboratory.close()
 
@@ -311,9 +349,15 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.fixture(scope="session")
-def run_command() -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_command(zygotes: Zygotes) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run_command("data.cli", "validate", path)` runs `python -m ...` and captures its output."""
-    return command
+    return zygotes.run
+
+
+@pytest.fixture(scope="session")
+def start_command(zygotes: Zygotes) -> Callable[..., Process]:
+    """`start_command("eval.cli", "watch", run)` starts `python -m ...` and returns at once."""
+    return zygotes.start
 
 
 @pytest.fixture(scope="session")

@@ -1,69 +1,107 @@
-"""Starts training ranks quickly: a process that has imported everything once and forks a child per rank.
+"""Starts `python -m MODULE ARGUMENTS` quickly: a process that has imported everything once and forks a child per command.
 
-Reads one JSON request per line from standard input, `{"arguments", "environment", "log"}`, answers with the child's pid, and
-writes `EXITS/<pid>` with the exit code (negative for a signal) when the child ends. The children are ordinary
-processes; only their first three seconds, importing torch, are saved.
+    python tests/zygote.py IMPORTED ...
+
+Reads one JSON request per line from standard input, `{"module", "arguments", "environment", "out", "err", "exit"}`,
+answers with the child's pid, and writes the file `exit` with the exit code (negative for a signal) when the child ends.
+Exit codes, outputs, tracebacks and what an interrupt does are those of `python -m`. Saved are importing torch or lm-eval,
+seconds each, and taking the imported modules down again at the end.
 """
 
+import atexit
+import gc
+import importlib
 import json
 import os
 import runpy
 import select
+import signal
 import sys
+import threading
+import types
 from pathlib import Path
-
-import torch._dynamo  # noqa: F401 (half a second, at the first parameter)
-
-from fsdp_pretrain import train
+from typing import NoReturn
 
 
-def child(request: dict) -> int:
-    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
+def become(request: dict) -> None:
+    """Make this forked child look like a fresh `python -m`."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        opened = os.open(request[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(opened, descriptor)
+        os.close(opened)
     os.environ.clear()
     os.environ.update(request["environment"])
     if "EXECUTE_FIRST" in os.environ:  # of a test: a trap, for example
         runpy.run_path(os.environ["EXECUTE_FIRST"])
-    sys.argv = ["train", *request["arguments"]]
-    os.chdir("/")
-    try:
-        return train.main()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        return 1
+    sys.argv = ["-m", *request["arguments"]]
+    sys.modules.pop(request["module"], None)  # imported before: executed again as __main__
+    sys.modules["__main__"] = types.ModuleType("__main__")
 
 
-def main(exits: Path) -> None:
-    print("ready", flush=True)
+def reap(running: dict[int, Path]) -> None:
+    """Write down the exit codes of children that have ended."""
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        path = running.pop(pid)
+        partial = path.with_suffix(".partial")
+        partial.write_text(str(os.waitstatus_to_exitcode(status)))
+        partial.rename(path)
+
+
+def serve() -> str | None:
+    """Fork a child per request; in the child the module to run, in this process None when standard input closes."""
+    running: dict[int, Path] = {}
     pending = b""
     while True:
-        if select.select([0], [], [], 0.02)[0]:
+        if select.select([0], [], [], 0.01 if running else None)[0]:
             data = os.read(0, 1 << 16)
             if not data:
-                return
-            pending += data
-            *lines, pending = pending.split(b"\n")
-            for line in lines:
+                return None
+            *lines, pending = (pending + data).split(b"\n")
+            for request in map(json.loads, lines):
+                assert len(list(Path("/proc/self/task").iterdir())) == 1, (
+                    "a fork copies no threads, but may copy a lock one holds"
+                )
                 pid = os.fork()
                 if pid == 0:
-                    code = child(json.loads(line))
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
+                    become(request)
+                    return str(request["module"])
+                running[pid] = Path(request["exit"])
                 print(pid, flush=True)
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            partial = exits / f".{pid}"
-            partial.write_text(str(os.waitstatus_to_exitcode(status)))
-            partial.rename(exits / str(pid))
+        reap(running)
+
+
+def run(module: str) -> NoReturn:
+    """`python -m MODULE` to its end; threads are waited for and exit handlers called, but no module is taken down."""
+    code, interrupted = 0, False
+    try:
+        runpy._run_module_as_main(module)
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is never looked at again is never copied
+    print("ready", flush=True)
+    if chosen := serve():
+        run(chosen)
