@@ -15,6 +15,7 @@ from tqdm import tqdm
 from data.opening import check_supply, open_packer, open_skips, shares_at
 
 from . import overrides
+from .changes import differences, refuse
 from .checkpoint.store import CONFIG, Checkpoint, verify_files
 from .checkpoint.stores import stores
 from .config import Config, load
@@ -22,7 +23,7 @@ from .errors import CheckpointError, ConfigError
 from .overrides import Overrides
 from .record.files import RunDir
 from .record.metrics import find_step
-from .state import TrainState, check_identity, differences, identity
+from .state import TrainState, forbidden, identity
 from .units import SampleRange
 
 _AHEAD = (1, 10, 100, 1000)
@@ -109,7 +110,8 @@ def prepare(
     added = standing.add([_absolute(text, load(run.config, [text])) for text in changes], [skip] if skip else [])
     after = overrides.apply(run.config, place, added)
     packer = open_packer(after)
-    check_identity(content["identity"], identity(after, packer), str(checkpoint.path), state.cursor)
+    changed = forbidden(content["identity"], identity(after, packer), state.cursor)
+    refuse(str(checkpoint.path), changed, [], state.cursor)
     check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
     return Branch(checkpoint, checkpoint.manifest().get("segment"), state, before, after, added, skip)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from .changes import class_of
 from .model_sections import GLMModel, GPTModel, LlamaModel, RopeScaling
 from .section import Section
 from .sections import (
@@ -29,25 +30,25 @@ from .sections import (
 )
 from .units import BatchSize, Progress, SampleRange, Seconds
 
-_SECTIONS: list[tuple[str, type[Section]]] = [
-    ("[run]", RunSection),
-    ('[model] with family = "llama"', LlamaModel),
-    ("[model.rope_scaling] of llama", RopeScaling),
-    ('[model] with family = "gpt"', GPTModel),
-    ('[model] with family = "glm"', GLMModel),
-    ("[data]", DataSection),
-    ("[[data.sources]]", Source),
-    ("points of data.sources.weight", WeightPoint),
-    ('[data.objective] with kind = "glm"', GLMObjective),
-    ("[train]", TrainSection),
-    ("[train.batch_ramp]", BatchRampSection),
-    ("[train.loss_scale]", LossScaleSection),
-    ("[optimizer]", OptimizerSection),
-    ("points of optimizer.embedding_shrink", ShrinkPoint),
-    ("[parallel]", ParallelSection),
-    ("[checkpoint]", CheckpointSection),
-    ("[eval]", EvalSection),
-    ("[record]", RecordSection),
+_SECTIONS: list[tuple[str, str, type[Section]]] = [
+    ("[run]", "run", RunSection),
+    ('[model] with family = "llama"', "model", LlamaModel),
+    ("[model.rope_scaling] of llama", "model.rope_scaling", RopeScaling),
+    ('[model] with family = "gpt"', "model", GPTModel),
+    ('[model] with family = "glm"', "model", GLMModel),
+    ("[data]", "data", DataSection),
+    ("[[data.sources]]", "data.sources", Source),
+    ("points of data.sources.weight", "data.sources.weight", WeightPoint),
+    ('[data.objective] with kind = "glm"', "data.objective", GLMObjective),
+    ("[train]", "train", TrainSection),
+    ("[train.batch_ramp]", "train.batch_ramp", BatchRampSection),
+    ("[train.loss_scale]", "train.loss_scale", LossScaleSection),
+    ("[optimizer]", "optimizer", OptimizerSection),
+    ("points of optimizer.embedding_shrink", "optimizer.embedding_shrink", ShrinkPoint),
+    ("[parallel]", "parallel", ParallelSection),
+    ("[checkpoint]", "checkpoint", CheckpointSection),
+    ("[eval]", "eval", EvalSection),
+    ("[record]", "record", RecordSection),
 ]
 
 _INTRODUCTION = """\
@@ -63,6 +64,10 @@ are reported at once.
 
 Amounts carry a unit: `"2000 steps"`, `"1_098_632 samples"`, `"2T tokens"` (K, M, B, T are powers of 1000), wall-clock
 times likewise: `"30 minutes"`. A bare number is an error.
+
+The column `resume` says what a start that resumes may do with a key. `free`: change it. `declared`: change it on
+purpose, with `--allow SECTION.KEY`, since it changes what is learned from here on. `forbidden`: leave it, since it
+would be another model or other data. See "What a resume may change" in [training.md](training.md).
 """
 
 
@@ -72,14 +77,15 @@ def reference() -> str:
 
 
 def _lines() -> Iterator[str]:
-    for title, section in _SECTIONS:
+    for title, prefix, section in _SECTIONS:
         yield f"## `{title}`\n"
         yield f"{(section.__doc__ or '').strip()}\n"
-        yield "| key | type | default | meaning |"
-        yield "|---|---|---|---|"
+        yield "| key | type | default | resume | meaning |"
+        yield "|---|---|---|---|---|"
         for name, field in section.model_fields.items():
             meaning = _escape(field.description or "")
-            yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {meaning} |"
+            kind = class_of(f"{prefix}.{name}")
+            yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {kind} | {meaning} |"
         yield ""
 
 

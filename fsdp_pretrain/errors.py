@@ -55,6 +55,12 @@ class UserError(Exception):
         return self
 
 
+def shortened(problems: list[str], limit: int = 20) -> str:
+    """Problems as lines of a report, the first `limit` of them."""
+    more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
+    return "\n    ".join([*problems[:limit], *more])
+
+
 def _rebuild(kind: type[UserError], cause: str, effect: str, remedy: str) -> UserError:
     return kind(cause, effect=effect, remedy=remedy)
 

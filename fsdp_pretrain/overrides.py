@@ -46,6 +46,12 @@ class Overrides:
         values = {text.partition("=")[0].strip(): text for text in (*self.set, *changes)}
         return Overrides(tuple(values.values()), _merge((*self.skip, *skip)))
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of the schema that are set, which declares their change."""
+        keys = (text.partition("=")[0].strip().split(".") for text in self.set)
+        return frozenset(".".join(part for part in key if not part.isdigit()) for key in keys)
+
     def to_toml(self) -> str:
         """Contents of the file."""
         return _HEADER + tomli_w.dumps({"set": list(self.set), "skip": [str(span) for span in self.skip]})

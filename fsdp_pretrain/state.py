@@ -11,8 +11,8 @@ from data.mixture import SCALE, Mixture, Weight
 from data.objectives import VERSION
 from data.packer import Packer
 
+from .changes import differences
 from .config import Config
-from .errors import ConfigError
 from .record.files import now
 
 FORMAT = 1
@@ -65,38 +65,14 @@ def identity(config: Config, packer: Packer) -> dict[str, Any]:
     }
 
 
-def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """`key: old -> new` for every leaf in which two trees differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
-        return [
-            line
-            for key in keys
-            for line in differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
-        ]
-    return [] if old == new else [f"{prefix}: {_short(old)} -> {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    text = "absent" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def check_identity(stored: dict[str, Any], current: dict[str, Any], where: str, cursor: int) -> None:
-    """Raise ConfigError if a resume would change the model, or the data before sample `cursor`.
+def forbidden(stored: dict[str, Any], current: dict[str, Any], cursor: int) -> list[str]:
+    """How a resume would change the model, or the data before sample `cursor`: `key: old -> new` each.
 
     What the mixture does from `cursor` on may change: other weights, sources added or dropped, a reshuffle.
     """
     fixed = ("model", "data", "tokenizer")
     changed = differences({key: stored[key] for key in fixed}, {key: current[key] for key in fixed})
-    changed += _changed_past(stored, current, cursor)
-    if changed:
-        raise ConfigError(
-            f"{where} was trained with another model or other data:\n    " + "\n    ".join(changed),
-            effect="resuming would continue a different run under the same name",
-            remedy="restore these settings or corpora, or start a new run in another run.dir; a change of the mixture "
-            f'needs a place that is still ahead, such as start = "{cursor} samples" of a source',
-        )
+    return changed + _changed_past(stored, current, cursor)
 
 
 def _changed_past(stored: dict[str, Any], current: dict[str, Any], cursor: int) -> list[str]:

@@ -27,10 +27,11 @@ from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
 from eval import jobs
 
-from . import __version__, mesh, models, optim, overrides, parallel, plan, throughput
+from . import __version__, changes, mesh, models, optim, overrides, parallel, plan, throughput
 from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook
 from .checkpoint.manager import Manager
+from .checkpoint.resume import Resume, Terms
 from .config import Config
 from .control import Inbox
 from .errors import ConfigError, Exit, StorageError, UserError
@@ -67,6 +68,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         epilog="example:\n"
         "  torchrun --nproc-per-node 4 -m fsdp_pretrain.train configs/runs/quickstart.toml optimizer.lr=1e-3",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("config", help="TOML file, see docs/config.md")
     parser.add_argument(
@@ -80,7 +82,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="start from step 0 although the run directory holds (only invalid) checkpoints",
     )
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY",
+        help="this change of what is learned is meant (docs/config.md marks such keys `declared`); a table allows all "
+        "its keys; repeatable, and may stay in the command",
+    )
+    parser.add_argument(
+        "--reset-optimizer",
+        type=int,
+        metavar="STEP",
+        help="when resuming from the checkpoint of STEP, keep weights, data position and schedules, and begin the "
+        "optimiser's moments anew; without effect after later checkpoints, so it may stay in the command",
+    )
+    return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,12 +105,14 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if arguments is None else arguments)
     warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
     try:
+        allowed = changes.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
+        terms = Terms(args.allow_fresh, allowed | lasting.keys, args.reset_optimizer)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
         with mesh.connect(config.parallel) as world:
-            return int(run(config, world, lasting, allow_fresh=args.allow_fresh))
+            return int(run(config, world, lasting, terms))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
 
@@ -104,14 +123,14 @@ def _refuse(error: UserError, *, speaks: bool) -> int:
     return int(error.exit)
 
 
-def run(config: Config, world: World, lasting: Overrides, *, allow_fresh: bool) -> Exit:
+def run(config: Config, world: World, lasting: Overrides, terms: Terms) -> Exit:
     """Lock the run, open a segment, train, and record how it ended, whatever the way. Raises UserError.
 
     Args:
         config: what to train.
         world: all ranks.
         lasting: what of `config` comes from the run directory.
-        allow_fresh: start from step 0 although there are (only invalid) checkpoints.
+        terms: what the person who started it allows.
     """
     run_dir = RunDir(config.run.dir)
     world.decide(lambda: _refuse_unwanted_restart(run_dir))
@@ -127,9 +146,7 @@ def run(config: Config, world: World, lasting: Overrides, *, allow_fresh: bool) 
         if finished:
             recorder.say("finished the rollback that had been interrupted")
         _tell_overrides(lasting, recorder)
-        return _record_end(
-            run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, allow_fresh)
-        )
+        return _record_end(run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, terms))
     finally:
         lock.release()
 
@@ -190,7 +207,7 @@ def _refuse_unwanted_restart(run_dir: RunDir) -> None:
         raise error
 
 
-def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lock: RunLock, allow_fresh: bool) -> Exit:
+def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lock: RunLock, terms: Terms) -> Exit:
     """Build everything and run the loop."""
     model = models.build(config.model)
     parameters = model.count_parameters()
@@ -200,15 +217,15 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
         _copy_tokenizer(packer, run_dir)
     parallel.parallelize(model, config, world)
     optimizer = optim.build(model, config.optimizer)
-    after_save = _AfterSave(run_dir, config, recorder)
+    after_save, lasting_identity = _AfterSave(run_dir, config, recorder), identity(config, packer)
     manager = Manager(
         world=world,
         run=run_dir,
         model=model,
         optimizer=optimizer,
         config=config,
-        identity=identity(config, packer),
-        recorder=recorder,
+        identity=lasting_identity,
+        segment=recorder.number,
         guard=lock.check,
         protected=lambda: {*jobs.protected_steps(run_dir, config), *after_save.busy()},
     )
@@ -224,8 +241,19 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
         shards=world.shards,
         device=device,
     )
-    state = manager.resume(allow_fresh=allow_fresh)
-    world.decide(lambda: _join_line(run_dir, recorder.number, manager.parent, state))
+    resume = Resume(
+        world=world,
+        run=run_dir,
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        identity=lasting_identity,
+        recorder=recorder,
+        terms=terms,
+    )
+    resumed = resume()
+    state = resumed.state
+    world.decide(lambda: _join_line(run_dir, recorder.number, resumed.parent, state))
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
     _list_skips(config, state, recorder)
     if world.is_main:

@@ -18,12 +18,13 @@ from data.opening import open_packer, open_skips
 from data.packer import Packed, Packer
 from data.tokenizer import Tokenizer
 
+from .changes import differences
 from .checkpoint.stores import stores
 from .config import Config, load
 from .errors import ConfigError, DataError
 from .record.files import RunDir, read_json
 from .record.metrics import find_step, read_metrics
-from .state import differences, identity
+from .state import identity
 
 
 @dataclass(frozen=True)

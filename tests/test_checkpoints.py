@@ -112,9 +112,8 @@ def test_weights_and_optimiser_come_back_to_the_bit(
 ) -> None:
     """Resuming and saving again without a step in between writes the same tensors, on another mesh as well."""
     config, run = copy
-    lab.train(
-        config, f"run.dir={run}", "train.duration=31 steps", "optimizer.decay=40 steps", "parallel.shard=1", ranks=2
-    )
+    shorter = ("train.duration=31 steps", "optimizer.decay=40 steps", "parallel.shard=1")
+    lab.train(config, f"run.dir={run}", *shorter, ranks=2, flags=("--allow", "train.duration"))
     assert helpers.losses(run)[-1][1] == pytest.approx(helpers.losses(trained)[30][1], rel=1e-6)
     a, b = (FileSystemReader(trained / "checkpoints/step-00000030").read_metadata() for _ in range(2))
     assert a.state_dict_metadata.keys() == b.state_dict_metadata.keys()
@@ -126,7 +125,9 @@ def test_weights_and_optimiser_come_back_to_the_bit(
 
 def test_hyperparameters_of_the_configuration_win(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
     config, run = copy
-    lab.train(config, f"run.dir={run}", "optimizer.lr=5e-3", "optimizer.min_lr=5e-3", ranks=2)
+    lab.train(
+        config, f"run.dir={run}", "optimizer.lr=5e-3", "optimizer.min_lr=5e-3", ranks=2, flags=("--allow", "optimizer")
+    )
     assert helpers.metrics(run)[-1]["lr"] == 5e-3
     assert "optimizer.lr: 0.01 -> 0.005" in helpers.journal(run, "resume")[-1]["changed"]
 
@@ -215,7 +216,8 @@ def test_too_many_failed_saves_stop_with_93(
     saved = helpers.journal(run, "checkpoint")[-1]["step"]
     assert run_command("fsdp_pretrain.cli", "status", run).returncode == 2
     hog.unlink()
-    lab.train(config, f"run.dir={run}", f"train.duration={saved + 2} steps", ranks=2)
+    shorter = (f"train.duration={saved + 2} steps", "optimizer.decay=4000 steps")
+    lab.train(config, f"run.dir={run}", *shorter, ranks=2, flags=("--allow", "train.duration"))
     assert helpers.journal(run, "resume")[-1]["step"] == saved
 
 

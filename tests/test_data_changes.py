@@ -48,14 +48,14 @@ def test_skipped_steps_across_crashes(lab: Any, helpers: Any) -> None:
     late = lab.path / "late"  # trained step 6 without the skip, crashed in step 14, resumed from 12 would be too late
     lab.train(plain, f"run.dir={late}", "train.duration=6 steps", "optimizer.decay=30 steps")
     for step in (8, 16):  # before and after the range
-        job = lab.start(skipping, f"run.dir={late}")
+        job = lab.start(skipping, f"run.dir={late}", flags=("--allow", "data.skip"))
         helpers.wait_for(
             lambda step=step, job=job: helpers.metrics(late)[-1]["step"] >= step or job.ranks[0].poll() is not None,
             what=f"step {step}",
         )
         job.kill(0, signal.SIGKILL)
         job.wait()
-    lab.train(skipping, f"run.dir={late}")
+    lab.train(skipping, f"run.dir={late}")  # declared once is enough
     assert digests(skipping, late, helpers) == reference
     assert helpers.losses(late) == helpers.losses(lab.path / "skipping")
 
@@ -75,7 +75,7 @@ def test_adding_and_dropping_sources_on_the_way(lab: Any, helpers: Any) -> None:
     too_late = lab.config("too-late", data={"sources": [a, b, {**c, "start": "79 samples"}]})
     output = lab.train(too_late, f"run.dir={changed}", expect=78)
     assert "data.sources.c" in output and 'start = "80 samples"' in output and "Traceback" not in output
-    lab.train(after, f"run.dir={changed}")
+    lab.train(after, f"run.dir={changed}", flags=("--allow", "data.sources"))
     lab.train(after, f"run.dir={whole}")
     assert digests(after, changed, helpers) == digests(after, whole, helpers)
     assert helpers.losses(changed) == helpers.losses(whole)

@@ -23,6 +23,7 @@ LEVELS = [
         "fsdp_pretrain.config_file",
     ],
     ["fsdp_pretrain.config"],
+    ["fsdp_pretrain.changes"],
     [
         "fsdp_pretrain.config_reference",
         "fsdp_pretrain.record",

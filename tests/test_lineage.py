@@ -92,7 +92,8 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     shown = run_command(CLI, "status", run)
     assert shown.returncode == 1 and "back to step 12" in shown.stdout and "optimizer.lr=0.005" in shown.stdout
 
-    lab.train(config, f"run.dir={run}", "train.duration=18 steps", "optimizer.decay=24 steps")
+    shorter = ("train.duration=18 steps", "optimizer.decay=24 steps")
+    lab.train(config, f"run.dir={run}", *shorter, flags=("--allow", "train.duration"))
     lab.train(config, f"run.dir={run}")  # the command the run was first started with
     kept = helpers.metrics(run)
     assert [r["step"] for r in kept] == list(range(1, 25))
@@ -102,7 +103,8 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
 
     knew = lab.path / "knew"
     lab.train(config, f"run.dir={knew}", "train.duration=12 steps", "optimizer.decay=24 steps")
-    lab.train(config, f"run.dir={knew}", "optimizer.lr=5e-3", 'data.skip=["112:136 samples"]')
+    declared = ("--allow", "optimizer.lr", "--allow", "data.skip")
+    lab.train(config, f"run.dir={knew}", "optimizer.lr=5e-3", 'data.skip=["112:136 samples"]', flags=declared)
     assert curve(run, helpers) == curve(knew, helpers)
 
     for segment, digest in ((None, kept[19]["data_digest"]), (1, before[20]["data_digest"])):  # both stay readable

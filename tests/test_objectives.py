@@ -28,11 +28,12 @@ from data.opening import open_infilling, open_packer
 from data.packer import Packed, Packer
 from data.tokenizer import Tokenizer
 from data.validate import check_against, validate
+from fsdp_pretrain.changes import differences
 from fsdp_pretrain.config import load
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.schedule import BatchSchedule
 from fsdp_pretrain.sections import GLMObjective
-from fsdp_pretrain.state import differences, identity
+from fsdp_pretrain.state import identity
 
 pytestmark = pytest.mark.quick
 IDS = Specials(600, 601, 602, 603, 604, 605)

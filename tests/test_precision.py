@@ -141,7 +141,8 @@ def test_a_resume_continues_the_scale_to_the_bit(module_lab: Any, fp16: Path, cu
 def test_a_change_to_fp16_starts_the_scale_and_says_so(module_lab: Any, fp16: Path, curves: Any, helpers: Any) -> None:
     del curves
     run = module_lab.path / "fp32"
-    module_lab.train(fp16, f"run.dir={run}", "train.duration=6 steps", "train.loss_scale.first=1024")
+    longer = ("train.duration=6 steps", "train.loss_scale.first=1024")
+    module_lab.train(fp16, f"run.dir={run}", *longer, flags=("--allow", "train", "--allow", "optimizer.decay"))
     (told,) = helpers.journal(run, "loss-scale")
     assert told["step"] == 4 and "1024" in told["text"]
     assert [record["loss_scale"] for record in helpers.metrics(run)[4:]] == [1024.0] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -10,14 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from data.opening import open_packer
 from eval.jobs import due_jobs
+from fsdp_pretrain.changes import (
+    CLASSES,
+    DECLARED,
+    FORBIDDEN,
+    FREE,
+    changes,
+    class_of,
+    read_allowed,
+    undeclared,
+)
+from fsdp_pretrain.checkpoint.hf import export_checkpoint
 from fsdp_pretrain.checkpoint.store import Store, directory_name
 from fsdp_pretrain.checkpoint.stores import fallback, stores
-from fsdp_pretrain.config import load
+from fsdp_pretrain.config import load, schema_keys
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.fork import fork
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.rollback import rollback
+from fsdp_pretrain.state import identity
 from fsdp_pretrain.status import inspect
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -87,8 +105,7 @@ def test_every_command_finds_what_lies_in_the_fallback(spread: tuple[Path, Path,
     assert report.facts["verified_checkpoint"]["path"] == str(other / "step-00000024")
     assert any("is in the fallback" in text for _, text in report.problems)
     assert [job.checkpoint.step for job in due_jobs(RunDir(run), load(config))] == [6, 12, 18, 24]
-    exported = run_command(CLI, "checkpoints", run, "export", 24, run.parent / "hf", timeout=300)
-    assert exported.returncode == 0, exported.stderr
+    export_checkpoint(RunDir(run), 24, run.parent / "hf", dtype="bf16", shard_bytes=10**9)
 
 
 def test_a_fork_from_the_fallback_owns_its_checkpoint(spread: tuple[Path, Path, Path]) -> None:
@@ -114,6 +131,7 @@ def test_a_rollback_moves_aside_what_lies_in_the_fallback(
     assert helpers.losses(run) == before
 
 
+@pytest.mark.slow
 def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_line(
     lab: Any, spread: tuple[Path, Path, Path], helpers: Any
 ) -> None:
@@ -122,7 +140,8 @@ def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_lin
     other.rename(other.with_name("unmounted"))
     rollback(RunDir(run), 6)
     other.with_name("unmounted").rename(other)
-    output = lab.train(config, "train.duration=12 steps", "optimizer.decay=24 steps")
+    shorter = ("train.duration=12 steps", "optimizer.decay=24 steps")
+    output = lab.train(config, *shorter, flags=("--allow", "train.duration"))
     resume = helpers.journal(run, "resume")[-1]
     assert resume["step"] == 6 and len(resume["passed_over"]) == 3
     assert "passed over step-00000024: segment 2 went back to step 6" in output
@@ -130,7 +149,7 @@ def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_lin
     (brought_back,) = (other / "abandoned").glob("step-00000018*")
     brought_back.rename(other / "step-00000018")
     rollback(RunDir(run), 18)  # going there on purpose is another matter
-    lab.train(config, "train.duration=19 steps", "optimizer.decay=24 steps")
+    lab.train(config, "train.duration=19 steps", "optimizer.decay=24 steps", flags=("--allow", "train"))
     assert helpers.journal(run, "resume")[-1]["step"] == 18
 
 
@@ -147,3 +166,155 @@ def test_a_fallback_that_is_no_longer_configured_is_still_known(
     run.rename(run.with_name("moved"))
     assert steps(run.with_name("moved")) == [6, 12, 18, 24]
     assert [checkpoint.step for checkpoint in Store(other).scan()] == [12, 18, 24]
+
+
+# ---------------------------------------------------------------- what may change
+
+
+@pytest.mark.quick
+def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(
+    trained_config: Path, shared_corpus: Path
+) -> None:
+    sections = {key for key in schema_keys() if "." not in key}
+    assert {class_of(key) for key in schema_keys() if key not in sections - set(CLASSES)} == {
+        FREE,
+        DECLARED,
+        FORBIDDEN,
+    }
+    assert set(CLASSES) <= set(schema_keys())
+    config = load(trained_config)
+    compared = identity(config, open_packer(config))
+    for key in (key for key, kind in CLASSES.items() if kind == FORBIDDEN):
+        node: Any = compared
+        for part in key.split("."):
+            assert part in node, key
+            node = node[part]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        # longer: free with the curve as it was, else the curve is what changes
+        (["optimizer.decay=20 steps"], ["train.duration=60 steps", "optimizer.decay=20 steps"], {}),
+        ([], ["train.duration=60 steps", "optimizer.decay=160 samples"], {}),
+        (["optimizer.curve=constant"], ["optimizer.curve=constant", "train.duration=60 steps"], {}),
+        ([], ["train.duration=60 steps"], {"optimizer.decay": "20 steps -> 60 steps, the end of the run"}),
+        ([], ["train.duration=160 samples"], {}),
+        ([], ["train.duration=12 steps", "optimizer.decay=20 steps"], {"train.duration": "20 steps -> 12 steps"}),
+        # steps are not what they were, but the text of the configuration is: one change, not three
+        ([], ["train.global_batch=16 samples"], {"train.global_batch": '"8 samples" -> "16 samples"'}),
+        ([], ["train.micro_batch=4", "parallel.compile=true", "checkpoint.every=2 steps", "eval.limit=3"], {}),
+        ([], ["optimizer.betas=[0.9, 0.99]"], {"optimizer.betas": "[0.9, 0.95] -> [0.9, 0.99]"}),
+        ([], ["train.loss_scale.first=8"], {"train.loss_scale.first": "65536.0 -> 8.0"}),
+        (
+            [],
+            ['data.sources=[{name="web",path="/w"},{name="text",path="/t",weight=2}]'],
+            {"data.sources": '{"name": "web"', "data.sources.weight": "data.sources.text.weight: 1.0 -> 2.0"},
+        ),
+        ([], ['train.batch_ramp={first="2 samples",by="2 samples",end="100 samples"}'], {"train.batch_ramp": "absent"}),
+    ],
+)
+def test_what_must_be_declared(
+    trained_config: Path, before: list[str], after: list[str], expected: dict[str, str]
+) -> None:
+    found = undeclared(changes(load(trained_config, before), load(trained_config, after)), ())
+    assert {change.key for change in found} == set(expected)
+    assert all(expected[change.key] in change.text for change in found)
+    assert not undeclared(found, {key.split(".")[0] for key in expected})  # a table allows its keys
+
+
+@pytest.fixture
+def trained_config(tmp_path: Path, shared_corpus: Path) -> Path:
+    """A configuration of 20 steps of 8 samples, not trained."""
+    path = tmp_path / "plain.toml"
+    path.write_text(f"""
+run = {{ name = "plain", dir = "{tmp_path}/plain" }}
+model = {{ family = "llama", layers = 1, hidden = 32, heads = 4, ffn = 64, vocab = 512 }}
+data = {{ sequence_length = 32, sources = [{{ name = "text", path = "{shared_corpus}/corpus" }}] }}
+train = {{ duration = "20 steps", global_batch = "8 samples", micro_batch = 2 }}
+optimizer = {{ lr = 1e-2 }}
+checkpoint = {{ every = "10 steps" }}
+""")
+    return path
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("optimizer.lrr", "did you mean 'optimizer.lr'?"),
+        ("model", "no resume may change this"),
+        ("model.hidden", "no resume may change this"),
+        ("data.objective.row", "no resume may change this"),
+    ],
+)
+def test_what_cannot_be_allowed(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_allowed([name, "optimizer", "train.batch_ramp.by", "data", "parallel.shard"])
+
+
+def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
+    lab: Any, copy: tuple[Path, Path], helpers: Any
+) -> None:
+    config, run = copy
+    changed = ("optimizer.lr=5e-3", "train.duration=30 steps", "train.z_loss=1e-4", "parallel.shard=1")
+    output = lab.train(config, *changed, "model.ffn=96", ranks=2, expect=78)
+    assert output.count("error:") == 1 and "Traceback" not in output
+    for text in ("model.ffn: 64 -> 96", "optimizer.lr: 0.01 -> 0.005", "train.z_loss: 0.0 -> 0.0001"):
+        assert text in output
+    assert "optimizer.decay: 24 steps -> 30 steps" in output and 'optimizer.decay="24 steps" keeps the curve' in output
+    assert "parallel.shard" not in output and "train.duration:" not in output
+    output = lab.train(config, *changed, ranks=2, expect=78)
+    line = next(line for line in output.splitlines() if "if it is meant" in line)
+    flags = tuple(line.partition("add:")[2].split())
+    assert flags == ("--allow", "train.z_loss", "--allow", "optimizer.lr", "--allow", "optimizer.decay")
+    assert helpers.metrics(run)[-1]["step"] == 24
+    job = lab.start(config, *changed, ranks=2, flags=flags)
+    helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] >= 26, what="two steps")
+    job.kill()
+    job.wait()
+    lab.train(config, *changed, ranks=2)  # said once is enough, also if the start came to no checkpoint
+    first, last = helpers.journal(run, "resume")
+    assert len(first["declared"]) == 3 and not last["declared"] and last["changed"] == first["changed"]
+    assert "optimizer.lr: 0.01 -> 0.005" in first["text"] and helpers.metrics(run)[-1]["step"] == 30
+    lab.train(config, "train.duration=30 steps", ranks=2, expect=78)  # nor does it go back by itself
+
+
+# ---------------------------------------------------------------- what comes back
+
+
+def test_the_load_is_reported(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
+    config, run = copy
+    shutil.rmtree(run / "checkpoints/step-00000024")
+    output = lab.train(config, "parallel.shard=1", ranks=2)
+    (entry,) = helpers.journal(run, "resume")
+    assert "restored: model, optimiser, data position (sample 144)" in entry["text"] and entry["text"] in output
+    assert "written by 1 x 1 ranks, read by 2 x 1 ranks" in entry["text"]
+    saved = stores(RunDir(run)).find(18).manifest()["state_digest"]
+    assert entry["state_digest"] == saved and f"state digest {saved} as saved" in entry["text"]
+
+
+def test_the_optimiser_begins_anew_where_it_is_asked_to_and_nowhere_else(
+    lab: Any, copy: tuple[Path, Path], helpers: Any
+) -> None:
+    config, run = copy
+    before = helpers.metrics(run)
+    output = lab.train(config, flags=("--reset-optimizer", "25"), expect=78)
+    assert "the newest valid checkpoint is of step 24" in output
+    shutil.rmtree(run / "checkpoints/step-00000024")
+    lab.train(config, flags=("--reset-optimizer", "18"))
+    (entry,) = helpers.journal(run, "resume")
+    assert not entry["optimizer"] and "the optimiser starts fresh (--reset-optimizer)" in entry["text"]
+    after = helpers.metrics(run)
+    assert after[18]["loss"] == before[18]["loss"] and after[19]["loss"] != before[19]["loss"]
+    assert [r["data_digest"] for r in after] == [r["data_digest"] for r in before]
+    assert [r["lr"] for r in after] == [r["lr"] for r in before]
+    moments = FileSystemReader(run / "checkpoints/step-00000024").read_metadata().state_dict_metadata
+    name = "optim.norm.weight.step"
+    step = {name: torch.zeros(())}
+    assert name in moments
+    dcp.load(step, storage_reader=FileSystemReader(run / "checkpoints/step-00000024"), no_dist=True)
+    assert step[name] == 6  # steps of the new optimiser
+    lab.train(config, "train.duration=26 steps", "optimizer.decay=24 steps", flags=("--reset-optimizer", "18"))
+    assert helpers.journal(run, "resume")[-1]["optimizer"] and helpers.journal(run, "optimizer")

@@ -46,7 +46,7 @@ def trained(module_lab: Any) -> Path:
     module_lab.train(config, ranks=2)
     for step in (10, 12):
         shutil.rmtree(run / f"checkpoints/step-{step:08d}")
-    module_lab.train(config, "train.duration=8 steps", ranks=2)
+    module_lab.train(config, "train.duration=8 steps", ranks=2, flags=("--allow", "train.duration"))
     return run
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError, StorageError
+from ..errors import CheckpointError, StorageError, shortened
 from ..mesh import World
 from ..optim import state_by_name
 from ..record.files import replace_file
@@ -302,13 +302,20 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     return [text for texts in world.gather(verify_files(checkpoint.path, mine)) for text in texts]
 
 
-def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint gave: whether it has optimiser state, and the digest of its state, equal to the one saved."""
+
+    optimizer: bool
+    digest: str
+
+
+def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loaded:
     """Load a checkpoint, of any mesh, into a model and optimiser. All ranks call it together.
 
     The optimiser's hyperparameters are not stored; those of the configuration stay in force.
 
-    Returns:
-        Whether it has optimiser state. If not (it was imported), the optimiser is left as it is.
+    If it has no optimiser state (it was imported), the optimiser is left as it is.
 
     Raises:
         CheckpointError: tensors are missing, superfluous, or of another shape or dtype, or not what was saved.
@@ -328,7 +335,7 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torc
     parameters = dict(model.named_parameters())
     for name, values in state.get("optim", {}).items():
         optimizer.state[parameters[name]] = values
-    return bool(whole)
+    return Loaded(bool(whole), digest)
 
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -417,8 +424,7 @@ def _compare(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
             problems.append(f"{name} is {held} in the checkpoint, {tuple(tensor.shape)} {tensor.dtype} in the model")
     if problems:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit this model: {problems[0]}"
-            + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""),
+            f"{checkpoint.path} does not fit this model:\n    " + shortened(problems),
             remedy="the [model] section must be the one the checkpoint was trained with",
         )
 

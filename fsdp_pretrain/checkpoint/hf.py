@@ -20,13 +20,14 @@ from tqdm import tqdm
 from data.opening import open_packer
 
 from .. import __version__, models
+from ..changes import differences
 from ..config import Config, load
-from ..errors import CheckpointError, ConfigError, DataError, StorageError
+from ..errors import CheckpointError, ConfigError, DataError, StorageError, shortened
 from ..mesh import Alone
 from ..model_sections import AnyModel
 from ..record.files import RunDir
 from ..record.journal import Journal
-from ..state import TrainState, differences, identity
+from ..state import TrainState, identity
 from ..units import human_bytes
 from . import dcp
 from .hf_layout import Weight, function, is_computed, read_model, to_hf, weights, without_base
@@ -340,10 +341,7 @@ class _Folder:
             for number, parameter in enumerate(weight.ours):
                 self._places[parameter] = (path, name, weight, number)
         if problems:
-            more = f"\n    and {len(problems) - 10} more" if len(problems) > 10 else ""
-            raise DataError(
-                f"the tensors of {folder} do not fit its config.json:\n    " + "\n    ".join(problems[:10]) + more
-            )
+            raise DataError(f"the tensors of {folder} do not fit its config.json:\n    " + shortened(problems))
 
     def _is_padded(self, name: str) -> bool:
         return self.padded > 0 and name in ("embedding.weight", "head.weight")

@@ -1,46 +1,40 @@
-"""One run's checkpoints over its life: resume from the newest valid one, save, and keep what the policy names."""
+"""One run's checkpoints while it trains: save, and keep what the policy names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import __version__
-from ..config import Config, load
-from ..errors import CheckpointError, Exit, StorageError
+from ..config import Config
+from ..errors import StorageError
 from ..mesh import World
-from ..record import lineage
 from ..record.files import RunDir
-from ..record.recorder import Recorder
-from ..state import TrainState, check_identity, differences
+from ..state import TrainState
 from . import dcp
 from .background import Pending, Stager
 from .space import Ballast, GiveUp
-from .store import CONFIG, Checkpoint, Store
+from .store import Checkpoint, Store
 from .stores import fallback, stores
 
 
 class Manager:
-    """Saves and restores one run. All ranks call its methods together.
+    """Saves one run. All ranks call its methods together.
 
     Args:
         world: all ranks.
         run: its directory.
-        model, optimizer: what is saved and restored.
+        model, optimizer: what is saved.
         config: the run.
         identity: see `state.identity`.
-        recorder: where passed-over checkpoints, changes and deletions are told.
+        segment: number of this start.
         guard: raises BusyError when this job does not hold the run any more; asked before a save begins and before
             it is committed.
         protected: steps that retention must spare for now (pending evaluations).
-
-    Attributes:
-        parent: the segment that wrote the checkpoint that was resumed from; None at a fresh start.
     """
 
     def __init__(
@@ -52,88 +46,18 @@ class Manager:
         optimizer: torch.optim.Optimizer,
         config: Config,
         identity: dict[str, Any],
-        recorder: Recorder,
+        segment: int,
         guard: Callable[[], None],
         protected: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self._world, self._run, self._model, self._optimizer = world, run, model, optimizer
+        self._world, self._model, self._optimizer = world, model, optimizer
         self._stores, self._fallback = world.decide(lambda: stores(run)), fallback(config)
         self._store = self._stores.main
-        self._config, self._identity, self._recorder = config, identity, recorder
+        self._config, self._identity, self._segment = config, identity, segment
         self._guard, self._protected = guard, protected
-        self.parent: int | None = None
         self._background = config.checkpoint.background
         if self._background:
             self._stager, self._writers = Stager(world.device), world.new_group()
-
-    def resume(self, *, allow_fresh: bool) -> TrainState:
-        """Load the newest valid checkpoint and return its counters; a fresh start if there never was one.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none is valid (and `allow_fresh` is not set).
-            ConfigError: the checkpoint belongs to another model or other data.
-        """
-        world, recorder = self._world, self._recorder
-        world.decide(self._stores.sweep)
-        candidates = world.decide(self._stores.scan)
-        passed_over: list[str] = []
-        for checkpoint in reversed(candidates):
-            problem = checkpoint.problem or world.decide(partial(self._set_aside, checkpoint))
-            problem = problem or next(iter(dcp.verify(world, checkpoint)), None)
-            if problem is None:
-                return self._load(checkpoint, passed_over)
-            passed_over.append(f"{checkpoint.path.name}: {problem}")
-            recorder.event(
-                "checkpoint-rejected", f"passed over {checkpoint.path.name}: {problem}", step=checkpoint.step
-            )
-        if passed_over and not allow_fresh:
-            error = CheckpointError(
-                f"{self._store.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
-                + "\n    ".join(passed_over),
-                effect="starting again from step 0 would throw the run away without a word",
-                remedy="restore a checkpoint, or pass --allow-fresh to begin again in this directory",
-            )
-            error.exit = Exit.NEEDS_PERSON
-            raise error.on_all_ranks()
-        return TrainState()
-
-    def _set_aside(self, checkpoint: Checkpoint) -> str | None:
-        """Move a checkpoint aside if a rollback left its line while its storage was away; why it was."""
-        segment = checkpoint.manifest().get("segment")
-        known = lineage.nodes(self._run)
-        left = None if segment is None else lineage.left_by_rollback(known, segment, checkpoint.step)
-        if left is None:
-            return None
-        try:
-            Store(checkpoint.path.parent).abandon(checkpoint.path)
-        except OSError as error:
-            raise StorageError(f"cannot move {checkpoint.path} aside: {error.strerror}") from None
-        return f"segment {left.segment} went back to step {left.step}, so it was moved to abandoned/ beside it"
-
-    def _load(self, checkpoint: Checkpoint, passed_over: list[str]) -> TrainState:
-        content = self._world.decide(checkpoint.train_state)
-        self._world.decide(
-            lambda: check_identity(content["identity"], self._identity, str(checkpoint.path), content["cursor"])
-        )
-        whole = dcp.load(self._world, checkpoint, self._model, self._optimizer)
-        if not checkpoint.verified:
-            self._world.decide(lambda: self._store.mark_verified(checkpoint))
-        state = TrainState.from_json(content)
-        self.parent = self._world.decide(checkpoint.manifest).get("segment")
-        changed = self._world.decide(lambda: _changes(checkpoint, self._config, content, self._world))
-        self._recorder.event(
-            "resume",
-            f"from {checkpoint.path.name}, {state.consumed:_} samples consumed"
-            + ("" if whole else "; it holds weights alone: the optimiser starts fresh")
-            + (f"; changed: {'; '.join(changed)}" if changed else ""),
-            step=state.step,
-            consumed=state.consumed,
-            cursor=state.cursor,
-            changed=changed,
-            passed_over=passed_over,
-            optimizer=whole,
-        )
-        return state
 
     def save(self, state: TrainState, *, final: bool) -> dcp.Saved:
         """Write, commit and verify a checkpoint, then apply the retention policy.
@@ -160,7 +84,7 @@ class Manager:
         shape = {"size": world.size, "replicas": world.replicas, "shards": world.shards}
         facts = {
             "run": config.run.name,
-            "segment": self._recorder.number,
+            "segment": self._segment,
             **vars(state),
             "tokens": state.consumed * config.data.sequence_length,
             "final": final,
@@ -225,11 +149,3 @@ class Manager:
         for stopgap in self._stores.fallbacks:
             deleted += stopgap.retain(2, lambda _: False, protected)
         return tuple(item.step for item in deleted)
-
-
-def _changes(checkpoint: Checkpoint, config: Config, content: dict[str, Any], world: World) -> list[str]:
-    """What differs from the start that wrote the checkpoint, among the things that may."""
-    old = load(checkpoint.path / CONFIG).model_dump(mode="json")
-    changed = differences(old, config.model_dump(mode="json"))
-    shape = {"size": world.size, "replicas": world.replicas, "shards": world.shards}
-    return changed + differences(content["world"], shape, "world")

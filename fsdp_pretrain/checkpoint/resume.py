@@ -1,0 +1,216 @@
+"""Taking a run up again: from which checkpoint, whether its configuration may go on from there, and what came back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..changes import DECLARED, changes, differences, refuse, undeclared
+from ..config import Config, load
+from ..errors import CheckpointError, ConfigError, Exit, StorageError
+from ..mesh import World
+from ..parallel import compute_dtype
+from ..record import lineage
+from ..record.files import RunDir
+from ..record.recorder import Recorder
+from ..state import TrainState, forbidden
+from . import dcp
+from .store import CONFIG, Checkpoint, Store
+from .stores import stores
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the person who starts a run allows.
+
+    Attributes:
+        fresh: step 0 although there are (only invalid) checkpoints.
+        changes: keys and tables of the configuration that may differ though that changes what is learned.
+        reset_optimizer: step of the checkpoint from which on the optimiser begins anew.
+    """
+
+    fresh: bool = False
+    changes: frozenset[str] = frozenset()
+    reset_optimizer: int | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on: the counters, and the segment that wrote the checkpoint (None: no segment did)."""
+
+    state: TrainState
+    parent: int | None = None
+
+
+class Resume:
+    """One start's way to its state. All ranks call it together.
+
+    Args:
+        world: all ranks.
+        run: the run directory.
+        model, optimizer: to be filled.
+        config: of this start.
+        identity: see `state.identity`.
+        recorder: where passed-over checkpoints, changes and what was restored are told.
+        terms: what is allowed.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        run: RunDir,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        identity: dict[str, Any],
+        recorder: Recorder,
+        terms: Terms,
+    ) -> None:
+        self._world, self._run, self._model, self._optimizer = world, run, model, optimizer
+        self._config, self._identity, self._recorder, self._terms = config, identity, recorder, terms
+
+    def __call__(self) -> Resumed:
+        """Load the newest valid checkpoint; a fresh start if there never was one.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none is valid (and `terms.fresh` is not set).
+            ConfigError: the checkpoint belongs to another model or other data, or what is learned from here on would
+                change without being declared.
+        """
+        world = self._world
+        found = world.decide(lambda: stores(self._run))
+        world.decide(found.sweep)
+        passed_over: list[str] = []
+        for checkpoint in reversed(world.decide(found.scan)):
+            problem = checkpoint.problem or world.decide(partial(self._set_aside, checkpoint))
+            problem = problem or next(iter(dcp.verify(world, checkpoint)), None)
+            if problem is None:
+                return self._load(checkpoint, passed_over)
+            text = f"{checkpoint.path.name}: {problem}"
+            passed_over.append(text)
+            self._recorder.event("checkpoint-rejected", f"passed over {text}", step=checkpoint.step)
+        if passed_over and not self._terms.fresh:
+            error = CheckpointError(
+                f"{found.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
+                + "\n    ".join(passed_over),
+                effect="starting again from step 0 would throw the run away without a word",
+                remedy="restore a checkpoint, or pass --allow-fresh to begin again in this directory",
+            )
+            error.exit = Exit.NEEDS_PERSON
+            raise error.on_all_ranks()
+        self._judge_reset(0)
+        return Resumed(TrainState())
+
+    def _set_aside(self, checkpoint: Checkpoint) -> str | None:
+        """Move a checkpoint aside if a rollback left its line while its storage was away; why it was."""
+        segment = checkpoint.manifest().get("segment")
+        known = lineage.nodes(self._run)
+        left = None if segment is None else lineage.left_by_rollback(known, segment, checkpoint.step)
+        if left is None:
+            return None
+        try:
+            Store(checkpoint.path.parent).abandon(checkpoint.path)
+        except OSError as error:
+            raise StorageError(f"cannot move {checkpoint.path} aside: {error.strerror}") from None
+        return f"segment {left.segment} went back to step {left.step}, so it was moved to abandoned/ beside it"
+
+    def _load(self, checkpoint: Checkpoint, passed_over: list[str]) -> Resumed:
+        world, content = self._world, self._world.decide(checkpoint.train_state)
+        changed, declared = world.decide(partial(self._judge, checkpoint, content))
+        reset = self._judge_reset(content["step"])
+        loaded = dcp.load(world, checkpoint, self._model, self._optimizer)
+        if reset:  # loaded nevertheless, so that the digest of the whole could be compared
+            self._optimizer.state.clear()
+        if not checkpoint.verified:
+            world.decide(lambda: Store(checkpoint.path.parent).mark_verified(checkpoint))
+        state = TrainState.from_json(content)
+        parts = [
+            f"from {checkpoint.path if checkpoint.path.parent != self._run.checkpoints else checkpoint.path.name}, "
+            f"{state.consumed:_} samples consumed",
+            *self._restored(state, loaded.optimizer, reset),
+            self._mesh(content["world"]),
+            f"state digest {loaded.digest} as saved",
+        ]
+        parts += [f"changed: {'; '.join(changed)}"] if changed else []
+        parts += [f"declared: {'; '.join(declared)}"] if declared else []
+        self._recorder.event(
+            "resume",
+            "; ".join(parts),
+            step=state.step,
+            consumed=state.consumed,
+            cursor=state.cursor,
+            optimizer=loaded.optimizer and not reset,
+            loss_scale=state.loss_scale,
+            state_digest=loaded.digest,
+            world={"from": content["world"], "to": self._shape()},
+            changed=changed,
+            declared=declared,
+            passed_over=passed_over,
+        )
+        return Resumed(state, world.decide(checkpoint.manifest).get("segment"))
+
+    # ------------------------------------------------------------------ may it go on?
+
+    def _judge(self, checkpoint: Checkpoint, content: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """What differs from the start that wrote the checkpoint; what of it was declared for this start.
+
+        Raises ConfigError. What needs declaring is measured against the run as it stands: so once is enough, also if
+        the start ends before its first checkpoint, and a rollback or fork has declared what it was told.
+        """
+        wrote = load(checkpoint.path / CONFIG)
+        head = max(lineage.nodes(self._run), key=lambda node: node.segment, default=None)
+        path = None if head is None else self._run.segment(head.segment) / "config.toml"
+        stands = load(path) if path is not None and path.exists() else wrote
+        here = changes(stands, self._config)
+        missing = undeclared(here, self._terms.changes) if content["consumed"] else []  # nothing was learned so far
+        wrong = forbidden(content["identity"], self._identity, content["cursor"])
+        refuse(str(checkpoint.path), wrong, missing, content["cursor"])
+        changed = [change.text for change in changes(wrote, self._config)]
+        changed += differences(content["world"], self._shape(), "world")
+        return changed, [change.text for change in here if change.kind == DECLARED]
+
+    def _judge_reset(self, step: int) -> bool:
+        """Whether the optimiser begins anew at this checkpoint. Raises ConfigError if its place was not reached."""
+        asked = self._terms.reset_optimizer
+        if asked is not None and step < asked:
+            raise ConfigError(
+                f"--reset-optimizer {asked}, but the newest valid checkpoint is of step {step}",
+                effect=f"training would pass step {asked} with the optimiser as it is",
+                remedy=f"--reset-optimizer {step}, or leave it out",
+            ).on_all_ranks()
+        if asked is not None and step > asked:
+            self._recorder.event("optimizer", f"not begun anew: step {asked} is past", step=step)
+        return asked == step and step > 0
+
+    # ------------------------------------------------------------------ what came back
+
+    def _restored(self, state: TrainState, optimizer: bool, reset: bool) -> list[str]:
+        """What was restored, and what was not."""
+        names, missing = ["model"], []
+        if optimizer and not reset:
+            names.append("optimiser")
+        elif reset:
+            missing.append("the optimiser starts fresh (--reset-optimizer)")
+        else:
+            missing.append("it holds weights alone: the optimiser starts fresh")
+        scaled = compute_dtype(self._config, self._world.device) is torch.float16
+        if state.loss_scale is not None and scaled:
+            names.append(f"loss scale {state.loss_scale[0]:g}")
+        elif state.loss_scale is not None:
+            missing.append("its loss scale is not used: this start is not fp16")
+        elif scaled and state.step:
+            missing.append("it holds no loss scale: that starts fresh")
+        names.append(f"data position (sample {state.cursor:_})")
+        return [f"restored: {', '.join(names)}", *missing]
+
+    def _shape(self) -> dict[str, int]:
+        return {"size": self._world.size, "replicas": self._world.replicas, "shards": self._world.shards}
+
+    def _mesh(self, old: dict[str, int]) -> str:
+        was, is_ = (f"{mesh['replicas']} x {mesh['shards']} ranks" for mesh in (old, self._shape()))
+        return f"written and read by {is_}" if was == is_ else f"written by {was}, read by {is_}"
