@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import __version__
 from ..config import Config, load
-from ..errors import CheckpointError, Exit, StorageError
+from ..errors import CheckpointError, Exit, StorageError, UserError
 from ..mesh import World
 from ..record.recorder import Recorder
 from ..state import TrainState, check_identity, differences
@@ -59,9 +59,8 @@ class Manager:
         self.parent: int | None = None
         fallback = config.checkpoint.fallback_dir
         self._fallback = None if fallback is None else Store(fallback / fallback_name(config))
-        self._background = config.checkpoint.background
-        if self._background:
-            self._stager, self._writers = Stager(world.device), world.new_group()
+        if config.checkpoint.background:
+            self.renew()
 
     def resume(self, *, allow_fresh: bool) -> TrainState:
         """Load the newest valid checkpoint and return its counters; a fresh start if there never was one.
@@ -140,8 +139,12 @@ class Manager:
         return Pending(lambda: self._save(world, state, False, tensors))
 
     def renew(self) -> None:
-        """Give the background a new process group: one is useless once a rank left it in the middle of something."""
-        self._writers = self._world.new_group()
+        """Give the background a new process group and new memory for its copies.
+
+        A group is useless once a rank left it in the middle of something, and a writer that did not end may still
+        read the old copy.
+        """
+        self._stager, self._writers = Stager(self._world.device), self._world.new_group()
 
     def _save(self, world: World, state: TrainState, final: bool, tensors: dict[str, Any]) -> dcp.Saved:
         config = self._config
@@ -159,6 +162,7 @@ class Manager:
         content = state.to_json(identity=self._identity, tokens=facts["tokens"], world=shape)
 
         def save(store: Store, give_up: GiveUp) -> dcp.Saved:
+            world.decide(store.sweep)  # of an attempt whose writers did not end together
             return dcp.save(
                 world,
                 store,
@@ -180,16 +184,23 @@ class Manager:
             saved = save(self._fallback, [])
             note = ("checkpoint-fallback", f"{saved.checkpoint.path} instead of the run directory: {error.cause}")
             saved = replace(saved, notes=(note, *saved.notes))
-        if not world.is_main:
-            return saved
-        if config.checkpoint.ballast:
-            Ballast(self._store.directory).take(saved.bytes)
-        return replace(saved, deleted=self._retain(config.checkpoint.keep_last))
+        return self._tidy(saved) if world.is_main else saved
+
+    def _tidy(self, saved: dcp.Saved) -> dcp.Saved:
+        """What follows a checkpoint on rank 0. The checkpoint is there, so a failure here is only a note."""
+        policy = self._config.checkpoint
+        try:
+            if policy.ballast:
+                Ballast(self._store.directory).take(saved.bytes)
+            return replace(saved, deleted=self._retain(policy.keep_last))
+        except (OSError, UserError) as error:
+            note = ("checkpoint-room", f"old checkpoints could not be deleted: {error}")
+            return replace(saved, notes=(*saved.notes, note))
 
     def _sacrifices(self) -> GiveUp:
         """What may go when a checkpoint does not fit."""
         policy, ballast = self._config.checkpoint, Ballast(self._store.directory)
-        found: list[tuple[str, Callable[[], object]]] = [("left-overs of killed saves", self._store.sweep)]
+        found: list[tuple[str, Callable[[], object]]] = []
         if policy.prune:
             found.append(("all but the two newest verified checkpoints", lambda: self._retain(2)))
         return [*found, ("the ballast", ballast.release)]
