@@ -207,22 +207,29 @@ class Manager:
 
     def _retain(self, keep_last: int) -> tuple[int, ...]:
         """Apply the retention policy; the steps deleted."""
-        policy = self._config.checkpoint
 
         def keep(checkpoint: Checkpoint) -> bool:
-            facts = checkpoint.manifest()
-            if facts.get("final"):
-                return True
-            before = facts["consumed"] - facts["batch"]
-            return any(
-                self._config.schedule.due(every, step=facts["step"], before=before, after=facts["consumed"])
-                for every in policy.kept_intervals
-            )
+            return kept_for_ever(self._config, checkpoint.manifest())
 
         deleted = list(self._store.retain(keep_last, keep, self._protected()))
         if self._fallback is not None:  # only ever a stopgap
             deleted += self._fallback.retain(2, lambda _: False)
         return tuple(item.step for item in deleted)
+
+
+def kept_for_ever(config: Config, facts: dict[str, Any]) -> bool:
+    """Whether a checkpoint stays however many newer ones there are: a final one, or one named by `keep_every`.
+
+    Args:
+        config: the run.
+        facts: its manifest.
+    """
+    before, after = facts["consumed"] - facts["batch"], facts["consumed"]
+    due = (
+        config.schedule.due(every, step=facts["step"], before=before, after=after)
+        for every in config.checkpoint.kept_intervals
+    )
+    return bool(facts.get("final")) or any(due)
 
 
 def fallback_name(config: Config) -> str:
