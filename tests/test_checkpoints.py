@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import resource
 import shutil
 import subprocess
 import time
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fsdp_pretrain.checkpoint.dcp import _missing_chunks
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.record.files import now
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -246,6 +248,34 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
     assert job.wait() == [75, 75], job.output()
     assert not list((run / "checkpoints").glob("*writing*"))
     assert all(checkpoint.problem is None for checkpoint in Store(run / "checkpoints").scan())
+
+
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str) -> None:
+    """The second rank's files end at 1000 bytes, by the kernel: every rank drops the save, and knows within a step."""
+    config = lab.config(
+        train={"duration": "100000 steps"},
+        checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},
+    )
+    run = lab.path / "run"
+    job = lab.start(config, ranks=2)
+    helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
+    resource.prlimit(job.ranks[1].pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    gone = ""
+    while not helpers.journal(run, "checkpoint-failed"):
+        gone = now() if list((run / "checkpoints").glob("*.writing-*")) else gone
+    helpers.wait_for(lambda: len(helpers.journal(run, "checkpoint-failed")) > 2, what="three failed saves")
+    resource.prlimit(job.ranks[1].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    at = helpers.metrics(run)[-1]["step"]
+    helpers.wait_for(lambda: helpers.journal(run, "checkpoint")[-1]["step"] > at, what="a checkpoint after that")
+    job.kill(0, 15)
+    assert job.wait() == [75, 75], job.output()
+    failed = helpers.journal(run, "checkpoint-failed")
+    assert all("failed: rank 0: " in e["text"] or "failed: rank 1: " in e["text"] for e in failed), failed
+    between = [r["step"] for r in helpers.metrics(run) if gone < r["time"] < failed[0]["time"]]
+    assert len(between) <= 2, between  # the step under way when the writer ended, and the next
+    assert not list((run / "checkpoints").glob("*writing*"))
+    assert all(checkpoint.verified for checkpoint in Store(run / "checkpoints").scan())
 
 
 def test_torch_sees_the_same_weights(trained: Path) -> None:

@@ -96,6 +96,9 @@ def test_old_checkpoints_go_before_a_save_fails(lab: Any, helpers: Any, small_di
     kept = Store(other / "run/checkpoints").scan()
     assert len(kept) > 5 and all(checkpoint.verified for checkpoint in kept)
     assert helpers.losses(disk / "run")[: len(helpers.losses(other / "run"))] == helpers.losses(other / "run")
+    lab.train(config, f"run.dir={other / 'run'}")  # the newest of them loads, and pruning makes room
+    assert helpers.journal(other / "run", "resume")[-1]["step"] == kept[-1].step
+    assert helpers.losses(disk / "run") == helpers.losses(other / "run")
 
 
 def test_other_storage_takes_over(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:

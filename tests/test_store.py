@@ -1,25 +1,34 @@
-"""The checkpoint store: what exists, what is proved, what is kept. Directories only, no torch."""
+"""The checkpoint store: what exists, what is proved, what is kept. Directories only."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fsdp_pretrain.checkpoint.manager import kept_for_ever
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file, verify_files
+from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import CheckpointError, StorageError
 
 pytestmark = pytest.mark.quick
 
 
-def make(store: Store, step: int, *, verified: bool = True, content: bytes = b"weights") -> Checkpoint:
+def make(store: Store, step: int, *, verified: bool = True, content: bytes = b"weights", **facts: Any) -> Checkpoint:
     attempt = store.begin(step)
     for name, data in (("__0_0.distcp", content), (".metadata", b"meta"), (TRAIN_STATE, b"{}"), (CONFIG, b"")):
         (attempt / name).write_bytes(data)
     names = ("__0_0.distcp", ".metadata", TRAIN_STATE, CONFIG)
-    checkpoint = store.commit(attempt, [describe_file(attempt / name) for name in names], {"step": step})
+    checkpoint = store.commit(attempt, [describe_file(attempt / name) for name in names], {"step": step, **facts})
     return store.mark_verified(checkpoint) if verified else checkpoint
 
 
@@ -138,18 +147,124 @@ def test_damaged_ones_do_not_count(store: Store) -> None:
     assert steps(store) == [10, 20]
 
 
-def test_many_saves_leave_exactly_the_policy(store: Store) -> None:
+# ---------------------------------------------------------------- the policy, stated a second time
+
+INTERVALS = ["7 steps", "90 samples", "2K tokens"]
+
+
+@dataclass
+class Save:
+    """One simulated save: what it is, and what else happens around it."""
+
+    batch: int
+    verified: bool
+    final: bool = False
+    pin: int | None = None
+    protect: int | None = None
+
+
+def must_stay(made: dict[int, dict[str, Any]], keep_last: int, every: list[str], protected: set[int]) -> set[int]:
+    """What the policy names among the checkpoints there are, in the words of docs/checkpoints.md."""
+    verified = sorted((step for step, facts in made.items() if facts["verified"]), reverse=True)
+    if len(verified) < keep_last:
+        return set(made)  # nothing goes before its successors are proved
+    units = {"7 steps": ("step", 7), "90 samples": ("consumed", 90), "2K tokens": ("tokens", 2000)}
+    stay = set(verified[:keep_last]) | protected
+    for step, facts in made.items():
+        crossed = any(facts[units[e][0]] // units[e][1] > facts["last"][units[e][0]] // units[e][1] for e in every)
+        newer = step > verified[keep_last - 1]
+        if newer or facts["pinned"] or facts["final"] or crossed:
+            stay.add(step)
+    return stay & set(made)
+
+
+def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> None:
+    """Make the saves, applying the policy after each as a run does; compare what is there every time."""
+    config = run_config(keep_last, every)
+    made: dict[int, dict[str, Any]] = {}
+    last = {"step": 0, "consumed": 0, "tokens": 0}
+    for save in saves:
+        consumed = last["consumed"] + save.batch
+        new = {"step": last["step"] + 1, "consumed": consumed, "tokens": consumed * 32}
+        step = new["step"]
+        checkpoint = make(store, step, verified=save.verified, batch=save.batch, final=save.final, consumed=consumed)
+        made[step] = {**new, "last": last, "verified": save.verified, "final": save.final, "pinned": False}
+        last = new
+        if save.pin is not None:
+            pinned = sorted(made)[save.pin % len(made)]
+            made[pinned]["pinned"] = not made[pinned]["pinned"]
+            store.pin(store.find(pinned), made[pinned]["pinned"])
+        protected = set() if save.protect is None else {max(1, step - save.protect)}
+        gone = store.retain(keep_last, lambda found: kept_for_ever(config, found.manifest()), protected)
+        stay = must_stay(made, keep_last, every, protected)
+        assert {found.step for found in gone} == set(made) - stay
+        made = {step: made[step] for step in stay}
+        assert set(steps(store)) == stay and checkpoint.path.exists()
+        assert sum(facts["verified"] for facts in made.values()) >= 2 or not gone
+
+
+def run_config(keep_last: int, every: list[str]) -> Config:
+    values: dict[str, Any] = {
+        "run": {"name": "policy", "dir": "unused"},
+        "model": {"family": "llama", "layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 8},
+        "data": {"sequence_length": 32, "sources": [{"name": "text", "path": "unused"}]},
+        "train": {"duration": "100000 steps", "global_batch": "8 samples", "micro_batch": 2},
+        "optimizer": {"lr": 1e-3},
+        "checkpoint": {"every": "1 step", "keep_last": keep_last, "keep_every": every},
+    }
+    return Config.model_validate(values)
+
+
+SAVES = st.builds(
+    Save,
+    batch=st.integers(1, 40),
+    verified=st.booleans(),
+    final=st.sampled_from([False] * 9 + [True]),
+    pin=st.none() | st.integers(0, 100),
+    protect=st.none() | st.integers(0, 10),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(keep_last=st.integers(2, 4), every=st.lists(st.sampled_from(INTERVALS), unique=True), saves=st.lists(SAVES, max_size=25))  # fmt: skip
+def test_any_saves_leave_exactly_the_policy(keep_last: int, every: list[str], saves: list[Save]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        play(Store(Path(folder)), keep_last, every, saves)
+
+
+def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing crashes here
     rng = random.Random(0)
-    kept: list[int] = []
-    for step in range(1, 200):
-        verified = rng.random() < 0.8
-        make(store, step, verified=verified)
-        kept.append(step)
-        store.retain(3, lambda checkpoint: checkpoint.step % 40 == 0)
-        proved = [checkpoint.step for checkpoint in store.scan() if checkpoint.verified]
-        assert len(proved) >= min(3, len(proved))
-        assert {s for s in kept if s % 40 == 0} <= set(steps(store))
-        assert len([s for s in proved if s % 40]) <= 3
+    saves = [
+        Save(
+            batch=rng.randrange(1, 40),
+            verified=rng.random() < 0.8,
+            final=rng.random() < 0.01,
+            pin=rng.randrange(100) if rng.random() < 0.05 else None,
+            protect=rng.randrange(10) if rng.random() < 0.2 else None,
+        )
+        for _ in range(500)
+    ]
+    for start in range(0, 500, 50):
+        every = rng.sample(INTERVALS, rng.randrange(3))
+        play(Store(store.directory / str(start)), rng.randrange(2, 5), every, saves[start : start + 50])
+
+
+def test_a_commit_that_cannot_be_made_durable_is_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory cannot be synced after the rename: the attempt can be thrown away, and the step saved again."""
+
+    def fsync(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(store.directory):  # noqa: PTH115 (not a path)
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageError, match=r"cannot commit .*step-00000005: .*Input/output error"):
+            make(store, 5)
+    (attempt,) = store.directory.iterdir()
+    assert ".writing-" in attempt.name
+    store.discard(attempt)
+    assert make(store, 5).verified and not (store.directory / "abandoned").exists()
 
 
 def test_sweep_removes_leftovers_only(store: Store) -> None:

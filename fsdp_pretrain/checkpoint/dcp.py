@@ -175,7 +175,7 @@ def save(
         files, digest = _write(world, attempt, state, fetch)
         facts = {"optimizer": "optim" in state, **facts, "state_digest": digest}
         checkpoint = world.decide(lambda: _commit(store, attempt, files, train_state, config, facts, guard))
-    except StorageError:
+    except BaseException:  # also of the lock, or a group that another rank left
         if world.is_main:
             store.discard(attempt)
         raise
@@ -216,7 +216,7 @@ def _write(
             dcp.save(
                 state, storage_writer=writer, planner=delivering or DefaultSavePlanner(), process_group=world.host_group
             )
-    except (CheckpointException, OSError, RuntimeError) as error:
+    except (CheckpointException, Exception) as error:  # whatever it is, the other ranks must hear of it
         failure = _cause(error)
     outcomes = world.gather((failure, files.written))
     failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
@@ -243,7 +243,10 @@ def _cause(error: BaseException) -> str:
 
 def _check_complete(attempt: Path) -> None:
     """Raise StorageError if DCP reported success with chunks missing. The metadata is read as it was written."""
-    missing = _missing_chunks(FileSystemReader(attempt).read_metadata())
+    try:
+        missing = _missing_chunks(FileSystemReader(attempt).read_metadata())
+    except Exception as error:  # unpickling damaged bytes raises anything
+        raise StorageError(f"what DCP wrote into {attempt} cannot be read: {_cause(error)}") from None
     if missing:
         raise StorageError(f"DCP reported success but left out {len(missing)} chunks, first {missing[0]}")
 
@@ -283,13 +286,22 @@ def _commit(
 def _verify_after_save(world: World, store: Store, checkpoint: Checkpoint) -> None:
     wrong = verify(world, checkpoint)
     if wrong:
-        if world.is_main:
-            store.abandon(checkpoint.path)
+        world.decide(lambda: _put_aside(store, checkpoint))
         raise StorageError(
             f"{checkpoint.path.name} was written but reads back wrong: {wrong[0]}",
             effect="it was moved to checkpoints/abandoned and does not count",
             remedy="check the storage; the data in memory is not affected",
         )
+
+
+def _put_aside(store: Store, checkpoint: Checkpoint) -> None:
+    try:
+        store.abandon(checkpoint.path)
+    except OSError as error:
+        raise StorageError(
+            f"{checkpoint.path.name} was written but reads back wrong, and cannot be moved aside: {error}",
+            effect="it stays where it is, unverified; a resume that reads it passes it over",
+        ) from None
 
 
 def verify(world: World, checkpoint: Checkpoint) -> list[str]:

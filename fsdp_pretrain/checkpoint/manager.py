@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import __version__
 from ..config import Config
-from ..errors import StorageError
+from ..errors import StorageError, UserError
 from ..mesh import World
 from ..record.files import RunDir
 from ..state import TrainState
@@ -55,9 +55,8 @@ class Manager:
         self._store = self._stores.main
         self._config, self._identity, self._segment = config, identity, segment
         self._guard, self._protected = guard, protected
-        self._background = config.checkpoint.background
-        if self._background:
-            self._stager, self._writers = Stager(world.device), world.new_group()
+        if config.checkpoint.background:
+            self.renew()
 
     def save(self, state: TrainState, *, final: bool) -> dcp.Saved:
         """Write, commit and verify a checkpoint, then apply the retention policy.
@@ -76,8 +75,12 @@ class Manager:
         return Pending(lambda: self._save(world, state, False, tensors))
 
     def renew(self) -> None:
-        """Give the background a new process group: one is useless once a rank left it in the middle of something."""
-        self._writers = self._world.new_group()
+        """Give the background a new process group and new memory for its copies.
+
+        A group is useless once a rank left it in the middle of something, and a writer that did not end may still
+        read the old copy.
+        """
+        self._stager, self._writers = Stager(self._world.device), self._world.new_group()
 
     def _save(self, world: World, state: TrainState, final: bool, tensors: dict[str, Any]) -> dcp.Saved:
         config = self._config
@@ -95,6 +98,7 @@ class Manager:
         content = state.to_json(identity=self._identity, tokens=facts["tokens"], world=shape)
 
         def save(store: Store, give_up: GiveUp) -> dcp.Saved:
+            world.decide(store.sweep)  # of an attempt whose writers did not end together
             return dcp.save(
                 world,
                 store,
@@ -116,36 +120,50 @@ class Manager:
             saved = save(self._fallback, [])
             note = ("checkpoint-fallback", f"{saved.checkpoint.path} instead of the run directory: {error.cause}")
             saved = replace(saved, notes=(note, *saved.notes))
-        if not world.is_main:
-            return saved
-        if config.checkpoint.ballast:
-            Ballast(self._store.directory).take(saved.bytes)
-        return replace(saved, deleted=self._retain(config.checkpoint.keep_last))
+        return self._tidy(saved) if world.is_main else saved
+
+    def _tidy(self, saved: dcp.Saved) -> dcp.Saved:
+        """What follows a checkpoint on rank 0. The checkpoint is there, so a failure here is only a note."""
+        policy = self._config.checkpoint
+        try:
+            if policy.ballast:
+                Ballast(self._store.directory).take(saved.bytes)
+            return replace(saved, deleted=self._retain(policy.keep_last))
+        except (OSError, UserError) as error:
+            note = ("checkpoint-room", f"old checkpoints could not be deleted: {error}")
+            return replace(saved, notes=(*saved.notes, note))
 
     def _sacrifices(self) -> GiveUp:
         """What may go when a checkpoint does not fit."""
         policy, ballast = self._config.checkpoint, Ballast(self._store.directory)
-        found: list[tuple[str, Callable[[], object]]] = [("left-overs of killed saves", self._store.sweep)]
+        found: list[tuple[str, Callable[[], object]]] = []
         if policy.prune:
             found.append(("all but the two newest verified checkpoints", lambda: self._retain(2)))
         return [*found, ("the ballast", ballast.release)]
 
     def _retain(self, keep_last: int) -> tuple[int, ...]:
         """Apply the retention policy; the steps deleted."""
-        policy = self._config.checkpoint
 
         def keep(checkpoint: Checkpoint) -> bool:
-            facts = checkpoint.manifest()
-            if facts.get("final"):
-                return True
-            before = facts["consumed"] - facts["batch"]
-            return any(
-                self._config.schedule.due(every, step=facts["step"], before=before, after=facts["consumed"])
-                for every in policy.kept_intervals
-            )
+            return kept_for_ever(self._config, checkpoint.manifest())
 
         protected = self._protected()
         deleted = list(self._store.retain(keep_last, keep, protected))
         for stopgap in self._stores.fallbacks:
             deleted += stopgap.retain(2, lambda _: False, protected)
         return tuple(item.step for item in deleted)
+
+
+def kept_for_ever(config: Config, facts: dict[str, Any]) -> bool:
+    """Whether a checkpoint stays however many newer ones there are: a final one, or one named by `keep_every`.
+
+    Args:
+        config: the run.
+        facts: its manifest.
+    """
+    before, after = facts["consumed"] - facts["batch"], facts["consumed"]
+    due = (
+        config.schedule.due(every, step=facts["step"], before=before, after=after)
+        for every in config.checkpoint.kept_intervals
+    )
+    return bool(facts.get("final")) or any(due)

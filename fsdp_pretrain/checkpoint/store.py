@@ -189,7 +189,11 @@ class Store(Shelf):
             if target.exists():  # a damaged one of the same step, which the run passed over when it resumed
                 self.abandon(target)
             attempt.rename(target)
-            sync_directory(self.directory)
+            try:
+                sync_directory(self.directory)
+            except OSError:
+                target.rename(attempt)  # or the next attempt at this step would find it in its place
+                raise
         except OSError as error:
             raise StorageError(f"cannot commit {target}: {error}") from None
         return Checkpoint(manifest["step"], target, None, False)
@@ -227,10 +231,17 @@ class Store(Shelf):
         return deleted
 
     def sweep(self) -> list[Path]:
-        """Remove what killed saves and deletions left behind. Only for the one job that owns the run."""
+        """Remove what killed saves and deletions left behind. Only for the one job that owns the run.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
         if not self.directory.is_dir():
             return []
-        stale = [path for path in self.directory.iterdir() if _LEFTOVER.match(path.name)]
+        try:
+            stale = [path for path in self.directory.iterdir() if _LEFTOVER.match(path.name)]
+        except OSError as error:
+            raise StorageError(f"cannot read {self.directory}: {error.strerror}") from None
         for path in stale:
             shutil.rmtree(path, ignore_errors=True)
         return stale
