@@ -44,7 +44,8 @@ ROPE = {"kind": "llama3", "factor": 8.0, "low_frequency": 1.0, "high_frequency":
 GPT: dict[str, Any] = {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 32}
 GLM: dict[str, Any] = {"family": "glm", "kv_heads": None, "hidden": 48}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"rope_base": 500_000.0, "rope_scaling": ROPE, "vocab": 520, "vocab_multiple": 64},
+    "llama": {"rope_base": 500_000.0, "rope_scaling": ROPE, "vocab": 520, "vocab_multiple": 64, "init_std": 0.15},
+    "llama-linear": {"rope_base": 50_000.0, "rope_scaling": {"kind": "linear", "factor": 2.5}, "init_std": 0.15},
     "gpt": {**GPT, "scores": "layer_scaled", "dropout": 0.1},
     "glm": GLM,
 }
@@ -84,6 +85,18 @@ def assert_equal_logits(ours: Tensor, theirs: Tensor) -> None:
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
+def assert_other_logits(folder: Path, copy: Path, name: str) -> None:
+    """A copy of an export without one part of its rotary positions is another function."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    for place in (config, config["rope_parameters"], config["rope_scaling"]):
+        if name in place:
+            place[name] = {"rope_theta": 10_000.0, "factor": 1.0}[name]
+    (copy / "config.json").write_text(json.dumps(config))
+    ours, theirs = their_logits(folder, some_tokens()), their_logits(copy, some_tokens())
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) > 1e-3
+
+
 def learn(text: Path, out: Path, kind: str = "bpe") -> Tokenizer:
     return train_tokenizer([str(text)], out, kind=kind, vocab_size=400, options=Options(), max_bytes=10**6)
 
@@ -100,7 +113,7 @@ def some_tokens(count: int = 512) -> Tensor:
 # ------------------------------------------------------------------------ out
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("family", ["llama", "llama-linear", "gpt"])
 def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
     trained: Callable[[str], RunDir], family: str, tmp_path: Path
 ) -> None:
@@ -112,7 +125,10 @@ def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
     assert_equal_logits(our_logits(run, 4, some_tokens()), their_logits(out, some_tokens()))
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert done.parameters == model.num_parameters() and done.bytes == 4 * done.parameters
-    assert type(model).__name__ == {"llama": "LlamaForCausalLM", "gpt": "GPT2LMHeadModel"}[family]
+    assert type(model).__name__ == ("GPT2LMHeadModel" if family == "gpt" else "LlamaForCausalLM")
+    if family != "gpt":  # base and scaling matter in these logits: without either they are others
+        for name in ("rope_theta", "factor"):
+            assert_other_logits(out, tmp_path / name, name)
     ours = Tokenizer.load(run.tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert theirs(samples(ours))["input_ids"] == ours.encode(samples(ours))
@@ -322,6 +338,24 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     assert helpers.journal(config.run.dir, "import")[0]["folder"] == str(folder)
     saved = Store(config.run.dir / "checkpoints").find(2)
     assert saved.manifest()["optimizer"] is True
+
+
+@pytest.mark.parametrize("name", ["llama-base", "llama-linear", "llama-llama3", "gpt2"])
+def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> None:
+    """In, four steps of hybrid sharding, out: the same function in transformers; in again: bit for bit."""
+    folder = make_folder(lab.path / "theirs", name)
+    path = configure(lab, folder)
+    config = load(path, ["train.duration=4 steps", "optimizer.warmup=1 steps"])
+    run = RunDir(config.run.dir)
+    hf.import_folder(run, folder, config)
+    lab.train(path, "train.duration=4 steps", "optimizer.warmup=1 steps", "parallel.shard=2", ranks=4)
+    trained = our_logits(run, 4, some_tokens())
+    assert float((trained - our_logits(run, 0, some_tokens())).abs().max()) > 0.01  # it has learned
+    hf.export_checkpoint(run, 4, lab.path / "again", dtype="fp32", shard_bytes=10**9)
+    assert_equal_logits(trained, their_logits(lab.path / "again", some_tokens()))
+    back = load(path, [f"run.dir={lab.path / 'back'}"])
+    hf.import_folder(RunDir(back.run.dir), lab.path / "again", back)
+    assert torch.equal(our_logits(RunDir(back.run.dir), 0, some_tokens()), trained)
 
 
 def test_rows_that_the_folder_lacks_get_the_mean(lab: Any) -> None:
