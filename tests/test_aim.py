@@ -98,7 +98,10 @@ DURING: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", [*DURING, "read-only", "locked", "cannot-be-made"])
+DAMAGE = ["deleted", "locked"], ["a-file", "follower-killed", "read-only", "cannot-be-made"]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE[1])])
 def test_damage_to_the_repository_is_one_journal_line(
     lab: Any, helpers: Any, reference: list[Any], damage: str, small_disk: Callable[[str], Path]
 ) -> None:

@@ -23,24 +23,49 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```bash run\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.timeout(600)
-def test_commands_of_the_documentation_run(tmp_path: Path, helpers: Any) -> None:
-    """Page after page, in one directory, as a reader would."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+class Reader:
+    """Types the commands of page after page into one directory."""
+
+    def __init__(self, path: Path, environment: dict[str, str]) -> None:
+        self.path, self._environment, self._read = path, environment, 0
+
+    def read_up_to(self, page: str) -> None:
+        """Run the pages up to this one that have not been run yet."""
+        for name in PAGES[self._read : PAGES.index(page) + 1]:
+            self._read += 1
+            for block in blocks(name):
+                ran = subprocess.run(
+                    ["bash", "-euo", "pipefail", "-c", block],
+                    cwd=self.path, env=self._environment, capture_output=True, text=True,
+                )  # fmt: skip
+                assert ran.returncode == 0, f"{name}:\n{block}\n{ran.stdout}\n{ran.stderr}"
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
+    path = tmp_path_factory.mktemp("reader")
+    (path / "configs").symlink_to(ROOT / "configs")
     binaries = Path(sys.executable).parent
     if not (binaries / "fsdp-data").exists():
         pytest.skip("the project is not installed here; scripts/test.sh installs it")
-    environment = helpers.environment(PATH=f"{binaries}{os.pathsep}{os.environ['PATH']}")
-    done = 0
-    for page in PAGES:
-        for block in blocks(page):
-            ran = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True
-            )
-            assert ran.returncode == 0, f"{page}:\n{block}\n{ran.stdout}\n{ran.stderr}"
-            done += 1
-    assert done >= 10
-    assert (tmp_path / "runs/demo/run/checkpoints/step-00000008/manifest.json").exists()
+    return Reader(path, helpers.environment(PATH=f"{binaries}{os.pathsep}{os.environ['PATH']}"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("page", "made"),
+    [
+        ("docs/data.md", "runs/demo/corpus/manifest.json"),
+        ("docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json"),
+        pytest.param("docs/evaluation.md", "runs/demo/run/evals/step-00000008", marks=pytest.mark.slow),
+        pytest.param("docs/huggingface.md", "runs/demo/hf/config.json", marks=pytest.mark.slow),
+    ],
+)
+def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str) -> None:
+    """As a user would: real console scripts and a real torchrun, page after page."""
+    assert blocks(page)
+    reader.read_up_to(page)
+    assert (reader.path / made).exists()
 
 
 @pytest.mark.quick

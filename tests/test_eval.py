@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,16 +195,11 @@ def results(run: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def test_every_due_checkpoint_exactly_once_by_many_workers(run: Path, helpers: Any, run_command: Run) -> None:
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "eval.cli", "watch", str(run), "--once"],
-            cwd="/", env=helpers.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for _ in range(3)
-    ]  # fmt: skip
-    outputs = [worker.communicate(timeout=200) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
+def test_every_due_checkpoint_exactly_once_by_many_workers(
+    run: Path, helpers: Any, run_command: Run, start_command: Callable[..., Any]
+) -> None:
+    workers = [start_command("eval.cli", "watch", run, "--once") for _ in range(3)]
+    assert [worker.wait(200) for worker in workers] == [0, 0, 0], [worker.output() for worker in workers]
     assert set(results(run)) == {10, 20, 30}
     entries = helpers.journal(run, "eval")
     assert sorted(entry["step"] for entry in entries) == [10, 20, 30]
@@ -217,14 +211,14 @@ def test_every_due_checkpoint_exactly_once_by_many_workers(run: Path, helpers: A
     assert report.count("heldout_bpb") == 3 and "step 10," in report
 
 
-def test_a_killed_worker_is_taken_over(run: Path, helpers: Any, run_command: Run) -> None:
+def test_a_killed_worker_is_taken_over(
+    run: Path, helpers: Any, run_command: Run, start_command: Callable[..., Any]
+) -> None:
     """kill -9 in the middle of an evaluation: the next worker sees that the owner is dead and does the job."""
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "eval.cli", "watch", str(run), "--once"], cwd="/", env=helpers.environment()
-    )
+    worker = start_command("eval.cli", "watch", run, "--once")
     helpers.wait_for(lambda: list(run.glob("evals/**/claim.json")), what="a claim")
-    worker.send_signal(signal.SIGKILL)
-    worker.wait()
+    worker.signal(signal.SIGKILL)
+    assert worker.wait(10) == -signal.SIGKILL
     assert list(run.glob("evals/**/claim.json"))
     assert run_command("eval.cli", "watch", run, "--once", timeout=200).returncode == 0
     assert set(results(run)) == {10, 20, 30}

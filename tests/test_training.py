@@ -116,7 +116,9 @@ def reached(run: Path, step: int, helpers: Any) -> bool:
     return bool(records) and records[-1]["step"] >= step
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), [(2, ["parallel.shard=2"]), (1, ["parallel.shard=1"])])
+@pytest.mark.parametrize(
+    ("ranks", "overrides"), [(2, ["parallel.shard=2"]), pytest.param(1, ["parallel.shard=1"], marks=pytest.mark.slow)]
+)
 def test_another_world_size_continues_the_same_batches(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int, overrides: list[str]
 ) -> None:
@@ -160,8 +162,9 @@ def test_torchrun_restarts_by_itself(
     assert len(list((run / "segments").iterdir())) == 2
 
 
+@pytest.mark.slow  # what ends on purpose exits the same without torchrun
 def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
-    module_lab: Any, long_config: Path, helpers: Any
+    module_lab: Any, long_config: Path, helpers: Any, run_command: Callable[..., Any]
 ) -> None:
     run, log = module_lab.path / "purpose", module_lab.path / "purpose.log"
     with log.open("wb") as out:
@@ -177,13 +180,14 @@ def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
             stderr=out,
         )
     helpers.wait_for(lambda: reached(run, 8, helpers) or torchrun.poll() is not None, what="step 8")
-    control(run, "stop")
+    assert run_command("fsdp_pretrain.cli", "control", run, "stop").returncode == 0
     assert torchrun.wait(100) == 1, log.read_text()
     assert "not restarted by torchrun: the run ended on purpose (stopped on request" in log.read_text()
     assert len(list((run / "segments").iterdir())) == 1
     assert json.loads((run / "status.json").read_text())["exit_intent"]["code"] == 75
 
 
+@pytest.mark.slow
 def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any) -> None:
     """Two torchrun agents on this machine: shards inside each, replicas between them."""
     run, port = module_lab.path / "nodes", helpers.port()
@@ -279,7 +283,7 @@ def test_killed_at_any_instant(
 
 
 def test_stopping_saves_and_says_resume(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, run_command: Callable[..., Any]
 ) -> None:
     """SIGTERM to one rank only: all agree, save, exit 75; `control save` and `stop` likewise; nothing is lost."""
     run = module_lab.path / "stopped"
@@ -294,11 +298,11 @@ def test_stopping_saves_and_says_resume(
 
     job = module_lab.start(long_config, f"run.dir={run}", ranks=2)
     helpers.wait_for(lambda: reached(run, stopped_at + 2, helpers), what="the second start")
-    control(run, "save")
+    assert run_command("fsdp_pretrain.cli", "control", run, "save").returncode == 0
     helpers.wait_for(
         lambda: any(e["step"] % 7 for e in helpers.journal(run, "checkpoint")[1:]), what="a save on request"
     )
-    control(run, "stop")
+    assert run_command("fsdp_pretrain.cli", "control", run, "stop").returncode == 0
     assert job.wait() == [75, 75], job.output()
     assert "control stop by" in json.loads((run / "status.json").read_text())["exit_intent"]["reason"]
 
@@ -307,14 +311,6 @@ def test_stopping_saves_and_says_resume(
         assert ours["data_digest"] == theirs["data_digest"]
         assert ours["loss"]["sum"] == pytest.approx(theirs["loss"]["sum"], rel=1e-5)
     assert json.loads((run / "status.json").read_text())["state"] == "complete"
-
-
-def control(run: Path, verb: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_pretrain.cli", "control", str(run), verb],
-        capture_output=True, text=True, env={"PYTHONPATH": str(Path(__file__).parent.parent)}, cwd="/",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_complete_run_started_again_does_nothing(
