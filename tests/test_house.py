@@ -42,6 +42,7 @@ LEVELS = [
         "data.skip",
         "data.quickstart",
     ],
+    ["fsdp_pretrain.checkpoint.stores"],
     [
         "fsdp_pretrain.status",
         "data.source",
