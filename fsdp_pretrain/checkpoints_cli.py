@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import tomli_w
 from tqdm import tqdm
 
 from .checkpoint.hf_layout import read_model
-from .checkpoint.store import Checkpoint, verify_files
+from .checkpoint.store import CONFIG, Checkpoint, verify_files
 from .checkpoint.stores import Stores, stores
 from .config import load
 from .console import Command, add_verb, byte_count
@@ -68,17 +69,20 @@ def add(command: Command) -> None:
         actions,
         "import",
         _import,
-        "Make the first checkpoint (step 0) of a new run from a Hugging Face folder, to train it on. RUN is created.",
+        "Make the first checkpoint (step 0) of a new run from the weights of a Hugging Face folder, or of a checkpoint "
+        "of another run, to train them on. RUN is created; optimiser, counters and data begin anew.",
         "fsdp-pretrain checkpoints runs/continued import /models/llama --config runs/continued.toml",
     )
-    parser.add_argument("folder", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="folder with config.json and safetensors, or checkpoints/step-..."
+    )
     parser.add_argument(
         "--config",
         nargs="+",
         metavar=("CONFIG", "key=value"),
         help="configuration of the run, whose run.dir is RUN, and values to replace in it",
     )
-    parser.add_argument("--show-model", action="store_true", help="only print the [model] section for the folder")
+    parser.add_argument("--show-model", action="store_true", help="only print the [model] section that fits")
     parser.add_argument("--json", action="store_true")
 
 
@@ -159,8 +163,7 @@ def _read_back(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _export(args: argparse.Namespace) -> int:
     _stores(args.run)
-    hf = _hf()
-    done = hf.export_checkpoint(
+    done = _with_torch("hf").export_checkpoint(
         args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size, tokenizer_path=args.tokenizer
     )
     if args.json:
@@ -173,12 +176,16 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    native = (args.source / CONFIG).exists()
     if args.show_model:
-        print(tomli_w.dumps({"model": read_model(args.folder).model_dump(mode="json", exclude_none=True)}), end="")
+        model = load(args.source / CONFIG).model if native else read_model(args.source)
+        print(tomli_w.dumps({"model": model.model_dump(mode="json", exclude_none=True)}), end="")
         return 0
     if args.config is None:
         raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
-    done = _hf().import_folder(args.run, args.folder, load(args.config[0], args.config[1:]))
+    config = load(args.config[0], args.config[1:])
+    importer = _with_torch("importing").import_checkpoint if native else _with_torch("hf").import_folder
+    done = importer(args.run, args.source, config)
     checkpoint = done.saved.checkpoint
     if args.json:
         facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}
@@ -186,18 +193,17 @@ def _import(args: argparse.Namespace) -> int:
     else:
         print(f"{checkpoint.path}: {human_bytes(done.saved.bytes)}, weights alone; training starts from it")
         if done.padded:
-            print(f"rows of the embedding table: {done.padded} are not in the folder and got the mean of the others")
+            print(f"rows of the embedding table: {done.padded} are not in the source and got the mean of the others")
         print(f"tokenizer: {done.tokenizer}")
     return 0
 
 
-def _hf() -> ModuleType:
-    """What exports and imports weights, which needs torch. Raises ConfigError."""
+def _with_torch(name: str) -> ModuleType:
+    """A module of `checkpoint` that converts weights, which needs torch. Raises ConfigError."""
     try:
-        from .checkpoint import hf
+        return importlib.import_module(f".checkpoint.{name}", __package__)
     except ImportError as error:
         raise ConfigError(
             f"weights are converted with torch, which is not installed ({error.name})",
             remedy="pip install 'fsdp-pretrain[train]'",
         ) from None
-    return hf

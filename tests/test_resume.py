@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from data.opening import open_packer
 from eval.jobs import due_jobs
+from fsdp_pretrain import models
 from fsdp_pretrain.changes import (
     CLASSES,
     DECLARED,
@@ -27,11 +29,13 @@ from fsdp_pretrain.changes import (
     read_allowed,
     undeclared,
 )
+from fsdp_pretrain.checkpoint.dcp import Weights
 from fsdp_pretrain.checkpoint.hf import export_checkpoint
-from fsdp_pretrain.checkpoint.store import Store, directory_name
+from fsdp_pretrain.checkpoint.importing import import_checkpoint
+from fsdp_pretrain.checkpoint.store import Store, describe_file, directory_name
 from fsdp_pretrain.checkpoint.stores import fallback, stores
 from fsdp_pretrain.config import load, schema_keys
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError
 from fsdp_pretrain.fork import fork
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.rollback import rollback
@@ -318,3 +322,89 @@ def test_the_optimiser_begins_anew_where_it_is_asked_to_and_nowhere_else(
     assert step[name] == 6  # steps of the new optimiser
     lab.train(config, "train.duration=26 steps", "optimizer.decay=24 steps", flags=("--reset-optimizer", "18"))
     assert helpers.journal(run, "resume")[-1]["optimizer"] and helpers.journal(run, "optimizer")
+
+
+# ---------------------------------------------------------------- weights alone
+
+
+def test_a_run_begins_with_the_weights_of_another(
+    lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run
+) -> None:
+    """Into a model with more rows; the schedule may still be chosen when it starts, for nothing was learned so far."""
+    config, run = copy
+    new = run.with_name("new")
+    changed = [f"run.dir={new}", "model.vocab_multiple=600", "optimizer.lr=1e-3", "train.duration=4 steps"]
+    changed += ["optimizer.decay=24 steps", "optimizer.min_lr=0"]
+    source = run / "checkpoints/step-00000018"
+    done = run_command(CLI, "checkpoints", new, "import", source, "--config", config, *changed, "--json", timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["padded_rows"] == 88
+    lab.train(config, *changed[:-1])
+    (entry,) = helpers.journal(new, "resume")
+    assert entry["step"] == 0 and not entry["optimizer"] and "the optimiser starts fresh" in entry["text"]
+    first, model = helpers.metrics(new)[0], models.build(load(config, ["model.vocab_multiple=600"]).model)
+    assert first["cursor"] == 8 and first["lr"] == 1e-3 / 4
+    assert "imported" in stores(RunDir(new)).find(0).manifest()
+    weights, imported = Weights(stores(RunDir(run)).find(18)), Weights(stores(RunDir(new)).find(0))
+    assert set(imported.shapes) == set(model.state_dict())
+    for name in imported.shapes:
+        assert torch.equal(imported[name][: weights.shapes[name][0]], weights[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (["model.ffn=96", "model.layers=3"], ["model.ffn: 64 -> 96", "model.layers: 2 -> 3"]),
+        (["model.rope_base=5e5"], ["model.rope_base: 10000.0 -> 500000.0"]),
+    ],
+)
+def test_weights_of_another_model_are_refused_with_all_differences(
+    copy: tuple[Path, Path], changed: list[str], said: list[str]
+) -> None:
+    config, run = copy
+    new, source = RunDir(run.with_name("new")), run / "checkpoints/step-00000018"
+    with pytest.raises(ConfigError) as refused:
+        import_checkpoint(new, source, load(config, [f"run.dir={new.path}", *changed]))
+    assert all(text in str(refused.value) for text in said) and not new.path.exists()
+
+
+def test_damaged_weights_and_another_tokenizer_are_refused(copy: tuple[Path, Path]) -> None:
+    config, run = copy
+    new, source = RunDir(run.with_name("new")), run / "checkpoints/step-00000018"
+    settings = load(config, [f"run.dir={new.path}"])
+    manifest, state = source / "manifest.json", json.loads((source / "train_state.json").read_text())
+    state["identity"]["tokenizer"]["fingerprint"] = "another"
+    (source / "train_state.json").write_text(json.dumps(state))
+    content = json.loads(manifest.read_text())
+    content["files"] = [vars(describe_file(source / entry["name"])) for entry in content["files"]]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="another tokenizer"):
+        import_checkpoint(new, source, settings)
+    data = run / "checkpoints/step-00000012/__0_0.distcp"
+    data.write_bytes(b"x" * data.stat().st_size)
+    with pytest.raises(CheckpointError, match="damaged"):
+        import_checkpoint(new, data.parent, settings)
+    assert not new.path.exists()
+
+
+# ---------------------------------------------------------------- a live run
+
+
+@pytest.mark.slow
+def test_an_export_of_a_live_run_disturbs_nothing(lab: Any, trained: Path, helpers: Any) -> None:
+    """Checkpoints are exported one after the other while the run trains, saves and deletes."""
+    config = lab.config(train={"duration": "400 steps"}, checkpoint={"every": "20 steps", "keep_last": 2})
+    job, run = lab.start(config, ranks=2), RunDir(lab.path / "run")
+    exported = 0
+    helpers.wait_for(lambda: stores(run).scan(), what="a checkpoint")
+    while job.ranks[0].poll() is None:
+        newest = stores(run).newest()
+        with contextlib.suppress(CheckpointError):  # retention was faster
+            assert newest is not None
+            export_checkpoint(run, newest.step, lab.path / f"hf-{exported}", dtype="fp32", shard_bytes=10**9)
+            exported += 1
+    assert job.wait() == [0, 0] and exported > 2
+    lab.train(config, f"run.dir={lab.path / 'alone'}", ranks=2)
+    assert helpers.losses(run.path) == helpers.losses(lab.path / "alone")
+    assert [c.step for c in stores(run).scan()] == [380, 400]
+    assert not helpers.journal(run.path, "checkpoint-failed")

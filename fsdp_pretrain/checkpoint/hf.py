@@ -20,18 +20,15 @@ from tqdm import tqdm
 from data.opening import open_packer
 
 from .. import __version__, models
-from ..changes import differences
 from ..config import Config, load
 from ..errors import CheckpointError, ConfigError, DataError, StorageError, shortened
-from ..mesh import Alone
 from ..model_sections import AnyModel
 from ..record.files import RunDir
-from ..record.journal import Journal
-from ..state import TrainState, identity
 from ..units import human_bytes
 from . import dcp
-from .hf_layout import Weight, function, is_computed, read_model, to_hf, weights, without_base
-from .store import CONFIG, Checkpoint, Store, sync_directory, verify_files
+from .hf_layout import Weight, is_computed, read_model, to_hf, weights, without_base
+from .importing import Imported, begin, refuse_another_model, refuse_begun
+from .store import CONFIG, Checkpoint, sync_directory, verify_files
 from .stores import stores
 from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer
 
@@ -214,15 +211,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------- in
 
 
-@dataclass(frozen=True)
-class Imported:
-    """What `import_folder` made; `padded` rows of the embedding table were not in the folder."""
-
-    saved: dcp.Saved
-    padded: int
-    tokenizer: str
-
-
 def import_folder(run: RunDir, folder: Path, config: Config) -> Imported:
     """Make the checkpoint of step 0 of a new run from a Hugging Face folder: fp32 weights, no optimiser state.
 
@@ -236,70 +224,13 @@ def import_folder(run: RunDir, folder: Path, config: Config) -> Imported:
         DataError: the folder is incomplete, or its tokenizer is not that of the corpora.
         StorageError: the checkpoint cannot be written.
     """
-    store = Store(run.checkpoints)
-    if config.run.dir.resolve() != run.path.resolve():
-        raise ConfigError(f"the configuration is for run.dir = {config.run.dir}, not for {run.path}")
-    if store.scan() or run.segments:
-        raise ConfigError(
-            f"{run.path} holds a run that has begun",
-            effect="its checkpoints would no longer be those of one training",
-            remedy="import into a new run.dir",
-        )
+    refuse_begun(run, config)
     theirs = read_model(folder)
-    _refuse_another_model(folder, theirs, config.model)
+    refuse_another_model(folder, theirs, config.model)
     source = _Folder(folder, theirs, config.model)
     packer = open_packer(config)
     said = compare_with_folder(next(iter(packer.corpora.values())).tokenizer(), folder)
-    state = TrainState()
-    shape = {"size": 1, "replicas": 1, "shards": 1}
-    total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
-    with tqdm(total=total, desc="importing", unit="B", unit_scale=True, delay=2, disable=None) as bar:
-
-        def fetch(key: str) -> Tensor:
-            tensor = source.read(key.removeprefix("model."))
-            bar.update(tensor.numel() * tensor.element_size())
-            return tensor
-
-        saved = dcp.save(
-            Alone(),
-            store,
-            state.step,
-            state={"model": source.parameters},
-            fetch=fetch,
-            train_state=state.to_json(identity=identity(config, packer), tokens=0, world=shape),
-            config=config.to_toml(),
-            facts={
-                "run": config.run.name,
-                **vars(state),
-                "tokens": 0,
-                "final": False,
-                "world": shape,
-                "torch": torch.__version__,
-                "fsdp_pretrain": __version__,
-                "imported": str(folder.resolve()),
-            },
-            verify=True,
-        )
-    text = f"weights of {folder.resolve()}; {said}"
-    if source.padded:
-        text += f"; {source.padded} rows of the embedding table are the mean of the others"
-    journal = Journal(run)
-    journal.write("import", text, step=0, folder=str(folder.resolve()), padded=source.padded)
-    journal.close()
-    return Imported(saved, source.padded, said)
-
-
-def _refuse_another_model(folder: Path, theirs: AnyModel, ours: AnyModel) -> None:
-    wrong = differences(function(theirs), function(ours), "model")
-    if theirs.rows > ours.rows:
-        wrong.append(f"rows of the embedding table: {theirs.rows} -> {ours.rows} (model.vocab, model.vocab_multiple)")
-    if wrong:
-        raise ConfigError(
-            f"the model of {folder} is not that of the configuration (folder -> configuration):\n    "
-            + "\n    ".join(wrong),
-            effect="the weights would compute something else than they were trained to",
-            remedy="`fsdp-pretrain checkpoints RUN import HF_DIR --show-model` prints the [model] section that fits",
-        )
+    return begin(run, config, packer, source, folder, said)
 
 
 class _Folder:
@@ -353,16 +284,13 @@ class _Folder:
         return shape[::-1] if weight.transposed else shape
 
     def read(self, name: str) -> Tensor:
-        """A parameter, in fp32 and in memory of its own. Raises OSError."""
+        """A parameter, in fp32 and in memory of its own, with the rows of the folder. Raises OSError."""
         path, stored, weight, number = self._places[name]
         height = self.parameters[name].shape[0]
         part = slice(number * height, (number + 1) * height)
         with safe_open(path, "pt") as file:  # opened anew for each, so that nothing stays mapped
             view = file.get_slice(stored)
             tensor: Tensor = (view[:, part].T if weight.transposed else view[part]).float().contiguous()
-        if self._is_padded(name):
-            # Ids that no text has, but that the softmax counts: with the mean of all rows each gets at most 1/V.
-            return torch.cat((tensor, tensor.mean(0).expand(self.padded, -1)))
         return tensor
 
 

@@ -1,0 +1,200 @@
+"""The first checkpoint (step 0) of a new run from weights that exist: those of another run's checkpoint, and what that
+has in common with Hugging Face folders (`hf`). Tensor by tensor: the model is never in memory as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.opening import open_packer
+from data.packer import Packer
+
+from .. import __version__, models
+from ..changes import differences
+from ..config import Config, load
+from ..errors import CheckpointError, ConfigError, DataError, shortened
+from ..mesh import Alone
+from ..model_sections import AnyModel
+from ..record.files import RunDir
+from ..record.journal import Journal
+from ..state import TrainState, identity
+from . import dcp
+from .hf_layout import function
+from .store import CONFIG, Checkpoint, Store, verify_files
+
+_TABLES = ("embedding.weight", "head.weight")
+
+
+class Source(Protocol):
+    """Weights under our names.
+
+    Attributes:
+        parameters: fp32 tensors on the meta device.
+        padded: rows of the embedding table that the source does not have.
+    """
+
+    parameters: dict[str, Tensor]
+    padded: int
+
+    def read(self, name: str) -> Tensor:
+        """A parameter in fp32, with the rows that the source has. Raises OSError, CheckpointError."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import made; `padded` rows of the embedding table were not in the source."""
+
+    saved: dcp.Saved
+    padded: int
+    tokenizer: str
+
+
+def refuse_begun(run: RunDir, config: Config) -> None:
+    """Raise ConfigError if the configuration is for another run, or the run has begun."""
+    if config.run.dir.resolve() != run.path.resolve():
+        raise ConfigError(f"the configuration is for run.dir = {config.run.dir}, not for {run.path}")
+    if Store(run.checkpoints).scan() or run.segments:
+        raise ConfigError(
+            f"{run.path} holds a run that has begun",
+            effect="its checkpoints would no longer be those of one training",
+            remedy="import into a new run.dir",
+        )
+
+
+def refuse_another_model(source: Path, theirs: AnyModel, ours: AnyModel) -> None:
+    """Raise ConfigError, with all differences, if weights of `theirs` would compute something else as `ours`."""
+    wrong = differences(function(theirs), function(ours), "model")
+    if theirs.rows > ours.rows:
+        wrong.append(f"rows of the embedding table: {theirs.rows} -> {ours.rows} (model.vocab, model.vocab_multiple)")
+    if wrong:
+        raise ConfigError(
+            f"the model of {source} is not that of the configuration (source -> configuration):\n    "
+            + "\n    ".join(wrong),
+            effect="the weights would compute something else than they were trained to",
+            remedy="`fsdp-pretrain checkpoints RUN import SOURCE --show-model` prints the [model] section that fits",
+        )
+
+
+def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Path, said: str) -> Imported:
+    """Write the checkpoint and the first line of the journal.
+
+    Args:
+        run: its directory, see `refuse_begun`.
+        config: of the run.
+        packer: of its corpora.
+        source: of the weights.
+        where: the source.
+        said: what is known of its tokenizer.
+
+    Raises:
+        StorageError: the checkpoint cannot be written.
+    """
+    state = TrainState()
+    shape = {"size": 1, "replicas": 1, "shards": 1}
+    total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
+    with tqdm(total=total, desc="importing", unit="B", unit_scale=True, delay=2, disable=None) as bar:
+
+        def fetch(key: str) -> Tensor:
+            name = key.removeprefix("model.")
+            tensor = source.read(name)
+            if source.padded and name in _TABLES:
+                # Ids that no text has, but that the softmax counts: with the mean of all rows each gets at most 1/V.
+                tensor = torch.cat((tensor, tensor.mean(0).expand(source.padded, -1)))
+            bar.update(tensor.numel() * tensor.element_size())
+            return tensor
+
+        saved = dcp.save(
+            Alone(),
+            Store(run.checkpoints),
+            state.step,
+            state={"model": source.parameters},
+            fetch=fetch,
+            train_state=state.to_json(identity=identity(config, packer), tokens=0, world=shape),
+            config=config.to_toml(),
+            facts={
+                "run": config.run.name,
+                **vars(state),
+                "tokens": 0,
+                "final": False,
+                "world": shape,
+                "torch": torch.__version__,
+                "fsdp_pretrain": __version__,
+                "imported": str(where.resolve()),
+            },
+            verify=True,
+        )
+    text = f"weights of {where.resolve()}; {said}"
+    if source.padded:
+        text += f"; {source.padded} rows of the embedding table are the mean of the others"
+    journal = Journal(run)
+    journal.write("import", text, step=0, folder=str(where.resolve()), padded=source.padded)
+    journal.close()
+    return Imported(saved, source.padded, said)
+
+
+# ------------------------------------------------------------------------ another run's checkpoint
+
+
+def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
+    """Make the checkpoint of step 0 of a new run from the weights of another run's checkpoint, of any mesh.
+
+    Everything else begins anew: optimiser, counters, data, schedules. (To go on with all of them is a fork.)
+
+    Args:
+        run: its directory, new or empty.
+        path: of the checkpoint; it is only read.
+        config: of the run; its model must be that of the checkpoint, initial values, dropout and further rows of the
+            embedding table aside.
+
+    Raises:
+        CheckpointError: it is damaged, or its tensors are not those of its configuration.
+        ConfigError: the configuration is for another model or another run, or the run has begun.
+        DataError: its tokenizer is not that of the corpora.
+        StorageError: the new checkpoint cannot be written.
+    """
+    refuse_begun(run, config)
+    checkpoint = next((item for item in Store(path.resolve().parent).scan() if item.path.name == path.name), None)
+    if checkpoint is None or checkpoint.problem:
+        raise CheckpointError(f"{path} is no whole checkpoint: {checkpoint.problem if checkpoint else 'its name'}")
+    theirs = load(path / CONFIG).model
+    refuse_another_model(path, theirs, config.model)
+    packer = open_packer(config)
+    known = checkpoint.train_state()["identity"]["tokenizer"]["fingerprint"]
+    if known != packer.tokenizer.fingerprint:
+        raise DataError(
+            f"{path} was trained with another tokenizer than that of the corpora (fingerprint differs)",
+            effect="the model would be shown ids that mean something else to it",
+            remedy="prepare the corpora with the tokenizer/ of that run",
+        )
+    bar = tqdm(checkpoint.files(), desc="verifying", unit="files", delay=2, disable=None)
+    if wrong := verify_files(checkpoint.path, bar):
+        raise CheckpointError(f"{path} is damaged: {wrong[0]}", effect="nothing was imported")
+    source = _Checkpoint(checkpoint, theirs, config.model)
+    return begin(run, config, packer, source, path, "the tokenizer is that of the corpora")
+
+
+class _Checkpoint:
+    """The weights of a checkpoint, for a model that may have more rows. Raises CheckpointError, see `Source`."""
+
+    def __init__(self, checkpoint: Checkpoint, theirs: AnyModel, ours: AnyModel) -> None:
+        self.parameters: dict[str, Tensor] = models.build(ours).state_dict()
+        self.padded = ours.rows - theirs.rows
+        self._stored = dcp.Weights(checkpoint)
+        wanted = {name: tuple(tensor.shape) for name, tensor in models.build(theirs).state_dict().items()}
+        problems = [
+            f"{name}: {self._stored.shapes.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in "
+            "the model"
+            for name in sorted({*wanted, *self._stored.shapes})
+            if wanted.get(name) != self._stored.shapes.get(name)
+        ]
+        if problems:
+            raise CheckpointError(f"{checkpoint.path} does not fit its model:\n    " + shortened(problems))
+
+    def read(self, name: str) -> Tensor:
+        """A parameter in fp32, with the rows that the checkpoint has. Raises CheckpointError."""
+        return self._stored[name].float()
