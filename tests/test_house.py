@@ -79,7 +79,7 @@ LEVELS = [
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.rollback", "fsdp_pretrain.fork"],
     ["fsdp_pretrain.saves"],
     ["fsdp_pretrain.trainer", "fsdp_pretrain.cli"],
-    ["eval"],
+    ["eval", "fsdp_pretrain.bench_saves"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench"],
 ]
 TORCH_FREE = [
