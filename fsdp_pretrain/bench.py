@@ -9,13 +9,14 @@ import argparse
 import json
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from data.loader import MicroBatch, StepBatch, check_batches
 
-from . import mesh, models, optim, parallel, plan, throughput
+from . import bench_saves, mesh, models, optim, parallel, plan, throughput
 from .config import Config, load
 from .console import run_guarded
 from .control import Inbox
@@ -171,20 +172,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_pretrain.bench",
         description=__doc__,
-        epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml",
+        epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
+        "  python -m fsdp_pretrain.bench configs/bench/saves.toml --saves /tmp --steps 5 --warmup 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=20, help="steps to time (default: 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before (default: 5)")
+    parser.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
+    parser.add_argument("--rounds", type=int, default=5, help="of --saves (default: 5)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     config = load(args.config, args.overrides)
     with mesh.connect(config.parallel) as world:
-        result = bench(config, world, steps=args.steps, warmup=args.warmup)
+        if args.saves:
+            trainer, _ = build(config, world)
+            for _ in range(args.warmup):
+                trainer.step()
+            trainer.collect(keep=0)
+            result = bench_saves.measure(trainer, world, args.saves, rounds=args.rounds, steps=args.steps)
+        else:
+            result = bench(config, world, steps=args.steps, warmup=args.warmup)
         if world.is_main:
-            print(json.dumps(result, indent=1) if args.json else render(result))
+            text = bench_saves.render(result) if args.saves else render(result)
+            print(json.dumps(result, indent=1) if args.json else text)
     return 0
 
 

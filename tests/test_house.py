@@ -82,7 +82,7 @@ LEVELS = [
     ["fsdp_pretrain.saves"],
     ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli"],
     ["fsdp_pretrain.cli"],
-    ["eval"],
+    ["eval", "fsdp_pretrain.bench_saves"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench"],
 ]
 TORCH_FREE = [

@@ -43,19 +43,24 @@ def before_changes(act: Callable[[str, str], None]) -> None:
     sys.addaudithook(hook)
 
 
-def kill_before(number: int, verb: str = ".*", path: str = "", then: Callable[[], None] = lambda: None) -> None:
+def kill_before(
+    number: int, verb: str = ".*", path: str = "", *, after: str = "", then: Callable[[], None] = lambda: None
+) -> None:
     """Arm a trap: kill -9 before the change with this number among those that match.
 
     Args:
         number: from 1.
         verb: regular expression of open, rename, mkdir, remove, rmdir, link, symlink, fsync.
         path: regular expression, searched in the new or removed name.
+        after: count only what follows the making of a folder whose name matches.
         then: done immediately before.
     """
-    left = [number]
+    left, waiting = [number], [bool(after)]
 
     def act(what: str, where: str) -> None:
-        if re.fullmatch(verb, what) and re.search(path, where):
+        if waiting[0]:
+            waiting[0] = not (what == "mkdir" and re.search(after, where))
+        elif re.fullmatch(verb, what) and re.search(path, where):
             left[0] -= 1
             if left[0] == 0:
                 then()
@@ -80,7 +85,7 @@ def kill_others(pids: Path) -> None:
 
 
 def _arm(trap: dict[str, Any]) -> None:
-    """`{"rank": 0, "size": 1000}`, or rank, verb, path, number, and `pids`, a folder, if all ranks shall die."""
+    """`{"rank": 0, "size": 1000}`, or rank, verb, path, after, and `pids`, a folder, if all ranks shall die."""
     everybody = trap.get("pids")
     if everybody:
         (Path(everybody) / str(os.getpid())).touch()
@@ -90,7 +95,7 @@ def _arm(trap: dict[str, Any]) -> None:
         kill_when_larger(trap["size"])
     else:
         then = (lambda: kill_others(Path(everybody))) if everybody else lambda: None
-        kill_before(trap.get("number", 1), trap["verb"], trap["path"], then)
+        kill_before(1, trap["verb"], trap["path"], after=trap["after"], then=then)
 
 
 if "TRAP" in os.environ:

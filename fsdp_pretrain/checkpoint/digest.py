@@ -6,6 +6,7 @@ taken shard by shard; an odd weight is invertible, so a change of any single ele
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..mesh import SHARD, World
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**18
+_CHUNK = {"cpu": 2**16, "cuda": 2**22}
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio, as a signed integer
 
 
@@ -71,10 +72,22 @@ def _share(world: World, tensor: Tensor) -> tuple[Tensor | None, int]:
 def _digest(name: str, local: Tensor, offset: int) -> int:
     salt = xxhash.xxh3_64_intdigest(name.encode()) % 2**63
     bits = local.reshape(-1).contiguous().view(_BITS[local.element_size()])
-    total = 0
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].long()
-        place = torch.arange(offset + start, offset + start + part.numel(), device=part.device)
-        weight = ((place + salt) * _MULTIPLIER) | 1
-        total += int((part * weight).sum())
-    return total
+    products = _products(bits.device)
+    weights, total = torch.empty_like(products), bits.new_zeros((), dtype=torch.int64)
+    for start in range(0, bits.numel(), len(products)):
+        part = bits[start : start + len(products)]
+        first = _signed((offset + start + salt) * _MULTIPLIER)
+        weight = torch.add(products[: len(part)], first, out=weights[: len(part)])
+        total += weight.bitwise_or_(1).mul_(part).sum()
+    return int(total)
+
+
+@functools.cache
+def _products(device: torch.device) -> Tensor:
+    """Multiples of the multiplier, int64 [as many as fit a cache beside what is made of them]."""
+    return torch.arange(_CHUNK[device.type], device=device) * _MULTIPLIER
+
+
+def _signed(number: int) -> int:
+    """The 64-bit signed integer that is equal modulo 2^64."""
+    return (number + 2**63) % 2**64 - 2**63

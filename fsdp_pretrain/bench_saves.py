@@ -1,0 +1,130 @@
+"""What a checkpoint costs: `python -m fsdp_pretrain.bench CONFIG --saves DIR`.
+
+One round is a plain file of the same bytes written and synced by one process, a save that training waits for, and one
+in the background of training. Rounds alternate, so that a busy machine or disk spoils all three alike, and only ratios
+within a round are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import dcp
+from .checkpoint.background import Pending, Stager
+from .checkpoint.store import Store
+from .mesh import World
+from .trainer import Trainer
+from .units import human_bytes
+
+_BLOCK = 1 << 22
+
+
+def measure(trainer: Trainer, world: World, directory: Path, *, rounds: int, steps: int) -> dict[str, Any]:
+    """Time saves of a trainer's state; the figures, the same on every rank. Collective.
+
+    Args:
+        trainer: that has made a step, so that there is optimiser state.
+        world: all ranks.
+        directory: a folder on the storage in question; what is written there is removed again.
+        rounds: to measure, after one that does not count.
+        steps: of undisturbed training before each background save.
+    """
+    place = directory / "bench-saves"
+    stager, writers = Stager(world.device), world.on(world.new_group())
+    found = []
+    for number in range(rounds + 1):
+        found.append(_round(trainer, world, writers, stager, place, number, steps))
+        if world.is_main:
+            shutil.rmtree(place, ignore_errors=True)
+        world.barrier()
+    found = found[1:]
+    return {
+        "rounds": rounds,
+        "bytes": found[0]["bytes"],
+        "seconds": {name: _spread([r[name] for r in found]) for name in ("plain", "write", "save", "stall", "excess")},
+        "bandwidth_ratio": _spread([r["plain"] / r["write"] for r in found]),
+        "stall_share": _spread([r["stall"] / r["save"] for r in found]),
+        "excess_share": _spread([r["excess"] / r["save"] for r in found]),
+    }
+
+
+def _round(
+    trainer: Trainer, world: World, writers: World, stager: Stager, place: Path, number: int, steps: int
+) -> dict[str, float]:
+    state, store = dcp.state_dict(trainer.model, trainer.optimizer), Store(place)
+    written = dcp.save(world, store, 3 * number + 1, **_contents(state, verify=False))
+    saved = dcp.save(world, store, 3 * number + 2, **_contents(state, verify=True))
+    plain = world.decide(lambda: _write_plainly(place / "plain", saved.bytes))
+    usual = statistics.median(_step(trainer) for _ in range(steps))
+    start = time.perf_counter()
+    copy = stager.copy(dcp.state_dict(trainer.model, trainer.optimizer))
+    pending = Pending(lambda: dcp.save(writers, store, 3 * number + 3, **_contents(copy, verify=True)))
+    stall = time.perf_counter() - start
+    beside = 0
+    while not all(world.gather(pending.done)):
+        _step(trainer)
+        beside += 1
+    pending.result()
+    excess = time.perf_counter() - start - beside * usual
+    return {
+        "bytes": saved.bytes,
+        "plain": plain,
+        "write": written.seconds,
+        "save": saved.seconds,
+        "stall": max(world.gather(stall)),
+        "excess": max(world.gather(excess)),
+    }
+
+
+def _contents(state: dict[str, Any], *, verify: bool) -> dict[str, Any]:
+    return {"state": state, "train_state": "{}\n", "config": "", "facts": {"step": 0}, "verify": verify}
+
+
+def _step(trainer: Trainer) -> float:
+    start = time.perf_counter()
+    trainer.step()
+    trainer.collect(keep=0)
+    return time.perf_counter() - start
+
+
+def _write_plainly(path: Path, size: int) -> float:
+    """Seconds that `dd bs=4M conv=fsync` would need for a file of so many bytes of noise."""
+    block = os.urandom(_BLOCK)
+    start = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for done in range(0, size, _BLOCK):
+            file.write(block[: size - done])
+        os.fsync(file.fileno())
+    return time.perf_counter() - start
+
+
+def _spread(values: list[float]) -> list[float]:
+    """Median, least, most."""
+    return [statistics.median(values), min(values), max(values)]
+
+
+def render(result: dict[str, Any]) -> str:
+    """The figures for people."""
+    show = {
+        name: f"{middle:.3g} [{low:.3g} to {high:.3g}]"
+        for name, (middle, low, high) in [
+            *result["seconds"].items(),
+            *((name, result[name]) for name in ("bandwidth_ratio", "stall_share", "excess_share")),
+        ]
+    }
+    size, rounds = human_bytes(result["bytes"]), result["rounds"]
+    return "\n".join(
+        [
+            f"checkpoint of {size}, seconds in {rounds} rounds, median [least to most]:",
+            f"  a plain file, synced      {show['plain']}",
+            f"  save, not read back       {show['write']}  (bandwidth / plain: {show['bandwidth_ratio']})",
+            f"  save, verified            {show['save']}",
+            f"  in the background: wait   {show['stall']}  (share of a verified save: {show['stall_share']})",
+            f"    and slower steps        {show['excess']}  (share: {show['excess_share']})",
+        ]
+    )
