@@ -21,17 +21,20 @@ from .config import Config, load
 from .console import run_guarded
 from .control import Inbox
 from .mesh import World
+from .models.loss import IGNORE
 from .record.recorder import Silent
 from .saves import Saves
+from .sections import GLMObjective
 from .state import TrainState
 from .trainer import LAG, Trainer
 from .units import human_bytes, human_count
 
 
 class RandomSteps:
-    """Batches of random tokens with the shapes of the configuration."""
+    """Batches of random tokens with the shapes of the configuration; of blank infilling, slots that are half prefix."""
 
     def __init__(self, config: Config, world: World) -> None:
+        self._objective = config.data.objective
         self._batch = config.schedule.batch.full
         self._local, self._micro = self._batch // world.size, config.train.micro_batch
         self._length, self._vocab = config.data.sequence_length, config.model.vocab
@@ -43,13 +46,27 @@ class RandomSteps:
     def __next__(self) -> StepBatch:
         self._steps += 1
         consumed = self._steps * self._batch
-        step = StepBatch([], self._batch, consumed, consumed, targets=self._local * self._length)
+        step = StepBatch([], self._batch, consumed, consumed)
         for _ in range(self._local // self._micro):
             tokens = torch.randint(self._vocab, (self._micro, self._length + 1), generator=self._generator)
-            lengths = torch.full((self._micro, 1), self._length, dtype=torch.int32) if self._lengths else None
             tokens = tokens.pin_memory() if self._pin else tokens
-            step.micro.append(MicroBatch(tokens, None, lengths, torch.zeros(self._micro, dtype=torch.int64)))
+            micro = MicroBatch(tokens, None, None, torch.zeros(self._micro, dtype=torch.int64))
+            if isinstance(self._objective, GLMObjective):
+                self._make_slots(micro, self._objective)
+            elif self._lengths:
+                micro.lengths = torch.full((self._micro, 1), self._length, dtype=torch.int32)
+            step.micro.append(micro)
+            step.targets += tokens[:, 1:].numel() if micro.labels is None else int((micro.labels != IGNORE).sum())
         return step
+
+    def _make_slots(self, micro: MicroBatch, objective: GLMObjective) -> None:
+        slot = self._length // objective.slots
+        learned = torch.arange(self._length) % slot >= slot // 2
+        micro.labels = micro.tokens[:, 1:].where(learned, IGNORE)
+        micro.lengths = torch.full((self._micro, objective.slots), slot, dtype=torch.int32)
+        micro.prefix = micro.lengths // 2
+        line = (torch.arange(self._length) % slot).expand(self._micro, -1).contiguous()
+        micro.positions = line if objective.positions == "glm1d" else torch.stack((line, line), 1)
 
     def blank(self, cursor: int, consumed: int) -> StepBatch:
         """Asked for only after a failed read, and nothing is read here."""

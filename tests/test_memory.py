@@ -22,13 +22,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LLAMA = {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 509}
 GPT = {"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "positions": 128, "vocab": 509}
+GLM = {"family": "glm", "layers": 4, "hidden": 72, "heads": 6, "vocab": 518}
+BLANKS = "data.objective={kind='glm',row=112,slots=2,positions='%s'}"
 
 
 def configuration(lab: Any, model: dict[str, Any], *overrides: str) -> Config:
     """Sequences of 128, one step of eight of them."""
     path = lab.config(
         "toy",
-        model={"kv_heads": None, **model},
+        model={"kv_heads": None, "ffn": None, **model},
         data={"sequence_length": 128},
         train={"duration": "9 steps", "global_batch": "8 samples", "micro_batch": 8},
         parallel={"shard": 1, "timeout": "60 s"},
@@ -48,8 +50,11 @@ def world() -> Iterator[Any]:
         (LLAMA, []),
         (GPT, ["train.micro_batch=2", "parallel.recompute=1"]),
         (GPT, ["parallel.recompute=2", "parallel.reshard_after_forward=false"]),
+        (GLM, [BLANKS % "glm1d"]),
+        (GLM, [BLANKS % "glm2d", "model.positions=rope-2d", "train.micro_batch=2", "parallel.recompute=1"]),
+        (GLM, [BLANKS % "glm1d", "model.scores=layer_scaled"]),
     ],
-    ids=["plain", "accumulated-recomputed", "half-recomputed"],
+    ids=["plain", "accumulated-recomputed", "half-recomputed", "glm", "glm-2d-accumulated-recomputed", "glm-scaled"],
 )
 def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, Any], overrides: list[str]) -> None:
     """The allocator's own account of a real training step, as the profiler records it."""
