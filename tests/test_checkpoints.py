@@ -26,7 +26,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="module")
 def trained(module_lab: Any) -> Path:
     """40 steps on two ranks, saved at 10, 20, 30 and 40."""
-    config = module_lab.config("trained", train={"duration": "40 steps"}, checkpoint={"keep_last": 4})
+    train = {"duration": "40 steps", "micro_batch": 4}
+    config = module_lab.config("trained", train=train, checkpoint={"keep_last": 4})
     module_lab.train(config, ranks=2)
     run: Path = module_lab.path / "trained"
     return run
@@ -58,7 +59,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+SLOW = {"truncated", "metadata", "half-deleted"}  # noticed as the others are
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in DAMAGE]
+)
 def test_damage_is_passed_over_loudly(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, damage: str
 ) -> None:
@@ -251,7 +257,7 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
 def test_killed_in_the_middle_of_saves(lab: Any, helpers: Any, seed: int) -> None:
     """kill -9 of all ranks while they save, again and again: the run always goes on from a committed checkpoint."""
     rng = random.Random(seed)
-    config = lab.config(train={"duration": "40 steps"}, checkpoint={"every": "2 steps"})
+    config = lab.config(train={"duration": "24 steps", "micro_batch": 4}, checkpoint={"every": "2 steps"})
     run = lab.path / "run"
     for _ in range(3):
         job = lab.start(config, ranks=2)
