@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,11 +241,25 @@ def test_every_public_thing_has_a_docstring() -> None:
     assert not bare
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["data.cli", "inspect", "--help"], ["data.cli", "prepare"], ["fsdp_pretrain.cli", "status", "/nowhere"]],
+    ids=" ".join,
+)
+def test_forked_commands_are_those_of_a_user(arguments: list[str], run_command: Any, helpers: Any) -> None:
+    """What `run_command` gives is what a fresh Python gives."""
+    real = subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, cwd="/", env=helpers.environment()
+    )
+    forked = run_command(*arguments)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
+
+
 @pytest.mark.parametrize("module", ["fsdp_pretrain.cli", "data.cli", "eval.cli"])
-def test_every_verb_shows_an_example(module: str, run_command: object) -> None:
-    listing = run_command(module, "--help").stdout  # type: ignore[operator]
+def test_every_verb_shows_an_example(module: str, run_command: Any) -> None:
+    listing = run_command(module, "--help").stdout
     verbs = [line.split()[0] for line in listing.splitlines() if line.startswith("    ") and line[4] != " "]
     assert len(verbs) >= 3
     for verb in verbs:
-        shown = run_command(module, verb, "--help")  # type: ignore[operator]
+        shown = run_command(module, verb, "--help")
         assert shown.returncode == 0 and "example:" in shown.stdout, verb

@@ -41,7 +41,7 @@ def trained(module_lab: Any) -> Path:
     """24 steps of 8 samples, saved every 6."""
     config = module_lab.config(
         "trained",
-        train={"duration": "24 steps"},
+        train={"duration": "24 steps", "micro_batch": 8},
         checkpoint={"every": "6 steps", "keep_last": 4},
         eval={"every": "6 steps", "launch": False, "heldout": str(module_lab.heldout)},
     )
