@@ -27,7 +27,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="module")
 def trained(module_lab: Any) -> Path:
     """40 steps on two ranks, saved at 10, 20, 30 and 40."""
-    config = module_lab.config("trained", train={"duration": "40 steps"}, checkpoint={"keep_last": 4})
+    train = {"duration": "40 steps", "micro_batch": 4}
+    config = module_lab.config("trained", train=train, checkpoint={"keep_last": 4})
     module_lab.train(config, ranks=2)
     run: Path = module_lab.path / "trained"
     return run
@@ -59,7 +60,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+SLOW = {"truncated", "metadata", "half-deleted"}  # noticed as the others are
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in DAMAGE]
+)
 def test_damage_is_passed_over_loudly(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, damage: str
 ) -> None:
