@@ -36,6 +36,7 @@ LEVELS = [
     ],
     [
         "fsdp_pretrain.checkpoint.store",
+        "fsdp_pretrain.checkpoint.stores",
         "fsdp_pretrain.control",
         "data.corpus",
         "data.mixture",
