@@ -37,6 +37,7 @@ LEVELS = [
     ],
     [
         "fsdp_pretrain.checkpoint.store",
+        "fsdp_pretrain.checkpoint.stores",
         "fsdp_pretrain.control",
         "data.corpus",
         "data.mixture",
