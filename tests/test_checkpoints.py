@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import resource
 import shutil
@@ -84,12 +85,17 @@ def test_damage_is_passed_over_loudly(
     assert len(list((run / "checkpoints/abandoned").iterdir())) == 1
 
 
-def test_touched_times_and_stray_files_do_not_matter(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
+def test_touched_times_and_stray_files_do_not_matter(
+    lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run
+) -> None:
     config, run = copy
-    (run / "checkpoints/step-00000010/manifest.json").touch()
+    for path in (run / "checkpoints").rglob("*"):
+        os.utime(path, (1, 1) if "10" in path.name else (2**31, 2**31))
     (run / "checkpoints/step-00000099").write_text("a stray file")
     (run / "checkpoints/step-00000077.writing-0123456789ab").mkdir()
     (run / "checkpoints/step-00000030/stray").write_text("x")
+    rows = json.loads(run_command("fsdp_pretrain.cli", "checkpoints", run, "verify", "--json").stdout)
+    assert [(row["step"], row["problem"]) for row in rows if row["problem"]] == [(99, "not a directory")]
     output = lab.train(config, f"run.dir={run}", ranks=2)
     assert helpers.journal(run, "resume")[-1]["step"] == 30
     assert "passed over step-00000099: not a directory" in output

@@ -164,7 +164,7 @@ class Save:
 
 
 def must_stay(made: dict[int, dict[str, Any]], keep_last: int, every: list[str], protected: set[int]) -> set[int]:
-    """What the policy names among the checkpoints there are, in the words of docs/checkpoints.md."""
+    """What the policy names among the checkpoints there are, in the words of docs/training.md."""
     verified = sorted((step for step, facts in made.items() if facts["verified"]), reverse=True)
     if len(verified) < keep_last:
         return set(made)  # nothing goes before its successors are proved

@@ -148,6 +148,29 @@ def test_another_world_size_continues_the_same_batches(
     assert any(change.startswith("train.duration:") for change in resume["changed"])
 
 
+@pytest.mark.slow
+def test_a_run_that_changes_its_mesh_again_and_again(lab: Any, helpers: Any) -> None:
+    """4 -> 2 -> 8 -> 6 -> 1 -> 4 processes, shards and replicas in turn: the samples and losses of a run that stayed."""
+    meshes = [(4, 2), (2, 2), (8, 4), (6, 2), (1, 1), (4, 4), (2, 1)]  # (ranks, ranks per replica)
+    config = lab.config(
+        train={"duration": "28 steps", "global_batch": "24 samples", "micro_batch": 1},
+        optimizer={"decay": "28 steps"},
+        checkpoint={"every": "100 steps"},
+    )
+    lab.train(config, f"run.dir={lab.path / 'stayed'}", "parallel.shard=2", "train.micro_batch=6", ranks=4)
+    for number, (ranks, shard) in enumerate(meshes, 1):
+        overrides = [f"train.duration={4 * number} steps", f"parallel.shard={shard}", f"train.micro_batch={min(6, 24 // ranks)}"]  # fmt: skip
+        lab.train(config, *overrides, ranks=ranks)
+    moved, stayed = helpers.metrics(lab.path / "run"), helpers.metrics(lab.path / "stayed")
+    assert [r["data_digest"] for r in moved] == [r["data_digest"] for r in stayed] and len(moved) == 28
+    assert [r["cursor"] for r in moved] == [r["cursor"] for r in stayed]
+    apart = [abs(a["loss"]["sum"] / b["loss"]["sum"] - 1) for a, b in zip(moved, stayed, strict=True)]
+    assert max(apart) < 1e-5, apart
+    resumed = [entry["step"] for entry in helpers.journal(lab.path / "run", "resume")]
+    assert resumed == [4 * number for number in range(1, len(meshes))]
+    assert {r["segment"] for r in moved} == set(range(1, len(meshes) + 1))
+
+
 @pytest.mark.parametrize("shared_store", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_torchrun_restarts_by_itself(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, shared_store: str
