@@ -190,7 +190,7 @@ def test_torchrun_restarts_by_itself(
             stdout=out,
             stderr=out,
         )
-    helpers.wait_for(lambda: reached(run, 20, helpers) or torchrun.poll() is not None, what="step 20")
+    helpers.wait_for(lambda: reached(run, 20, helpers) or torchrun.poll() is not None, 120, "step 20")
     status = json.loads((run / "status.json").read_text())
     subprocess.run(["kill", "-9", str(status["pid"])], check=True)
     assert torchrun.wait(150) == 0, log.read_text()
