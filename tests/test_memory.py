@@ -75,10 +75,21 @@ def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, An
     assert sum(parts.values()) == pytest.approx(peak, rel=0.05)
 
 
-def test_shards_of_two_ranks(lab: Any, helpers: Any) -> None:
-    """509 rows do not divide by two: the padding counts."""
-    config = configuration(lab, LLAMA, "parallel.shard=2", "train.micro_batch=4")
-    arguments = [2, helpers.port(), lab.path / "toy.toml", "parallel.shard=2", "train.micro_batch=4"]
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        (LLAMA, []),
+        pytest.param(GPT, [], marks=pytest.mark.slow),
+        pytest.param(GLM, [BLANKS % "glm1d"], marks=pytest.mark.slow),
+        pytest.param(LLAMA, ["model.hidden=256", "model.ffn=704", "data.sequence_length=16"], marks=pytest.mark.slow),
+    ],
+    ids=["llama", "gpt", "glm", "mostly-parameters"],
+)
+def test_shards_of_two_ranks(lab: Any, helpers: Any, model: dict[str, Any], overrides: list[str]) -> None:
+    """What each holds, and the highest point of a step. 509 rows do not divide by two: the padding counts."""
+    overrides = ["parallel.shard=2", "train.micro_batch=4", *overrides]
+    config = configuration(lab, model, *overrides)
+    arguments = [2, helpers.port(), lab.path / "toy.toml", *overrides]
     done = subprocess.run(
         [sys.executable, ROOT / "tests/weigh.py", *map(str, arguments)],
         capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=100,
@@ -91,7 +102,10 @@ def test_shards_of_two_ranks(lab: Any, helpers: Any) -> None:
         assert parts["parameters"] == pytest.approx(line["parameters"], rel=0.01)
         assert parts["parameters"] == pytest.approx(line["gradients"], rel=0.01)
         assert parts["optimizer"] == pytest.approx(line["optimizer"], rel=0.01)
-    assert memory.shard_padding(models.build(config.model), 2) == {"embedding.weight": 64, "head.weight": 64}
+        assert sum(parts.values()) == pytest.approx(line["peak"], rel=0.05)
+    if model is not GLM:
+        names = ["embedding.weight", "head.weight"] if model is LLAMA else ["embedding.weight"]
+        assert memory.shard_padding(models.build(config.model), 2) == dict.fromkeys(names, config.model.hidden)
 
 
 def activations(lab: Any, model: dict[str, Any], *overrides: str) -> int:

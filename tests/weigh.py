@@ -7,6 +7,8 @@ import json
 import os
 import sys
 
+from torch.profiler import ProfilerActivity, profile
+
 from fsdp_pretrain import bench, mesh
 from fsdp_pretrain.config import load
 
@@ -17,6 +19,18 @@ def held(tensors):
         storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def highest(live, step):
+    """Highest sum of live bytes in a step, by the allocator's own account; `live` bytes are there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = live
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
 
 
 def rank(config):
@@ -36,8 +50,10 @@ def rank(config):
             "gradients": gradients[0],
             "optimizer": held(moments),
         }
+        trainer.optimizer.zero_grad = forget
+        line["peak"] = highest(line["parameters"] + line["optimizer"], trainer.step)
         world.barrier()
-        print(json.dumps(line), flush=True)
+        os.write(1, (json.dumps(line) + "\n").encode())  # whole lines, whatever the other ranks print
 
 
 def main():
