@@ -181,8 +181,8 @@ def test_killed_in_the_middle_of_a_write(
     job = killed.start(mode)
     codes = job.wait()
     assert codes[rank] == -25 and codes[1 - rank] == 1, (codes, job.output())  # SIGXFSZ
-    (attempt,) = (killed.run / "checkpoints").glob("*.writing-*")
-    assert 0 < (attempt / f"__{rank}_0.distcp").stat().st_size <= 100_000 and not (attempt / ".metadata").exists()
+    for attempt in (killed.run / "checkpoints").glob("*.writing-*"):  # rank 0, if it lives, may have removed it
+        assert 0 < (attempt / f"__{rank}_0.distcp").stat().st_size <= 100_000 and not (attempt / ".metadata").exists()
     killed.check(job)
     monkeypatch.delenv("TRAP")
     monkeypatch.delenv("EXECUTE_FIRST")
