@@ -283,7 +283,7 @@ print(peak - before)
 
 @pytest.mark.parametrize(
     ("rows", "vocab", "width", "chunk"),
-    [(2048, 30_000, 32, 2**22), pytest.param(8192, 150_000, 512, 2**25, marks=pytest.mark.slow)],
+    [(2048, 30_000, 32, 2**22), pytest.param(8192, 150_000, 512, 2**25, marks=pytest.mark.timeout(900))],
 )
 def test_the_loss_never_holds_the_logits(helpers: Any, rows: int, vocab: int, width: int, chunk: int) -> None:
     """Forward and backward, the gradient of the matrix included, take a quarter of fp32 logits and their gradient."""
