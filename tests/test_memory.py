@@ -52,7 +52,7 @@ def world() -> Iterator[Any]:
         (GPT, ["parallel.recompute=2", "parallel.reshard_after_forward=false"]),
         (GLM, [BLANKS % "glm1d"]),
         (GLM, [BLANKS % "glm2d", "model.positions=rope-2d", "train.micro_batch=2", "parallel.recompute=1"]),
-        (GLM, [BLANKS % "glm1d", "model.scores=layer_scaled"]),
+        pytest.param(GLM, [BLANKS % "glm1d", "model.scores=layer_scaled"], marks=pytest.mark.slow),
     ],
     ids=["plain", "accumulated-recomputed", "half-recomputed", "glm", "glm-2d-accumulated-recomputed", "glm-scaled"],
 )
