@@ -343,8 +343,8 @@ class CheckpointSection(Section):
     """Write while training goes on, from a copy in host memory (as large as a rank's share of the checkpoint). The last
     save of a start, and the one after a failure, are made while training waits."""
     verify: bool = True
-    """Read a checkpoint back and compare checksums before it counts as verified and older ones may be deleted. Off: none
-    counts as verified, so none is ever deleted."""
+    """Read a checkpoint back and compare checksums before it counts as verified and older ones may be deleted. Off:
+    none counts as verified, so none is ever deleted."""
     max_failures: Annotated[int, Field(ge=1)] = 3
     """Consecutive failed saves after which the run stops with exit 93."""
     retry: Seconds = Seconds(10)
