@@ -83,7 +83,7 @@ def test_pinned_checkpoints_stay(tmp_path: Path, run_command: Run) -> None:
 def test_old_checkpoints_go_before_a_save_fails(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
     """keep_last = 50 does not fit: with pruning the run completes with fewer, without it stops with 93."""
     config = lab.config(
-        train={"duration": "60 steps"},
+        train={"duration": "60 steps", "micro_batch": 8},
         checkpoint={"every": "3 steps", "keep_last": 50, "max_failures": 2, "retry": "0.1 s"},
     )
     disk, other = small_disk("6m"), small_disk("6m")
@@ -179,7 +179,7 @@ def test_a_command_for_every_checkpoint(lab: Any, helpers: Any) -> None:
 def test_a_command_that_hangs_or_fails_harms_nothing(lab: Any, helpers: Any) -> None:
     """Hanging ones keep their checkpoints and are not piled up; failing ones are lines in the journal."""
     config = lab.config(
-        train={"duration": "40 steps"},
+        train={"duration": "40 steps", "micro_batch": 8},
         checkpoint={
             "every": "2 steps",
             "keep_last": 2,
