@@ -190,7 +190,7 @@ class Zygotes:
         for zygote in self._zygotes.values():
             assert zygote.stdin is not None
             zygote.stdin.close()
-            zygote.wait(10)
+            zygote.wait(60)
 
 
 class Job:
