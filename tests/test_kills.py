@@ -67,7 +67,9 @@ class Chain:
         self._expected = 0
 
     def start(self, *overrides: str) -> Any:
-        return self._lab.start(self._config, f"run.dir={self.run}", *overrides, ranks=self.ranks)
+        return self._lab.start(
+            self._config, f"run.dir={self.run}", *overrides, ranks=self.ranks, flags=("--allow", "train.duration")
+        )
 
     def check(self, job: Any) -> None:
         """After a start was killed, or ended: it continued from where it should have, with the same numbers."""
