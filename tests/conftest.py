@@ -31,6 +31,12 @@ WORDS = (
 LONG = ("training", "docs", "checkpoints", "lineage", "saves", "aim", "reading", "eval", "data_changes")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What is slow is not quick, also in a file that is."""
+    if config.option.markexpr == "quick":
+        config.option.markexpr = "quick and not slow"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first."""
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
