@@ -449,7 +449,8 @@ def test_imports_into_the_wrong_run_are_refused(lab: Any, plain_folder: Path) ->
 
 @pytest.mark.slow
 def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any, helpers: Any) -> None:
-    """400 MB of weights go in and out; resident memory, pages of mapped files included, grows by less than that."""
+    """400 MB of weights go in and out; own memory (not the pages of mapped files) grows by the largest tensor, a few
+    times (17 MB each)."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 16}
     config = transformers.LlamaConfig(**{**TINY_LLAMA, **sizes, "num_key_value_heads": 16})
     transformers.LlamaForCausalLM(config).save_pretrained(lab.path / "theirs")
@@ -458,7 +459,12 @@ def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any, helpers: Any) -> 
         "import json; from pathlib import Path\n"
         "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config import load\n"
         "from fsdp_pretrain.record.files import RunDir\n"
-        "peak = lambda: int(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0]) // 1024\n"
+        "import threading, time; seen = [0]\n"
+        "own = lambda: int(Path('/proc/self/status').read_text().partition('RssAnon:')[2].split()[0]) // 1024\n"
+        "def watch():\n"
+        "    while True: seen[0] = max(seen[0], own()); time.sleep(0.001)\n"
+        "threading.Thread(target=watch, daemon=True).start()\n"
+        "peak = lambda: max(seen[0], own())\n"
         f"config = load({str(path)!r}); run = RunDir(config.run.dir); marks = [peak()]\n"
         f"hf.import_folder(run, Path({str(lab.path / 'theirs')!r}), config); marks.append(peak())\n"
         f"hf.export_checkpoint(run, 0, Path({str(lab.path / 'out')!r}), dtype='fp32', shard_bytes=10**9)\n"
@@ -468,4 +474,4 @@ def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any, helpers: Any) -> 
     assert done.returncode == 0, done.stderr
     start, imported, exported = json.loads(done.stdout)
     assert (lab.path / "out/model.safetensors").stat().st_size > 400e6
-    assert imported - start < 300 and exported - start < 300, (start, imported, exported)
+    assert imported - start < 150 and exported - start < 150, (start, imported, exported)

@@ -102,8 +102,7 @@ def test_shards_of_two_ranks(lab: Any, helpers: Any, model: dict[str, Any], over
         assert parts["parameters"] == pytest.approx(line["parameters"], rel=0.01)
         assert parts["parameters"] == pytest.approx(line["gradients"], rel=0.01)
         assert parts["optimizer"] == pytest.approx(line["optimizer"], rel=0.01)
-        # Which gradients are still on their way when the next are made depends on how fast gloo is just then.
-        assert sum(parts.values()) == pytest.approx(line["peak"], rel=0.15)
+        assert sum(parts.values()) == pytest.approx(line["peak"], rel=0.05)
     if model is not GLM:
         names = ["embedding.weight", "head.weight"] if model is LLAMA else ["embedding.weight"]
         assert memory.shard_padding(models.build(config.model), 2) == dict.fromkeys(names, config.model.hidden)

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +82,7 @@ def directory_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-class Shelf:
+class Shelf(ABC):
     """What can be asked of checkpoints wherever they are.
 
     Attributes:
@@ -90,9 +91,9 @@ class Shelf:
 
     directory: Path
 
+    @abstractmethod
     def scan(self) -> list[Checkpoint]:
         """Everything called like a checkpoint, oldest step first; of one step, the one to prefer last."""
-        raise NotImplementedError
 
     def find(self, step: int) -> Checkpoint:
         """The checkpoint of a step. Raises CheckpointError if there is none or it does not look whole."""
