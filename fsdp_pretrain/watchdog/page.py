@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import time
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from time import monotonic_ns
+from typing import Any
 
 import psutil
 
@@ -24,6 +26,7 @@ _SIZE = 4096
 _INTEGERS = ("magic", "sequence", "pid", "started", "rank", "segment", "step", "phase", "beats", "phase_at", "step_at")
 _FLOATS = ("own", "waited", "loss", "grad_norm")
 _PLACE = {name: place for place, name in enumerate((*_INTEGERS, *_FLOATS))}
+_BEAT, _STEP, _MEASURED = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("dddd")
 
 
 class Phase(IntEnum):
@@ -95,42 +98,37 @@ class Page:
         with partial.open("wb+") as file:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
-        self._q, self._d = memoryview(self._memory).cast("q"), memoryview(self._memory).cast("d")
+        self._q, self._beats = memoryview(self._memory).cast("q"), 0
         own = os.getpid()
-        now = time.monotonic_ns()
+        now = monotonic_ns()
         values = {"pid": own, "started": start_ticks(own) or 0, "rank": rank, "segment": segment}
         for name, value in {**values, "phase": Phase.START, "phase_at": now, "step_at": now}.items():
             self._q[_PLACE[name]] = value
-        for name in _FLOATS:
-            self._d[_PLACE[name]] = math.nan
+        _MEASURED.pack_into(self._memory, 8 * 11, *[math.nan] * 4)
         self._q[_PLACE["magic"]] = _MAGIC
         partial.rename(path)
 
     def beat(self, phase: int) -> None:
         """Another phase begins, or the present one goes on."""
-        q = self._q
-        q[1] += 1
-        q[7] = phase
-        q[8] += 1
-        q[9] = time.monotonic_ns()
-        q[1] += 1
+        self._beats += 1
+        self._q[1] = 2 * self._beats - 1
+        _BEAT.pack_into(self._memory, 8 * 7, phase, self._beats, monotonic_ns())
+        self._q[1] = 2 * self._beats
 
     def step(self, step: int) -> None:
         """A step begins, with reading data."""
-        q = self._q
-        q[1] += 1
-        q[6] = step
-        q[7] = 3
-        q[8] += 1
-        q[9] = q[10] = time.monotonic_ns()
-        q[1] += 1
+        self._beats += 1
+        now = monotonic_ns()
+        self._q[1] = 2 * self._beats - 1
+        _STEP.pack_into(self._memory, 8 * 6, step, 3, self._beats, now, now)
+        self._q[1] = 2 * self._beats
 
     def measured(self, *, own: float, waited: float, loss: float, grad_norm: float) -> None:
         """What the last step that was read showed."""
-        q, d = self._q, self._d
-        q[1] += 1
-        d[11], d[12], d[13], d[14] = own, waited, loss, grad_norm
-        q[1] += 1
+        self._beats += 1
+        self._q[1] = 2 * self._beats - 1
+        _MEASURED.pack_into(self._memory, 8 * 11, own, waited, loss, grad_norm)
+        self._q[1] = 2 * self._beats
 
 
 def read(path: Path) -> Beat | None:
@@ -154,9 +152,9 @@ def _consistent(memory: mmap.mmap) -> Beat | None:
     q, d = memoryview(whole).cast("q"), memoryview(whole).cast("d")  # a writer killed in the middle: as it stands
     if q[0] != _MAGIC:
         return None
-    integers = {name: q[_PLACE[name]] for name in _INTEGERS[2:]}
-    floats = {name: d[_PLACE[name]] for name in _FLOATS}
-    return Beat(**{**integers, "phase": Phase(integers["phase"])}, **floats)
+    values: dict[str, Any] = {name: q[_PLACE[name]] for name in _INTEGERS[2:]}
+    values |= {name: d[_PLACE[name]] for name in _FLOATS}
+    return Beat(**{**values, "phase": Phase(values["phase"])})
 
 
 def is_alive(beat: Beat) -> bool:
