@@ -1,0 +1,151 @@
+"""Alarms: one incident, one key; opened, raised in severity, acknowledged, resolved. No torch.
+
+Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open ones are found again after the process
+that keeps them was killed. What is *sent* is another matter (see `notify`): an incident that comes and goes, or that
+follows from a worse one, is written down each time and told once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from ..record.files import now
+
+
+class Severity(IntEnum):
+    """How much an alarm matters."""
+
+    INFO = 0
+    WARN = 1
+    CRIT = 2
+
+
+State = Literal["open", "acknowledged", "resolved"]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An incident as it stands.
+
+    Attributes:
+        key: `detector` or `detector/scope`, e.g. `hang` or `straggler/rank-3`: the same incident has the same key.
+        severity: the highest it has had since it was opened.
+        state: open; acknowledged: a person knows; resolved.
+        summary: what, in one line with the numbers.
+        effect, remedy: what it means, what to do.
+        opened, changed: times, ISO 8601.
+        step: of the run when it last changed.
+        count: how often it was opened.
+        action: what the watchdog did, if anything.
+        facts: further values.
+    """
+
+    key: str
+    severity: Severity
+    state: State
+    summary: str
+    effect: str = ""
+    remedy: str = ""
+    opened: str = ""
+    changed: str = ""
+    step: int | None = None
+    count: int = 1
+    action: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def detector(self) -> str:
+        """The part of the key before the scope."""
+        return self.key.partition("/")[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {**asdict(self), "severity": self.severity.name}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Alarm:
+        """The inverse of `to_json`."""
+        return cls(**{**content, "severity": Severity[content["severity"]]})
+
+
+class Alarms:
+    """All alarms of a run. One process writes them.
+
+    Args:
+        path: `alarms.jsonl`; read if it exists.
+        told: called with every transition after it was written: the alarm, and what it was before (None: new).
+    """
+
+    def __init__(self, path: Path, told: Callable[[Alarm, Alarm | None], None]) -> None:
+        self._path, self._told = path, told
+        self._known = {alarm.key: alarm for alarm in read_alarms(path)}
+
+    def __iter__(self) -> Iterator[Alarm]:
+        return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
+
+    def open(self, key: str, severity: Severity, summary: str, **more: Any) -> Alarm:
+        """An incident is there: opened, or brought up to date. Told when it is new or its severity rises."""
+        before, time = self._known.get(key), now()
+        if before is None or before.state == "resolved":
+            count = 1 if before is None else before.count + 1
+            alarm = Alarm(key, severity, "open", summary, opened=time, changed=time, count=count, **more)
+        else:
+            worst = max(severity, before.severity)
+            state: State = "open" if worst > before.severity else before.state
+            alarm = replace(before, severity=worst, state=state, summary=summary, **more)
+            if worst == before.severity:
+                self._known[key] = alarm  # the same incident with newer numbers: nothing to write or tell
+                return alarm
+            alarm = replace(alarm, changed=time)
+        self._enter(alarm, before)
+        return alarm
+
+    def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
+        """An incident has ended; nothing happens if there is none."""
+        before = self._known.get(key)
+        if before is not None and before.state != "resolved":
+            summary = summary or before.summary
+            self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step), before)
+
+    def acknowledge(self, key: str) -> bool:
+        """A person knows of it: no more reminders. Whether there is such an open alarm."""
+        before = self._known.get(key)
+        if before is None or before.state == "resolved":
+            return False
+        self._enter(replace(before, state="acknowledged", changed=now()), before)
+        return True
+
+    def _enter(self, alarm: Alarm, before: Alarm | None) -> None:
+        self._known[alarm.key] = alarm
+        line = json.dumps(alarm.to_json()) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            pass  # a full disk is one of the things to be told: by the other ways
+        self._told(alarm, before)
+
+
+def read_alarms(path: Path) -> list[Alarm]:
+    """Every alarm there has been, as it stands, in the order of their first opening; a torn last line is left out."""
+    known: dict[str, Alarm] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            alarm = Alarm.from_json(json.loads(line))
+        except (ValueError, TypeError, KeyError):
+            continue
+        known[alarm.key] = alarm
+    return list(known.values())

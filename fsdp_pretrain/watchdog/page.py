@@ -1,0 +1,167 @@
+"""Heartbeats of the ranks of a node, in shared memory: written in under a microsecond, read by anyone at any time.
+
+Each rank has a page, a file in memory that only it writes. A beat is a few stores and no system call, so it may stand
+in the innermost loop; a reader never makes a rank wait, and reads on when the interpreter of the rank is wedged. A
+sequence number that is odd during a write tells readers to look again.
+
+Times are `time.monotonic_ns()`, one clock for all processes of a node; steps of the wall clock do not exist here.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+import psutil
+
+_MAGIC = 0x46534450_50414745  # "FSDPPAGE"
+_SIZE = 4096
+_INTEGERS = ("magic", "sequence", "pid", "started", "rank", "segment", "step", "phase", "beats", "phase_at", "step_at")
+_FLOATS = ("own", "waited", "loss", "grad_norm")
+_PLACE = {name: place for place, name in enumerate((*_INTEGERS, *_FLOATS))}
+_BEAT, _STEP, _MEASURED = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("dddd")
+
+
+class Phase(IntEnum):
+    """What a rank is doing."""
+
+    START = 0
+    LOAD = 1
+    FIRST_STEP = 2
+    DATA = 3
+    COMPUTE = 4
+    REDUCE = 5
+    OPTIMIZER = 6
+    SAVE = 7
+    EVAL = 8
+    END = 9
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a page held at one instant.
+
+    Attributes:
+        rank, segment: whose page this is.
+        pid, started: the process, and its start in clock ticks since boot: a process id alone may be used again.
+        step: the step it is in.
+        phase: what it does.
+        beats: how many beats there were; grows with every one.
+        phase_at, step_at: when phase and step began, `time.monotonic_ns()`.
+        own: seconds of the last step that did not depend on other ranks; NaN if not known.
+        waited: seconds of the last step that waited for data.
+        loss, grad_norm: of the last step that was read.
+    """
+
+    rank: int
+    segment: int
+    pid: int
+    started: int
+    step: int
+    phase: Phase
+    beats: int
+    phase_at: int
+    step_at: int
+    own: float
+    waited: float
+    loss: float
+    grad_norm: float
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+class Page:
+    """A rank's own page.
+
+    Args:
+        path: of the page; made anew.
+        rank, segment: whose it is.
+    """
+
+    def __init__(self, path: Path, *, rank: int, segment: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        with partial.open("wb+") as file:
+            file.truncate(_SIZE)
+            self._memory = mmap.mmap(file.fileno(), _SIZE)
+        self._q, self._beats = memoryview(self._memory).cast("q"), 0
+        own = os.getpid()
+        now = monotonic_ns()
+        values = {"pid": own, "started": start_ticks(own) or 0, "rank": rank, "segment": segment}
+        for name, value in {**values, "phase": Phase.START, "phase_at": now, "step_at": now}.items():
+            self._q[_PLACE[name]] = value
+        _MEASURED.pack_into(self._memory, 8 * 11, *[math.nan] * 4)
+        self._q[_PLACE["magic"]] = _MAGIC
+        partial.rename(path)
+
+    def beat(self, phase: int) -> None:
+        """Another phase begins, or the present one goes on."""
+        self._beats += 1
+        self._q[1] = 2 * self._beats - 1
+        _BEAT.pack_into(self._memory, 8 * 7, phase, self._beats, monotonic_ns())
+        self._q[1] = 2 * self._beats
+
+    def step(self, step: int) -> None:
+        """A step begins, with reading data."""
+        self._beats += 1
+        now = monotonic_ns()
+        self._q[1] = 2 * self._beats - 1
+        _STEP.pack_into(self._memory, 8 * 6, step, 3, self._beats, now, now)
+        self._q[1] = 2 * self._beats
+
+    def measured(self, *, own: float, waited: float, loss: float, grad_norm: float) -> None:
+        """What the last step that was read showed."""
+        self._beats += 1
+        self._q[1] = 2 * self._beats - 1
+        _MEASURED.pack_into(self._memory, 8 * 11, own, waited, loss, grad_norm)
+        self._q[1] = 2 * self._beats
+
+
+def read(path: Path) -> Beat | None:
+    """What a page holds; None if there is none, or it is being made."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ) as memory:
+            return _consistent(memory)
+    except (OSError, ValueError):
+        return None
+
+
+def _consistent(memory: mmap.mmap) -> Beat | None:
+    whole = b""
+    for _ in range(100):
+        with memoryview(memory) as view, view.cast("q") as q:
+            before = q[1]
+            whole = bytes(view[: 8 * len(_PLACE)])
+            after = q[1]
+        if before == after and before % 2 == 0:
+            break
+    q, d = memoryview(whole).cast("q"), memoryview(whole).cast("d")  # a writer killed in the middle: as it stands
+    if q[0] != _MAGIC:
+        return None
+    values: dict[str, Any] = {name: q[_PLACE[name]] for name in _INTEGERS[2:]}
+    values |= {name: d[_PLACE[name]] for name in _FLOATS}
+    return Beat(**{**values, "phase": Phase(values["phase"])})
+
+
+def is_alive(beat: Beat) -> bool:
+    """Whether the process that wrote the beat still exists, and is not a zombie."""
+    if start_ticks(beat.pid) != beat.started:
+        return False
+    try:
+        return bool(psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
