@@ -70,6 +70,9 @@ CLASSES: dict[str, str] = {
     "checkpoint": FREE,
     "eval": FREE,
     "record": FREE,
+    "health": FREE,
+    "watchdog": FREE,
+    "launch": FREE,
 }
 """Class of a key and of all keys below it that are not listed themselves."""
 

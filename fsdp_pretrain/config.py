@@ -35,6 +35,7 @@ from .sections import (
     TrainSection,
 )
 from .units import Progress
+from .watchdog_sections import HealthSection, LaunchSection, WatchdogSection
 
 _TAGS = ("llama", "gpt", "glm", "causal")
 
@@ -51,6 +52,9 @@ class Config(Section):
     checkpoint: CheckpointSection
     eval: EvalSection = EvalSection()
     record: RecordSection = RecordSection()
+    health: HealthSection = HealthSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    launch: LaunchSection = LaunchSection()
 
     @cached_property
     def schedule(self) -> Schedule:

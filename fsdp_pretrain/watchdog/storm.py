@@ -1,4 +1,4 @@
-"""Which transitions of alarms are sent, and when: at most one page per incident. A pure function of the clock. No torch.
+"""Which transitions of alarms are sent, and when: at most one page per incident. No torch.
 
 Everything is written down elsewhere; here it is decided what a person hears. An incident is told when it opens, when it
 gets worse and when it ends. One that comes and goes becomes a single message about coming and going. What follows from
