@@ -76,6 +76,11 @@ class Saves:
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is being written beside training."""
+        return self._pending is not None
+
     # ------------------------------------------------------------------ what ranks agree on with every step
 
     def signals(self) -> tuple[int, bool, bool]:

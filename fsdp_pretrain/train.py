@@ -46,6 +46,8 @@ from .saves import Saves
 from .state import TrainState, identity
 from .trainer import Trainer
 from .units import human_count
+from .watchdog.heart import Heart, Watched
+from .watchdog.page import Phase
 
 _RECORDED_VARIABLES = (
     "CUDA_",
@@ -111,8 +113,11 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
+        heart = _heart(config)
         with mesh.connect(config.parallel) as world:
-            return int(run(config, world, lasting, terms))
+            outcome = run(config, world, lasting, terms, heart)
+            heart.close()
+            return int(outcome)
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
 
@@ -123,7 +128,28 @@ def _refuse(error: UserError, *, speaks: bool) -> int:
     return int(error.exit)
 
 
-def run(config: Config, world: World, lasting: Overrides, terms: Terms) -> Exit:
+def _heart(config: Config) -> Heart:
+    """This rank's part of the watchdog, which looks from before the ranks meet. Raises ConfigError."""
+    ranks = mesh.Ranks.from_environment()
+    if not config.watchdog.enabled:
+        return Heart()
+    nodes = ranks.world // ranks.local_world
+    node = int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world))
+    try:
+        return Watched(
+            config,
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            local_ranks=ranks.local_world,
+            node=node,
+            nodes=nodes,
+        )
+    except OSError as error:
+        print(f"warning: training without a watchdog on this rank: {error}", file=sys.stderr, flush=True)
+        return Heart()
+
+
+def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: Heart) -> Exit:
     """Lock the run, open a segment, train, and record how it ended, whatever the way. Raises UserError.
 
     Args:
@@ -131,6 +157,7 @@ def run(config: Config, world: World, lasting: Overrides, terms: Terms) -> Exit:
         world: all ranks.
         lasting: what of `config` comes from the run directory.
         terms: what the person who started it allows.
+        heart: tells the watchdog what this rank does.
     """
     run_dir = RunDir(config.run.dir)
     world.decide(lambda: _refuse_unwanted_restart(run_dir))
@@ -141,12 +168,16 @@ def run(config: Config, world: World, lasting: Overrides, terms: Terms) -> Exit:
         finished = world.decide(lambda: finish(run_dir))
         standing = world.decide(lambda: overrides.read(run_dir))
         world.together(lambda: _check_same(lasting, standing, run_dir))
-        segment = world.decide(lambda: _open_segment(run_dir, config, world))
+        hosts = world.gather(socket.gethostname())
+        segment = world.decide(lambda: _open_segment(run_dir, config, world, hosts))
+        heart.belongs_to(int(segment.name))
         recorder = Silent(run_dir, segment) if not world.is_main else _recorder(run_dir, segment, config)
         if finished:
             recorder.say("finished the rollback that had been interrupted")
         _tell_overrides(lasting, recorder)
-        return _record_end(run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, terms))
+        return _record_end(
+            run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, terms, heart)
+        )
     finally:
         lock.release()
 
@@ -199,7 +230,7 @@ def _refuse_unwanted_restart(run_dir: RunDir) -> None:
         return
     path = run_dir.segments[-1] / "exit_intent.json"
     intent = read_json(path)
-    if intent is None or intent["code"] not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
+    if intent is None or intent.get("restart") or intent["code"] not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
         return
     if path.stat().st_mtime > psutil.Process(os.getppid()).create_time():  # decided under this torchrun
         error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent['reason']})")
@@ -207,8 +238,11 @@ def _refuse_unwanted_restart(run_dir: RunDir) -> None:
         raise error
 
 
-def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lock: RunLock, terms: Terms) -> Exit:
+def _train(
+    config: Config, world: World, run_dir: RunDir, recorder: Recorder, lock: RunLock, terms: Terms, heart: Heart
+) -> Exit:
     """Build everything and run the loop."""
+    heart.beat(Phase.LOAD)
     model = models.build(config.model)
     parameters = model.count_parameters()
     world.together(lambda: _preflight(config, world, parameters))
@@ -277,6 +311,8 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
         source_names=[source.name for source in config.data.sources],
         flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
         peak_flops=throughput.peak_flops(device),
+        heart=heart,
+        beside=after_save.at_work,
     )
     outcome = trainer.run()
     _say_end(outcome, trainer, run_dir, recorder, inbox)
@@ -315,24 +351,25 @@ def _recorder(run_dir: RunDir, segment: Path, config: Config) -> Recorder:
     return recorder
 
 
-def _open_segment(run_dir: RunDir, config: Config, world: World) -> Path:
+def _open_segment(run_dir: RunDir, config: Config, world: World, hosts: list[str]) -> Path:
     """Create this start's directory with what it was started from. Raises ConfigError, StorageError."""
     try:
         segment = run_dir.new_segment()
         replace_file(segment / "config.toml", config.to_toml())
-        replace_file(segment / "environment.json", json.dumps(_environment(world), indent=1) + "\n")
+        replace_file(segment / "environment.json", json.dumps(_environment(world, hosts), indent=1) + "\n")
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {run_dir.path}: {error.strerror}") from None
     return segment
 
 
-def _environment(world: World) -> dict[str, Any]:
+def _environment(world: World, hosts: list[str]) -> dict[str, Any]:
     variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
     return {
         "time": now(),
         "command": sys.argv,
         "directory": str(Path.cwd()),
         "host": socket.gethostname(),
+        "hosts": list(dict.fromkeys(hosts)),
         "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
         "device": throughput.device_name(world.device),
         "python": platform.python_version(),
@@ -429,6 +466,11 @@ class _AfterSave:
             self._hook.start(saved.checkpoint.path, saved.checkpoint.step)
         if self._config.eval.launch and jobs.is_due(self._config, manifest):
             self._evaluate(manifest)
+
+    def at_work(self) -> list[str]:
+        """What this process started and what runs beside training now."""
+        evaluating = self._worker is not None and self._worker.poll() is None
+        return [*(["evaluation"] if evaluating else []), *(["on_commit"] if self.busy() else [])]
 
     def busy(self) -> list[int]:
         """Steps whose checkpoints must not go yet."""

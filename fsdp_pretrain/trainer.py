@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -23,11 +24,14 @@ from .errors import DataError, Exit, NumericError, UserError
 from .mesh import World
 from .models import Decoder, packed
 from .models.loss import IGNORE
+from .own_time import OwnTime
 from .record.metrics import json_number, mean_loss
 from .record.recorder import Recorder
 from .saves import Saves
 from .state import TrainState
 from .throughput import memory_in_use
+from .watchdog.heart import Heart
+from .watchdog.page import Phase
 
 LAG = 2
 """Steps between issuing a step and reading its numbers on the host."""
@@ -75,6 +79,7 @@ class _Issued:
     lr: float
     ramps: dict[str, float]
     marks: list[Any]
+    own: list[Any] | None
     host_data: float
     host_checkpoint: float
     counts: Tensor
@@ -108,6 +113,8 @@ class Trainer:
         state: counters to continue from.
         source_names: names of the data sources, by number.
         flops_per_token, peak_flops: for MFU; the peak of one device, or None if unknown.
+        heart: tells the watchdog what this rank does.
+        beside: names of what runs on this node beside training just now.
     """
 
     def __init__(
@@ -126,13 +133,16 @@ class Trainer:
         source_names: list[str],
         flops_per_token: float,
         peak_flops: float | None,
+        heart: Heart | None = None,
+        beside: Callable[[], list[str]] = list,
     ) -> None:
         self.config, self.schedule, self.world = config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.recorder, self.inbox = saves, recorder, inbox
         self.state, self._sources = state, source_names
-        self._flops, self._peak = flops_per_token, peak_flops
+        self._flops, self._peak, self._heart = flops_per_token, peak_flops, heart or Heart()
+        self._own, self._beside = OwnTime(model, world.device, config.watchdog.pace.window, self._heart), beside
         self._issued: deque[_Issued] = deque()
         self._verdict = Verdict()
         self._last_mark = self._mark()
@@ -165,6 +175,7 @@ class Trainer:
             if verdict.overdue:
                 self.saves.refuse_to_go_on()
             if self.saves.ended(verdict.saved):
+                self._heart.beat(Phase.SAVE)
                 self.saves.finish()
             if self._save_due() or verdict.save:
                 self.checkpoint()
@@ -174,6 +185,7 @@ class Trainer:
         self.collect(keep=0)
         if self.state.consumed >= self.schedule.total:
             outcome = Exit.COMPLETE
+        self._heart.beat(Phase.SAVE)
         self.saves.finish()
         if self.saves.saved_step != self.state.step:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
@@ -181,6 +193,7 @@ class Trainer:
 
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, clip, update."""
+        self._heart.step(self.state.step + 1)
         waited = time.perf_counter()
         batch = self._next_batch()
         waited = time.perf_counter() - waited
@@ -196,19 +209,26 @@ class Trainer:
             factor *= self.scaler.scale * len(batch.micro)
         sums = torch.zeros(2 * len(self._sources) + 2, dtype=torch.float64, device=self.world.device)
         marks = [self._last_mark, self._mark()]
+        self._own.begin()
         for index, micro in enumerate(batch.micro):
+            self._heart.beat(Phase.COMPUTE)
             parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
             self._micro_step(micro, factor, sums)
         marks.append(self._mark())
+        self._heart.beat(Phase.OPTIMIZER)
         lr = self.schedule.lr_at(state.consumed)
         limit = self.config.train.grad_clip
         update = optim.step(self.model, self.optimizer, lr=lr, clip=limit, scaler=self.scaler, parts=len(batch.micro))
         marks.append(self._mark())
+        self._heart.beat(Phase.REDUCE)
         self.world.sum_(sums)
         host_counts, host_sums, ready = self._to_host(counts, torch.cat((update, sums)))
         seconds = self.saves.take_stalled()
-        data = {"shares": batch.shares, "epochs": batch.epochs, "data_read": asdict(batch.reads)}
-        self._issued.append(_Issued(state, lr, ramps, marks, waited, seconds, host_counts, host_sums, ready, data))
+        beside = [*(["save"] if self.saves.in_flight else []), *self._beside()]
+        reads = asdict(batch.reads)
+        data = {"shares": batch.shares, "epochs": batch.epochs, "data_read": reads, "beside": beside}
+        own = self._own.end()
+        self._issued.append(_Issued(state, lr, ramps, marks, own, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark = state, marks[-1]
 
     def _next_batch(self) -> StepBatch:
@@ -302,6 +322,7 @@ class Trainer:
             self._verdict.save |= save > 0
             self._verdict.saved = max(self._verdict.saved, saved)
             self._verdict.overdue |= overdue > 0
+            self._own.add(issued.own, issued.host_data)
             record = self._record(issued)
             self.recorder.step(record, target=self._target_step())
             self._check(record)
@@ -352,6 +373,8 @@ class Trainer:
             "adjacent_specials": adjacent,
             "quarantined": quarantined,
             "data_read": issued.data["data_read"],
+            "beside": issued.data["beside"],
+            "world": self.world.size,
             "seconds": seconds,
             "tokens_per_second": rate,
             "mfu": rate * self._flops / (self._peak * self.world.size) if self._peak else None,
@@ -425,6 +448,7 @@ class Trainer:
     def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
         """Save what training has come to. Raises StorageError on every rank after too many failures."""
         self.collect(keep=0)  # so that nothing spoilt is ever saved
+        self._heart.beat(Phase.SAVE)
         self._verdict.save = False
         scale = None if self.scaler is None else self.scaler.state()
         state = replace(self.state, loss_scale=scale)

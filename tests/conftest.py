@@ -276,6 +276,7 @@ class Lab:
             "parallel": {"timeout": "60 s"},
             "checkpoint": {"every": "10 steps"},
             "record": {"console_every": 5},
+            "watchdog": {"enabled": False},  # a process more for every run: tests of the watchdog turn it on
         }
         for section, changes in sections.items():
             values[section] = {**values.get(section, {}), **changes}

@@ -163,12 +163,20 @@ def console_line(record: dict[str, Any], target: int) -> str:
     return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
-def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str) -> None:
+def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str, **facts: Any) -> None:
     """Say how this start ended, for launchers: torchrun turns every exit code into 1. The first writer wins.
+
+    Args:
+        run: the run directory.
+        segment: of the start that ended.
+        code: see `errors.Exit`.
+        reason: one sentence.
+        facts: more for the launcher: `restart` (it was no decision to end: start again), `avoid_hosts`, `suspects`.
 
     A disk too full for this file is no reason to end otherwise than decided.
     """
-    content = json.dumps({"code": code, "reason": reason, "time": now(), "host": socket.gethostname()}) + "\n"
+    intent = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname(), **facts}
+    content = json.dumps(intent) + "\n"
     try:
         with (segment / "exit_intent.json").open("x", encoding="utf-8") as file:
             file.write(content)

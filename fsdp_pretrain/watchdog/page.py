@@ -19,14 +19,16 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-import psutil
-
 _MAGIC = 0x46534450_50414745  # "FSDPPAGE"
 _SIZE = 4096
-_INTEGERS = ("magic", "sequence", "pid", "started", "rank", "segment", "step", "phase", "beats", "phase_at", "step_at")
-_FLOATS = ("own", "waited", "loss", "grad_norm")
+_INTEGERS = (
+    *("magic", "sequence", "pid", "started", "rank", "segment", "alive_at"),
+    *("step", "phase", "beats", "phase_at", "step_at", "window"),
+)
+_FLOATS = ("own",)
 _PLACE = {name: place for place, name in enumerate((*_INTEGERS, *_FLOATS))}
-_BEAT, _STEP, _MEASURED = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("dddd")
+_BEAT, _STEP, _WINDOW = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("qd")
+_AT_STEP, _AT_PHASE, _AT_WINDOW = (8 * _PLACE[name] for name in ("step", "phase", "window"))
 
 
 class Phase(IntEnum):
@@ -44,6 +46,9 @@ class Phase(IntEnum):
     END = 9
 
 
+_DATA, _ALIVE, _SEGMENT, _BEATS = int(Phase.DATA), _PLACE["alive_at"], _PLACE["segment"], _PLACE["beats"]
+
+
 @dataclass(frozen=True)
 class Beat:
     """What a page held at one instant.
@@ -55,9 +60,9 @@ class Beat:
         phase: what it does.
         beats: how many beats there were; grows with every one.
         phase_at, step_at: when phase and step began, `time.monotonic_ns()`.
-        own: seconds of the last step that did not depend on other ranks; NaN if not known.
-        waited: seconds of the last step that waited for data.
-        loss, grad_norm: of the last step that was read.
+        alive_at: when a thread of the rank last ran beside the main one: stale while the interpreter is wedged.
+        window: how many windows of steps were measured.
+        own: seconds of a typical step of the last window that did not depend on other ranks; NaN if not known.
     """
 
     rank: int
@@ -69,10 +74,9 @@ class Beat:
     beats: int
     phase_at: int
     step_at: int
+    alive_at: int
+    window: int
     own: float
-    waited: float
-    loss: float
-    grad_norm: float
 
 
 def start_ticks(pid: int) -> int | None:
@@ -82,6 +86,14 @@ def start_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def process_state(pid: int) -> str:
+    """One letter of `ps`: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; X if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 class Page:
@@ -102,9 +114,9 @@ class Page:
         own = os.getpid()
         now = monotonic_ns()
         values = {"pid": own, "started": start_ticks(own) or 0, "rank": rank, "segment": segment}
-        for name, value in {**values, "phase": Phase.START, "phase_at": now, "step_at": now}.items():
+        for name, value in {**values, "phase": Phase.START, "phase_at": now, "step_at": now, "alive_at": now}.items():
             self._q[_PLACE[name]] = value
-        _MEASURED.pack_into(self._memory, 8 * 11, *[math.nan] * 4)
+        _WINDOW.pack_into(self._memory, _AT_WINDOW, 0, math.nan)
         self._q[_PLACE["magic"]] = _MAGIC
         partial.rename(path)
 
@@ -112,7 +124,7 @@ class Page:
         """Another phase begins, or the present one goes on."""
         self._beats += 1
         self._q[1] = 2 * self._beats - 1
-        _BEAT.pack_into(self._memory, 8 * 7, phase, self._beats, monotonic_ns())
+        _BEAT.pack_into(self._memory, _AT_PHASE, phase, self._beats, monotonic_ns())
         self._q[1] = 2 * self._beats
 
     def step(self, step: int) -> None:
@@ -120,23 +132,50 @@ class Page:
         self._beats += 1
         now = monotonic_ns()
         self._q[1] = 2 * self._beats - 1
-        _STEP.pack_into(self._memory, 8 * 6, step, 3, self._beats, now, now)
+        _STEP.pack_into(self._memory, _AT_STEP, step, _DATA, self._beats, now, now)
         self._q[1] = 2 * self._beats
 
-    def measured(self, *, own: float, waited: float, loss: float, grad_norm: float) -> None:
-        """What the last step that was read showed."""
+    def alive(self) -> None:
+        """A thread beside the main one runs. One store, so it needs no sequence number."""
+        self._q[_ALIVE] = monotonic_ns()
+
+    def belongs_to(self, segment: int) -> None:
+        """The number of this start has become known."""
+        self._q[_SEGMENT] = segment
+
+    def measured(self, window: int, own: float) -> None:
+        """What the steps of a window typically needed of this rank's own time, seconds."""
         self._beats += 1
         self._q[1] = 2 * self._beats - 1
-        _MEASURED.pack_into(self._memory, 8 * 11, own, waited, loss, grad_norm)
+        _WINDOW.pack_into(self._memory, _AT_WINDOW, window, own)
+        self._q[_BEATS] = self._beats
         self._q[1] = 2 * self._beats
+
+
+class Reader:
+    """Looks at a page again and again.
+
+    Args:
+        path: of the page. Raises OSError if there is none, or it is being made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            try:
+                self._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+            except ValueError as error:
+                raise OSError(f"{path}: {error}") from None
+
+    def look(self) -> Beat | None:
+        """What it holds; None if it is no page."""
+        return _consistent(self._memory)
 
 
 def read(path: Path) -> Beat | None:
     """What a page holds; None if there is none, or it is being made."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ) as memory:
-            return _consistent(memory)
-    except (OSError, ValueError):
+        return Reader(path).look()
+    except OSError:
         return None
 
 
@@ -159,9 +198,4 @@ def _consistent(memory: mmap.mmap) -> Beat | None:
 
 def is_alive(beat: Beat) -> bool:
     """Whether the process that wrote the beat still exists, and is not a zombie."""
-    if start_ticks(beat.pid) != beat.started:
-        return False
-    try:
-        return bool(psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return start_ticks(beat.pid) == beat.started and process_state(beat.pid) not in ("Z", "X")

@@ -10,11 +10,11 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from ..watchdog_sections import HangSection
 from .page import Phase
 
 _HISTORY = 512
 _FEW = 3
-_STEP_PHASES = frozenset((Phase.DATA, Phase.COMPUTE, Phase.REDUCE, Phase.OPTIMIZER))
 _LONG_PHASES = frozenset((Phase.LOAD, Phase.SAVE, Phase.EVAL))
 
 
@@ -31,33 +31,15 @@ class Deadlines:
     hard: float
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The constants of the deadlines, seconds; tests use small ones.
-
-    Attributes:
-        start: until the first collective worked.
-        first_step: the first step compiles.
-        step: smallest (soft, hard) of steps, and the largest hard one.
-        long: smallest (soft, hard) of saves, loads and evaluations; and what holds until there were a few.
-    """
-
-    start: float = 900.0
-    first_step: float = 3600.0
-    step: tuple[float, float, float] = (30.0, 180.0, 1800.0)
-    long: tuple[float, float] = (120.0, 600.0)
-    long_unknown: tuple[float, float] = (1800.0, 3600.0)
-
-
 class History:
     """How long phases took.
 
     Args:
-        limits: the constants.
+        section: the least times.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, section: HangSection) -> None:
+        self._section = section
         self._steps: deque[float] = deque(maxlen=_HISTORY)
         self._long: dict[Phase, deque[float]] = {phase: deque(maxlen=_HISTORY) for phase in _LONG_PHASES}
 
@@ -71,19 +53,19 @@ class History:
 
     def deadlines(self, phase: Phase) -> Deadlines:
         """For a phase, now."""
-        limits = self._limits
+        section = self._section
+        unknown = Deadlines(section.unknown_soft.value, section.unknown_hard.value)
         if phase in _LONG_PHASES:
             known = self._long[phase]
             if len(known) < _FEW:
-                return Deadlines(*limits.long_unknown)
+                return unknown
             typical = median(known)
-            return Deadlines(max(limits.long[0], 3 * typical), max(limits.long[1], 6 * typical))
-        if phase in _STEP_PHASES and self._steps:
-            soft, hard, largest = limits.step
-            typical = median(self._steps)
-            soft = max(soft, 8 * typical, 2 * max(self._steps))
-            hard = min(max(hard, 30 * typical), largest)
-            return Deadlines(soft, max(hard, soft + 2.0))
+            return Deadlines(max(section.save_soft.value, 3 * typical), max(section.save_hard.value, 6 * typical))
         if phase is Phase.START:
-            return Deadlines(limits.start / 2, limits.start)
-        return Deadlines(limits.first_step / 2, limits.first_step)
+            return Deadlines(section.start.value / 2, section.start.value)
+        if phase is Phase.END or not self._steps:
+            return unknown
+        typical = median(self._steps)
+        soft = max(section.soft.value, 8 * typical, 2 * max(self._steps))
+        hard = min(max(section.hard.value, 30 * typical), section.longest.value)
+        return Deadlines(soft, max(hard, soft + section.soft.value))

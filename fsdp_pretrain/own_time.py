@@ -1,0 +1,87 @@
+"""How long a rank needs for itself, without waiting for the others: what tells a slow rank from its victims.
+
+Measured around each block's forward pass, after its parameters have arrived and before they are let go, plus the wait
+for data. Device times where there is a device: the host runs ahead of it and knows nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from .models import Decoder
+from .watchdog.heart import Heart
+
+_EVERY = 10
+"""On a device one step in so many is measured."""
+
+
+class OwnTime:
+    """Measures the steps of one rank and tells the typical one of every window.
+
+    Args:
+        model: sharded; its blocks get hooks.
+        device: where it computes.
+        window: steps of a window.
+        heart: is told.
+    """
+
+    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heart) -> None:
+        self._events = device.type == "cuda"
+        self._every = _EVERY if self._events else 1
+        self._window, self._heart = max(1, window // self._every), heart
+        self._marks: list[Any] | None = None
+        self._steps = self._number = 0
+        self._measured: list[float] = []
+        for block in model.blocks:  # after the hooks that gather parameters, before those that free them
+            block.register_forward_pre_hook(self._before)
+            block.register_forward_hook(self._after, prepend=True)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._steps += 1
+        self._marks = [] if self._steps % self._every == 0 else None
+
+    def end(self) -> list[Any] | None:
+        """The step was issued; what `add` wants when the device has come so far."""
+        marks, self._marks = self._marks, None
+        return marks
+
+    def add(self, marks: list[Any] | None, waited: float) -> None:
+        """A step is over. `waited`: seconds it waited for its data."""
+        if marks is None:
+            return
+        pairs = zip(marks[::2], marks[1::2], strict=False)
+        if self._events:
+            own = sum(start.elapsed_time(end) for start, end in pairs) / 1000
+        else:
+            own = sum(end - start for start, end in pairs)
+        self._measured.append(own + waited)
+        if len(self._measured) == self._window:
+            self._number += 1
+            self._heart.measured(self._number, median(self._measured))
+            self._measured = []
+
+    def _mark(self) -> None:
+        if self._marks is None:
+            return
+        if self._events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _before(self, module: nn.Module, args: Any) -> None:
+        del module, args
+        self._mark()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self._mark()

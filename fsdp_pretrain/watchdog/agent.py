@@ -1,0 +1,336 @@
+"""The agent: one small process per node beside the ranks, which sees what they cannot see themselves. No torch.
+
+    python -m fsdp_pretrain.watchdog.agent RUN --pages DIR --node 0 --nodes 1 --ranks 0:8 --launcher PID < config.toml
+
+It is started by a rank of the node (`heart`), outlives it, and ends with what started the ranks. It looks once a
+second: pages, processes, the record. It acts by the control inbox, by stack dumps and, as the last resort, by ending
+its own node's ranks. The agent of the first node speaks for the job; another takes over if it falls silent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import tomllib
+import traceback
+from pathlib import Path
+from typing import Any, cast
+
+from ..config import Config
+from ..errors import Exit
+from ..record.files import RunDir, read_json, read_lines
+from ..record.journal import Journal
+from ..record.recorder import write_exit_intent
+from .alarms import Alarm, Alarms, Severity
+from .detector import Detector
+from .drift import Drift, Stragglers
+from .hang import Hang
+from .heart import root, sweep
+from .nodes import SILENT, Nodes, Relay, enter
+from .page import Phase
+from .ranks import Rank, Ranks, Standing
+
+_GIVE_UP = 60.0
+"""Seconds in which no rank shows itself, or after a takeover the earlier agent does not end."""
+_INTENT_PATIENCE = 1.0
+"""Seconds a rank that ended may take to say why: the file may still be on its way."""
+
+
+class Agent:
+    """One node's agent.
+
+    Args:
+        config: the run.
+        pages: folder of the ranks' pages.
+        ranks: their numbers.
+        node, nodes: this node, and how many there are.
+        launcher: process id of what started the ranks.
+    """
+
+    def __init__(self, config: Config, *, pages: Path, ranks: range, node: int, nodes: int, launcher: int) -> None:
+        self.config, self.run = config, RunDir(config.run.dir)
+        self.directory = self.run.path / "watchdog"
+        self._pages = pages
+        self.ranks = Ranks(ranks, pages, launcher)
+        self.nodes = Nodes(self.directory, node, nodes, attempt=pages.name if nodes == 1 else _attempt())
+        self.segment = 0
+        self._relay = Relay()
+        self._leader: Leader | None = None
+        self._died: list[tuple[Rank, float]] = []
+        self._ended = False
+        self._asked_to_end = False
+        self.hang = Hang(
+            config.watchdog.hang, self.ranks, None, keep=self._keep_stack, others=self._others, end=self._end_ranks
+        )
+
+    # ------------------------------------------------------------------ life
+
+    def live(self) -> None:
+        """Look until the ranks and what started them are gone."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        interval, begun = self.config.watchdog.interval.value, time.monotonic()
+        while True:
+            start = time.monotonic()
+            try:
+                self._look()
+            except Exception:  # a defect in one pass must not end the watch
+                traceback.print_exc()
+                sys.stderr.flush()
+            if self._finished(begun):
+                break
+            for rank in self.ranks.wait(interval - (time.monotonic() - start)):
+                self._died.append((rank, time.monotonic()))
+        if self._leader is not None:
+            self._leader.close()
+        shutil.rmtree(self._pages, ignore_errors=True)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        del number, frame
+        self._asked_to_end = True
+
+    def _finished(self, begun: float) -> bool:
+        if self._asked_to_end or (not self.ranks.seen and time.monotonic() - begun > _GIVE_UP):
+            return True
+        return self.ranks.seen and not self.ranks.alive and not self._died
+
+    def _look(self) -> None:
+        self.ranks.look()
+        if self.ranks.launcher_gone and self.ranks.alive and not self._ended:
+            self._end_ranks("what started the ranks is gone", {}, restart=False)
+        if segment := self.ranks.segment:
+            self.segment = segment
+        self.nodes.read()
+        if self.nodes.leads and self._leader is None and self.segment:
+            self._leader = Leader(self)
+            self._relay.forward(self._leader.alarms)
+            self.hang.alarms = self._leader.alarms
+        self._look_at_the_dead()
+        was = bool(self.hang.stalled)
+        self.hang.check()
+        stalled = [standing.to_json() for standing in self.hang.stalled]
+        self.nodes.write(self._report(stalled), at_once=was != bool(stalled))
+        if self._leader is not None:
+            self._leader.look()
+
+    @property
+    def alarms(self) -> Alarms:
+        """Where this node's detectors say what they find."""
+        return self._leader.alarms if self._leader is not None else cast(Alarms, self._relay)
+
+    def _report(self, stalled: list[dict[str, Any]]) -> dict[str, Any]:
+        windows = {
+            str(rank.number): [rank.beat.window, rank.beat.own] for rank in self.ranks.all if rank.beat is not None
+        }
+        return {"segment": self.segment, "stalled": stalled, "findings": self._relay.open_, "windows": windows}
+
+    def _others(self) -> list[Standing]:
+        reports = self.nodes.reports.values()
+        return [Standing.from_json(content) for report in reports for content in report.get("stalled", [])]
+
+    # ------------------------------------------------------------------ ranks that end
+
+    def _look_at_the_dead(self) -> None:
+        """Ranks that ended without saying why: told, and the run's intent is to be resumed."""
+        waiting = []
+        for rank, since in self._died:
+            beat = rank.beat
+            if self._ended or beat is None or beat.phase is Phase.END or self._intent() is not None:
+                continue
+            if time.monotonic() - since < _INTENT_PATIENCE and beat.phase is not Phase.START and self.ranks.alive:
+                waiting.append((rank, since))
+                continue
+            if beat.segment == 0:
+                continue  # it never got so far as to have a record
+            text = (
+                f"rank {rank.number} ({socket.gethostname()}, pid {beat.pid}) died in step {beat.step} without a word"
+            )
+            self._write_intent(Exit.RESUME, text, {"suspects": [rank.number], "hosts": [socket.gethostname()]})
+            self.alarms.open(
+                "rank-died",
+                Severity.CRIT,
+                text + _killed_for_memory(),
+                effect="the other ranks cannot go on",
+                remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
+                step=beat.step,
+                facts={"rank": rank.number, "host": socket.gethostname()},
+            )
+        self._died = waiting
+
+    def _intent(self) -> dict[str, Any] | None:
+        return read_json(self.run.segment(self.segment) / "exit_intent.json") if self.segment else None
+
+    def _write_intent(self, code: Exit, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
+        if self.segment:
+            segment = self.run.segment(self.segment)
+            write_exit_intent(self.run, segment, int(code), reason, by="watchdog", restart=restart, **facts)
+
+    def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
+        """Write down why, let stopped ranks say where they stand, and end all of this node."""
+        self._ended = True
+        self._write_intent(Exit.RESUME, reason, facts, restart=restart)
+        for rank in self.ranks.alive:
+            rank.signal(signal.SIGUSR2)
+            rank.signal(signal.SIGCONT)
+        time.sleep(0.5)
+        self.hang.read()
+        self.ranks.kill()
+
+    def _keep_stack(self, rank: int, text: str) -> None:
+        """Add a dump to `RUN/watchdog/stacks`."""
+        path = self.directory / "stacks" / f"{self.segment:04d}-rank-{rank:05d}.txt"
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
+
+
+class Leader:
+    """What one agent of a job does for all: the record's detectors, the alarms, who is told.
+
+    Args:
+        agent: of this node.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent, run, config = agent, agent.run, agent.config
+        self._journal = Journal(run, agent.segment)
+        self.alarms = Alarms(agent.directory / "alarms.jsonl", self._told)
+        self._metrics, self._offset = run.segment(agent.segment) / "metrics.jsonl", 0
+        environment = read_json(run.segment(agent.segment) / "environment.json") or {}
+        self.stragglers = Stragglers(self.alarms, config.watchdog.pace)
+        hosts = environment.get("hosts") or [environment.get("host", socket.gethostname())]
+        self._detectors: list[Detector] = []
+        if config.watchdog.pace.enabled:
+            self._detectors.append(Drift(self.alarms, config.watchdog.pace, agent.directory / "pace.json", hosts))
+        self._foreign: set[str] = set()
+        for alarm in list(self.alarms):  # of an earlier start: what made it end is over
+            if alarm.detector in ("hang", "rank-died", "pace", "straggler", "node"):
+                self.alarms.resolve(alarm.key, "the ranks were started again")
+
+    def look(self) -> None:
+        """One pass."""
+        now = time.monotonic()
+        for record, offset in read_lines(self._metrics, self._offset):
+            self._offset = offset
+            for detector in self._detectors:
+                detector.step(record)
+        self._look_at_nodes()
+        for detector in self._detectors:
+            detector.tick(now)
+
+    def _look_at_nodes(self) -> None:
+        agent, found = self._agent, set()
+        windows = {
+            rank.number: (socket.gethostname(), rank.beat.window, rank.beat.own)
+            for rank in agent.ranks.all
+            if rank.beat is not None and rank.beat.window
+        }
+        for node, report in agent.nodes.reports.items():
+            for key, finding in report.get("findings", {}).items():
+                enter(self.alarms, key, finding)
+                found.add(key)
+            for rank, (number, own) in report.get("windows", {}).items():
+                if number:
+                    windows[int(rank)] = (report["host"], number, own)
+            self._judge_silence(node, report["host"])
+        for key in self._foreign - found:
+            self.alarms.resolve(key)
+        self._foreign = found
+        self.stragglers.look(windows)
+
+    def _judge_silence(self, node: int, host: str) -> None:
+        silence = self._agent.nodes.silence(node)
+        if silence > SILENT:
+            self.alarms.open(
+                f"node/{host}",
+                Severity.CRIT,
+                f"the watchdog of {host} (node {node}) has been silent for {silence:.0f}s",
+                effect="its node, its agent or its view of the run directory is gone",
+                remedy="look whether the host answers; if the run hangs it is ended and can start without it",
+            )
+        else:
+            self.alarms.resolve(f"node/{host}", f"{host} is heard again")
+
+    def _told(self, alarm: Alarm, before: Alarm | None) -> None:
+        del before
+        text = f"[{alarm.severity.name}] {alarm.key} {alarm.state}: {alarm.summary}"
+        text += f" ({alarm.action})" if alarm.action else ""
+        facts = {"key": alarm.key, "severity": alarm.severity.name, "state": alarm.state}
+        self._journal.write("alarm", text, step=alarm.step, **facts)
+
+    def close(self) -> None:
+        """The watch ends."""
+        self._journal.close()
+
+
+def _attempt() -> str:
+    """What all nodes of an attempt have in common."""
+    return ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
+
+
+def _killed_for_memory() -> str:
+    """Whether the kernel says that it killed something in this container for its memory."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError):
+            for line in Path(path).read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill" and int(count) > 0:
+                    return f" (the kernel has killed {count} processes here for lack of memory)"
+    return ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run an agent to its end."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp_pretrain.watchdog.agent", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--pages", type=Path, required=True)
+    parser.add_argument("--node", type=int, required=True)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--ranks", required=True)
+    parser.add_argument("--launcher", type=int, required=True)
+    parser.add_argument("--again", type=int, default=0, help="how often it was started before")
+    args = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = Config.model_validate(tomllib.loads(sys.stdin.read()))
+    first, stop = map(int, args.ranks.split(":"))
+    sweep(root(), args.pages)
+    with _alone(args.pages.parent / f"{args.run.name}-{args.node}.lock"):
+        agent = Agent(
+            config,
+            pages=args.pages,
+            ranks=range(first, stop),
+            node=args.node,
+            nodes=args.nodes,
+            launcher=args.launcher,
+        )
+        if args.again:
+            Journal(agent.run).write(
+                "watchdog", f"the agent had ended and was started again, for the {args.again}. time"
+            )
+        agent.live()
+    return 0
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Any:
+    """One agent per run and node: the one of an earlier attempt ends first."""
+    with path.open("w") as file:
+        deadline = time.monotonic() + _GIVE_UP
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

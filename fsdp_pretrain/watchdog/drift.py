@@ -1,0 +1,194 @@
+"""Has the run become slower, in itself or since an earlier start? Step times of the record, without the planned bumps.
+
+The first steps of a start, and those with a save, an evaluation or anything else beside them, tell nothing; batch and
+sequence length are planned, and another value of them is a new beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..record.files import read_json, replace_file
+from ..watchdog_sections import PaceSection
+from .alarms import Alarms, Severity
+from .detector import Detector
+from .pace import Change, Pace
+
+_AFTER = 3
+"""Steps after a disturbed one that are not judged either."""
+_FIRST, _BEST = 64, 512
+"""Steps after a restart that are compared, and those whose median is the best of a start."""
+
+
+class Drift(Detector):
+    """Opens `pace` when the run is slower than at the start's beginning, `pace/restart` when slower than before it.
+
+    Args:
+        alarms: where it is told.
+        section: what is told.
+        path: `pace.json`, the best medians of earlier starts.
+        hosts: of this start.
+    """
+
+    def __init__(self, alarms: Alarms, section: PaceSection, path: Path, hosts: Sequence[str]) -> None:
+        super().__init__(alarms)
+        self._section, self._path, self._hosts = section, path, sorted(set(hosts))
+        self._pace = Pace()
+        self._steps = self._wait = 0
+        self._clean: list[float] = []
+        self._key = ""
+        self._judged = False
+        self._best: dict[str, Any] = read_json(path) or {}
+        self._slow_since: float | None = None
+        self._step = 0
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Judge a step if it is clean."""
+        self._steps += 1
+        self._step = record["step"]
+        disturbed = record["seconds"]["checkpoint"] > 0 or record.get("beside") or record.get("skipped")
+        self._wait = _AFTER if disturbed else max(0, self._wait - 1)
+        if self._steps <= self._section.settle or disturbed or self._wait:
+            return
+        seconds = record["seconds"]["iteration"]
+        shape = f"{record.get('world', 0)} ranks, {record['batch']} x {record['sequence_length']}"
+        if shape != self._key:
+            self._key, self._clean, self._judged = shape, [], False
+            self.alarms.resolve("pace", "another batch or sequence length: compared anew", step=self._step)
+            self._slow_since = None
+        change = self._pace.add(record["step"], seconds, shape)
+        if change is not None:
+            self._tell(change, record)
+        self._remember(seconds)
+
+    def tick(self, now: float) -> None:
+        """A slowdown that lasts gets worse."""
+        if not self._pace.slow:
+            self._slow_since = None
+            return
+        self._slow_since = self._slow_since or now
+        ratio = self._pace.ratio or 1.0
+        if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
+            self.alarms.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to", step=self._step)
+
+    def _tell(self, change: Change, record: dict[str, Any]) -> None:
+        if change.kind in ("back", "faster"):
+            text = "steps take as long as at the beginning again"
+            self.alarms.resolve("pace", text if change.kind == "back" else "steps have become faster", step=change.step)
+            return
+        seconds = record["seconds"]
+        share = ", ".join(
+            f"{name} {seconds[part] / seconds['iteration']:.0%}"
+            for name, part in (("data", "data"), ("computing", "forward_backward"), ("optimiser", "optimizer"))
+        )
+        self.alarms.open(
+            "pace",
+            Severity.WARN,
+            f"steps take {change.ratio - 1:.1%} longer than at the beginning of this start, since about step "
+            f"{change.since:_} (now {share})",
+            effect="the run will end later; nothing is lost",
+            remedy="look for an alarm `straggler`, other jobs on the storage or the network, and the clocks of the "
+            "devices; `fsdp-pretrain doctor` compares nodes when the job stands",
+            step=change.step,
+            facts={"ratio": change.ratio, "since": change.since},
+        )
+
+    # ------------------------------------------------------------------ earlier starts
+
+    def _remember(self, seconds: float) -> None:
+        """Compare the first clean steps with the best of earlier starts; keep the best of this one."""
+        self._clean = [*self._clean, seconds][-_BEST:] if len(self._clean) >= _BEST else [*self._clean, seconds]
+        count, best = len(self._clean), self._best.get(self._key)
+        if count == _FIRST and not self._judged:
+            self._judged = True
+            if best is not None:
+                self._compare(median(self._clean) / best["seconds"], best)
+        if count >= _FIRST and (self._steps % _FIRST) == 0:
+            now = median(self._clean)
+            if best is None or now < best["seconds"]:
+                self._best[self._key] = {"seconds": now, "hosts": self._hosts}
+                with contextlib.suppress(OSError):
+                    replace_file(self._path, json.dumps(self._best, indent=1) + "\n")
+
+    def _compare(self, ratio: float, best: dict[str, Any]) -> None:
+        if ratio - 1 < self._section.restart:
+            self.alarms.resolve("pace/restart", "as fast as before the restart", step=self._step)
+            return
+        new = sorted(set(self._hosts) - set(best["hosts"]))
+        gone = sorted(set(best["hosts"]) - set(self._hosts))
+        hosts = f"new since then: {', '.join(new)}" if new else "on the same hosts"
+        self.alarms.open(
+            "pace/restart",
+            Severity.WARN,
+            f"steps take {ratio - 1:.1%} longer than in the best earlier start of this size, {hosts}",
+            effect="the run will end later; nothing is lost",
+            remedy="`fsdp-pretrain doctor` finds a slow node by halving",
+            step=self._step,
+            facts={"ratio": ratio, "new": new, "gone": gone},
+        )
+
+
+class Stragglers(Detector):
+    """Opens `straggler/...` for a rank, or a whole host, that keeps needing more time of its own than the others.
+
+    Wall time tells nothing: all ranks wait for the slowest. Their own time does (reference: rule of three of the last
+    four windows, at least 2% and six median deviations over the median).
+
+    Args:
+        alarms: where it is told.
+        section: what is told.
+        windows: of each rank as far as known: {rank: (host, number of the window, own seconds of a step)}.
+    """
+
+    def __init__(self, alarms: Alarms, section: PaceSection) -> None:
+        super().__init__(alarms)
+        self._section = section
+        self._hits: dict[int, list[bool]] = {}
+        self._window = 0
+        self._open: set[str] = set()
+
+    def look(self, windows: dict[int, tuple[str, int, float]]) -> None:
+        """What the ranks measured: {rank: (host, number of the window, own seconds of a typical step)}."""
+        numbers = {number for _, number, _ in windows.values()}
+        if len(windows) < 2 or len(numbers) != 1 or numbers == {self._window}:
+            return
+        self._window = numbers.pop()
+        own = {rank: value for rank, (_, _, value) in windows.items() if value > 0}
+        if len(own) < 2:
+            return
+        typical = median(own.values())
+        ratios = {rank: value / typical - 1 for rank, value in own.items()}
+        noise = 1.4826 * median(abs(ratio) for ratio in ratios.values()) if len(own) > 2 else 0.0
+        bound = max(self._section.straggler, 6 * noise)
+        for rank, ratio in ratios.items():
+            self._hits[rank] = [*self._hits.get(rank, []), ratio > bound][-4:]
+        slow = {rank for rank, hits in self._hits.items() if sum(hits) >= 3}
+        self._tell(slow, {rank: host for rank, (host, _, _) in windows.items()}, ratios)
+
+    def _tell(self, slow: set[int], hosts: dict[int, str], ratios: dict[int, float]) -> None:
+        found: dict[str, tuple[str, float]] = {}
+        for host in {hosts[rank] for rank in slow}:
+            here = [rank for rank, name in hosts.items() if name == host]
+            guilty = sorted(slow.intersection(here))
+            worst = max(ratios[rank] for rank in guilty)
+            if len(here) > 1 and 2 * len(guilty) >= len(here) and len(set(hosts.values())) > 1:
+                found[f"straggler/{host}"] = (f"{len(guilty)} of {len(here)} ranks of {host} need", worst)
+            else:
+                found |= {f"straggler/rank-{r}": (f"rank {r} ({host}) needs", ratios[r]) for r in guilty}
+        for key, (who, ratio) in found.items():
+            self.alarms.open(
+                key,
+                Severity.CRIT if ratio >= 0.10 else Severity.WARN,
+                f"{who} {ratio:.1%} more time of its own for a step than the others, in three of four windows",
+                effect="all ranks wait for the slowest",
+                remedy="look at clocks, temperature and other processes there; take the host out at the next stop",
+                facts={"ratio": ratio, "window": self._window},
+            )
+        for key in self._open - set(found):
+            self.alarms.resolve(key, "as fast as the others again")
+        self._open = set(found)

@@ -1,0 +1,196 @@
+"""The run makes no progress: find out why, tell, and at last end it so that it can be started again. No torch.
+
+Progress is any beat of any rank. At the soft deadline all stacks are collected and the suspect is named; a while later
+they are collected again; at the hard deadline, if the suspects have not moved meanwhile, the ranks are ended. A hung
+step is never saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic_ns
+from typing import Any
+
+from ..units import human_time
+from ..watchdog_sections import HangSection
+from .alarms import Alarms, Severity
+from .page import Phase
+from .ranks import Rank, Ranks, Standing
+from .stalls import History
+from .verdict import Verdict, judge
+
+_BETWEEN_DUMPS = 30.0
+
+
+@dataclass
+class _Stall:
+    """A stall under way. Times in seconds without progress."""
+
+    dumped: float
+    dumps: int = 1
+    told: bool = False
+    seen: dict[int, Any] = field(default_factory=dict)
+    moved: bool = False
+    patience: float = 0.0
+
+
+class Hang:
+    """Watches the ranks of this node.
+
+    Args:
+        section: deadlines.
+        ranks: of this node.
+        alarms: where it is told; None on nodes whose standings another node's agent judges.
+        keep: called with a rank and the text of its dump, to be kept in the run directory.
+        others: where the ranks of the other nodes stand, as far as known.
+        end: ends the ranks of this node, after the reason and facts were written down.
+    """
+
+    def __init__(
+        self,
+        section: HangSection,
+        ranks: Ranks,
+        alarms: Alarms | None,
+        *,
+        keep: Callable[[int, str], None],
+        others: Callable[[], list[Standing]],
+        end: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._section, self._ranks, self.alarms = section, ranks, alarms
+        self._keep, self._others, self._end = keep, others, end
+        self._history = History(section)
+        self._progress = 0
+        self._steps: dict[int, tuple[int, int]] = {}
+        self._long: dict[Phase, int] = {}
+        self._stall: _Stall | None = None
+        self.verdict: Verdict | None = None
+
+    @property
+    def stalled(self) -> list[Standing]:
+        """Where this node's ranks stand while there is a stall; else empty."""
+        if self._stall is None or not self._stall.told:
+            return []
+        return self._standings()
+
+    def check(self) -> None:
+        """Once a pass."""
+        progress, since = self._ranks.progress
+        if progress == self._progress and self._ranks.seen:
+            self._still((monotonic_ns() - since) / 1e9)
+            return
+        self._progress = progress
+        self._learn()
+        if self._stall is not None:
+            self._stall, self.verdict = None, None
+            if self.alarms is not None:
+                self.alarms.resolve("hang", "the ranks go on", step=self._step)
+
+    @property
+    def _step(self) -> int | None:
+        return max((rank.beat.step for rank in self._ranks.all if rank.beat is not None), default=None)
+
+    def _learn(self) -> None:
+        """From the first rank's page: how long steps, saves and loads take."""
+        rank = self._ranks.all[0]
+        beat = rank.beat
+        if beat is None:
+            return
+        last = self._steps.get(rank.number)
+        long = bool(self._ranks.phases & {Phase.SAVE, Phase.LOAD})
+        if last is not None and beat.step > last[0] and not long and not self._long and last[0] > 0:
+            self._history.add_step((beat.step_at - last[1]) / 1e9 / (beat.step - last[0]))
+        if last is None or beat.step > last[0]:
+            self._steps[rank.number] = (beat.step, beat.step_at)
+        for phase in (Phase.SAVE, Phase.LOAD):
+            if beat.phase is phase:
+                self._long[phase] = beat.phase_at
+            elif phase in self._long:
+                self._history.add(phase, (beat.phase_at - self._long.pop(phase)) / 1e9)
+
+    # ------------------------------------------------------------------ no progress
+
+    def _still(self, seconds: float) -> None:
+        due = [self._history.deadlines(phase) for phase in self._ranks.phases]
+        soft, hard = max(d.soft for d in due), max(d.hard for d in due)
+        if seconds < soft:
+            return
+        if self._stall is None:
+            self._dump()
+            self._stall = _Stall(dumped=seconds)
+            return
+        stall = self._stall
+        self.read()
+        if not stall.told:  # the pass after the dumps were asked for
+            stall.told = True
+            stall.seen = self._signatures()
+            self._tell(seconds, "stacks of all ranks are in watchdog/stacks/")
+            return
+        if self.alarms is not None and self.verdict is not None and not self.verdict.suspects:
+            self._tell(seconds, "")  # other nodes may have said more meanwhile
+        gap = min(_BETWEEN_DUMPS, (hard - soft) / 2)
+        if stall.dumps == 1 and seconds - stall.dumped >= gap:
+            stall.dumps, stall.dumped = 2, seconds
+            self._dump()
+        elif seconds >= hard + stall.patience:
+            self._last_resort(stall, seconds, hard)
+
+    def _last_resort(self, stall: _Stall, seconds: float, hard: float) -> None:
+        now = self._signatures()
+        if stall.dumps >= 2 and any(now.get(rank) != seen for rank, seen in stall.seen.items()):
+            stall.seen = now  # something moves although nothing is said: once more, and longer
+            stall.patience += hard
+            stall.dumps, stall.dumped = 1, seconds
+            return
+        verdict = self._judge()
+        if not self._section.end:
+            self._tell(seconds, "not ended: watchdog.hang.end is off")
+            stall.patience += hard
+            return
+        self._tell(seconds, "ended the ranks, to be started again")
+        facts = {"suspects": list(verdict.suspects), "hosts": list(verdict.hosts), "verdict": verdict.kind}
+        self._end(f"no progress for {human_time(seconds)}: {verdict.text}", facts)
+
+    def _tell(self, seconds: float, action: str) -> None:
+        self.verdict = self._judge()
+        if self.alarms is None:
+            return
+        phases = "/".join(sorted(phase.name.lower() for phase in self._ranks.phases))
+        facts = {"verdict": self.verdict.kind, "suspects": list(self.verdict.suspects), "seconds": round(seconds, 1)}
+        self.alarms.open(
+            "hang",
+            Severity.CRIT,
+            f"no progress for {human_time(seconds)} in step {self._step} ({phases}): {self.verdict.text}",
+            effect="nothing is trained",
+            remedy="the ranks are ended at the hard deadline and start again from the last checkpoint; "
+            "if it comes back, look at the stacks and take the named host out",
+            step=self._step,
+            **({"action": action} if action else {}),
+            facts={**facts, "ranks": [standing.to_json() for standing in [*self._standings(), *self._others()]]},
+        )
+
+    def _judge(self) -> Verdict:
+        return judge([*self._standings(), *self._others()])
+
+    def _standings(self) -> list[Standing]:
+        found = [rank.standing() for rank in self._ranks.all]
+        return [standing for standing in found if standing is not None]
+
+    def _dump(self) -> None:
+        for rank in self._ranks.alive:
+            rank.ask_stack()
+
+    def read(self) -> None:
+        """Take in the dumps that have been written since they were asked for."""
+        for rank in self._ranks.all:
+            stack = rank.dumps.latest()
+            if stack is not None:
+                rank.stack = stack
+                self._keep(rank.number, rank.dumps.text)
+
+    def _signatures(self) -> dict[int, Any]:
+        return {rank.number: _signature(rank) for rank in self._ranks.all}
+
+
+def _signature(rank: Rank) -> Any:
+    return None if rank.stack is None else rank.stack.signature

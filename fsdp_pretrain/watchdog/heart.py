@@ -1,0 +1,181 @@
+"""A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent's life. No torch.
+
+Nothing here can make a rank wait or fail: a rank without a working watchdog trains on. The agent is started before the
+ranks meet, so that a rendezvous that hangs is seen too, and started again when it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from ..config import Config
+from .page import Page, Phase
+
+_ALIVE_INTERVAL = 1.0
+_TEND_INTERVAL = 1.0
+_RESTARTS = 10
+"""An agent that ends so often by itself is broken: training goes on without."""
+
+
+class Heart:
+    """What the loop tells about itself; this one is for runs without a watchdog and does nothing."""
+
+    def beat(self, phase: Phase) -> None:
+        """Another phase begins."""
+
+    def step(self, step: int) -> None:
+        """A step begins, with reading data."""
+
+    def measured(self, window: int, own: float) -> None:
+        """What the steps of a window typically needed of this rank's own time, seconds."""
+
+    def belongs_to(self, segment: int) -> None:
+        """The number of this start has become known."""
+
+    def close(self) -> None:
+        """The rank ends in order."""
+
+
+class Watched(Heart):
+    """The heart of a watched rank.
+
+    Args:
+        config: the run.
+        rank, local_rank: this rank, in the job and on its node.
+        node, nodes: this node, and how many there are.
+        local_ranks: ranks on this node.
+    """
+
+    def __init__(self, config: Config, *, rank: int, local_rank: int, local_ranks: int, node: int, nodes: int) -> None:
+        self._folder = folder(config.run.dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._stacks = (self._folder / f"rank-{rank}.stacks").open("w", encoding="utf-8")
+        self._stacks.write(f"main 0x{threading.main_thread().ident:016x}\n")
+        self._stacks.flush()
+        # Before the page is there: who sees it may send the signal. At C level, so a wedged interpreter dumps too.
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
+        self._page = Page(self._folder / f"rank-{rank}.page", rank=rank, segment=0)
+        self.beat = self._page.beat  # type: ignore[method-assign]  # no call in between: a beat is under 1 us
+        threading.Thread(target=self._stay_alive, name="watchdog-alive", daemon=True).start()
+        self._agent: Agent | None = None
+        if local_rank == 0:
+            self._agent = Agent(config, self._folder, node=node, nodes=nodes, ranks=range(rank, rank + local_ranks))
+        self._tended = time.monotonic()
+
+    def _stay_alive(self) -> None:
+        while True:
+            self._page.alive()
+            time.sleep(_ALIVE_INTERVAL)
+
+    def step(self, step: int) -> None:
+        """A step begins, with reading data. Looks after the agent once a second."""
+        self._page.step(step)
+        if self._agent is not None and time.monotonic() - self._tended > _TEND_INTERVAL:
+            self._tended = time.monotonic()
+            self._agent.tend()
+
+    def measured(self, window: int, own: float) -> None:
+        """What the steps of a window typically needed of this rank's own time, seconds."""
+        self._page.measured(window, own)
+
+    def belongs_to(self, segment: int) -> None:
+        """The number of this start has become known."""
+        self._page.belongs_to(segment)
+
+    def close(self) -> None:
+        """The rank ends in order: what it does from here on is no hang, its end no death."""
+        self._page.beat(Phase.END)
+
+
+class Agent:
+    """The agent process of this node, as the rank sees it that starts it.
+
+    Args:
+        config: the run.
+        where: the pages.
+        node, nodes: this node, and how many there are.
+        ranks: of this node.
+    """
+
+    def __init__(self, config: Config, where: Path, *, node: int, nodes: int, ranks: range) -> None:
+        self._config, self._run = config.to_toml(), config.run.dir
+        self._command = [sys.executable, "-m", "fsdp_pretrain.watchdog.agent", str(config.run.dir)]
+        self._command += ["--pages", str(where), "--node", str(node), "--nodes", str(nodes)]
+        self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
+        self._starts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self.tend()
+
+    def tend(self) -> None:
+        """Start it if it does not run."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if self._starts > _RESTARTS:
+            return
+        again = ["--again", str(self._starts)] if self._starts else []
+        self._starts += 1
+        try:
+            log = self._run / "watchdog" / "agent.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                self._process = self._spawn(again, output.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):  # the run directory is full or away, which the agent will tell
+                self._process = self._spawn(again, subprocess.DEVNULL)
+
+    def _spawn(self, again: list[str], output: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [*self._command, *again],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # signals to the job are not for it
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(self._config.encode())
+            process.stdin.close()
+        return process
+
+
+def folder(run: Path) -> Path:
+    """Where the pages of this attempt are: in memory, the same for all ranks of a node, another for every attempt."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    attempt = [str(run), str(os.getppid()), *(os.environ.get(name, "") for name in names)]
+    if "MASTER_PORT" not in os.environ:
+        attempt.append(str(os.getpid()))
+    digest = hashlib.sha256("\n".join(attempt).encode()).hexdigest()[:16]
+    return root() / digest
+
+
+def root() -> Path:
+    """Where pages of all runs of this user are: file systems in memory first."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"fsdp-pretrain-{os.getuid()}"
+
+
+def sweep(base: Path, spare: Path) -> None:
+    """Remove what agents that were killed left behind: folders whose ranks are all gone."""
+    from .page import is_alive, read
+
+    for found in base.iterdir() if base.is_dir() else ():
+        beats = [read(path) for path in found.glob("*.page")]
+        try:
+            old = time.time() - found.stat().st_mtime > 60
+        except OSError:
+            continue
+        if found != spare and old and not any(beat is not None and is_alive(beat) for beat in beats):
+            shutil.rmtree(found, ignore_errors=True)

@@ -1,0 +1,211 @@
+"""The ranks of one node as its agent sees them: pages, processes, stacks. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+from .page import Beat, Phase, Reader, process_state, start_ticks
+from .stacks import Dumps, Stack
+
+_WEDGED_AFTER = 5.0
+"""Seconds without a sign of the thread beside the main one: it beats every second."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands that makes no progress; travels between nodes as JSON.
+
+    Attributes:
+        rank, host, pid: who.
+        step, phase, beats: of its page.
+        still: seconds since its last beat.
+        state: of the process, a letter of `ps`.
+        wedged: its interpreter runs no other thread either.
+        collective: name of the collective operation it waits in, if any.
+        place: innermost frame, in words.
+        group: what ranks that wait for the same thing have in common.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    beats: int
+    still: float
+    state: str
+    wedged: bool
+    collective: str | None
+    place: str
+    group: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Standing:
+        """The inverse of `to_json`."""
+        return cls(**{**content, "group": tuple(content["group"])})
+
+
+class Rank:
+    """One rank of this node.
+
+    Args:
+        number: the rank.
+        pages: folder of its page.
+    """
+
+    def __init__(self, number: int, pages: Path) -> None:
+        self.number = number
+        self._path = pages / f"rank-{number}.page"
+        self._reader: Reader | None = None
+        self.descriptor: int | None = None
+        self.beat: Beat | None = None
+        self.gone = False
+        self.dumps = Dumps(pages / f"rank-{number}.stacks")
+        self.stack: Stack | None = None
+
+    def look(self) -> None:
+        """Read its page; the first time, hold on to its process."""
+        if self._reader is None:
+            try:
+                self._reader = Reader(self._path)
+            except OSError:
+                return
+        self.beat = self._reader.look() or self.beat
+        if self.descriptor is None and self.beat is not None and not self.gone:
+            self._hold(self.beat)
+
+    def _hold(self, beat: Beat) -> None:
+        try:
+            self.descriptor = os.pidfd_open(beat.pid)
+        except OSError:
+            self.gone = True
+            return
+        if start_ticks(beat.pid) != beat.started:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Its process has ended."""
+        self.gone = True
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def signal(self, number: int) -> None:
+        """Signal its process, and no other that has its number now."""
+        if self.descriptor is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self.descriptor, number)
+
+    def ask_stack(self) -> None:
+        """Have it write down where it stands."""
+        self.dumps.skip()
+        self.signal(signal.SIGUSR2)
+
+    def standing(self) -> Standing | None:
+        """Where it stands, with the latest stack."""
+        beat = self.beat
+        if beat is None:
+            return None
+        now, state = monotonic_ns(), "X" if self.gone else process_state(beat.pid)
+        stack = self.stack
+        return Standing(
+            rank=self.number,
+            host=socket.gethostname(),
+            pid=beat.pid,
+            step=beat.step,
+            phase=beat.phase.name.lower(),
+            beats=beat.beats,
+            still=round((now - beat.phase_at) / 1e9, 1),
+            state=state,
+            wedged=state not in "TX" and (now - beat.alive_at) / 1e9 > _WEDGED_AFTER,
+            collective=None if stack is None else stack.collective,
+            place="" if stack is None else stack.place,
+            group=() if stack is None else stack.group,
+        )
+
+
+class Ranks:
+    """All ranks of this node, and the process that started them.
+
+    Args:
+        numbers: the ranks.
+        pages: folder of their pages.
+        launcher: process id of what started them.
+    """
+
+    def __init__(self, numbers: range, pages: Path, launcher: int) -> None:
+        self.all = [Rank(number, pages) for number in numbers]
+        self._poll = select.poll()
+        self._known: dict[int, Rank] = {}
+        self.launcher_gone = False
+        self._launcher: int | None = None
+        try:
+            self._launcher = os.pidfd_open(launcher)
+            self._poll.register(self._launcher, select.POLLIN)
+        except OSError:
+            self.launcher_gone = True
+
+    def look(self) -> None:
+        """Read all pages."""
+        for rank in self.all:
+            rank.look()
+            if rank.descriptor is not None and rank.descriptor not in self._known:
+                self._known[rank.descriptor] = rank
+                self._poll.register(rank.descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> list[Rank]:
+        """Sleep, but not longer than until a rank or the launcher ends; the ranks that ended."""
+        ended = []
+        for descriptor, _ in self._poll.poll(max(0.0, seconds) * 1000):
+            self._poll.unregister(descriptor)
+            if descriptor == self._launcher:
+                self.launcher_gone = True
+                continue
+            rank = self._known.pop(descriptor)
+            rank.look()
+            rank.let_go()
+            ended.append(rank)
+        return ended
+
+    @property
+    def alive(self) -> list[Rank]:
+        """Those whose process exists."""
+        return [rank for rank in self.all if rank.descriptor is not None]
+
+    @property
+    def seen(self) -> bool:
+        """Whether any has shown itself."""
+        return any(rank.beat is not None for rank in self.all)
+
+    @property
+    def segment(self) -> int:
+        """Number of the start they belong to; 0 as long as it is not known."""
+        return max((rank.beat.segment for rank in self.all if rank.beat is not None), default=0)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(all beats together, when the last phase of any began in `monotonic_ns`)."""
+        beats = [rank.beat for rank in self.all if rank.beat is not None]
+        return sum(beat.beats for beat in beats), max((beat.phase_at for beat in beats), default=0)
+
+    @property
+    def phases(self) -> set[Phase]:
+        """What they do."""
+        return {rank.beat.phase for rank in self.all if rank.beat is not None}
+
+    def kill(self) -> None:
+        """End all at once: SIGKILL ends stopped and wedged processes too."""
+        for rank in self.alive:
+            rank.signal(signal.SIGKILL)
