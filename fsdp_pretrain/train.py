@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from data.loader import Loader, check_batches
+from data.mapping import now_reading
 from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
 from eval import jobs
@@ -143,6 +144,7 @@ def _heart(config: Config) -> Heart:
             local_ranks=ranks.local_world,
             node=node,
             nodes=nodes,
+            reading=now_reading,
         )
     except OSError as error:
         print(f"warning: training without a watchdog on this rank: {error}", file=sys.stderr, flush=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+FAULTS = Path(__file__).resolve().parent / "faults.py"
 WATCHED = {"enabled": True, "interval": "0.2 s", "hang": {"soft": "2 s", "hard": "5 s", "save_soft": "4 s"}}
 
 
@@ -37,8 +40,10 @@ class Elastic:
     def __init__(self, config: Path, environment: dict[str, str], *, ranks: int, restarts: int, log: Path) -> None:
         self._log = log.open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            + ["--max-restarts", str(restarts), "-m", "fsdp_pretrain.train", str(config)],
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+                *("--max-restarts", str(restarts), "--monitor-interval", "0.1", str(FAULTS), str(config)),
+            ],
             env=environment,
             stdout=self._log,
             stderr=self._log,
@@ -48,10 +53,8 @@ class Elastic:
 
     def close(self) -> None:
         for process in [*family(self.process.pid), self.process.pid]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 
@@ -99,7 +102,7 @@ def agents(run: Path) -> list[int]:
 
 def intent(run: Path) -> Any:
     """What the newest start said of its end."""
-    for path in reversed(sorted((run / "segments").glob("*/exit_intent.json"))):
+    for path in sorted((run / "segments").glob("*/exit_intent.json"), reverse=True):
         return json.loads(path.read_text())
     return None
 
@@ -139,3 +142,108 @@ def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, watched: Callable[.
     assert stacks == ["0001-rank-00000.txt", "0001-rank-00001.txt"]
     assert all("most recent call first" in (run / "watchdog/stacks" / name).read_text() for name in stacks)
     until(lambda: not agents(run), 10)
+
+
+CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
+    "held": ({"kind": "hold"}, "wedged", [1], "has a wedged interpreter: faults.py"),
+    "busy elsewhere": ({"kind": "doze"}, "stuck", [1], "is stuck in faults.py"),
+    "lost step": ({"kind": "desync"}, "desync", [], "they have lost step"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hangs_are_told_apart(
+    lab: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Fault matrix 7 and 28: the interpreter lock held in C, code that waits for ever, another collective."""
+    fault, verdict, suspects, words = CASES[case]
+    monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
+    monkeypatch.setenv("FAULT", json.dumps({"rank": 1, "step": 30, **fault}))
+    hang = {"soft": "6 s", "hard": "9 s"}  # a wedged interpreter shows after five seconds
+    job = lab.start(watched(watchdog={**WATCHED, "hang": hang}), ranks=2)
+    run = lab.path / "run"
+    alarm = until(lambda: alarms(run, "hang"))[0]
+    assert (alarm["facts"]["verdict"], alarm["facts"]["suspects"]) == (verdict, suspects), alarm
+    assert words in alarm["summary"] and alarm["step"] == 30
+    assert job.wait(60) == [-signal.SIGKILL] * 2
+    assert intent(run)["code"] == 75 and intent(run)["verdict"] == verdict
+
+
+def test_a_shard_that_does_not_answer_is_named(lab: Any, watched: Callable[..., Path], shared_corpus: Path) -> None:
+    """Fault matrix 27: a FIFO in place of a shard. The alarm names the file."""
+    corpus = lab.path / "corpus"
+    shutil.copytree(shared_corpus / "corpus", corpus)
+    path, run = watched(data={"sources": [{"name": "text", "path": str(corpus)}], "prefetch": 1}), lab.path / "run"
+    shards = sorted(corpus.glob("shards/*.bin"))
+    assert shards
+    job = lab.start(path, "train.duration='100000 steps'")
+    until(lambda: steps(run) > 5)
+    shard = shards[0]
+    shard.unlink()
+    os.mkfifo(shard)
+    job.kill()
+    until(lambda: not agents(run), 20)
+    lab.start(path, "train.duration='100000 steps'", flags=("--allow", "train.duration"))
+    alarm = until(lambda: [a for a in alarms(run, "hang") if a["state"] == "open"])[-1]
+    assert alarm["facts"]["verdict"] == "data" and str(shard) in alarm["summary"], alarm
+
+
+def test_a_killed_rank_is_seen_at_once_and_torchrun_goes_on(
+    lab: Any, watched: Callable[..., Path], start: Callable[..., Elastic], helpers: Any
+) -> None:
+    """Fault matrix 16: kill -9 of a rank: seen within a second, restarted, the curve as if nothing had happened."""
+    config, run = watched(train={"duration": "60 steps"}), lab.path / "run"
+    lab.train(config, f"run.dir={lab.path / 'whole'}", "watchdog.enabled=false", ranks=2)
+    fault = {"rank": 1, "step": 33, "kind": "die", "attempt": 0}
+    job = start(config, restarts=1, FAULT=json.dumps(fault))
+    alarm = until(lambda: alarms(run, "rank-died"))[0]
+    assert "rank 1" in alarm["summary"] and alarm["step"] == 33
+    assert job.process.wait(60) == 0
+    assert alarms(run, "rank-died")[-1]["state"] == "resolved" or len(alarms(run, "rank-died")) == 1
+    died = json.loads((run / "segments/0001/exit_intent.json").read_text())
+    assert died["code"] == 75 and died["restart"] and died["suspects"] == [1]
+    assert helpers.losses(run) == helpers.losses(lab.path / "whole")
+    until(lambda: not agents(run), 10)
+
+
+def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, watched: Callable[..., Path]) -> None:
+    """Fault matrix 24."""
+    config, run = watched(), lab.path / "run"
+    job = lab.start(config, ranks=2)
+    first = until(lambda: agents(run))
+    until(lambda: steps(run) > 10)
+    os.kill(first[0], signal.SIGKILL)
+    again = until(lambda: [pid for pid in agents(run) if pid not in first], 20)
+    before = steps(run)
+    until(lambda: steps(run) > before + 20)
+    assert not alarms(run, "hang") and not alarms(run, "rank-died")
+    assert "started again" in (run / "journal.jsonl").read_text()
+    job.kill(0, signal.SIGTERM)
+    assert job.wait(30) == [75, 75]
+    until(lambda: not psutil.pid_exists(again[0]), 10)
+
+
+def test_nothing_outlives_a_killed_torchrun(
+    lab: Any, watched: Callable[..., Path], start: Callable[..., Elastic]
+) -> None:
+    """Fault matrix 25: the agent ends the ranks that a killed torchrun leaves, and itself."""
+    run = lab.path / "run"
+    job = start(watched())
+    until(lambda: steps(run) > 10)
+    processes = [*family(job.process.pid), *agents(run)]
+    assert len(processes) >= 3
+    job.process.kill()
+    until(lambda: not any(map(psutil.pid_exists, processes)), 15)
+    assert intent(run)["code"] == 75 and "what started the ranks is gone" in intent(run)["reason"]
+
+
+def test_long_first_steps_and_saves_are_no_hang(
+    lab: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault matrix 31, and 15 as seen by the hang detector: a first step of many deadlines; ends in order."""
+    monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
+    monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 1, "kind": "doze", "seconds": 6}))
+    config, run = watched(train={"duration": "40 steps"}), lab.path / "run"
+    lab.train(config, ranks=2)
+    assert not alarms(run, "hang")
+    assert not list((run / "watchdog").glob("stacks/*"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..config import Config
@@ -55,9 +57,21 @@ class Watched(Heart):
         rank, local_rank: this rank, in the job and on its node.
         node, nodes: this node, and how many there are.
         local_ranks: ranks on this node.
+        reading: the file that each thread reads, or read last, by thread identity.
     """
 
-    def __init__(self, config: Config, *, rank: int, local_rank: int, local_ranks: int, node: int, nodes: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        local_rank: int,
+        local_ranks: int,
+        node: int,
+        nodes: int,
+        reading: Mapping[int, Path],
+    ) -> None:
+        self._reading = reading
         self._folder = folder(config.run.dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (self._folder / f"rank-{rank}.stacks").open("w", encoding="utf-8")
@@ -75,7 +89,9 @@ class Watched(Heart):
 
     def _stay_alive(self) -> None:
         while True:
-            self._page.alive()
+            self._page.alive(
+                json.dumps({f"{key:x}": str(path) for key, path in [*self._reading.items()][-20:]}).encode()
+            )
             time.sleep(_ALIVE_INTERVAL)
 
     def step(self, step: int) -> None:

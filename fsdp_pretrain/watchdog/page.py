@@ -20,7 +20,7 @@ from time import monotonic_ns
 from typing import Any
 
 _MAGIC = 0x46534450_50414745  # "FSDPPAGE"
-_SIZE = 4096
+_SIZE, _AT_NOTE = 4096, 1024
 _INTEGERS = (
     *("magic", "sequence", "pid", "started", "rank", "segment", "alive_at"),
     *("step", "phase", "beats", "phase_at", "step_at", "window"),
@@ -110,7 +110,7 @@ class Page:
         with partial.open("wb+") as file:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
-        self._q, self._beats = memoryview(self._memory).cast("q"), 0
+        self._q, self._beats, self._note = memoryview(self._memory).cast("q"), 0, b""
         own = os.getpid()
         now = monotonic_ns()
         values = {"pid": own, "started": start_ticks(own) or 0, "rank": rank, "segment": segment}
@@ -135,8 +135,12 @@ class Page:
         _STEP.pack_into(self._memory, _AT_STEP, step, _DATA, self._beats, now, now)
         self._q[1] = 2 * self._beats
 
-    def alive(self) -> None:
-        """A thread beside the main one runs. One store, so it needs no sequence number."""
+    def alive(self, note: bytes = b"") -> None:
+        """A thread beside the main one runs, which may leave a note of up to 3 kB. Needs no sequence number: the time
+        is one store, and a note that is being changed is no evidence of a rank that stands still."""
+        if note != self._note and len(note) < _SIZE - _AT_NOTE:
+            self._memory[_AT_NOTE : _AT_NOTE + len(note) + 1] = note + b"\0"
+            self._note = note
         self._q[_ALIVE] = monotonic_ns()
 
     def belongs_to(self, segment: int) -> None:
@@ -169,6 +173,10 @@ class Reader:
     def look(self) -> Beat | None:
         """What it holds; None if it is no page."""
         return _consistent(self._memory)
+
+    def note(self) -> bytes:
+        """The note that the thread beside the main one left last."""
+        return self._memory[_AT_NOTE:].partition(b"\0")[0]
 
 
 def read(path: Path) -> Beat | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -32,6 +33,7 @@ class Standing:
         collective: name of the collective operation it waits in, if any.
         place: innermost frame, in words.
         group: what ranks that wait for the same thing have in common.
+        reading: the file of data that it is in the middle of reading, if any.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class Standing:
     collective: str | None
     place: str
     group: tuple[str, ...]
+    reading: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -113,6 +116,13 @@ class Rank:
         self.dumps.skip()
         self.signal(signal.SIGUSR2)
 
+    def _reading(self, stack: Stack) -> str:
+        try:
+            files = json.loads(self._reader.note()) if self._reader is not None else {}
+        except ValueError:
+            files = {}
+        return next((files[key] for key in (f"{thread:x}" for thread in stack.readers) if key in files), "")
+
     def standing(self) -> Standing | None:
         """Where it stands, with the latest stack."""
         beat = self.beat
@@ -133,6 +143,7 @@ class Rank:
             collective=None if stack is None else stack.collective,
             place="" if stack is None else stack.place,
             group=() if stack is None else stack.group,
+            reading="" if stack is None else self._reading(stack),
         )
 
 

@@ -19,9 +19,11 @@ class Stack:
 
     Attributes:
         frames: (file, line, function).
+        readers: identities of threads that are in the middle of reading data.
     """
 
     frames: tuple[tuple[str, int, str], ...]
+    readers: tuple[int, ...] = ()
 
     @property
     def collective(self) -> str | None:
@@ -58,6 +60,11 @@ def _is_ours(file: str) -> bool:
     )
 
 
+def _is_reading(frames: list[tuple[str, int, str]]) -> bool:
+    """Whether a thread that makes reads of data is in one: it is not when it waits to be given the next."""
+    return any(file.endswith("data/reading.py") and name == "_serve" for file, _, name in frames[1:])
+
+
 class Dumps:
     """The dumps of one rank, as they are added to its file.
 
@@ -91,8 +98,10 @@ class Dumps:
         if text == self.text or not self._main:
             return None
         self.text = text
-        main = _threads(text).get(int(self._main, 16))
-        return None if main is None else Stack(tuple(main))
+        threads = _threads(text)
+        main = threads.get(int(self._main, 16))
+        readers = tuple(thread for thread, frames in threads.items() if _is_reading(frames))
+        return None if main is None else Stack(tuple(main), readers)
 
 
 def _threads(text: str) -> dict[int, list[tuple[str, int, str]]]:

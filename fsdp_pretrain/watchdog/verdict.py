@@ -35,7 +35,7 @@ _REASONS = {
     "stopped": "is stopped (SIGSTOP, a debugger, or a frozen container)",
     "wedged": "has a wedged interpreter: {place} neither returns nor lets other threads run",
     "device": "waits in the kernel for a device or a file system",
-    "data": "waits for data: {place}",
+    "data": "waits for data from {place}",
     "stuck": "is stuck in {place}",
 }
 
@@ -48,7 +48,8 @@ def judge(standings: list[Standing]) -> Verdict:
             kinds.setdefault(kind, []).append(standing)
     for kind, reason in _REASONS.items():
         if found := kinds.get(kind):
-            return _verdict(kind, found, reason.format(place=found[0].place or "an unknown place"))
+            place = (found[0].reading if kind == "data" else "") or found[0].place or "an unknown place"
+            return _verdict(kind, found, reason.format(place=place))
     groups = Counter(standing.group for standing in standings if standing.group)
     if len(groups) > 1:
         (most, size), *_ = groups.most_common()

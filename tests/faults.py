@@ -1,0 +1,81 @@
+"""Faults that a test puts into chosen ranks, without a hook in the program.
+
+The variable `EXECUTE_FIRST` names this file (see `zygote.py`), or torchrun is given it as the script in place of the
+trainer; `FAULT` is JSON: `{"rank": 1, "step": 30, "kind": "hold"}`, or a list of such. Before the step a rank does what
+the kind says; see `KINDS`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def hold(fault: dict[str, Any]) -> None:
+    """Wait in C for ever with the interpreter lock held: no other thread of the rank runs. No signal wakes it."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def doze(fault: dict[str, Any]) -> None:
+    """Sleep in Python, as code that waits for something of its own."""
+    time.sleep(fault.get("seconds", 600))
+
+
+def desync(fault: dict[str, Any]) -> None:
+    """Call a collective operation that no other rank calls."""
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def die(fault: dict[str, Any]) -> None:
+    """Be killed."""
+    os.kill(os.getpid(), fault.get("signal", signal.SIGKILL))
+
+
+def crash(fault: dict[str, Any]) -> None:
+    """Raise what nobody expects."""
+    raise RuntimeError("a planted defect")
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
+    function.__name__: function for function in (hold, doze, desync, die, crash)
+}
+
+
+def arm(faults: list[dict[str, Any]]) -> None:
+    """Put the faults of this rank into its loop."""
+    mine = [fault for fault in faults if fault["rank"] in (int(os.environ.get("RANK", "0")), "all")]
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    mine = [fault for fault in mine if fault.get("attempt", attempt) == attempt]
+    if not mine:
+        return
+    from fsdp_pretrain.trainer import Trainer
+
+    step = Trainer.step
+
+    def faulty(self: Trainer) -> None:
+        for fault in mine:
+            number = self.state.step + 1
+            if number == fault["step"] or (fault.get("on") and number > fault["step"]):
+                KINDS[fault["kind"]](fault)
+        step(self)
+
+    Trainer.step = faulty  # type: ignore[method-assign]
+
+
+if "FAULT" in os.environ and "RANK" in os.environ:
+    content = json.loads(os.environ["FAULT"])
+    arm(content if isinstance(content, list) else [content])
+if __name__ == "__main__":
+    sys.argv = ["-m", *sys.argv[1:]]
+    runpy.run_module("fsdp_pretrain.train", run_name="__main__")
