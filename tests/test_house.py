@@ -79,6 +79,7 @@ LEVELS = [
         "fsdp_pretrain.parallel",
         "fsdp_pretrain.optim",
         "fsdp_pretrain.advice",
+        "fsdp_pretrain.environment",
     ],
     ["fsdp_pretrain.memory"],
     ["fsdp_pretrain.plan"],

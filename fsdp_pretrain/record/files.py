@@ -202,4 +202,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def now() -> str:
     """UTC time for the record, to the millisecond."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return stamp(time.time())
+
+
+def stamp(seconds: float) -> str:
+    """Seconds since 1970 as the record writes a time."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def seconds_of(stamp: Any) -> float | None:
+    """A time of the record as seconds since 1970; None if it is none."""
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except (TypeError, ValueError):
+        return None
