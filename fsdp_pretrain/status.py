@@ -15,6 +15,7 @@ from .checkpoint.stores import stores
 from .config import load
 from .errors import UserError
 from .record import goodput
+from .record.attempts import unread_bytes
 from .record.files import RunDir, now, read_json, replace_file
 from .units import human_bytes, human_count, human_time
 
@@ -22,8 +23,8 @@ OK, WARN, ALERT = 0, 1, 2
 _ENDED = ("complete", "stopped", "failed")
 _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
-_LARGEST_RECORD = 256 * 2**20
-"""Bytes of metrics that are read for one line: some seconds."""
+_LARGEST_RECORD = 32 * 2**20
+"""Bytes of new metrics that are read for one line: a second or two."""
 
 
 @dataclass
@@ -177,13 +178,15 @@ def _look_at_progress(report: Report, run: RunDir, status: dict[str, Any]) -> No
 
 def _look_at_goodput(report: Report, run: RunDir) -> None:
     """Where the time went, if that is soon read."""
-    size = sum(path.stat().st_size for path in run.path.glob("segments/*/metrics.jsonl"))
+    size = unread_bytes(run)
     found = goodput.goodput(run) if size <= _LARGEST_RECORD else None
     if found is not None:
         report.facts["goodput"] = {key: found[key] for key in ("goodput", "runtime_goodput", "ettr", "tokens_per_day")}
         report.facts["goodput"]["line"] = goodput.headline(found)
     elif size > _LARGEST_RECORD:
-        report.facts["goodput"] = {"line": f"a record of {human_bytes(size)} takes a while: `fsdp-pretrain goodput`"}
+        report.facts["goodput"] = {
+            "line": f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
+        }
 
 
 def render(report: Report) -> str:

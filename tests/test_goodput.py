@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record.attempts import unread_bytes
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.goodput import State, goodput, render
 from fsdp_pretrain.record.journal import Journal
@@ -226,6 +227,26 @@ def test_lost_lines_of_the_record_are_a_gap_not_an_error(tmp_path: Path) -> None
     assert found["states"]["idle_unknown"] == pytest.approx(10 * 2.1, abs=0.01)
     assert found["states"]["step_kept"] == pytest.approx(180.0)
     assert found["wall_seconds"] == pytest.approx(script.clock - BEGIN, abs=0.01)
+
+
+@pytest.mark.quick
+def test_what_was_read_is_not_read_again_and_never_believed_of_another_file(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(1500)
+    first, kept = goodput(script.run), tmp_path / "segments/0001/steps.npz"
+    assert kept.exists() and unread_bytes(script.run) == 0
+    script.train(500, seconds=2.2)
+    assert unread_bytes(script.run) > 0
+    second, size = goodput(script.run), kept.stat().st_size
+    kept.unlink()
+    assert second == goodput(script.run) != first and kept.stat().st_size > size
+    path = tmp_path / "segments/0001/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[100:1600]))
+    other = goodput(script.run)
+    assert other is not None and other["tokens"] == 1500 * BATCH * LENGTH
+    kept.write_bytes(b"PK damaged")
+    assert goodput(script.run) == other
 
 
 @pytest.mark.quick

@@ -6,7 +6,10 @@ always gives the same answer. `goodput` makes an account of it.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import lineage
-from .files import RunDir, read_json, read_lines, seconds_of
+from .files import RunDir, read_json, read_lines, replace_file, seconds_of
 
 _CLEAN = (0, 75)
 _DECLARING = frozenset(("hang", "rank-dead"))
 """Alarms of these detectors say that a start is over."""
 _SAVING = frozenset(("checkpoint", "checkpoint-failed"))
+_READ, _TAIL, _WORTH_KEEPING = "steps.npz", 2048, 1000
 
 Column = NDArray[np.float64]
 
@@ -128,10 +132,58 @@ class History:
 
 
 def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Steps:
-    """The columns of a metrics file; `shown` may wrap the lines in a progress bar."""
-    rows = [_row(record) for record, _ in shown(read_lines(path))]
-    table = np.array(rows, dtype=np.float64).reshape(len(rows), len(fields(Steps)))
+    """The columns of a metrics file; `shown` may wrap the lines in a progress bar.
+
+    What was read is kept beside the file, so that the next call reads only what was added.
+    """
+    table, offset = _read_before(path)
+    rows = []
+    for record, behind in shown(read_lines(path, offset)):
+        rows.append(_row(record))
+        offset = behind
+    if rows:
+        table = np.concatenate([table, np.array(rows, dtype=np.float64)])
+    if len(rows) >= _WORTH_KEEPING:
+        _keep(path, table, offset)
     return Steps(*table.T)
+
+
+def unread_bytes(run: RunDir) -> int:
+    """Bytes of metrics that `read_steps` has not seen yet."""
+    return sum(
+        (path / "metrics.jsonl").stat().st_size - _read_before(path / "metrics.jsonl")[1]
+        for path in run.segments
+        if (path / "metrics.jsonl").exists()
+    )
+
+
+def _read_before(path: Path) -> tuple[Column, int]:
+    """(rows, offset behind them) of an earlier reading of a metrics file; nothing if the file is another now."""
+    try:
+        with np.load(path.with_name(_READ), allow_pickle=False) as kept:
+            table, offset, tail = kept["table"], int(kept["offset"]), kept["tail"].tobytes()
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return np.zeros((0, len(fields(Steps)))), 0
+    if table.shape[1:] != (len(fields(Steps)),) or _tail(path, offset) != tail:
+        return np.zeros((0, len(fields(Steps)))), 0
+    return table, offset
+
+
+def _tail(path: Path, offset: int) -> bytes:
+    """The bytes before an offset, by which a file is known again: its lines are never changed."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, offset - _TAIL))
+            return file.read(min(offset, _TAIL))
+    except OSError:
+        return b""
+
+
+def _keep(path: Path, table: Column, offset: int) -> None:
+    content = io.BytesIO()
+    np.savez(content, table=table, offset=offset, tail=np.frombuffer(_tail(path, offset), dtype=np.uint8))
+    with contextlib.suppress(OSError):  # looking must work on a full or read-only disk too
+        replace_file(path.with_name(_READ), content.getvalue())
 
 
 def _row(record: dict[str, Any]) -> tuple[float, ...]:

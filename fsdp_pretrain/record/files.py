@@ -177,13 +177,13 @@ def read_lines(path: Path, offset: int = 0, holding: bytes = b"") -> Iterator[tu
                 yield record, offset
 
 
-def replace_file(path: Path, content: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file atomically and durably. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(content)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
