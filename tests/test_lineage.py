@@ -360,7 +360,9 @@ class Simulation:
             for _ in range(self.rng.randrange(1, 13)):
                 step, self.marks = step + 1, self.marks + 1
                 self.kept.append((step, self.marks))
-                lines.append(json.dumps({"step": step, "cursor": step * 8, "mark": self.marks}) + "\n")
+                lines.append(
+                    json.dumps({"step": step, "cursor": step * 8, "tokens": step * 256, "mark": self.marks}) + "\n"
+                )
                 if step % 5 == 0:
                     self._save(store, step, int(segment.name))
             (segment / "metrics.jsonl").write_text("".join(lines))
