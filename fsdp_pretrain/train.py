@@ -86,6 +86,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="when resuming from the checkpoint of STEP, keep weights, data position and schedules, and begin the "
         "optimiser's moments anew; without effect after later checkpoints, so it may stay in the command",
     )
+    parser.add_argument("--reason", default="", help="why this start differs from the last; for the chronicle")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -96,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         allowed = changes.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
-        terms = Terms(args.allow_fresh, allowed | lasting.keys, args.reset_optimizer)
+        terms = Terms(args.allow_fresh, allowed | lasting.keys, args.reset_optimizer, args.reason)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
@@ -232,7 +233,7 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
         device=device,
     )
     if world.is_main:
-        _tell_changes(run_dir, recorder, lasting_identity["corpora"])
+        _tell_changes(run_dir, recorder, lasting_identity["corpora"], terms.reason)
     resume = Resume(
         world=world,
         run=run_dir,
@@ -279,12 +280,13 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
     return outcome
 
 
-def _tell_changes(run_dir: RunDir, recorder: Recorder, corpora: dict[str, str]) -> None:
-    """Say what is not as it was at the last start."""
+def _tell_changes(run_dir: RunDir, recorder: Recorder, corpora: dict[str, str], reason: str) -> None:
+    """Say what is not as it was at the last start, and why."""
     found = environment.compare(run_dir, recorder.number, corpora)
     if found is not None:
         last, changed = found
-        recorder.event("changed", f"since start {last}: {'; '.join(changed) or 'nothing'}", last=last, changes=changed)
+        text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])
+        recorder.event("changed", f"since start {last}: {text}", last=last, changes=changed, reason=reason)
 
 
 def _tell_ready(recorder: Recorder, config: Config, state: TrainState) -> None:

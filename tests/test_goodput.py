@@ -346,7 +346,8 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     writer = Journal(RunDir(run))
     writer.write("restart", "rank 0 died by SIGKILL")  # as the launcher says it
     writer.close()
-    lab.train(config, "optimizer.lr=2e-3", ranks=2, flags=("--allow", "optimizer.lr"))
+    flags = ("--allow", "optimizer.lr", "--reason", "it was too high")
+    lab.train(config, "optimizer.lr=2e-3", ranks=2, flags=flags)
     found = json.loads(run_command("fsdp_pretrain.cli", "goodput", run, "--json").stdout)
     states, metrics = found["states"], helpers.metrics(run)
     assert sum(states.values()) == pytest.approx(found["wall_seconds"], rel=1e-3)
@@ -366,7 +367,7 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     blocked = sum(record["seconds"]["checkpoint"] for record in metrics)
     assert sum(states[name] for name in parts) == pytest.approx(kept - blocked, abs=0.01)
     (changed,) = helpers.journal(run, "changed")
-    assert "optimizer.lr: 0.01 -> 0.002" in changed["text"]
+    assert "optimizer.lr: 0.01 -> 0.002; because: it was too high" in changed["text"]
     (stop,) = helpers.journal(run, "stop")
     assert stop["tokens"] == found["tokens"] and stop["at_risk"] == {"steps": 0, "tokens": 0}
     reached = [entry["text"].partition(",")[0] for entry in helpers.journal(run, "milestone") if entry["segment"] == 2]

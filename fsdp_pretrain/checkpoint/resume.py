@@ -33,11 +33,13 @@ class Terms:
         fresh: step 0 although there are (only invalid) checkpoints.
         changes: keys and tables of the configuration that may differ though that changes what is learned.
         reset_optimizer: step of the checkpoint from which on the optimiser begins anew.
+        reason: why this start differs from the last, for the chronicle.
     """
 
     fresh: bool = False
     changes: frozenset[str] = frozenset()
     reset_optimizer: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
