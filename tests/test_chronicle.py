@@ -14,6 +14,7 @@ from fsdp_pretrain.environment import compare
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.milestones import milestones
+from fsdp_pretrain.record.recorder import Recorder
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,3 +117,29 @@ def test_the_journal_is_searched_and_followed(
     assert "checkpoint" not in following.output()[0]
     following.signal(2)
     assert following.wait(10) == 130
+
+
+@pytest.mark.parametrize(
+    ("saved", "said", "risk"),
+    [
+        (
+            {"step": 12, "consumed": 96},
+            "5.12K tokens trained, of which 2.05K (8 steps) are in no checkpoint",
+            (8, 2048),
+        ),
+        ({"step": 20, "consumed": 160}, "5.12K tokens trained, all saved", (0, 0)),
+        (None, "5.12K tokens trained, of which 5.12K (20 steps) are in no checkpoint", (20, 5120)),
+    ],
+    ids=["some", "nothing", "all"],
+)
+def test_a_stop_says_what_is_at_risk(
+    tmp_path: Path, saved: dict[str, int] | None, said: str, risk: tuple[int, int]
+) -> None:
+    run = RunDir(tmp_path)
+    recorder = Recorder(run, run.new_segment(), name="x", console_every=1, total_steps=40)
+    recorder.status(step=20, consumed=160, tokens=5120, **({"checkpoint": saved} if saved else {}))
+    recorder.ended("exit 93: disk full", code=93)
+    recorder.close()
+    (entry,) = [json.loads(line) for line in run.journal.read_text().splitlines()]
+    assert entry["text"] == f"exit 93: disk full; {said}" and entry["code"] == 93
+    assert entry["at_risk"] == {"steps": risk[0], "tokens": risk[1]}

@@ -113,6 +113,13 @@ class Script:
         path = self.run.segment(self.number) / "exit_intent.json"
         self.write(path, {"code": code, "reason": reason, "time": stamp(self.clock)})
 
+    def hang(self, *, detect: float = 30.0, down: float = 5.0) -> None:
+        """The watchdog notices that nothing moves, and ends the start."""
+        self.spend(detect, State.DETECT)
+        self.tell("alarm", outside=True, key="hang", state="open")
+        self.spend(down, State.TEARDOWN)
+        self.intend(75, "hang")
+
     def vanish(self, *, gap: float) -> None:
         """A power cut: nothing more is written by anybody for so long."""
         self.spend(gap, State.IDLE_UNKNOWN)
@@ -215,6 +222,39 @@ def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path
 
 
 @pytest.mark.quick
+def test_the_account_of_a_fork_begins_with_it(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(50)
+    script.stop()
+    script.number += 1
+    script.join(1, "fork", run="/elsewhere")
+    script.queue(900.0)
+    script.start()
+    script.train(40)
+    found = goodput(script.run)
+    assert found is not None and found["incidents"] == []
+    assert found["wall_seconds"] == pytest.approx(15 + 40 * 2.1, abs=0.01)
+    assert found["tokens"] == 40 * BATCH * LENGTH
+    assert found["states"]["queued"] == 0 and found["states"]["step_kept"] == pytest.approx(80)
+
+
+@pytest.mark.quick
+def test_a_run_that_trains_is_accounted_for_up_to_its_last_step(tmp_path: Path, run_command: Any) -> None:
+    script = Script(tmp_path)
+    script.run.segment(1).mkdir(parents=True)
+    refused = run_command("fsdp_pretrain.cli", "goodput", tmp_path)
+    assert refused.returncode == 78 and "was never started" in refused.stderr
+    script.start()
+    assert goodput(script.run) is not None  # and no step yet
+    script.train(3)
+    script.tell("checkpoint-late", step=3)
+    found = script.check(step_kept=6.0, data_wait=0.3)
+    assert found["incidents"] == [] and found["mtti_seconds"] is None and found["interval"]["seconds"] is None
+    assert "MTTI" not in render(found)
+
+
+@pytest.mark.quick
 def test_lost_lines_of_the_record_are_a_gap_not_an_error(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.start()
@@ -293,7 +333,7 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
             script.save(stall=rng.choice([0.0, 2.0]))
         script.train(rng.randrange(1, 10))
         told = ""
-        match rng.randrange(5):
+        match rng.randrange(6):
             case 0:
                 script.kill(detect=rng.uniform(0.1, 9))
                 told = "restart"
@@ -306,6 +346,9 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
                 told = "launch"
             case 3:
                 script.vanish(gap=rng.uniform(0, 900))
+            case 4:
+                script.hang(detect=rng.uniform(1, 90), down=rng.uniform(0, 9))
+                script.queue(rng.uniform(0, 900))
             case _:
                 script.stop()
                 script.queue(10.0)

@@ -99,6 +99,7 @@ TORCH_FREE = [
     "fsdp_pretrain.config_reference",
     "fsdp_pretrain.checkpoint.store",
     "fsdp_pretrain.record.aim",
+    "fsdp_pretrain.record.goodput",
     "fsdp_pretrain.record.recorder",
     "fsdp_pretrain.watchdog.detector",
     "data.cli",
