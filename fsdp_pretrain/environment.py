@@ -29,6 +29,7 @@ from .errors import UserError
 from .mesh import World
 from .record.claim import process_start
 from .record.files import RunDir, now, read_json, replace_file, stamp
+from .record.lineage import LINEAGE
 
 _RECORDED_VARIABLES = (
     "CUDA_",
@@ -110,7 +111,7 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:
-    """What is not as it was at the start before; notes the corpora, so that the next start can compare them too.
+    """What is not as it was at the last start that went through. Notes the corpora, for the next start to compare.
 
     Args:
         run: the run directory.
@@ -122,7 +123,8 @@ def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, lis
     """
     with contextlib.suppress(OSError):  # a full disk must not stop a start here
         replace_file(run.segment(number) / _CORPORA, json.dumps(corpora, indent=1) + "\n")
-    started = [int(path.name) for path in run.segments if (path / "environment.json").exists()]
+    went_through = (path for path in run.segments if (path / LINEAGE).exists())
+    started = [int(path.name) for path in went_through if (path / "environment.json").exists()]
     last = max((other for other in started if other < number), default=None)
     if last is None:
         return None
@@ -132,7 +134,7 @@ def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, lis
     found += differences(_versions(before), _versions(after))
     found += _code(before.get("git") or {}, after.get("git") or {})
     found += differences(_variables(before), _variables(after), "environment")
-    known = read_json(run.segment(last) / _CORPORA)  # a start that was refused before it opened its data has none
+    known = read_json(run.segment(last) / _CORPORA)  # none if its disk was full
     return last, found + (differences(known, corpora, "corpora") if known is not None else [])
 
 

@@ -232,8 +232,6 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
         shards=world.shards,
         device=device,
     )
-    if world.is_main:
-        _tell_changes(run_dir, recorder, lasting_identity["corpora"], terms.reason)
     resume = Resume(
         world=world,
         run=run_dir,
@@ -245,6 +243,8 @@ def _train(config: Config, world: World, run_dir: RunDir, recorder: Recorder, lo
         terms=terms,
     )
     resumed = resume()
+    if world.is_main:
+        _tell_changes(run_dir, recorder, lasting_identity["corpora"], terms.reason)
     state = resumed.state
     world.decide(lambda: _join_line(run_dir, recorder.number, resumed.parent, state))
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))

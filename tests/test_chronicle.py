@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_pretrain.config import load
 from fsdp_pretrain.environment import compare
+from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.milestones import milestones
@@ -31,6 +32,7 @@ def segment(run: RunDir, number: int, *overrides: str, **environment: Any) -> No
         "world": {"size": 16, "replicas": 2, "shards": 8}, "variables": {"NCCL_IB_TIMEOUT": "22", "SLURM_JOB_ID": "7"},
     }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps({**usual, **environment}))
+    lineage.record(folder, parent=number - 1 or None, step=0, kind="start")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_a_start_says_what_is_not_as_it_was(
     run = RunDir(tmp_path)
     segment(run, 1)
     assert compare(run, 1, {"web": "f1"}) is None
-    (run.segment(2) / "config.toml").parent.mkdir()  # a rollback between: no start
+    lineage.record(run.segment(2), parent=1, step=0, kind="rollback")  # no start
     segment(run, 3, *overrides, **environment)
     found = compare(run, 3, {"web": "f1"})
     assert found is not None and found[0] == 1 and len(found[1]) == len(said), found
@@ -109,12 +111,13 @@ def test_the_journal_is_searched_and_followed(
     assert kinds("--since", "2100-01-01") == []
     refused = run_command(CLI, "journal", tmp_path, "--since", "yesterday")
     assert refused.returncode == 2 and "neither a time" in refused.stderr
-    following = start_command(CLI, "journal", tmp_path, "--follow", "--kind", "alarm")
+    out = tmp_path / "out"
+    following = start_command(CLI, "journal", tmp_path, "--follow", "--kind", "alarm", log=out)
     writer.write("alarm", "first")
-    helpers.wait_for(lambda: "first" in following.output()[0], what="the first alarm")
+    helpers.wait_for(lambda: out.exists() and "first" in out.read_text(), what="the first alarm")
     writer.write("alarm", "second")
-    helpers.wait_for(lambda: "second" in following.output()[0], what="the second alarm")
-    assert "checkpoint" not in following.output()[0]
+    helpers.wait_for(lambda: "second" in out.read_text(), what="the second alarm")
+    assert "checkpoint" not in out.read_text()
     following.signal(2)
     assert following.wait(10) == 130
 
