@@ -89,6 +89,9 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     assert sorted(p.name[:13] for p in (run / "evals").rglob("step-*")) == [f"step-{n:08d}" for n in (6, 12, 18)]
     assert not (run / "evals/step-00000018").exists()
     assert [r["step"] for r in helpers.metrics(run)] == list(range(1, 13))  # at once, not at the next start
+    (entry,) = helpers.journal(run, "rollback")
+    assert entry["lost"] == {"steps": 12, "tokens": 12 * 8 * 32} and entry["reason"] == "spike" and entry["by"]
+    assert "optimizer.lr: 0.01 -> 0.005" in entry["changes"]
     shown = run_command(CLI, "status", run)
     assert shown.returncode == 1 and "back to step 12" in shown.stdout and "optimizer.lr=0.005" in shown.stdout
 
