@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import time
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+
+from tqdm import tqdm
 
 from data.opening import data_at
 
@@ -16,10 +22,11 @@ from .console import Command, byte_count
 from .control import VERBS, send
 from .errors import ConfigError
 from .fork import fork
-from .record import aim, journal
-from .record.files import RunDir
+from .record import aim, goodput, journal
+from .record.files import RunDir, stamp
 from .rollback import rollback
 from .status import inspect, render
+from .units import Seconds
 
 
 def main() -> int:
@@ -108,15 +115,37 @@ def main() -> int:
     parser.add_argument("--ids", action="store_true", help="show the token ids, the last of which is only a label")
     parser.add_argument("--json", action="store_true", help="one JSON object per step, each on its line")
 
-    parser = command.verb("journal", _journal, "The chronicle of a run.", "fsdp-pretrain journal runs/quickstart/run")
+    parser = command.verb(
+        "journal",
+        _journal,
+        "The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes.",
+        "fsdp-pretrain journal runs/quickstart/run --kind changed --kind stop --since '24 h'",
+    )
     _add_run(parser)
+    parser.add_argument("--kind", action="append", help="only entries of this kind, such as stop; repeatable")
+    parser.add_argument(
+        "--since", type=_since, metavar="TIME", help="only entries after a UTC time (2026-06-01T12:00) or within '24 h'"
+    )
+    parser.add_argument("--follow", action="store_true", help="go on with what is added, until interrupted")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
+
+    parser = command.verb(
+        "goodput",
+        _goodput,
+        "Where the time of a run went, as its record shows: every second in one state, interruptions and their cost, "
+        "and how often to save.",
+        "fsdp-pretrain goodput runs/quickstart/run",
+    )
+    _add_run(parser)
+    parser.add_argument("--json", action="store_true")
 
     parser = command.verb(
         "note", _note, "Add a line to the chronicle.", 'fsdp-pretrain note runs/quickstart/run "new switch"'
     )
     _add_run(parser)
     parser.add_argument("text")
+    parser.add_argument("--step", type=_positive, help="that it is about")
+    parser.add_argument("--author", default=journal.who(), help="who says so (default: you)")
 
     parser = command.verb(
         "aim",
@@ -261,14 +290,34 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _journal(args: argparse.Namespace) -> int:
-    for entry in journal.read(args.run):
-        print(json.dumps(entry) if args.json else journal.render(entry))
+    for entry in journal.follow(args.run) if args.follow else journal.read(args.run):
+        if (args.kind is None or entry["kind"] in args.kind) and (args.since is None or entry["time"] >= args.since):
+            print(json.dumps(entry) if args.json else journal.render(entry), flush=args.follow)
+    return 0
+
+
+def _since(text: str) -> str:
+    """A place in time as the journal writes it. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        return stamp(time.time() - Seconds.parse(text).value)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a time such as 2026-06-01T12:00 nor '24 h'") from None
+    return stamp((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+
+
+def _goodput(args: argparse.Namespace) -> int:
+    found = goodput.goodput(args.run, partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None))
+    if found is None:
+        raise ConfigError(f"{args.run.path} was never started")
+    print(json.dumps(found, indent=1) if args.json else goodput.render(found))
     return 0
 
 
 def _note(args: argparse.Namespace) -> int:
     writer = journal.Journal(args.run)
-    writer.write("note", args.text)
+    writer.write("note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
     writer.close()
     return 0
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from .record.files import RunDir, now, read_json, replace_file
+from .record.journal import who
 
 VERBS = ("stop", "save")
 _POLL_INTERVAL = 0.5
@@ -25,7 +26,7 @@ def send(run: RunDir, verb: str) -> None:
     name = f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
     replace_file(
         run.control / name,
-        json.dumps({"verb": verb, "time": now(), "by": os.environ.get("USER", "?")}) + "\n",
+        json.dumps({"verb": verb, "time": now(), "by": who()}) + "\n",
     )
 
 

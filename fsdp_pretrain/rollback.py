@@ -20,7 +20,10 @@ from .checkpoint.stores import stores
 from .errors import ConfigError, StorageError
 from .record import journal, lineage
 from .record.files import RunDir, now, read_json, replace_file
+from .record.journal import who
 from .record.lock import hold
+from .record.metrics import left_behind
+from .units import human_count
 
 _STEP = re.compile(r"^step-(\d{8,})$")
 
@@ -100,7 +103,10 @@ def _intent(
     """Everything that `finish` needs to know."""
     step, segments = branch.state.step, run.segments
     said = sentence(report, reason)
+    length = branch.after.data.sequence_length
+    lost = left_behind(run, step, branch.state.consumed * length)
     text = f"back to step {step:_}" + (f"; {said}" if said else "")
+    text += f"; {lost[0]:_} steps ({human_count(lost[1])} tokens) are left" if lost[0] else ""
     moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report["abandoned"])
     return {
         "id": uuid.uuid4().hex[:8],
@@ -111,6 +117,8 @@ def _intent(
         "aside": [*report["abandoned"], *(str(run.evals / name) for name in _later(run.evals, step))],
         "overrides": branch.overrides.to_toml(),
         "config": branch.after.to_toml(),
+        "lost": {"steps": lost[0], "tokens": lost[1]},
+        "by": who(),
         "text": text + (f"; checkpoints {moved} were moved to abandoned/ beside them" if moved else ""),
         "status": status_at(branch, text),
     }
@@ -124,7 +132,7 @@ def status_at(branch: Branch, text: str) -> dict[str, Any]:
         "tokens": branch.state.consumed * branch.after.data.sequence_length,
         "total_steps": branch.after.schedule.steps,
         "loss": None,
-        "checkpoint": {"step": branch.state.step, "verified": True},
+        "checkpoint": {"step": branch.state.step, "consumed": branch.state.consumed, "verified": True},
         "exit_intent": {"code": 75, "reason": text},
         "overrides": str(branch.overrides),
     }
@@ -187,6 +195,14 @@ def _tell(run: RunDir, intent: dict[str, Any]) -> None:
     writer = journal.Journal(run, intent["segment"])
     step = intent["lineage"]["step"]
     writer.write(
-        "rollback", intent["text"], step=step, rollback=intent["id"], abandoned=intent["lineage"]["report"]["abandoned"]
+        "rollback",
+        intent["text"],
+        step=step,
+        rollback=intent["id"],
+        lost=intent["lost"],
+        abandoned=intent["lineage"]["report"]["abandoned"],
+        changes=intent["lineage"]["report"]["changes"],
+        reason=intent["lineage"]["reason"],
+        by=intent["by"],
     )
     writer.close()

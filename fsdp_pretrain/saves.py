@@ -224,7 +224,8 @@ class Saves:
         if saved.deleted:
             names = ", ".join(map(str, saved.deleted))
             self._recorder.event("checkpoint-deleted", f"by the retention policy: step {names}")
-        self._recorder.status(force=True, checkpoint={"step": step, "verified": saved.checkpoint.verified})
+        state = {"step": step, "consumed": facts.get("consumed"), "verified": saved.checkpoint.verified}
+        self._recorder.status(force=True, checkpoint=state)
         self._after_save(saved)
 
 

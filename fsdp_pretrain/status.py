@@ -14,6 +14,8 @@ import psutil
 from .checkpoint.stores import stores
 from .config import load
 from .errors import UserError
+from .record import goodput
+from .record.attempts import unread_bytes
 from .record.files import RunDir, now, read_json, replace_file
 from .units import human_bytes, human_count, human_time
 
@@ -21,6 +23,8 @@ OK, WARN, ALERT = 0, 1, 2
 _ENDED = ("complete", "stopped", "failed")
 _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
+_LARGEST_RECORD = 32 * 2**20
+"""Bytes of new metrics that are read for one line: a second or two."""
 
 
 @dataclass
@@ -68,6 +72,7 @@ def inspect(run: RunDir) -> Report:
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _look_at_checkpoints(report, run, status)
     _look_at_progress(report, run, status)
+    _look_at_goodput(report, run)
     return report
 
 
@@ -171,6 +176,19 @@ def _look_at_progress(report: Report, run: RunDir, status: dict[str, Any]) -> No
         replace_file(run.path / _LAST_LOOK, f'{{"step": {step}, "time": "{now()}"}}\n')
 
 
+def _look_at_goodput(report: Report, run: RunDir) -> None:
+    """Where the time went, if that is soon read."""
+    size = unread_bytes(run)
+    found = goodput.goodput(run) if size <= _LARGEST_RECORD else None
+    if found is not None:
+        report.facts["goodput"] = {key: found[key] for key in ("goodput", "runtime_goodput", "ettr", "tokens_per_day")}
+        report.facts["goodput"]["line"] = goodput.headline(found)
+    elif size > _LARGEST_RECORD:
+        report.facts["goodput"] = {
+            "line": f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
+        }
+
+
 def render(report: Report) -> str:
     """The report on one screen."""
     facts = report.facts
@@ -209,6 +227,8 @@ def render(report: Report) -> str:
         )
     elif "verified_checkpoint" in facts:
         lines.append("  checkpoint  none verified yet")
+    if facts.get("goodput"):
+        lines.append(f"  time        {facts['goodput']['line']}")
     if facts.get("overrides"):
         lines.append(f"  overrides   {facts['overrides']}")
     names = {WARN: "WARN", ALERT: "ALERT"}

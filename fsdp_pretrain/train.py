@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
 from eval import jobs
 
-from . import __version__, changes, mesh, models, optim, overrides, parallel, plan, throughput
+from . import changes, environment, mesh, models, optim, overrides, parallel, plan, throughput
 from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook
 from .checkpoint.manager import Manager
@@ -39,28 +39,17 @@ from .errors import ConfigError, Exit, StorageError, UserError
 from .mesh import World
 from .overrides import Overrides, load_run
 from .record import aim, lineage
-from .record.files import RunDir, now, read_json, replace_file
+from .record.files import RunDir, read_json, replace_file, seconds_of
 from .record.lock import RunLock
+from .record.milestones import milestones
 from .record.recorder import Recorder, Silent, write_exit_intent
 from .rollback import finish
 from .saves import Saves
 from .state import TrainState, identity
 from .trainer import Trainer
-from .units import human_count
+from .units import human_count, human_time
 from .watchdog.heart import Heart, Watched
 from .watchdog.page import Phase
-
-_RECORDED_VARIABLES = (
-    "CUDA_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH",
-    "PYTORCH",
-    "OMP_",
-    "SLURM_JOB",
-    "SLURM_NODE",
-    "SLURM_PROCID",
-)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -100,6 +89,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="when resuming from the checkpoint of STEP, keep weights, data position and schedules, and begin the "
         "optimiser's moments anew; without effect after later checkpoints, so it may stay in the command",
     )
+    parser.add_argument("--reason", default="", help="why this start differs from the last; for the chronicle")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -110,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         allowed = changes.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
-        terms = Terms(args.allow_fresh, allowed | lasting.keys, args.reset_optimizer)
+        terms = Terms(args.allow_fresh, allowed | lasting.keys, args.reset_optimizer, args.reason)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
@@ -190,14 +180,14 @@ def _record_end(run_dir: RunDir, segment: Path, recorder: Recorder, train: Calla
         outcome = train()
     except UserError as error:
         write_exit_intent(run_dir, segment, int(error.exit), error.cause)
-        recorder.event("stop", f"exit {int(error.exit)}: {error.cause}", code=int(error.exit))
+        recorder.ended(f"exit {int(error.exit)}: {error.cause}", code=int(error.exit))
         recorder.status(force=True, state="failed", exit_intent={"code": int(error.exit), "reason": error.cause})
         recorder.close()
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         write_exit_intent(run_dir, segment, int(Exit.UNEXPECTED), reason)
-        recorder.event("stop", f"unexpected {reason}", code=int(Exit.UNEXPECTED))
+        recorder.ended(f"unexpected {reason}", code=int(Exit.UNEXPECTED))
         recorder.status(force=True, state="failed", exit_intent={"code": int(Exit.UNEXPECTED), "reason": reason})
         recorder.close()
         raise
@@ -288,6 +278,8 @@ def _train(
         terms=terms,
     )
     resumed = resume()
+    if world.is_main:
+        _tell_changes(run_dir, recorder, lasting_identity["corpora"], terms.reason)
     state = resumed.state
     world.decide(lambda: _join_line(run_dir, recorder.number, resumed.parent, state))
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
@@ -316,11 +308,38 @@ def _train(
         heart=heart,
         beside=after_save.at_work,
     )
+    if world.is_main:
+        _tell_ready(recorder, config, state)
     outcome = trainer.run()
     _say_end(outcome, trainer, run_dir, recorder, inbox)
     if follower is not None:
         aim.finish_follower(run_dir, follower)
     return outcome
+
+
+def _tell_changes(run_dir: RunDir, recorder: Recorder, corpora: dict[str, str], reason: str) -> None:
+    """Say what is not as it was at the last start, and why."""
+    found = environment.compare(run_dir, recorder.number, corpora)
+    if found is not None:
+        last, changed = found
+        text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])
+        recorder.event("changed", f"since start {last}: {text}", last=last, changes=changed, reason=reason)
+
+
+def _tell_ready(recorder: Recorder, config: Config, state: TrainState) -> None:
+    """Say how long it took to get here: the first step begins now."""
+    begun = read_json(recorder.segment / "environment.json") or {}
+    launched, connected = seconds_of(begun.get("launched")), seconds_of(begun.get("time"))
+    if launched is not None and connected is not None:
+        loaded = time.time() - connected
+        recorder.event(
+            "ready",
+            f"{human_time(connected - launched)} until all ranks had met, {human_time(loaded)} to build and load",
+            step=state.step,
+            connect_seconds=connected - launched,
+            load_seconds=loaded,
+        )
+    recorder.watch_for(milestones(config), state.consumed)
 
 
 def _preflight(config: Config, world: World, parameters: int) -> None:
@@ -335,7 +354,7 @@ def _say_end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorde
     reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({inbox.take().reason or 'another rank'})"
     state = "complete" if outcome is Exit.COMPLETE else "stopped"
     step = trainer.state.step
-    recorder.event("stop", f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
+    recorder.ended(f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
     recorder.status(force=True, state=state, exit_intent={"code": int(outcome), "reason": reason})
     if trainer.world.is_main:
         write_exit_intent(run_dir, recorder.segment, int(outcome), reason)
@@ -358,44 +377,10 @@ def _open_segment(run_dir: RunDir, config: Config, world: World, hosts: list[str
     try:
         segment = run_dir.new_segment()
         replace_file(segment / "config.toml", config.to_toml())
-        replace_file(segment / "environment.json", json.dumps(_environment(world, hosts), indent=1) + "\n")
+        replace_file(segment / "environment.json", json.dumps(environment.describe(world, hosts), indent=1) + "\n")
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {run_dir.path}: {error.strerror}") from None
     return segment
-
-
-def _environment(world: World, hosts: list[str]) -> dict[str, Any]:
-    variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
-    return {
-        "time": now(),
-        "command": sys.argv,
-        "directory": str(Path.cwd()),
-        "host": socket.gethostname(),
-        "hosts": list(dict.fromkeys(hosts)),
-        "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
-        "device": throughput.device_name(world.device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fsdp_pretrain": __version__,
-        "git": _git_state(),
-        "variables": variables,
-    }
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Commit of this program's checkout and whether it was changed; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    try:
-        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            ["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return {
-        "commit": commit.stdout.strip(),
-        "changed": sorted(line[3:] for line in changed.stdout.splitlines())[:50],
-    }
 
 
 def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:

@@ -89,6 +89,9 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     assert sorted(p.name[:13] for p in (run / "evals").rglob("step-*")) == [f"step-{n:08d}" for n in (6, 12, 18)]
     assert not (run / "evals/step-00000018").exists()
     assert [r["step"] for r in helpers.metrics(run)] == list(range(1, 13))  # at once, not at the next start
+    (entry,) = helpers.journal(run, "rollback")
+    assert entry["lost"] == {"steps": 12, "tokens": 12 * 8 * 32} and entry["reason"] == "spike" and entry["by"]
+    assert "optimizer.lr: 0.01 -> 0.005" in entry["changes"]
     shown = run_command(CLI, "status", run)
     assert shown.returncode == 1 and "back to step 12" in shown.stdout and "optimizer.lr=0.005" in shown.stdout
 
@@ -360,7 +363,9 @@ class Simulation:
             for _ in range(self.rng.randrange(1, 13)):
                 step, self.marks = step + 1, self.marks + 1
                 self.kept.append((step, self.marks))
-                lines.append(json.dumps({"step": step, "cursor": step * 8, "mark": self.marks}) + "\n")
+                lines.append(
+                    json.dumps({"step": step, "cursor": step * 8, "tokens": step * 256, "mark": self.marks}) + "\n"
+                )
                 if step % 5 == 0:
                     self._save(store, step, int(segment.name))
             (segment / "metrics.jsonl").write_text("".join(lines))

@@ -16,8 +16,10 @@ from ..mesh import World
 from ..parallel import compute_dtype
 from ..record import lineage
 from ..record.files import RunDir
+from ..record.metrics import left_behind
 from ..record.recorder import Recorder
 from ..state import TrainState, forbidden
+from ..units import human_count
 from . import dcp
 from .store import CONFIG, Checkpoint, Store
 from .stores import stores
@@ -31,11 +33,13 @@ class Terms:
         fresh: step 0 although there are (only invalid) checkpoints.
         changes: keys and tables of the configuration that may differ though that changes what is learned.
         reset_optimizer: step of the checkpoint from which on the optimiser begins anew.
+        reason: why this start differs from the last, for the chronicle.
     """
 
     fresh: bool = False
     changes: frozenset[str] = frozenset()
     reset_optimizer: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,9 @@ class Resume:
             self._mesh(content["world"]),
             f"state digest {loaded.digest} as saved",
         ]
+        length = self._config.data.sequence_length
+        lost = world.decide(lambda: left_behind(self._run, state.step, state.consumed * length))
+        parts += [f"{lost[0]:_} steps ({human_count(lost[1])} tokens) after it are lost"] if lost[0] else []
         parts += [f"changed: {'; '.join(changed)}"] if changed else []
         parts += [f"declared: {'; '.join(declared)}"] if declared else []
         self._recorder.event(
@@ -151,7 +158,9 @@ class Resume:
             changed=changed,
             declared=declared,
             passed_over=passed_over,
+            lost={"steps": lost[0], "tokens": lost[1]},
         )
+        self._recorder.status(checkpoint={"step": state.step, "consumed": state.consumed, "verified": True})
         return Resumed(state, world.decide(checkpoint.manifest).get("segment"))
 
     # ------------------------------------------------------------------ may it go on?

@@ -177,13 +177,13 @@ def read_lines(path: Path, offset: int = 0, holding: bytes = b"") -> Iterator[tu
                 yield record, offset
 
 
-def replace_file(path: Path, content: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file atomically and durably. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(content)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -202,4 +202,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def now() -> str:
     """UTC time for the record, to the millisecond."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return stamp(time.time())
+
+
+def stamp(seconds: float) -> str:
+    """Seconds since 1970 as the record writes a time."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def seconds_of(stamp: Any) -> float | None:
+    """A time of the record as seconds since 1970; None if it is none."""
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except (TypeError, ValueError):
+        return None

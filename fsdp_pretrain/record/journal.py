@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import socket
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from .files import AppendFile, RunDir, now, read_lines
+
+_POLL_SECONDS = 0.5
 
 
 class Journal:
@@ -47,12 +52,31 @@ class Journal:
         self._chronicle.close()
 
 
+def who() -> str:
+    """The user who runs this command, for entries that tell of a person's decision."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an id without a name, as in containers
+        return str(os.getuid())
+
+
 def render(entry: dict[str, Any]) -> str:
     """An entry as a line of the chronicle."""
     step = f" (step {entry['step']:,})" if isinstance(entry.get("step"), int) else ""
-    return f"- {entry['time'][:19].replace('T', ' ')} **{entry['kind']}**{step} {entry['text']}"
+    by = f" ({entry['by']})" if entry.get("by") else ""
+    return f"- {entry['time'][:19].replace('T', ' ')} **{entry['kind']}**{step} {entry['text']}{by}"
 
 
 def read(run: RunDir) -> list[dict[str, Any]]:
     """All entries, oldest first."""
     return [entry for entry, _ in read_lines(run.journal)]
+
+
+def follow(run: RunDir) -> Iterator[dict[str, Any]]:
+    """All entries, and then those that are added, for ever."""
+    offset = 0
+    while True:
+        for entry, behind in read_lines(run.journal, offset):
+            offset = behind
+            yield entry
+        time.sleep(_POLL_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -50,3 +51,32 @@ def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
             if record["step"] > max(part.after, last):
                 last = record["step"]
                 yield record
+
+
+def last_record(run: RunDir, segment: int) -> dict[str, Any] | None:
+    """The last whole metrics record of a segment, read from the end of its file; None if it has none."""
+    path = run.segment(segment) / "metrics.jsonl"
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 65_536))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            return record
+    return None
+
+
+def left_behind(run: RunDir, step: int, tokens: int) -> tuple[int, int]:
+    """(steps, tokens) that the newest line trained after a step, at which so many tokens had been trained."""
+    head = max((node.segment for node in lineage.nodes(run)), default=None)
+    record = None if head is None else last_record(run, head)
+    if record is None or record["step"] <= step:
+        return 0, 0
+    return record["step"] - step, record["tokens"] - tokens

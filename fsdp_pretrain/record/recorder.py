@@ -46,6 +46,7 @@ class Recorder:
         }
         self._status_written = -math.inf
         self._steps_shown = 0
+        self._ahead: list[tuple[int, str]] = []
 
     def say(self, text: str) -> None:
         """A line on the console and in the segment's log."""
@@ -84,6 +85,28 @@ class Recorder:
             tokens_per_second=record["tokens_per_second"],
             mfu=record["mfu"],
         )
+
+        while self._ahead and self._ahead[0][0] <= record["consumed"]:
+            loss = mean_loss(record)
+            self.event("milestone", f"{self._ahead.pop(0)[1]}, loss {loss:.4f}", step=step, tokens=record["tokens"])
+
+    def watch_for(self, milestones: list[tuple[int, str]], consumed: int) -> None:
+        """Note in the journal when these places, (consumed samples, text), are passed; not those behind."""
+        self._ahead = [place for place in milestones if place[0] > consumed]
+
+    def ended(self, text: str, *, code: int, **facts: Any) -> None:
+        """The journal entry of an end, with what had been trained and what of it is in no checkpoint."""
+        status, saved = self._status, self._status.get("checkpoint") or {}
+        if status.get("step"):
+            tokens, behind = status["tokens"], status["step"] - (saved.get("step") or 0)
+            risk = round(tokens * (1 - (saved.get("consumed") or 0) / status["consumed"]))
+            text += f"; {human_count(tokens)} tokens trained" + (
+                f", of which {human_count(risk)} ({behind:_} steps) are in no checkpoint"
+                if behind > 0
+                else ", all saved"
+            )
+            facts |= {"tokens": tokens, "at_risk": {"steps": behind, "tokens": risk}}
+        self.event("stop", text, code=code, **facts)
 
     def status(self, *, force: bool = False, **fields: Any) -> None:
         """Update `status.json`, at most once a second unless forced."""
@@ -130,6 +153,12 @@ class Silent(Recorder):
         """Nothing."""
 
     def status(self, *, force: bool = False, **fields: Any) -> None:
+        """Nothing."""
+
+    def watch_for(self, milestones: list[tuple[int, str]], consumed: int) -> None:
+        """Nothing."""
+
+    def ended(self, text: str, *, code: int, **facts: Any) -> None:
         """Nothing."""
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from .alarms import Alarm, Severity
 
 _CAUSES: dict[str, frozenset[str]] = {
     "hang": frozenset({"pace", "straggler", "checkpoint-age", "data-wait"}),
-    "rank-dead": frozenset({"hang", "pace", "straggler", "checkpoint-age", "data-wait"}),
+    "rank-died": frozenset({"hang", "pace", "straggler", "checkpoint-age", "data-wait"}),
     "disk": frozenset({"checkpoint-speed", "checkpoint-failed"}),
 }
 """What an open alarm of a detector keeps from being told."""

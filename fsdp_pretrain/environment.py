@@ -1,0 +1,170 @@
+"""What a start runs on and with: hosts, devices, versions, the state of the code. For the record, and to be compared.
+
+Most of what goes wrong after a restart is something that nobody meant to change. So every start writes this down, and
+the chronicle says what is not as it was at the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from . import __version__, throughput
+from .changes import changes, differences
+from .config import load
+from .errors import UserError
+from .mesh import World
+from .record.claim import process_start
+from .record.files import RunDir, now, read_json, replace_file, stamp
+from .record.lineage import LINEAGE
+
+_RECORDED_VARIABLES = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "PYTORCH",
+    "OMP_",
+    "SLURM_JOB",
+    "SLURM_NODE",
+    "SLURM_PROCID",
+)
+_COMPARED = ("world", "device", "python", "torch", "cuda", "nccl", "driver", "fsdp_pretrain")
+_ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$")
+_SHOWN_HOSTS = 20
+_CORPORA = "corpora.json"
+
+
+def describe(world: World, hosts: list[str]) -> dict[str, Any]:
+    """The content of a segment's `environment.json`; `hosts`: of every rank, in rank order."""
+    variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
+    return {
+        "time": now(),
+        "launched": stamp(_launched()),
+        "command": sys.argv,
+        "directory": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "hosts": dict(sorted(Counter(hosts).items())),
+        "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
+        "device": throughput.device_name(world.device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": _nccl(),
+        "driver": _driver(),
+        "fsdp_pretrain": __version__,
+        "git": _git_state(),
+        "variables": variables,
+    }
+
+
+def _launched() -> float:
+    """When this process began, seconds since 1970. The time of boot that psutil adds is known to the second only."""
+    started = process_start(os.getpid())
+    if started is None or not hasattr(time, "CLOCK_BOOTTIME") or not Path("/proc/self/stat").exists():
+        return psutil.Process().create_time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+
+
+def _nccl() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA kernel driver; None without one."""
+    try:
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return match[0] if match else None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of this program's checkout and whether it was changed; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            ["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {
+        "commit": commit.stdout.strip(),
+        "changed": sorted(line[3:] for line in changed.stdout.splitlines())[:50],
+    }
+
+
+def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:
+    """What is not as it was at the last start that went through. Notes the corpora, for the next start to compare.
+
+    Args:
+        run: the run directory.
+        number: of this start's segment.
+        corpora: fingerprint of every source.
+
+    Returns:
+        (segment of the last start, `what: old -> new` each); None if this is the first.
+    """
+    with contextlib.suppress(OSError):  # a full disk must not stop a start here
+        replace_file(run.segment(number) / _CORPORA, json.dumps(corpora, indent=1) + "\n")
+    went_through = (path for path in run.segments if (path / LINEAGE).exists())
+    started = [int(path.name) for path in went_through if (path / "environment.json").exists()]
+    last = max((other for other in started if other < number), default=None)
+    if last is None:
+        return None
+    before, after = (read_json(run.segment(n) / "environment.json") or {} for n in (last, number))
+    found = _configuration(run, last, number)
+    found += _hosts(before.get("hosts") or {}, after.get("hosts") or {})
+    found += differences(_versions(before), _versions(after))
+    found += _code(before.get("git") or {}, after.get("git") or {})
+    found += differences(_variables(before), _variables(after), "environment")
+    known = read_json(run.segment(last) / _CORPORA)  # none if its disk was full
+    return last, found + (differences(known, corpora, "corpora") if known is not None else [])
+
+
+def _versions(environment: dict[str, Any]) -> dict[str, Any]:
+    return {key: environment.get(key) for key in _COMPARED}
+
+
+def _variables(environment: dict[str, Any]) -> dict[str, str]:
+    return {key: value for key, value in environment.get("variables", {}).items() if not _ALWAYS_NEW.match(key)}
+
+
+def _configuration(run: RunDir, last: int, number: int) -> list[str]:
+    try:
+        old, new = (load(run.segment(n) / "config.toml") for n in (last, number))
+    except UserError as error:  # written by another version of this program
+        return [f"the configuration of segment {last} cannot be compared: {error.cause.splitlines()[0]}"]
+    return [change.text for change in changes(old, new)]
+
+
+def _hosts(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    found = []
+    for word, names in (("gone", [*before.keys() - after.keys()]), ("new", [*after.keys() - before.keys()])):
+        if names:
+            more = f" and {len(names) - _SHOWN_HOSTS} more" if len(names) > _SHOWN_HOSTS else ""
+            found.append(f"hosts {word}: {', '.join(sorted(names)[:_SHOWN_HOSTS])}{more}")
+    return found
+
+
+def _code(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    found = differences({"commit": before.get("commit")}, {"commit": after.get("commit")}, "code")
+    if before.get("changed") != after.get("changed"):
+        found.append(f"code changed beyond the commit: {', '.join(after.get('changed') or []) or 'nothing any more'}")
+    return found

@@ -1,0 +1,418 @@
+"""Where the time of a run went: exactly one state at any instant, as a pure function of the record.
+
+Goodput is the share of the wall clock that is left of the run's final weights: steps on the kept line, at the pace the
+run has shown to be possible. Everything else has a name. What a start trained and a later one went back behind is
+lost, with the waits and saves it contained; it is known only afterwards, so the account of a run changes backwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import load
+from ..errors import UserError
+from ..units import human_count, human_time
+from .attempts import Attempt, Column, History, kept_steps, left_by, read_history
+from .files import RunDir, stamp
+
+_WARMUP_STEPS = 20
+"""Steps of a start whose excess over the reference is its warming up, not slowness."""
+_REFERENCE_STEPS = 512
+
+
+class State(StrEnum):
+    """What a run is doing; the values are the names in the JSON account."""
+
+    QUEUED = "queued"
+    LAUNCH = "launch"
+    LOAD = "load"
+    WARMUP = "warmup"
+    STEP_KEPT = "step_kept"
+    STEP_SLOW = "step_slow"
+    STEP_SKIPPED = "step_skipped"
+    DATA_WAIT = "data_wait"
+    CKPT_BLOCK = "ckpt_block"
+    EVAL = "eval"
+    LOST = "lost"
+    DETECT = "detect"
+    TEARDOWN = "teardown"
+    IDLE_UNKNOWN = "idle_unknown"
+
+
+MEANING = {
+    State.QUEUED: "between starts, waiting for the scheduler or a person",
+    State.LAUNCH: "from the launch until all ranks had met",
+    State.LOAD: "building, reading the checkpoint back, loading",
+    State.WARMUP: "what the first steps of a start took too long",
+    State.STEP_KEPT: "steps on the kept line, at the reference pace",
+    State.STEP_SLOW: "what they took beyond it",
+    State.STEP_SKIPPED: "steps whose update was skipped",
+    State.DATA_WAIT: "waiting for data",
+    State.CKPT_BLOCK: "waiting for saves",
+    State.EVAL: "evaluation inside training",
+    State.LOST: "steps that a resume or rollback went back behind",
+    State.DETECT: "from the last progress until the end was declared",
+    State.TEARDOWN: "from there until it was over",
+    State.IDLE_UNKNOWN: "gaps that nothing in the record explains",
+}
+_RECOVERY = (State.DETECT, State.TEARDOWN, State.IDLE_UNKNOWN, State.LAUNCH, State.LOAD, State.WARMUP)
+
+
+@dataclass
+class Incident:
+    """An unplanned end of a start, or a rollback, until the first step after it.
+
+    Attributes:
+        segment: the start that ended.
+        step: its last step.
+        time: of its last progress, seconds since 1970.
+        kind: `failure` or `rollback`.
+        cause: why, as recorded.
+        states: seconds by state until the next first step was done, and LOST.
+        lost_steps, lost_tokens: trained by it or before it, and not kept.
+        over: whether training went on.
+    """
+
+    segment: int
+    step: int
+    time: float
+    kind: str
+    cause: str
+    states: dict[State, float] = field(default_factory=dict)
+    lost_steps: int = 0
+    lost_tokens: int = 0
+    over: bool = False
+
+    @property
+    def recovery(self) -> float:
+        """Seconds from the last progress until training went on, without the scheduler's queue."""
+        return sum(self.states.get(state, 0.0) for state in _RECOVERY)
+
+    @property
+    def cost(self) -> float:
+        """Seconds of recovery and of what was lost."""
+        return self.recovery + self.states.get(State.LOST, 0.0)
+
+
+class _Ledger:
+    """Cuts the wall clock into states, from its beginning on, without overlaps."""
+
+    def __init__(self, begin: float) -> None:
+        self.begin = self.at = begin
+        self.states = dict.fromkeys(State, 0.0)
+        self.incident: Incident | None = None
+
+    def until(self, time: float, state: State) -> None:
+        """The run was in a state up to a time; nothing if that is past."""
+        self.add(max(0.0, time - self.at), state)
+
+    def add(self, seconds: float, state: State) -> None:
+        """The run was in a state for so long."""
+        self.at += seconds
+        self.states[state] += seconds
+        if self.incident is not None and state in (*_RECOVERY, State.QUEUED):
+            self.incident.states[state] = self.incident.states.get(state, 0.0) + seconds
+
+
+def account(history: History) -> tuple[_Ledger, list[Incident]]:
+    """Divide a run's time, of which there is at least one start, among the states; and what interrupted it."""
+    references = _references(history.attempts)
+    ledger = _Ledger(_launch(history, history.attempts[0], -math.inf))
+    incidents: list[Incident] = []
+    before: Attempt | None = None
+    for attempt, after in zip(history.attempts, [*history.attempts[1:], None], strict=True):
+        if before is not None:
+            launch = _launch(history, attempt, before.end)
+            ledger.until(launch, State.QUEUED if before.closed else State.IDLE_UNKNOWN)
+        ledger.until(attempt.connected, State.LAUNCH)
+        if attempt.ready is not None:
+            ledger.until(attempt.ready, State.LOAD)
+            _train(ledger, attempt, kept_steps(history, attempt), references[attempt.segment])
+        incident = _judge(history, attempt, after)
+        if incident is not None:
+            incidents.append(incident)
+            ledger.incident = incident
+        if after is not None or attempt.closed or attempt.ready is None:  # else it may be training, and goes on
+            _end(ledger, attempt)
+        before = attempt
+    return ledger, incidents
+
+
+def _launch(history: History, attempt: Attempt, after: float) -> float:
+    """When the launch of a start began: with its launcher, if it was told of, else with its process."""
+    return next((time for time in history.launches if after <= time <= attempt.connected), attempt.launched)
+
+
+def _train(ledger: _Ledger, attempt: Attempt, kept: NDArray[np.bool_], reference: Column) -> None:
+    """Divide the steps of a start."""
+    steps = attempt.steps
+    if not len(steps):
+        return
+    trained, skipped = kept & (steps.skipped == 0), kept & (steps.skipped > 0)
+    excess = np.maximum(steps.compute - reference, 0.0)
+    early = np.arange(len(steps)) < _WARMUP_STEPS
+    ledger.add(float(excess[trained & early].sum()), State.WARMUP)
+    if ledger.incident is not None:
+        ledger.incident.over, ledger.incident = True, None
+    for column, rows, state in (
+        (excess, trained & ~early, State.STEP_SLOW),
+        (steps.compute - excess, trained, State.STEP_KEPT),
+        (steps.compute, skipped, State.STEP_SKIPPED),
+        (steps.data, kept, State.DATA_WAIT),
+        (steps.checkpoint, kept, State.CKPT_BLOCK),
+        (steps.eval, kept, State.EVAL),
+        (steps.iteration, ~kept, State.LOST),
+        (steps.missing, np.ones_like(kept), State.IDLE_UNKNOWN),
+    ):
+        ledger.add(float(column[rows].sum()), state)
+
+
+def _judge(history: History, attempt: Attempt, after: Attempt | None) -> Incident | None:
+    """The incident that ended a start, if one did. A start that made no step belongs to the one it followed."""
+    until = math.inf if after is None else after.segment
+    rollbacks = [n for n in history.nodes if n.kind == "rollback" and attempt.segment < n.segment < until]
+    unplanned = not attempt.clean and (after is not None or attempt.closed)
+    if not len(attempt.steps) or not (rollbacks or unplanned):
+        return None
+    reason = str(rollbacks[-1].facts.get("reason") or "") if rollbacks else ""
+    return Incident(
+        segment=attempt.segment,
+        step=int(attempt.steps.step[-1]),
+        time=attempt.progress,
+        kind="rollback" if rollbacks else "failure",
+        cause=reason or attempt.cause,
+    )
+
+
+def _end(ledger: _Ledger, attempt: Attempt) -> None:
+    """From the last step of a start until it was over."""
+    if attempt.ready is None:
+        ledger.until(attempt.end, State.LOAD)
+    if attempt.saving is not None:
+        ledger.until(attempt.saving, State.CKPT_BLOCK)
+    if not attempt.clean:
+        ledger.until(attempt.declared or attempt.end, State.DETECT)
+    ledger.until(attempt.end, State.TEARDOWN)
+
+
+def _charge(history: History, incidents: list[Incident]) -> None:
+    """Tell every incident what was lost by it: what the next start that went through went back behind."""
+    for attempt in history.attempts:
+        lost, culprit = ~kept_steps(history, attempt), left_by(history, attempt)
+        for number in np.unique(culprit[lost]):
+            blamed = [incident for incident in incidents if incident.segment < number]
+            if blamed:
+                mask = lost & (culprit == number)
+                incident = blamed[-1]
+                seconds = incident.states.get(State.LOST, 0.0) + float(attempt.steps.iteration[mask].sum())
+                incident.states[State.LOST] = seconds
+                incident.lost_steps += int(mask.sum())
+                incident.lost_tokens += int(attempt.steps.tokens[mask].sum())
+
+
+def _references(attempts: list[Attempt]) -> dict[int, Column]:
+    """Reference seconds of every step: the best median of 512 steps of the same batch, length and world size."""
+    keys = [np.stack([a.steps.batch, a.steps.length, np.full(len(a.steps), float(a.world))], axis=1) for a in attempts]
+    if not keys or not sum(len(key) for key in keys):
+        return {attempt.segment: np.zeros(0) for attempt in attempts}
+    every, phase = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
+    phase = phase.reshape(-1)
+    compute = np.concatenate([a.steps.compute for a in attempts])
+    usual = np.concatenate([(np.arange(len(a.steps)) >= _WARMUP_STEPS) & (a.steps.skipped == 0) for a in attempts])
+    reference = np.zeros(len(phase))
+    for number in range(len(every)):
+        mine = phase == number
+        values = compute[mine & usual] if (mine & usual).any() else compute[mine]
+        whole = len(values) // _REFERENCE_STEPS * _REFERENCE_STEPS
+        blocks = values[:whole].reshape(-1, _REFERENCE_STEPS) if whole else values.reshape(1, -1)
+        reference[mine] = np.median(blocks, axis=1).min()
+    places = np.cumsum([0, *(len(key) for key in keys)])
+    return {a.segment: reference[start:stop] for a, (start, stop) in zip(attempts, pairwise(places), strict=True)}
+
+
+def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> dict[str, Any] | None:
+    """The account of a run, JSON values; None if nothing was started in it.
+
+    Args:
+        run: the run directory.
+        shown: may wrap the lines of a metrics file in a progress bar.
+
+    Returns:
+        `begin`, `end` (ISO 8601), `wall_seconds`, `states` (seconds), the ratios `goodput` (kept / wall),
+        `runtime_goodput` (without the queue), `ettr` (kept and slow / wall without the queue), `ettr_queued` (with
+        it); `tokens` (kept, since the beginning or the fork), `tokens_lost`, `tokens_per_day`, `mfu`,
+        `mfu_effective` (null if not known); `incidents`; `mtti_seconds`, `mttr_seconds` (null without incidents);
+        `saves` (`count`, `block_seconds`, `seconds`: means); `unprotected` and `interval`, see `_protection`.
+    """
+    history = read_history(run, shown)
+    if not history.attempts:
+        return None
+    ledger, incidents = account(history)
+    _charge(history, incidents)
+    states = ledger.states
+    wall = ledger.at - ledger.begin
+    available = wall - states[State.QUEUED]
+    kept = [(attempt.steps, kept_steps(history, attempt)) for attempt in history.attempts]
+    tokens = int(sum(steps.tokens[mask].sum() for steps, mask in kept))
+    lost = int(sum(steps.tokens[~mask].sum() for steps, mask in kept))
+    mfus = np.concatenate([steps.mfu[mask] for steps, mask in kept])
+    mfu = float(np.nanmedian(mfus)) if np.isfinite(mfus).any() else None
+    productive = states[State.STEP_KEPT] + states[State.STEP_SLOW]
+    ended = [incident for incident in incidents if incident.over]
+    mtti = available / len(incidents) if incidents else None
+    return {
+        "begin": stamp(ledger.begin),
+        "end": stamp(ledger.at),
+        "wall_seconds": wall,
+        "states": {str(state): seconds for state, seconds in states.items()},
+        "goodput": _ratio(states[State.STEP_KEPT], wall),
+        "runtime_goodput": _ratio(states[State.STEP_KEPT], available),
+        "ettr": _ratio(productive, available),
+        "ettr_queued": _ratio(productive, wall),
+        "tokens": tokens,
+        "tokens_lost": lost,
+        "tokens_per_day": _ratio(tokens * 86_400.0, wall),
+        "mfu": mfu,
+        "mfu_effective": None if mfu is None else mfu * _ratio(states[State.STEP_KEPT], wall),
+        "incidents": [_describe(incident) for incident in incidents],
+        "mtti_seconds": mtti,
+        "mttr_seconds": sum(i.recovery for i in ended) / len(ended) if ended else None,
+        **_protection(run, history, mtti),
+    }
+
+
+def _protection(run: RunDir, history: History, mtti: float | None) -> dict[str, Any]:
+    """What saves cost, how long training was unprotected, and how often to save.
+
+    Returns:
+        `saves`; `unprotected`: `longest_seconds` of training without a new checkpoint, `over_interval`: the age of
+        the newest checkpoint beyond the configured interval, summed up over time (seconds times seconds);
+        `interval`: `configured_seconds`, and `seconds` and `steps` of the interval sqrt(2 MTTI block), at least as
+        long as a save takes; null where something for it is not known.
+    """
+    blocks = np.concatenate([a.steps.checkpoint[a.steps.checkpoint > 0] for a in history.attempts])
+    saves = [save for attempt in history.attempts for save in attempt.saves]
+    block = float(blocks.mean()) if len(blocks) else None
+    took = sum(seconds for _, seconds in saves) / len(saves) if saves else None
+    stretches: list[float] = []
+    for attempt in history.attempts:
+        if attempt.ready is not None:
+            end = attempt.progress
+            times = [attempt.ready, *(time for time, _ in attempt.saves if attempt.ready < time < end), end]
+            stretches += [stop - start for start, stop in pairwise(times)]
+    iterations = np.concatenate([a.steps.iteration for a in history.attempts])
+    typical = float(np.median(iterations)) if len(iterations) else None
+    configured = _configured_interval(run, history, typical)
+    best = None
+    if mtti is not None and block is not None and typical is not None:
+        best = max(math.sqrt(2 * mtti * block), took or 0.0)
+    beyond = None if configured is None else sum(max(0.0, s - configured) ** 2 / 2 for s in stretches)
+    return {
+        "saves": {"count": len(saves), "block_seconds": block, "seconds": took},
+        "unprotected": {"longest_seconds": max(stretches, default=0.0), "over_interval": beyond},
+        "interval": {
+            "configured_seconds": configured,
+            "seconds": best,
+            "steps": None if best is None or typical is None else max(1, round(best / typical)),
+        },
+    }
+
+
+def _configured_interval(run: RunDir, history: History, typical: float | None) -> float | None:
+    """Seconds between saves by the run's configuration, at its typical pace."""
+    batches = [attempt.steps.batch[-1] for attempt in history.attempts if len(attempt.steps)]
+    try:
+        config = load(run.config)
+    except UserError:
+        return None
+    if typical is None or not batches:
+        return None
+    return config.schedule.samples(config.checkpoint.every) / float(batches[-1]) * typical
+
+
+def _describe(incident: Incident) -> dict[str, Any]:
+    return {
+        "time": stamp(incident.time),
+        "segment": incident.segment,
+        "step": incident.step,
+        "kind": incident.kind,
+        "cause": incident.cause,
+        "over": incident.over,
+        "states": {str(state): seconds for state, seconds in incident.states.items()},
+        "recovery_seconds": incident.recovery,
+        "cost_seconds": incident.cost,
+        "lost_steps": incident.lost_steps,
+        "lost_tokens": incident.lost_tokens,
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def headline(found: dict[str, Any]) -> str:
+    """The account in one line."""
+    interrupted = len(found["incidents"])
+    return (
+        f"goodput {found['goodput']:.1%} of {human_time(found['wall_seconds'])}, "
+        f"{human_count(found['tokens_per_day'])} tokens a day, {interrupted} interruption{'s' * (interrupted != 1)}"
+    )
+
+
+def render(found: dict[str, Any]) -> str:
+    """The account as a page for people."""
+    wall, states = found["wall_seconds"], found["states"]
+    lines = [f"{found['begin'][:19]} to {found['end'][:19]} UTC: {human_time(wall)}"]
+    for state, meaning in MEANING.items():
+        seconds = states[state]
+        lines.append(f"  {state:13} {seconds / 3600:>10.3f} h {seconds / max(wall, 1e-9):>7.2%}  {meaning}")
+    lines.append(
+        f"goodput {found['goodput']:.2%}; {found['runtime_goodput']:.2%} without the queue; "
+        f"ETTR {found['ettr']:.2%} ({found['ettr_queued']:.2%} with the queue)"
+    )
+    mfu = "" if found["mfu"] is None else f"; MFU {found['mfu']:.1%}, effective {found['mfu_effective']:.1%}"
+    lines.append(
+        f"{human_count(found['tokens'])} tokens kept, {human_count(found['tokens_lost'])} lost; "
+        f"{human_count(found['tokens_per_day'])} tokens a day{mfu}"
+    )
+    for incident in found["incidents"]:
+        over = f"{human_time(incident['recovery_seconds'])} to go on" if incident["over"] else "not over"
+        lines.append(
+            f"  {incident['time'][:19]} {incident['kind']} after step {incident['step']:_}: {incident['cause']}; "
+            f"{over}, {incident['lost_steps']:_} steps lost, cost {human_time(incident['cost_seconds'])}"
+        )
+    if found["mtti_seconds"] is not None:
+        repair = found["mttr_seconds"]
+        lines.append(
+            f"interrupted every {human_time(found['mtti_seconds'])} (MTTI)"
+            + ("" if repair is None else f", going on after {human_time(repair)} (MTTR)")
+        )
+    return "\n".join([*lines, *_render_saves(found)])
+
+
+def _render_saves(found: dict[str, Any]) -> list[str]:
+    saves, interval, unprotected = found["saves"], found["interval"], found["unprotected"]
+    lines = []
+    if saves["seconds"] is not None:
+        block = "" if saves["block_seconds"] is None else f", training waits {saves['block_seconds']:.2f}s for each"
+        lines.append(f"{saves['count']:_} saves of {saves['seconds']:.2f}s{block}")
+    configured = interval["configured_seconds"]
+    if configured is not None:
+        lines.append(
+            f"saves are due every {human_time(configured)}; the longest stretch without one was "
+            f"{human_time(unprotected['longest_seconds'])} "
+            f"(unprotected integral {unprotected['over_interval'] / 3600**2:.3g} h x h)"
+        )
+    if interval["seconds"] is not None:
+        lines.append(
+            f"recommended interval, sqrt(2 MTTI block): {human_time(interval['seconds'])}, {interval['steps']:_} steps"
+        )
+    return lines

@@ -1,0 +1,148 @@
+"""The chronicle: what operators of large runs wrote by hand stands in it without anybody typing."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.config import load
+from fsdp_pretrain.environment import compare
+from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record.files import RunDir, stamp
+from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.record.milestones import milestones
+from fsdp_pretrain.record.recorder import Recorder
+
+pytestmark = pytest.mark.quick
+ROOT = Path(__file__).resolve().parent.parent
+CLI = "fsdp_pretrain.cli"
+
+
+def segment(run: RunDir, number: int, *overrides: str, **environment: Any) -> None:
+    folder = run.segment(number)
+    folder.mkdir(parents=True)
+    config = load(ROOT / "configs/runs/quickstart.toml", list(overrides))
+    (folder / "config.toml").write_text(config.to_toml())
+    usual = {
+        "hosts": {"n1": 8, "n2": 8}, "torch": "2.11", "driver": "570.1", "git": {"commit": "aaa", "changed": []},
+        "world": {"size": 16, "replicas": 2, "shards": 8}, "variables": {"NCCL_IB_TIMEOUT": "22", "SLURM_JOB_ID": "7"},
+    }  # fmt: skip
+    (folder / "environment.json").write_text(json.dumps({**usual, **environment}))
+    lineage.record(folder, parent=number - 1 or None, step=0, kind="start")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "said"),
+    [
+        ((), {}, []),
+        (("optimizer.lr=5e-4",), {}, ["optimizer.lr: 0.003 -> 0.0005"]),
+        ((), {"hosts": {"n1": 8, "n3": 8}}, ["hosts gone: n2", "hosts new: n3"]),
+        ((), {"driver": "575.2"}, ['driver: "570.1" -> "575.2"']),
+        ((), {"git": {"commit": "bbb", "changed": []}}, ['code.commit: "aaa" -> "bbb"']),
+        ((), {"git": {"commit": "aaa", "changed": ["x.py"]}}, ["code changed beyond the commit: x.py"]),
+        ((), {"variables": {"NCCL_IB_TIMEOUT": "5", "SLURM_JOB_ID": "8"}}, ["environment.NCCL_IB_TIMEOUT"]),
+        ((), {"world": {"size": 8, "replicas": 1, "shards": 8}}, ["world.size: 16 -> 8", "world.replicas: 2 -> 1"]),
+    ],
+    ids=["nothing", "learning rate", "hosts", "driver", "commit", "edited code", "variable", "mesh"],
+)
+def test_a_start_says_what_is_not_as_it_was(
+    tmp_path: Path, overrides: tuple[str, ...], environment: dict[str, Any], said: list[str]
+) -> None:
+    """Fault matrix 46: a restart with another configuration, world size or host list says so, in values."""
+    run = RunDir(tmp_path)
+    segment(run, 1)
+    assert compare(run, 1, {"web": "f1"}) is None
+    lineage.record(run.segment(2), parent=1, step=0, kind="rollback")  # no start
+    segment(run, 3, *overrides, **environment)
+    found = compare(run, 3, {"web": "f1"})
+    assert found is not None and found[0] == 1 and len(found[1]) == len(said), found
+    assert all(text.startswith(start) for text, start in zip(found[1], said, strict=True)), found
+
+
+def test_another_corpus_is_told(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for number, prints in ((1, {"web": "f1"}), (2, {"web": "f2", "code": "f3"})):
+        segment(run, number)
+        found = compare(run, number, prints)
+    assert found == (1, ['corpora.web: "f1" -> "f2"', 'corpora.code: absent -> "f3"'])
+
+
+def test_milestones_are_the_ends_of_ramps_and_round_counts() -> None:
+    """tr1-13B: warm-up ends where its configuration says, which is not where its operators believed."""
+    config = load(ROOT / "configs/runs/tr1-13b.toml")
+    found = milestones(config)
+    assert found == sorted(found)
+    texts = {text: place for place, text in found}
+    (warm,) = [place for text, place in texts.items() if text.startswith("the warm-up ends")]
+    (full,) = [place for text, place in texts.items() if text.startswith("the batch ramp ends")]
+    assert config.schedule.batch.step_at(warm) == 8641
+    assert config.schedule.batch.step_at(full) == 23456
+    assert texts["100B tokens"] == -(-(10**11) // 2048) and texts["50% of the run"] == -(-config.schedule.total // 2)
+
+
+def test_the_journal_is_searched_and_followed(
+    tmp_path: Path, run_command: Any, start_command: Any, helpers: Any
+) -> None:
+    run = RunDir(tmp_path)
+    run.segment(1).mkdir(parents=True)
+    writer = Journal(run, 1)
+    for kind in ("start", "checkpoint", "stop"):
+        writer.write(kind, f"a {kind}")
+    time.sleep(0.002)
+    between = stamp(time.time())
+    time.sleep(0.002)
+    noted = run_command(CLI, "note", tmp_path, "gradients look odd", "--step", 7, "--author", "kim")
+    assert noted.returncode == 0
+    last = json.loads(run.journal.read_text().splitlines()[-1])
+    assert (last["step"], last["by"], last["kind"]) == (7, "kim", "note") and last["host"]
+
+    def kinds(*options: object) -> list[str]:
+        done = run_command(CLI, "journal", tmp_path, "--json", *options)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line)["kind"] for line in done.stdout.splitlines()]
+
+    assert kinds("--kind", "stop", "--kind", "start") == ["start", "stop"]
+    assert kinds("--since", between) == ["note"]
+    assert kinds("--since", "1 h") == ["start", "checkpoint", "stop", "note"]
+    assert kinds("--since", "2100-01-01") == []
+    refused = run_command(CLI, "journal", tmp_path, "--since", "yesterday")
+    assert refused.returncode == 2 and "neither a time" in refused.stderr
+    out = tmp_path / "out"
+    following = start_command(CLI, "journal", tmp_path, "--follow", "--kind", "alarm", log=out)
+    writer.write("alarm", "first")
+    helpers.wait_for(lambda: out.exists() and "first" in out.read_text(), what="the first alarm")
+    writer.write("alarm", "second")
+    helpers.wait_for(lambda: "second" in out.read_text(), what="the second alarm")
+    assert "checkpoint" not in out.read_text()
+    following.signal(2)
+    assert following.wait(10) == 130
+
+
+@pytest.mark.parametrize(
+    ("saved", "said", "risk"),
+    [
+        (
+            {"step": 12, "consumed": 96},
+            "5.12K tokens trained, of which 2.05K (8 steps) are in no checkpoint",
+            (8, 2048),
+        ),
+        ({"step": 20, "consumed": 160}, "5.12K tokens trained, all saved", (0, 0)),
+        (None, "5.12K tokens trained, of which 5.12K (20 steps) are in no checkpoint", (20, 5120)),
+    ],
+    ids=["some", "nothing", "all"],
+)
+def test_a_stop_says_what_is_at_risk(
+    tmp_path: Path, saved: dict[str, int] | None, said: str, risk: tuple[int, int]
+) -> None:
+    run = RunDir(tmp_path)
+    recorder = Recorder(run, run.new_segment(), name="x", console_every=1, total_steps=40)
+    recorder.status(step=20, consumed=160, tokens=5120, **({"checkpoint": saved} if saved else {}))
+    recorder.ended("exit 93: disk full", code=93)
+    recorder.close()
+    (entry,) = [json.loads(line) for line in run.journal.read_text().splitlines()]
+    assert entry["text"] == f"exit 93: disk full; {said}" and entry["code"] == 93
+    assert entry["at_risk"] == {"steps": risk[0], "tokens": risk[1]}

@@ -1,0 +1,420 @@
+"""Goodput: every second of a run in one state, exactly, from its record alone; and what operators once wrote by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record.attempts import unread_bytes
+from fsdp_pretrain.record.files import RunDir, stamp
+from fsdp_pretrain.record.goodput import State, goodput, render
+from fsdp_pretrain.record.journal import Journal
+
+LENGTH, BATCH = 32, 8
+BEGIN = 1_700_000_000.0
+
+
+class Script:
+    """Writes the record of a run that follows a script, and knows the truth about it.
+
+    Files are as the trainer writes them; every line that is written is kept in `lines`, in order of time.
+    """
+
+    def __init__(self, path: Path, begin: float = BEGIN) -> None:
+        self.run, self.clock, self.number = RunDir(path), begin, 0
+        self.truth = dict.fromkeys(State, 0.0)
+        self.lines: list[tuple[float, Path, str]] = []
+        self.done: list[tuple[int, int, float]] = []  # (segment, step, seconds) on the line so far
+        self.step = self.saved = 0
+        self.stalled = 0.0
+
+    def spend(self, seconds: float, state: State) -> None:
+        self.clock += seconds
+        self.truth[state] += seconds
+
+    def write(self, path: Path, content: dict[str, Any]) -> None:
+        self.lines.append((self.clock, path, json.dumps(content) + "\n"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(self.lines[-1][2])
+
+    def tell(self, kind: str, *, outside: bool = False, **facts: Any) -> None:
+        segment = {} if outside else {"segment": self.number}
+        entry = {"time": stamp(self.clock), "kind": kind, "text": kind, **segment, "host": "h", **facts}
+        self.write(self.run.journal, entry)
+
+    def start(self, *, launch: float = 10.0, load: float = 5.0, told: str = "") -> None:
+        """A start that gets ready: `told` is the launcher's entry, if there is a launcher."""
+        if told:
+            self.tell(told, outside=True)
+        launched = self.clock
+        self.spend(launch, State.LAUNCH)
+        parent = self.number or None
+        self.number += 1
+        folder = self.run.segment(self.number)
+        times = {"time": stamp(self.clock), "launched": stamp(launched), "host": "h", "world": {"size": 2}}
+        self.write(folder / "environment.json", times)
+        self.tell("start")
+        self.spend(load, State.LOAD)
+        self.join(parent, "start")
+        self.tell("ready")
+
+    def join(self, parent: int | None, kind: str, **facts: Any) -> None:
+        self.step = self.saved
+        lost = [entry for entry in self.done if entry[1] > self.saved]
+        self.done = [entry for entry in self.done if entry[1] <= self.saved]
+        for _, _, seconds in lost:
+            self.truth[State.LOST] += seconds
+        content = {"parent": parent, "step": self.saved, "kind": kind, "time": stamp(self.clock), **facts}
+        self.write(self.run.segment(self.number) / lineage.LINEAGE, content)
+
+    def train(self, steps: int, *, seconds: float = 2.0, data: float = 0.1, skip: frozenset[int] = frozenset()) -> None:
+        for _ in range(steps):
+            self.step += 1
+            stalled, self.stalled = self.stalled, 0.0
+            record = {
+                "step": self.step, "batch": BATCH, "sequence_length": LENGTH, "overflow": False, "mfu": 0.4,
+                "skipped": self.step in skip, "tokens": self.step * BATCH * LENGTH, "consumed": self.step * BATCH,
+                "seconds": {"iteration": seconds + data + stalled, "data": data, "checkpoint": stalled},
+            }  # fmt: skip
+            self.clock += seconds + data + stalled
+            self.done.append((self.number, self.step, seconds + data + stalled))
+            self.write(self.run.segment(self.number) / "metrics.jsonl", {**record, "time": stamp(self.clock)})
+
+    def save(self, stall: float = 0.0) -> None:
+        """A save in the background: training waited `stall` for it, before the next step."""
+        self.saved, self.stalled = self.step, stall
+        self.tell("checkpoint", step=self.step, seconds=1.0)
+
+    def stop(self, code: int = 75, *, save: float = 3.0, down: float = 1.0) -> None:
+        """An end on purpose: saves, says so."""
+        self.spend(save, State.CKPT_BLOCK)
+        self.save()
+        self.tell("stop", code=code, step=self.step)
+        self.spend(down, State.TEARDOWN)
+        self.intend(code, "asked to")
+
+    def fail(self, code: int, *, detect: float = 4.0, down: float = 1.0) -> None:
+        """An end that the trainer noticed itself."""
+        self.spend(detect, State.DETECT)
+        self.tell("stop", code=code)
+        self.spend(down, State.TEARDOWN)
+        self.intend(code, "broken")
+
+    def intend(self, code: int, reason: str) -> None:
+        path = self.run.segment(self.number) / "exit_intent.json"
+        self.write(path, {"code": code, "reason": reason, "time": stamp(self.clock)})
+
+    def hang(self, *, detect: float = 30.0, down: float = 5.0) -> None:
+        """The watchdog notices that nothing moves, and ends the start."""
+        self.spend(detect, State.DETECT)
+        self.tell("alarm", outside=True, key="hang", state="open")
+        self.spend(down, State.TEARDOWN)
+        self.intend(75, "hang")
+
+    def vanish(self, *, gap: float) -> None:
+        """A power cut: nothing more is written by anybody for so long."""
+        self.spend(gap, State.IDLE_UNKNOWN)
+
+    def kill(self, *, detect: float = 1.0) -> None:
+        """A rank dies; the launcher notices. Follow it with `start(told="restart")`."""
+        self.spend(detect, State.DETECT)
+
+    def queue(self, seconds: float) -> None:
+        self.spend(seconds, State.QUEUED)
+
+    def roll_back(self, step: int) -> None:
+        parent, self.saved = self.number, step
+        self.number += 1
+        self.join(parent, "rollback", reason="spike")
+
+    def check(self, **others: float) -> dict[str, Any]:
+        """The account agrees with the truth, state by state; `others`: truth about the steps."""
+        found = goodput(self.run)
+        assert found is not None
+        truth = {**{str(state): seconds for state, seconds in self.truth.items()}, **others}
+        assert found["states"] == pytest.approx(truth, abs=0.01), render(found)
+        assert sum(found["states"].values()) == pytest.approx(found["wall_seconds"], rel=1e-3)
+        assert found["wall_seconds"] == pytest.approx(self.clock - BEGIN, rel=1e-3)
+        assert found["tokens"] == self.step * BATCH * LENGTH
+        return found
+
+
+@pytest.mark.quick
+def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
+    """Fault matrix 32: crash, rollback and requeue; states sum to the wall clock, what was lost is exact."""
+    script = Script(tmp_path)
+    script.start()
+    script.train(30)
+    script.save()
+    script.train(7)
+    script.kill(detect=2.0)  # after step 37: 7 steps of 2.1 s are lost
+    script.start(told="restart", launch=20.0)
+    script.train(10, skip=frozenset({35}))
+    script.save()
+    script.train(10, seconds=3.0)
+    script.fail(93)  # 10 slow steps of 3.1 s are lost
+    script.queue(600.0)
+    script.start(told="launch")
+    script.train(20)
+    script.stop()  # at 60
+    script.queue(50.0)
+    script.roll_back(40)  # 20 more steps of 2.1 s
+    script.queue(50.0)
+    script.start()
+    script.train(5)
+    script.train(25)
+    script.stop(0, down=0.0)
+    found = script.check(step_kept=69 * 2.0, step_skipped=2.0, data_wait=70 * 0.1)
+    assert found["states"]["lost"] == pytest.approx(7 * 2.1 + 10 * 3.1 + 20 * 2.1)
+    assert found["goodput"] == pytest.approx(138 / found["wall_seconds"], rel=1e-4)
+    available = found["wall_seconds"] - 700
+    assert found["runtime_goodput"] == found["ettr"] == pytest.approx(138 / available, rel=1e-4)
+    assert found["tokens_lost"] == 37 * BATCH * LENGTH
+    assert found["mfu_effective"] == pytest.approx(0.4 * found["goodput"])
+    crash, failure, back = found["incidents"]
+    assert [i["kind"] for i in found["incidents"]] == ["failure", "failure", "rollback"]
+    assert [i["lost_steps"] for i in found["incidents"]] == [7, 10, 20]
+    assert crash["recovery_seconds"] == pytest.approx(2 + 20 + 5, rel=1e-4)
+    assert crash["cost_seconds"] == pytest.approx(27 + 7 * 2.1, rel=1e-4)
+    assert failure["states"]["queued"] == pytest.approx(600, rel=1e-4)
+    assert failure["recovery_seconds"] == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
+    assert (back["cause"], back["step"]) == ("spike", 60)
+    assert found["mtti_seconds"] == pytest.approx(available / 3, rel=1e-4)
+
+
+@pytest.mark.quick
+def test_slow_steps_warming_up_and_gaps_have_their_own_states(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(1, seconds=60.0)
+    script.train(599)
+    script.train(100, seconds=2.5)
+    script.save()
+    script.vanish(gap=3600.0)
+    script.start()
+    script.train(30)
+    found = script.check(step_kept=730 * 2.0, warmup=58.0, step_slow=50.0, data_wait=73.0)
+    assert [incident["cause"] for incident in found["incidents"]] == ["ended without a word"]
+
+
+@pytest.mark.quick
+def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(30)
+    script.save()
+    script.kill()
+    script.start(told="restart")
+    script.fail(75)
+    script.start(told="restart")
+    script.train(30)
+    (incident,) = script.check(step_kept=120.0, data_wait=6.0)["incidents"]
+    assert incident["recovery_seconds"] == pytest.approx(1 + 15 + 5 + 15, rel=1e-4) and incident["over"]
+
+
+@pytest.mark.quick
+def test_the_account_of_a_fork_begins_with_it(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(50)
+    script.stop()
+    script.number += 1
+    script.join(1, "fork", run="/elsewhere")
+    script.queue(900.0)
+    script.start()
+    script.train(40)
+    found = goodput(script.run)
+    assert found is not None and found["incidents"] == []
+    assert found["wall_seconds"] == pytest.approx(15 + 40 * 2.1, abs=0.01)
+    assert found["tokens"] == 40 * BATCH * LENGTH
+    assert found["states"]["queued"] == 0 and found["states"]["step_kept"] == pytest.approx(80)
+
+
+@pytest.mark.quick
+def test_a_run_that_trains_is_accounted_for_up_to_its_last_step(tmp_path: Path, run_command: Any) -> None:
+    script = Script(tmp_path)
+    script.run.segment(1).mkdir(parents=True)
+    refused = run_command("fsdp_pretrain.cli", "goodput", tmp_path)
+    assert refused.returncode == 78 and "was never started" in refused.stderr
+    script.start()
+    assert goodput(script.run) is not None  # and no step yet
+    script.train(3)
+    script.tell("checkpoint-late", step=3)
+    found = script.check(step_kept=6.0, data_wait=0.3)
+    assert found["incidents"] == [] and found["mtti_seconds"] is None and found["interval"]["seconds"] is None
+    assert "MTTI" not in render(found)
+
+
+@pytest.mark.quick
+def test_lost_lines_of_the_record_are_a_gap_not_an_error(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(100)
+    path = tmp_path / "segments/0001/metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:40], "torn\n", *lines[50:]]))
+    found = goodput(RunDir(tmp_path))
+    assert found is not None
+    assert found["states"]["idle_unknown"] == pytest.approx(10 * 2.1, abs=0.01)
+    assert found["states"]["step_kept"] == pytest.approx(180.0)
+    assert found["wall_seconds"] == pytest.approx(script.clock - BEGIN, abs=0.01)
+
+
+@pytest.mark.quick
+def test_what_was_read_is_not_read_again_and_never_believed_of_another_file(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(1500)
+    first, kept = goodput(script.run), tmp_path / "segments/0001/steps.npz"
+    assert kept.exists() and unread_bytes(script.run) == 0
+    script.train(500, seconds=2.2)
+    assert unread_bytes(script.run) > 0
+    second, size = goodput(script.run), kept.stat().st_size
+    kept.unlink()
+    assert second == goodput(script.run) != first and kept.stat().st_size > size
+    path = tmp_path / "segments/0001/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[100:1600]))
+    other = goodput(script.run)
+    assert other is not None and other["tokens"] == 1500 * BATCH * LENGTH
+    kept.write_bytes(b"PK damaged")
+    assert goodput(script.run) == other
+
+
+@pytest.mark.quick
+def test_the_recommended_interval_is_the_square_root_law(tmp_path: Path) -> None:
+    """GLM-130B saved every 500 steps of 88 s; with a day between losses of nodes and 60 s a save, that is too long."""
+    script = Script(tmp_path)
+    script.start(launch=100.0, load=500.0)
+    for _ in range(8):
+        script.train(100, seconds=88.0, data=0.0)
+        script.save(stall=60.0)
+    script.train(8, seconds=88.0, data=0.0)
+    script.fail(75, detect=500.0)
+    script.start()
+    script.train(1, seconds=88.0, data=0.0)
+    found = goodput(RunDir(tmp_path))
+    assert found is not None
+    assert found["saves"] == {"count": 8, "block_seconds": 60.0, "seconds": 1.0}
+    wanted = (2 * found["mtti_seconds"] * 60.0) ** 0.5
+    assert found["interval"]["seconds"] == pytest.approx(wanted)
+    assert found["interval"]["steps"] == round(wanted / 88.0) == 34
+
+
+def rebuild(lines: list[tuple[float, Path, str]], old: Path, new: Path) -> RunDir:
+    """The record as it was after these lines."""
+    for _, path, line in lines:
+        place = new / path.relative_to(old)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("a") as file:
+            file.write(line)
+    return RunDir(new)
+
+
+@pytest.mark.quick
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 10**9))
+def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
+    """States sum to the wall clock and agree with the truth; twice is the same; a cut record loses one interval."""
+    rng = random.Random(seed)
+    script = Script(tmp_path_factory.mktemp("any"))
+    script.start(launch=rng.uniform(0, 30), load=rng.uniform(0, 30))
+    for _ in range(rng.randrange(5)):
+        for _ in range(rng.randrange(3)):
+            script.train(rng.randrange(1, 15), data=rng.choice([0.0, 0.3]))
+            script.save(stall=rng.choice([0.0, 2.0]))
+        script.train(rng.randrange(1, 10))
+        told = ""
+        match rng.randrange(6):
+            case 0:
+                script.kill(detect=rng.uniform(0.1, 9))
+                told = "restart"
+            case 1:
+                script.fail(rng.choice([1, 75, 93]), detect=rng.uniform(0, 9), down=rng.uniform(0, 9))
+                script.queue(rng.uniform(0, 900))
+            case 2:
+                script.stop(down=rng.uniform(0, 9))
+                script.queue(rng.uniform(0, 900))
+                told = "launch"
+            case 3:
+                script.vanish(gap=rng.uniform(0, 900))
+            case 4:
+                script.hang(detect=rng.uniform(1, 90), down=rng.uniform(0, 9))
+                script.queue(rng.uniform(0, 900))
+            case _:
+                script.stop()
+                script.queue(10.0)
+                script.roll_back(rng.randrange(script.step))
+                script.queue(10.0)
+        script.start(launch=rng.uniform(0, 30), load=rng.uniform(0, 30), told=told)
+    script.train(rng.randrange(1, 30))
+    seconds = sum(entry[2] for entry in script.done)
+    found = goodput(script.run)
+    assert found is not None and found == goodput(script.run)
+    states, truth = found["states"], {str(state): value for state, value in script.truth.items()}
+    steps = ("step_kept", "step_slow", "warmup", "data_wait", "step_skipped", "ckpt_block")
+    seconds += truth["ckpt_block"]
+    assert sum(states[name] for name in steps) == pytest.approx(seconds, abs=0.05)
+    for name in set(states) - set(steps):
+        assert states[name] == pytest.approx(truth[name], abs=0.05), name
+    assert sum(states.values()) == pytest.approx(script.clock - BEGIN, rel=1e-3)
+    assert found["tokens"] == script.step * BATCH * LENGTH
+    cut = rng.randrange(1, len(script.lines) + 1)
+    shorter = goodput(rebuild(script.lines[:cut], script.run.path, tmp_path_factory.mktemp("cut")))
+    assert shorter is not None
+    alive = sorted({time for time, path, _ in script.lines[:cut] if path.name in ("metrics.jsonl", "exit_intent.json")})
+    earliest = alive[-2] if len(alive) > 1 else BEGIN
+    assert earliest - 0.05 <= BEGIN + sum(shorter["states"].values()) <= script.lines[cut - 1][0] + 0.05
+
+
+def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Fault matrix 46, in part: kill -9 and resume on two ranks, with another learning rate; every second is named."""
+    began = time.time()
+    config = lab.config(train={"duration": "60 steps"}, checkpoint={"every": "10 steps"})
+    job = lab.start(config, ranks=2)
+    run = lab.path / "run"
+    helpers.wait_for(lambda: len(helpers.journal(run, "checkpoint")) >= 2, what="two saves")
+    helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] >= 25, what="step 25")
+    job.kill()
+    job.wait()
+    recorded = helpers.metrics(run)[-1]["step"]
+    writer = Journal(RunDir(run))
+    writer.write("restart", "rank 0 died by SIGKILL")  # as the launcher says it
+    writer.close()
+    flags = ("--allow", "optimizer.lr", "--reason", "it was too high")
+    lab.train(config, "optimizer.lr=2e-3", ranks=2, flags=flags)
+    found = json.loads(run_command("fsdp_pretrain.cli", "goodput", run, "--json").stdout)
+    states, metrics = found["states"], helpers.metrics(run)
+    assert sum(states.values()) == pytest.approx(found["wall_seconds"], rel=1e-3)
+    assert found["wall_seconds"] <= time.time() - began + 0.1
+    assert found["tokens"] == metrics[-1]["tokens"] == 60 * 8 * 32
+    (resumed,) = helpers.journal(run, "resume")
+    (incident,) = found["incidents"]
+    lost = recorded - resumed["step"]
+    assert incident["lost_steps"] == resumed["lost"]["steps"] == lost > 0
+    assert found["tokens_lost"] == resumed["lost"]["tokens"] == lost * 8 * 32
+    assert incident["kind"] == "failure" and incident["over"] and "SIGKILL" in incident["cause"]
+    assert states["launch"] > 0 and states["load"] > 0 and states["step_kept"] > 0 and states["detect"] > 0
+    assert states["lost"] == pytest.approx(incident["states"]["lost"])
+    assert states["idle_unknown"] == 0 == states["queued"]
+    kept = sum(record["seconds"]["iteration"] for record in metrics)
+    parts = ("step_kept", "step_slow", "warmup", "data_wait", "step_skipped")
+    blocked = sum(record["seconds"]["checkpoint"] for record in metrics)
+    assert sum(states[name] for name in parts) == pytest.approx(kept - blocked, abs=0.01)
+    (changed,) = helpers.journal(run, "changed")
+    assert "optimizer.lr: 0.01 -> 0.002; because: it was too high" in changed["text"]
+    (stop,) = helpers.journal(run, "stop")
+    assert stop["tokens"] == found["tokens"] and stop["at_risk"] == {"steps": 0, "tokens": 0}
+    reached = [entry["text"].partition(",")[0] for entry in helpers.journal(run, "milestone") if entry["segment"] == 2]
+    assert reached[-2:] == ["80% of the run", "90% of the run"]
+    shown = run_command("fsdp_pretrain.cli", "goodput", run).stdout
+    assert "interrupted every" in shown and "recommended interval" in shown
+    assert f"goodput {found['goodput']:.1%}" in run_command("fsdp_pretrain.cli", "status", run).stdout
