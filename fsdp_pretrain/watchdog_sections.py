@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from .notify_sections import NotifySection
 from .section import Section
 from .units import Seconds
 
@@ -31,10 +32,6 @@ class SentinelSection(Section):
 
 class HardwareSection(Section):
     """The state of GPUs, hosts and mounts."""
-
-
-class NotifySection(Section):
-    """Who is told of alarms, and how. Secrets stand in environment variables, never here."""
 
 
 class WatchdogSection(Section):
