@@ -109,7 +109,7 @@ class PingSection(Section):
     """Environment variable with the URL."""
     url_file: SecretFile | None = None
     """File with the URL instead, mode 0600."""
-    every: Seconds = Seconds(60)
+    interval: Seconds = Seconds(60)
     """Time between two pings."""
 
 

@@ -70,7 +70,7 @@ def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str)
 
 @pytest.mark.quick
 def test_files_named_in_the_documentation_exist() -> None:
-    for page in ["README.md", *PAGES, "docs/families.md", "docs/performance.md", "docs/decisions.md"]:
+    for page in ["README.md", *PAGES, "docs/alarms.md", "docs/families.md", "docs/performance.md", "docs/decisions.md"]:
         text = (ROOT / page).read_text()
         for name in re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.(?:sh|sbatch|toml|md)", text):
             if "my-run" not in name:

@@ -207,14 +207,14 @@ class Ping:
 
     def __init__(self, section: PingSection, environment: Mapping[str, str] = os.environ) -> None:
         self._url = secret(section.url_env, section.url_file, environment)
-        self._every, self._pinged = section.every.value, -float("inf")
+        self._interval, self._pinged = section.interval.value, -float("inf")
         self._due = threading.Event()
         threading.Thread(target=self._work, name="ping", daemon=True).start()
 
     def passed(self, observed: bool) -> None:
         """A pass ended. `observed`: it saw the ranks and the record; a blind one must not look healthy."""
         at = time.monotonic()
-        if observed and at - self._pinged >= self._every:
+        if observed and at - self._pinged >= self._interval:
             self._pinged = at
             self._due.set()
 
