@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -113,7 +114,7 @@ def test_the_claim_of_a_dead_watchdog_is_taken(run: Path, alarms: Alarms, helper
         "from fsdp_pretrain.watchdog.desk import keep_alarms\n"
         "assert keep_alarms(RunDir(Path(sys.argv[1])), 'watchdog'); os.kill(os.getpid(), 9)"
     )
-    subprocess.run(["python", "-c", code, str(run)], env=helpers.environment())
+    subprocess.run([sys.executable, "-c", code, str(run)], env=helpers.environment())
     assert (run / "watchdog/agent.json").exists()
     alarms.open("hang", CRIT, "no progress")
     assert desk.acknowledge(RunDir(run), "hang")

@@ -24,11 +24,12 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.notify_sections import NotifySection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import Seconds
-from fsdp_pretrain.watchdog import channels, notify, spool
-from fsdp_pretrain.watchdog.alarms import Alarms, Severity
-from fsdp_pretrain.watchdog.message import Identity
+from fsdp_pretrain.watchdog import channels, desk, notify, spool
+from fsdp_pretrain.watchdog.alarms import Alarm, Alarms, Severity
+from fsdp_pretrain.watchdog.message import Identity, note
 from fsdp_pretrain.watchdog.notify import Notifier, Ping
 from fsdp_pretrain.watchdog.snapshot import Snapshot
+from fsdp_pretrain.watchdog.storm import Message
 
 pytestmark = pytest.mark.quick
 SECRET = "T0P-s3cret"
@@ -271,6 +272,37 @@ def test_a_file_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
     (tmp_path / "pipe").write_text("it answers")
     time.sleep(0.1)
     assert limited.call(lambda: "again") == "again"
+
+
+def test_a_maintenance_window_and_its_end(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    endpoint.up()
+    desk.mute(RunDir(tmp_path), 3600, "new switches")
+    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
+    watch.alarms.open("hang", CRIT, "no progress")
+    watch.notifier.tick(watch.alarms)
+    time.sleep(0.3)
+    assert endpoint.seen == 0
+    desk.mute(RunDir(tmp_path), 0, "")
+    watch.until(lambda: endpoint.requests)
+    assert endpoint.bodies()[0]["text"].startswith("*[CRIT] llama-7b · hang: no progress")
+
+
+def test_a_proxy_of_the_environment_is_used(
+    endpoint: Endpoint, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.up()
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{endpoint.port}")
+    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": "http://hooks.invalid/x"}, slack={})
+    watch.alarms.open("hang", CRIT, "no progress")
+    watch.until(lambda: endpoint.requests)
+    assert endpoint.requests[0][0] == "http://hooks.invalid/x"
+
+
+def test_a_digest_of_a_flood_fits_a_message() -> None:
+    held = tuple((Alarm(f"gpu/{n:03}", WARN, "open", "hot", changed="t"), 2) for n in range(300))
+    digest = note(Message("digest", held=held), Identity("llama-7b", "/runs/7b"))
+    assert digest["title"].startswith("[digest] llama-7b · 600 messages held back, about 300 alarms")
+    assert len(digest["lines"]) == 51 and digest["lines"][-1] == "and 250 more: fsdp-pretrain alarms /runs/7b --all"
 
 
 def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ _HEADS = {
     "reminder": " still open",
     "flapping": " comes and goes",
 }
+_DIGEST_LINES = 50
+"""Slack cuts a text at 40,000 characters."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def note(message: Message, identity: Identity, snapshot: Snapshot | None = None)
         "step": step,
         "tokens": tokens,
         "title": " ".join(f"[{head}] {identity.run} · {subject}{place}".split()),
-        "lines": _digest_lines(message) if message.alarm is None else _lines(message, alarm, identity, snapshot),
+        "lines": _digest_lines(message, identity.path)
+        if message.alarm is None
+        else _lines(message, alarm, identity, snapshot),
     }
 
 
@@ -134,11 +138,13 @@ def _digest(message: Message) -> Alarm:
     return Alarm("digest", worst, "open", text, opened=now(), changed=now(), count=count)
 
 
-def _digest_lines(message: Message) -> list[str]:
-    return [
+def _digest_lines(message: Message, path: str) -> list[str]:
+    lines = [
         f"{alarm.key}: {count}x, {alarm.state} now, {alarm.severity.name}: {alarm.summary}"
         for alarm, count in sorted(message.held, key=lambda row: (-row[0].severity, row[0].key))
     ]
+    more = len(lines) - _DIGEST_LINES
+    return [*lines[:_DIGEST_LINES], f"and {more} more: fsdp-pretrain alarms {path} --all"] if more > 0 else lines
 
 
 def _age(stamp: str) -> float:

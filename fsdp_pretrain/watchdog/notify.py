@@ -22,7 +22,7 @@ from ..record.files import RunDir
 from ..units import human_time
 from .alarms import Alarm, Alarms, Severity, read_alarms
 from .channels import Channel, DeliveryError, fetch, make_channels, secret
-from .desk import muted_until
+from .desk import alarms_file, muted_until
 from .message import Identity, note
 from .snapshot import Snapshot
 from .spool import Spool
@@ -55,8 +55,9 @@ class Notifier:
     ) -> None:
         self._run = run
         self._outboxes = [_Outbox(channel, run.path, identity) for channel in make_channels(section, environment)]
-        known = read_alarms(run.path / "watchdog/alarms.jsonl") if self._outboxes else []
+        known = read_alarms(alarms_file(run)) if self._outboxes else []
         for outbox in self._outboxes:
+            outbox.muted_until = muted_until(run)
             outbox.start(known)
 
     def told(self, alarm: Alarm, before: Alarm | None) -> None:
