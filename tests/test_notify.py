@@ -60,9 +60,10 @@ class Endpoint:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 endpoint.seen += 1
-                answer = endpoint.answers
+                login = self.path == "/login"
+                answer = 200 if login else endpoint.answers
                 time.sleep(endpoint.delay)
-                if answer == 200:
+                if answer == 200 and not login:
                     endpoint.requests.append((self.path, dict(self.headers), body))
                 self.send_response(answer)
                 self.send_header("Location", "/login")
