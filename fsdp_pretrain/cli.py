@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from data.opening import data_at
 
-from . import branch, checkpoints_cli, where
+from . import alarms_cli, branch, checkpoints_cli, where
+from .alarms_cli import add_run as _add_run
 from .config import load
 from .config_reference import reference
 from .console import Command, byte_count
@@ -23,7 +24,7 @@ from .control import VERBS, send
 from .errors import ConfigError
 from .fork import fork
 from .record import aim, goodput, journal
-from .record.files import RunDir, stamp
+from .record.files import stamp
 from .rollback import rollback
 from .status import inspect, render
 from .units import Seconds
@@ -63,6 +64,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
 
     checkpoints_cli.add(command)
+    alarms_cli.add(command)
 
     parser = command.verb(
         "rollback",
@@ -164,10 +166,6 @@ def main() -> int:
     return command.run()
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=_run_dir, metavar="RUN", help="run directory")
-
-
 def _add_branch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-steps", type=_steps, metavar="A:B", help="never train the samples of steps A to B, as recorded"
@@ -184,13 +182,6 @@ def _steps(text: str) -> tuple[int, int]:
     if not (colon and first.isdecimal() and last.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:LAST")
     return int(first), int(last)
-
-
-def _run_dir(text: str) -> RunDir:
-    run = RunDir(Path(text))
-    if not run.begun:
-        raise argparse.ArgumentTypeError(f"{text} is not a run directory (it has no segments/)")
-    return run
 
 
 def _positive(text: str) -> int:

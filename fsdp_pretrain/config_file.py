@@ -15,6 +15,8 @@ from typing import Any
 from .errors import ConfigError
 
 _MISSING = object()
+_SECRETIVE = "watchdog.notify."
+"""Keys whose values are never shown: somebody may have put a secret where the name of its variable belongs."""
 
 
 def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | No
         node[last] = value
     else:
         return f"override {text!r}: {'.'.join(parents)} is a value, not a section"
-    origin[key] = f"override {text!r}"
+    origin[key] = f"override of {key}" if key.startswith(_SECRETIVE) else f"override {text!r}"
     return None
 
 
@@ -94,7 +96,7 @@ def describe(error: Any, path: Path, origin: dict[str, str], keys: Iterable[str]
         tag, allowed = error["ctx"]["discriminator"].strip("'"), error["ctx"].get("expected_tags")
         return f"{key}.{tag} ({source}): must be one of {allowed}" if allowed else f"{key}.{tag}: this key is required"
     value = error.get("input")
-    shown = "" if isinstance(value, dict | list) else f" = {value!r}"
+    shown = "" if isinstance(value, dict | list) or key.startswith(_SECRETIVE) else f" = {value!r}"
     return f"{key}{shown} ({source}): {message[:1].lower()}{message[1:]}"
 
 

@@ -6,16 +6,13 @@ to all ranks by the sum that every step makes anyway, so all act after the same 
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import time
-import uuid
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from .record.files import RunDir, now, read_json, replace_file
-from .record.journal import who
+from .record import inbox
+from .record.files import RunDir
 
 VERBS = ("stop", "save")
 _POLL_INTERVAL = 0.5
@@ -23,11 +20,7 @@ _POLL_INTERVAL = 0.5
 
 def send(run: RunDir, verb: str) -> None:
     """Leave a request for the job of a run. Raises OSError."""
-    name = f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
-    replace_file(
-        run.control / name,
-        json.dumps({"verb": verb, "time": now(), "by": who()}) + "\n",
-    )
+    inbox.leave(run.control, verb=verb)
 
 
 @dataclass
@@ -54,10 +47,7 @@ class Inbox:
         """Remove requests that were meant for an earlier start; how many."""
         if self._run is None:
             return 0
-        stale = [path for path in self._run.control.glob("*.json") if not path.name.startswith(".")]
-        for path in stale:
-            path.unlink(missing_ok=True)
-        return len(stale)
+        return len(inbox.take(self._run.control))
 
     def listen(self) -> None:
         """Turn SIGTERM, SIGINT and SIGUSR1 into a request to stop; a second SIGINT interrupts at once."""
@@ -84,14 +74,7 @@ class Inbox:
         return taken
 
     def _read_files(self, run: RunDir) -> None:
-        try:
-            names = sorted(name for name in os.listdir(run.control) if name.endswith(".json") and name[0] != ".")  # noqa: PTH208
-        except OSError:
-            return
-        for name in names:
-            path = run.control / name
-            content = read_json(path) or {}
-            path.unlink(missing_ok=True)
+        for content in inbox.take(run.control):
             if content.get("verb") == "stop":
                 self._requests.stop = True
                 self._requests.reason = f"control stop by {content.get('by', '?')}"

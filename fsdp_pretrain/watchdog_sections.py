@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from .notify_sections import NotifySection
 from .section import Positive, Section, Share
 from .units import Seconds
 
@@ -70,10 +71,6 @@ class SentinelSection(Section):
 
 class HardwareSection(Section):
     """The state of GPUs, hosts and mounts."""
-
-
-class NotifySection(Section):
-    """Who is told of alarms, and how. Secrets stand in environment variables, never here."""
 
 
 class WatchdogSection(Section):

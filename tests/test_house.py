@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Level by level: a module may import modules of lower levels, and of its own level where listed in SIDEWAYS.
 LEVELS = [
     ["fsdp_pretrain.errors", "fsdp_pretrain.units", "fsdp_pretrain.section"],
+    ["fsdp_pretrain.notify_sections"],
     [
         "fsdp_pretrain.schedule",
         "fsdp_pretrain.sections",
@@ -86,7 +87,7 @@ LEVELS = [
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.rollback", "fsdp_pretrain.fork"],
     ["fsdp_pretrain.saves"],
     ["fsdp_pretrain.own_time"],
-    ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli"],
+    ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli", "fsdp_pretrain.alarms_cli"],
     ["fsdp_pretrain.cli"],
     ["eval", "fsdp_pretrain.bench_saves"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench"],
@@ -104,6 +105,9 @@ TORCH_FREE = [
     "fsdp_pretrain.record.recorder",
     "fsdp_pretrain.watchdog.agent",
     "fsdp_pretrain.watchdog.heart",
+    "fsdp_pretrain.watchdog.detector",
+    "fsdp_pretrain.watchdog.notify",
+    "fsdp_pretrain.watchdog.exporter",
     "data.cli",
     "data.packer",
     "data.validate",

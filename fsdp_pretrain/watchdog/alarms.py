@@ -1,7 +1,7 @@
 """Alarms: one incident, one key; opened, raised in severity, acknowledged, resolved. No torch.
 
 Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open ones are found again after the process
-that keeps them was killed. What is *sent* is another matter (see `notify`): an incident that comes and goes, or that
+that keeps them was killed. What is *sent* is another matter (see `storm`): an incident that comes and goes, or that
 follows from a worse one, is written down each time and told once.
 """
 
@@ -79,7 +79,8 @@ class Alarms:
 
     Args:
         path: `alarms.jsonl`; read if it exists.
-        told: called with every transition after it was written: the alarm, and what it was before (None: new).
+        told: called with every transition: the alarm, and what it was before (None: new). Before it is written, since
+            the file may stand on a mount that hangs, and that is one of the things to be told.
     """
 
     def __init__(self, path: Path, told: Callable[[Alarm, Alarm | None], None]) -> None:
@@ -113,16 +114,18 @@ class Alarms:
             summary = summary or before.summary
             self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step), before)
 
-    def acknowledge(self, key: str) -> bool:
-        """A person knows of it: no more reminders. Whether there is such an open alarm."""
+    def acknowledge(self, key: str, by: str = "") -> bool:
+        """A person (`by`) knows of it: no more reminders. Whether there is such an open alarm."""
         before = self._known.get(key)
         if before is None or before.state == "resolved":
             return False
-        self._enter(replace(before, state="acknowledged", changed=now()), before)
+        facts = {**before.facts, "acknowledged_by": by} if by else before.facts
+        self._enter(replace(before, state="acknowledged", changed=now(), facts=facts), before)
         return True
 
     def _enter(self, alarm: Alarm, before: Alarm | None) -> None:
         self._known[alarm.key] = alarm
+        self._told(alarm, before)
         line = json.dumps(alarm.to_json()) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +135,6 @@ class Alarms:
                 os.fsync(file.fileno())
         except OSError:
             pass  # a full disk is one of the things to be told: by the other ways
-        self._told(alarm, before)
 
 
 def read_alarms(path: Path) -> list[Alarm]:

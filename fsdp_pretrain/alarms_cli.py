@@ -1,0 +1,159 @@
+"""`fsdp-pretrain alarms`, `ack`, `mute`, `notify`: what a person does about alarms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .config import load
+from .console import Command
+from .errors import ConfigError
+from .record.files import RunDir
+from .units import Seconds, human_time
+from .watchdog.alarms import Alarm, Severity, read_alarms
+from .watchdog.channels import Channel, DeliveryError, make_channels
+from .watchdog.desk import acknowledge, alarms_file, mute, muted_until
+from .watchdog.message import Identity, test_note
+
+_EXAMPLE = "runs/quickstart/run"
+
+
+def add(command: Command) -> None:
+    """Add the verbs."""
+    parser = command.verb(
+        "alarms",
+        _alarms,
+        "The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones.",
+        f"fsdp-pretrain alarms {_EXAMPLE}",
+    )
+    add_run(parser)
+    parser.add_argument("--all", action="store_true", help="also those that are over")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+
+    parser = command.verb(
+        "ack",
+        _ack,
+        "Acknowledge an alarm: you take it, and no reminders are sent. It is told again if it gets worse.",
+        f"fsdp-pretrain ack {_EXAMPLE} disk/run",
+    )
+    add_run(parser)
+    parser.add_argument("key", help="of the alarm, as `fsdp-pretrain alarms` shows it")
+
+    parser = command.verb(
+        "mute",
+        _mute,
+        "A maintenance window: alarms are written down and not sent. What is open at its end is told then.",
+        f'fsdp-pretrain mute {_EXAMPLE} 2h "new firmware on the switches"',
+    )
+    add_run(parser)
+    parser.add_argument("duration", type=_duration, help="such as 30min or 2h; 0h ends the window")
+    parser.add_argument("reason", nargs="?", default="", help="for the chronicle; required to begin")
+
+    parser = command.verb(
+        "notify",
+        _notify,
+        "Check the channels of a run; with --test send a test message through each. Exit 1 if one fails.",
+        f"fsdp-pretrain notify {_EXAMPLE} --test",
+    )
+    add_run(parser)
+    parser.add_argument("--test", action="store_true", help="really send; secrets come from your environment")
+    parser.add_argument("--json", action="store_true")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The argument RUN of a verb."""
+    parser.add_argument("run", type=_run_dir, metavar="RUN", help="run directory")
+
+
+def _run_dir(text: str) -> RunDir:
+    run = RunDir(Path(text))
+    if not run.begun:
+        raise argparse.ArgumentTypeError(f"{text} is not a run directory (it has no segments/)")
+    return run
+
+
+def _duration(text: str) -> float:
+    try:
+        return float(Seconds.parse(text).value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _alarms(args: argparse.Namespace) -> int:
+    known = read_alarms(alarms_file(args.run))
+    open_ones = [alarm for alarm in known if alarm.state != "resolved"]
+    shown = sorted(known if args.all else open_ones, key=lambda alarm: (alarm.state == "resolved", -alarm.severity))
+    for alarm in shown:
+        print(json.dumps(alarm.to_json()) if args.json else _render(alarm))
+    if not args.json:
+        if not shown:
+            print("no alarm" if args.all else "no open alarm")
+        if (until := muted_until(args.run)) > time.time():
+            print(f"muted for {human_time(until - time.time())} more")
+    worst = max((alarm.severity for alarm in open_ones), default=Severity.INFO)
+    return int(worst)
+
+
+def _render(alarm: Alarm) -> str:
+    step = f", step {alarm.step:_}" if alarm.step is not None else ""
+    age = (datetime.now(UTC) - datetime.fromisoformat(alarm.opened)).total_seconds()
+    count = f", {alarm.count} times" if alarm.count > 1 else ""
+    head = (
+        f"{alarm.severity.name:4} {alarm.state:12} {alarm.key}  (opened {human_time(max(0.0, age))} ago{count}{step})"
+    )
+    lines = [head, f"     {alarm.summary}"]
+    for name, text in (("meaning", alarm.effect), ("the watchdog", alarm.action), ("to do", alarm.remedy)):
+        if text and alarm.state != "resolved":
+            lines.append(f"     {name}: {text}")
+    return "\n".join(lines)
+
+
+def _ack(args: argparse.Namespace) -> int:
+    if acknowledge(args.run, args.key):
+        print(f"{args.key} is acknowledged")
+    else:
+        print(f"the watchdog does not answer; {args.key} is acknowledged when it does")
+    return 0
+
+
+def _mute(args: argparse.Namespace) -> int:
+    if args.duration and not args.reason:
+        raise ConfigError("a maintenance window needs a reason", remedy='fsdp-pretrain mute RUN 2h "why"')
+    until = mute(args.run, args.duration, args.reason)
+    print(f"alarms are not sent until {until}" if args.duration else "alarms are sent again")
+    return 0
+
+
+def _notify(args: argparse.Namespace) -> int:
+    config = load(args.run.config)
+    channels = make_channels(config.watchdog.notify)
+    if not channels:
+        raise ConfigError("no channel is configured", remedy="add a [watchdog.notify.slack] table, see docs/alarms.md")
+    rows = [_row(channel) for channel in channels]
+    if args.test:
+        identity = Identity(config.run.name, str(args.run.path))
+        for row, channel in zip(tqdm(rows, desc="sending", delay=2, disable=None), channels, strict=True):
+            row["problem"] = _try(channel, identity)
+    for row in rows:
+        result = ("failed: " + row["problem"] if row["problem"] else "delivered") if args.test else "ready"
+        print(json.dumps(row) if args.json else f"{row['channel']:10} from {row['least']:5} {result}")
+    return int(any(row["problem"] for row in rows))
+
+
+def _row(channel: Channel) -> dict[str, Any]:
+    return {"channel": channel.name, "least": channel.least.name, "problem": None}
+
+
+def _try(channel: Channel, identity: Identity) -> str | None:
+    try:
+        channel.send(test_note(identity, "open"))
+        channel.send(test_note(identity, "resolved"))
+    except DeliveryError as error:
+        return str(error)
+    return None

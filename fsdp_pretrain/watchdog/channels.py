@@ -1,0 +1,401 @@
+"""The ways a message leaves: Slack, a webhook, PagerDuty, mail, a command. Standard library only, no torch.
+
+A channel sends one note, a dictionary of JSON values (see `message.note`), or raises `DeliveryError`. What an error
+says can be shown to anybody: never a URL (its host at most), a key or what a server answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import http.client
+import json
+import os
+import shutil
+import signal
+import smtplib
+import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from email.message import EmailMessage
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
+from ..notify_sections import (
+    CommandSection,
+    EmailSection,
+    NotifySection,
+    PagerDutySection,
+    SlackSection,
+    WebhookSection,
+)
+from .alarms import Severity
+
+CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 30.0
+"""Longer than to connect: a request that got through and is sent again arrives twice."""
+_COMMAND_SECONDS = 10.0
+_REFUSED = frozenset({400, 413, 415, 422})
+"""Answers that say the message is wrong, and not that the way to it is closed."""
+_PAGERDUTY_SEVERITY = {"INFO": "info", "WARN": "warning", "CRIT": "critical"}
+
+Note = dict[str, Any]
+
+
+class DeliveryError(Exception):
+    """A note was not delivered.
+
+    Args:
+        text: why, fit to be shown.
+        refused: the receiver will never take this note, but may take others.
+    """
+
+    def __init__(self, text: str, *, refused: bool = False) -> None:
+        super().__init__(text)
+        self.refused = refused
+
+
+class Channel(Protocol):
+    """One way out.
+
+    Attributes:
+        name: of its table in the configuration.
+        least: least severity that is sent.
+        digest_every: seconds that held-back messages are collected.
+    """
+
+    name: str
+    least: Severity
+    digest_every: float
+
+    def send(self, note: Note) -> None:
+        """Deliver, or raise DeliveryError. May take half a minute."""
+
+
+class _Base:
+    name = ""
+    digest_every = 3600.0
+
+    def __init__(self, least: str) -> None:
+        self.least = Severity[least]
+
+
+class Slack(_Base):
+    """A Slack-compatible webhook. Args: `url`, a secret."""
+
+    name = "slack"
+
+    def __init__(self, section: SlackSection, url: str) -> None:
+        super().__init__(section.least)
+        self._url = url
+
+    def send(self, note: Note) -> None:
+        """Post `{"text": ...}`."""
+        post(self._url, {"text": "\n".join([f"*{_slack(note['title'])}*", *map(_slack, note["lines"])])})
+
+
+class Webhook(_Base):
+    """The whole note as JSON. Args: `url` and `key`, secrets."""
+
+    name = "webhook"
+
+    def __init__(self, section: WebhookSection, url: str, key: str | None) -> None:
+        super().__init__(section.least)
+        self._url, self._key = url, key
+
+    def send(self, note: Note) -> None:
+        """Post the note, signed if there is a key."""
+        post(self._url, note, headers={"Idempotency-Key": note["id"]}, key=self._key)
+
+
+class PagerDuty(_Base):
+    """Events API v2: the alarm's key is the incident. Args: `key`, a secret."""
+
+    name = "pagerduty"
+
+    def __init__(self, section: PagerDutySection, key: str) -> None:
+        super().__init__(section.least)
+        self._url, self._key = section.url, key
+
+    def send(self, note: Note) -> None:
+        """Trigger, acknowledge or resolve."""
+        action = {"resolved": "resolve", "acknowledged": "acknowledge"}.get(note["kind"], "trigger")
+        event: Note = {
+            "routing_key": self._key,
+            "event_action": action,
+            "dedup_key": f"{note['run']}/{note['key']}",
+        }
+        if action == "trigger":
+            event["payload"] = {
+                "summary": note["title"][:1024],
+                "source": note["host"],
+                "severity": _PAGERDUTY_SEVERITY[note["severity"]],
+                "component": note["run"],
+                "class": note["detector"],
+                "timestamp": note["time"],
+                "custom_details": {"text": "\n".join(note["lines"]), "step": note["step"], "facts": note["facts"]},
+            }
+        post(self._url, event)
+
+
+class Email(_Base):
+    """SMTP, or the local sendmail. Args: `password`, a secret."""
+
+    name = "email"
+    digest_every = 86400.0
+
+    def __init__(self, section: EmailSection, password: str | None) -> None:
+        super().__init__(section.least)
+        self._section, self._password = section, password
+
+    def send(self, note: Note) -> None:
+        """One mail; its Message-ID is the note's, so that a second copy is known as one."""
+        mail = EmailMessage()
+        mail["Subject"], mail["From"], mail["To"] = note["title"], self._section.sender, ", ".join(self._section.to)
+        mail["Message-ID"] = f"<{note['id']}@fsdp-pretrain>"
+        mail["Auto-Submitted"] = "auto-generated"
+        mail.set_content("\n".join(note["lines"]) + "\n")
+        if self._section.host is None:
+            _run([_sendmail() or "sendmail", "-t", "-i"], mail.as_bytes(), os.environ)
+            return
+        try:
+            self._send_by_smtp(mail)
+        except smtplib.SMTPResponseException as error:
+            raise DeliveryError(f"{self._section.host} answered {error.smtp_code}") from None
+        except (smtplib.SMTPException, OSError) as error:
+            raise DeliveryError(f"{self._section.host}: {_reason(error)}") from None
+
+    def _send_by_smtp(self, mail: EmailMessage) -> None:
+        section = self._section
+        assert section.host is not None
+        secure = ssl.create_default_context()
+        server: smtplib.SMTP
+        if section.tls == "tls":
+            server = smtplib.SMTP_SSL(section.host, section.port, timeout=CONNECT_SECONDS, context=secure)
+        else:
+            server = smtplib.SMTP(section.host, section.port, timeout=CONNECT_SECONDS)
+        try:
+            if section.tls == "starttls":
+                server.starttls(context=secure)
+            if section.user is not None:
+                server.login(section.user, self._password or "")
+            assert server.sock is not None
+            server.sock.settimeout(_ANSWER_SECONDS)
+            server.send_message(mail)
+            with contextlib.suppress(smtplib.SMTPException, OSError):  # it was accepted
+                server.quit()
+        finally:
+            server.close()
+
+
+class Command(_Base):
+    """A command of the user."""
+
+    name = "command"
+
+    def __init__(self, section: CommandSection) -> None:
+        super().__init__(section.least)
+        self._argv = section.argv
+
+    def send(self, note: Note) -> None:
+        """Run it: JSON on standard input, the main facts in the environment."""
+        names = ("key", "severity", "state", "kind", "run", "step", "host", "summary", "title", "id")
+        facts = {f"WD_{name.upper()}": str(note[name]) for name in names if note[name] is not None}
+        _run(self._argv, json.dumps(note).encode(), {**os.environ, **facts})
+
+
+def make_channels(section: NotifySection, environment: Mapping[str, str] = os.environ) -> list[Channel]:
+    """The channels that are configured.
+
+    Raises:
+        ConfigError: listing every secret that is missing or badly kept, and every program that is not there.
+    """
+    found: list[Channel] = []
+    problems: list[str] = []
+
+    def attempt(name: str, make: Callable[[], Channel]) -> None:
+        try:
+            found.append(make())
+        except ValueError as error:
+            problems.append(f"watchdog.notify.{name}: {error}")
+
+    if (slack := section.slack) is not None:
+        attempt("slack", lambda: Slack(slack, _url(slack.url_env, slack.url_file, environment)))
+    if (webhook := section.webhook) is not None:
+        attempt("webhook", lambda: _webhook(webhook, environment))
+    if (pager := section.pagerduty) is not None:
+        attempt("pagerduty", lambda: PagerDuty(pager, secret(pager.key_env, pager.key_file, environment)))
+    if (email := section.email) is not None:
+        attempt("email", lambda: _email(email, environment))
+    if (command := section.command) is not None:
+        attempt("command", lambda: _command(command))
+    if (ping := section.ping) is not None:
+        try:
+            _url(ping.url_env, ping.url_file, environment)
+        except ValueError as error:
+            problems.append(f"watchdog.notify.ping: {error}")
+    if problems:
+        raise ConfigError(
+            "\n".join(["nobody could be told of alarms:", *(f"  - {problem}" for problem in problems)]),
+            remedy="mend it, or remove the channel's table from the configuration",
+        )
+    return found
+
+
+def _webhook(section: WebhookSection, environment: Mapping[str, str]) -> Webhook:
+    key = secret(section.hmac_env, None, environment) if section.hmac_env else None
+    return Webhook(section, _url(section.url_env, section.url_file, environment), key)
+
+
+def _email(section: EmailSection, environment: Mapping[str, str]) -> Email:
+    if section.host is None and _sendmail() is None:
+        raise ValueError("there is no sendmail here; set host")
+    asked = section.host is not None and section.user is not None
+    return Email(section, secret(section.password_env, section.password_file, environment) if asked else None)
+
+
+def _command(section: CommandSection) -> Command:
+    if shutil.which(section.argv[0]) is None:
+        raise ValueError(f"there is no program {section.argv[0]}")
+    return Command(section)
+
+
+def secret(variable: str, file: Path | None, environment: Mapping[str, str]) -> str:
+    """A secret from its file, or else its variable. Raises ValueError that does not show it."""
+    if file is None:
+        value = environment.get(variable, "").strip()
+        if not value:
+            raise ValueError(f"the environment variable {variable} is not set")
+        return value
+    try:
+        if file.stat().st_mode & 0o077:
+            raise ValueError(f"{file} can be read by others; chmod 600 {file}")
+        value = file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not text") from None
+    if not value:
+        raise ValueError(f"{file} is empty")
+    return value
+
+
+def _url(variable: str, file: Path | None, environment: Mapping[str, str]) -> str:
+    value, place = secret(variable, file, environment), file or variable
+    try:
+        parts = urlsplit(value)
+        good = parts.scheme in ("http", "https") and parts.hostname and not any(c.isspace() for c in value)
+    except ValueError:
+        good = False
+    if not good:
+        raise ValueError(f"{place} does not hold a URL that begins with https:// or http://")
+    return value
+
+
+class _Patience:
+    """Of a connection: a short time to connect and send, a longer one for the answer."""
+
+    sock: socket.socket
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        self.sock.settimeout(_ANSWER_SECONDS)
+        response: http.client.HTTPResponse = super().getresponse()  # type: ignore[misc]
+        return response
+
+
+class _Plain(_Patience, http.client.HTTPConnection):
+    pass
+
+
+class _Secure(_Patience, http.client.HTTPSConnection):
+    pass
+
+
+class _PlainHandler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_Plain, request)
+
+
+class _SecureHandler(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(_Secure, request, context=ssl.create_default_context())
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect turns a POST into a GET of, mostly, a log-in page, whose 200 would look like a delivery."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+def fetch(url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> None:
+    """GET a URL, or POST a body to it, by the proxies of the environment. Raises DeliveryError."""
+    host = urlsplit(url).hostname
+    request = urllib.request.Request(url, data=body, headers={"User-Agent": "fsdp-pretrain", **(headers or {})})
+    opener = urllib.request.build_opener(_PlainHandler, _SecureHandler, _NoRedirect)
+    try:
+        opener.open(request, timeout=CONNECT_SECONDS).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise DeliveryError(f"{host} answered {error.code}", refused=error.code in _REFUSED) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise DeliveryError(f"{host}: {_reason(error)}") from None
+
+
+def post(url: str, content: Note, *, headers: Mapping[str, str] | None = None, key: str | None = None) -> None:
+    """POST JSON, with the HMAC of its bytes if there is a key. Raises DeliveryError."""
+    body = json.dumps(content).encode()
+    signed = {"X-Signature-256": f"sha256={hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}"} if key else {}
+    fetch(url, body, {"Content-Type": "application/json", **(headers or {}), **signed})
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in words that cannot hold a part of a URL."""
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, BaseException):
+        return _reason(error.reason)
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid: {error.verify_message}"
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return error.strerror
+    return type(error).__name__
+
+
+def _slack(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _sendmail() -> str | None:
+    return shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
+
+
+def _run(argv: list[str], text: bytes, environment: Mapping[str, str]) -> None:
+    """Run a program with its children in a group of their own, which ends with it. Raises DeliveryError."""
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise DeliveryError(f"{argv[0]} cannot be started: {error.strerror}") from None
+    try:
+        process.communicate(text, timeout=_COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise DeliveryError(f"{argv[0]} took longer than {_COMMAND_SECONDS:g}s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        raise DeliveryError(f"{argv[0]} ended with exit status {process.returncode}")

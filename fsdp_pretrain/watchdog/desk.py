@@ -1,0 +1,130 @@
+"""Where people and the watchdog meet: alarms that are acknowledged, maintenance windows. No torch.
+
+The watchdog that keeps the alarms holds a claim on `RUN/watchdog/agent.json` as long as it lives. While it does, people
+leave requests in `RUN/watchdog/inbox`; while nobody does, a command takes the claim for a moment and writes itself. So
+`alarms.jsonl` has one writer at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from ..errors import ConfigError, StorageError
+from ..record import inbox
+from ..record.claim import Claim, is_alive, take_away
+from ..record.files import RunDir, now, read_json, replace_file
+from ..record.journal import Journal
+from .alarms import Alarm, Alarms, read_alarms
+
+_WAIT_SECONDS = 10.0
+
+
+def alarms_file(run: RunDir) -> Path:
+    """Every transition of the alarms of a run."""
+    return run.path / "watchdog/alarms.jsonl"
+
+
+def keep_alarms(run: RunDir, purpose: str) -> Claim | None:
+    """The right to write the alarms of a run, to be released at the end; None: another process has it.
+
+    Raises OSError.
+    """
+    path = run.path / "watchdog/agent.json"
+    claim = Claim.take(path, purpose=purpose)
+    if claim is None:
+        held = read_json(path)
+        if held is not None and is_alive(held) is False:
+            take_away(path, held)
+            claim = Claim.take(path, purpose=purpose)
+    return claim
+
+
+def serve(run: RunDir, alarms: Alarms) -> None:
+    """What people have asked of the watchdog since the last pass."""
+    for request in inbox.take(_inbox(run)):
+        if request.get("verb") == "ack":
+            alarms.acknowledge(str(request.get("key")), str(request.get("by", "?")))
+
+
+def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
+    """A person knows of an alarm: by the watchdog if there is one, else written here.
+
+    Returns:
+        Whether it is done; else the request waits for the watchdog, which did not answer in `wait` seconds.
+
+    Raises:
+        ConfigError: no such alarm is open.
+        StorageError: the run directory cannot be written.
+    """
+    waiting = {alarm.key for alarm in read_alarms(alarms_file(run)) if alarm.state == "open"}
+    if key not in waiting:
+        raise ConfigError(
+            f"no alarm {key!r} is waiting to be acknowledged",
+            remedy=f"these are: {', '.join(sorted(waiting))}" if waiting else "none is; see `fsdp-pretrain alarms RUN`",
+        )
+    try:
+        claim = keep_alarms(run, "ack")
+        if claim is None:
+            left = inbox.leave(_inbox(run), verb="ack", key=key)
+            return _is_true(lambda: not left.exists(), wait)
+        try:
+            alarms = Alarms(alarms_file(run), told=lambda alarm, before: journal_alarm(run, alarm))
+            return alarms.acknowledge(key, os.environ.get("USER", "?"))
+        finally:
+            claim.release()
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
+
+
+def journal_alarm(run: RunDir, alarm: Alarm) -> None:
+    """A transition as a line of the chronicle."""
+    journal = Journal(run)
+    facts = alarm.to_json()
+    step = {"step": alarm.step} if alarm.step is not None else {}
+    text = f"{alarm.severity.name} {alarm.key} {alarm.state}: {alarm.summary}"
+    journal.write("alarm", text, **step, **{key: facts[key] for key in ("key", "severity", "state", "facts")})
+    journal.close()
+
+
+def mute(run: RunDir, seconds: float, reason: str) -> str:
+    """Begin a maintenance window, or with 0 seconds end it; until when, UTC. Raises StorageError."""
+    until = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="seconds").replace("+00:00", "Z")
+    window = {"until": until, "since": now(), "reason": reason, "by": os.environ.get("USER", "?")}
+    try:
+        replace_file(_window(run), json.dumps(window) + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
+    journal = Journal(run)
+    journal.write("mute", f"alarms are not sent until {until}: {reason}" if seconds else "alarms are sent again")
+    journal.close()
+    return until
+
+
+def muted_until(run: RunDir) -> float:
+    """When the maintenance window ends, seconds since the epoch; 0 if there is none."""
+    try:
+        return datetime.fromisoformat(str((read_json(_window(run)) or {})["until"])).timestamp()
+    except (KeyError, ValueError):
+        return 0.0
+
+
+def _window(run: RunDir) -> Path:
+    return run.path / "watchdog/muted.json"
+
+
+def _inbox(run: RunDir) -> Path:
+    return run.path / "watchdog/inbox"
+
+
+def _is_true(condition: Callable[[], bool], wait: float) -> bool:
+    deadline = time.monotonic() + wait
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

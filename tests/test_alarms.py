@@ -1,0 +1,229 @@
+"""What people and Prometheus see of alarms: commands, requests to the watchdog, metrics, alert rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fsdp_pretrain.notify_sections import PrometheusSection
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.watchdog import desk, exporter
+from fsdp_pretrain.watchdog.alarms import Alarms, Severity, read_alarms
+from fsdp_pretrain.watchdog.exporter import METRICS, Exporter, render
+from fsdp_pretrain.watchdog.snapshot import Snapshot
+
+pytestmark = pytest.mark.quick
+INFO, WARN, CRIT = Severity
+ROOT = Path(__file__).resolve().parent.parent
+Verb = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run/segments").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def alarms(run: Path) -> Alarms:
+    return Alarms(run / "watchdog/alarms.jsonl", told=lambda *_: None)
+
+
+@pytest.fixture
+def verb(run_command: Any, run: Path) -> Verb:
+    return lambda name, *more, **extra: run_command("fsdp_pretrain.cli", name, run, *more, **extra)
+
+
+def test_listing(run: Path, alarms: Alarms, verb: Verb) -> None:
+    quiet = verb("alarms")
+    assert (quiet.returncode, quiet.stdout) == (0, "no open alarm\n")
+    alarms.open("pace", WARN, "5% slower", step=1200, remedy="look at the switch")
+    assert verb("alarms").returncode == 1
+    alarms.open("hang", CRIT, "no progress")
+    alarms.open("disk/run", WARN, "two fit")
+    alarms.resolve("disk/run", "ten fit")
+    shown = verb("alarms")
+    assert shown.returncode == 2 and re.match(r"CRIT open +hang ", shown.stdout)
+    assert "step 1_200" in shown.stdout and "to do: look at the switch" in shown.stdout and "disk" not in shown.stdout
+    everything = [json.loads(line) for line in verb("alarms", "--all", "--json").stdout.splitlines()]
+    assert [(row["key"], row["state"]) for row in everything] == [
+        ("hang", "open"), ("pace", "open"), ("disk/run", "resolved"),
+    ]  # fmt: skip
+
+
+def test_acknowledging_without_a_watchdog(run: Path, alarms: Alarms, verb: Verb, helpers: Any) -> None:
+    alarms.open("hang", CRIT, "no progress", step=7)
+    wrong = verb("ack", "hnag")
+    assert wrong.returncode == 78 and "these are: hang" in wrong.stderr
+    assert verb("ack", "hang", USER="ada").returncode == 0
+    (known,) = read_alarms(run / "watchdog/alarms.jsonl")
+    assert known.state == "acknowledged" and known.facts == {"acknowledged_by": "ada"}
+    (entry,) = helpers.journal(run, "alarm")
+    assert (entry["key"], entry["state"], entry["step"]) == ("hang", "acknowledged", 7)
+    assert verb("ack", "hang").returncode == 78
+    assert not (run / "watchdog/agent.json").exists()
+
+
+def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) -> None:
+    """While it runs it alone writes; it is asked and answers within a pass."""
+    alarms.open("hang", CRIT, "no progress")
+    claim = desk.keep_alarms(RunDir(run), "watchdog")
+    assert claim is not None
+    done = threading.Event()
+
+    def passes() -> None:
+        while not done.wait(0.02):
+            desk.serve(RunDir(run), alarms)
+
+    watchdog = threading.Thread(target=passes)
+    watchdog.start()
+    said = verb("ack", "hang", USER="ada")
+    done.set()
+    watchdog.join()
+    claim.release()
+    assert said.stdout == "hang is acknowledged\n"
+    assert [(alarm.state, alarm.facts["acknowledged_by"]) for alarm in alarms] == [("acknowledged", "ada")]
+
+
+def test_a_watchdog_that_does_not_answer_hears_it_later(run: Path, alarms: Alarms) -> None:
+    alarms.open("hang", CRIT, "no progress")
+    claim = desk.keep_alarms(RunDir(run), "watchdog")
+    assert claim is not None and desk.keep_alarms(RunDir(run), "another") is None
+    assert desk.acknowledge(RunDir(run), "hang", wait=0.2) is False
+    desk.serve(RunDir(run), alarms)
+    assert [alarm.state for alarm in alarms] == ["acknowledged"]
+    claim.release()
+
+
+def test_the_claim_of_a_dead_watchdog_is_taken(run: Path, alarms: Alarms, helpers: Any) -> None:
+    code = (
+        "import os, sys; from pathlib import Path\nfrom fsdp_pretrain.record.files import RunDir\n"
+        "from fsdp_pretrain.watchdog.desk import keep_alarms\n"
+        "assert keep_alarms(RunDir(Path(sys.argv[1])), 'watchdog'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run)], env=helpers.environment())
+    assert (run / "watchdog/agent.json").exists()
+    alarms.open("hang", CRIT, "no progress")
+    assert desk.acknowledge(RunDir(run), "hang")
+
+
+def test_a_maintenance_window(run: Path, verb: Verb, helpers: Any) -> None:
+    assert verb("mute", "2h").returncode == 78  # why?
+    assert verb("mute", "2", "switches").returncode == 2 and verb("mute", "soon", "switches").returncode == 2
+    assert verb("mute", "2h", "new switches").returncode == 0
+    assert desk.muted_until(RunDir(run)) - time.time() == pytest.approx(7200, abs=60)
+    assert "muted for 1h59m more" in verb("alarms").stdout
+    assert verb("mute", "0h").stdout == "alarms are sent again\n"
+    assert desk.muted_until(RunDir(run)) <= time.time()
+    assert ["new switches" in entry["text"] for entry in helpers.journal(run, "mute")] == [True, False]
+
+
+def full() -> Snapshot:
+    """A snapshot in which everything is known."""
+    snapshot = Snapshot(
+        'a "run"', segment=3, step=1200, total_steps=2000, segment_steps=200, tokens=10**9, step_drift=1.03, world=16,
+        verified_step=1000, verified_age=640.5, unprotected_tokens=10**6, checkpoint_failures=2,
+        checkpoint_bytes_per_second=1e9, next_checkpoint_fits=7.0, disk_full_in=float("inf"),
+        heartbeat_ages={0: 0.1, 1: 0.2}, own_ratios={0: 1.0, 1: 1.1}, loss=2.5, loss_z=float("nan"), grad_norm=0.7,
+        skipped_steps=1, goodput=0.93, ettr=0.95, badput_seconds={"lost": 100.0, "eval": 20.0},
+        open={"WARN": 2},
+    )  # fmt: skip
+    for seconds in (0.05, 0.3, 0.4, 700.0):
+        snapshot.step_seconds.observe(seconds)
+    return snapshot
+
+
+def get(port: int | None, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_metrics_by_http() -> None:
+    shown = Exporter(PrometheusSection(port=0))
+    assert get(shown.port, "/metrics")[0] == get(shown.port, "/healthz")[0] == 503
+    shown.show(full())
+    code, text = get(shown.port, "/metrics")
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    name = '{run="a \\"run\\""'
+    assert code == 200 and lines[f'train_step_seconds_bucket{name},le="0.5"}}'] == "3"
+    assert lines[f'train_step_seconds_bucket{name},le="+Inf"}}'] == lines[f"train_step_seconds_count{name}}}"] == "4"
+    assert (
+        lines[f'incidents_open{name},severity="WARN"}}'] == "2"
+        and lines[f'incidents_open{name},severity="CRIT"}}'] == "0"
+    )
+    assert (
+        lines[f'rank_heartbeat_age_seconds{name},rank="1"}}'] == "0.2"
+        and lines[f"disk_seconds_to_full{name}}}"] == "+Inf"
+    )
+    assert {line.split("{")[0] for line in lines} >= set(METRICS)
+    assert get(shown.port, "/healthz")[0] == 200 and get(shown.port, "/nothing")[0] == 404
+    status = json.loads(get(shown.port, "/status")[1])
+    assert status["step"] == 1200 and "loss_z" not in status
+    shown.show(Snapshot("blind", pass_age=61.0))
+    assert get(shown.port, "/healthz")[0] == 503
+    assert "train_step{" not in get(shown.port, "/metrics")[1]  # not known is not zero
+    shown.close()
+    with pytest.raises(urllib.error.URLError):
+        get(shown.port, "/metrics")
+
+
+def test_metrics_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_TEXTFILE_SECONDS", 0.0)
+    path = tmp_path / "run.prom"
+    shown = Exporter(PrometheusSection(textfile=path))
+    shown.show(full())
+    assert path.read_text() == render(full()) and [each.name for each in tmp_path.iterdir()] == ["run.prom"]
+    shown.close()
+    assert not path.exists()
+    lost = Exporter(PrometheusSection(textfile=tmp_path / "run.prom/x.prom"))
+    path.write_text("a file where a folder should be")
+    lost.show(full())
+    assert "cannot write" in lost.problem
+
+
+def test_a_port_that_is_taken_harms_nothing() -> None:
+    first = Exporter(PrometheusSection(port=0))
+    second = Exporter(PrometheusSection(port=first.port))
+    second.show(full())
+    assert "Address already in use" in second.problem and second.port is None
+    second.close()
+    first.close()
+
+
+def test_alert_rules_name_metrics_that_exist() -> None:
+    rules = ROOT / "configs/alerts/prometheus-rules.yml"
+    groups = yaml.safe_load(rules.read_text())["groups"]
+    names = set()
+    for rule in (rule for group in groups for rule in group["rules"]):
+        assert (
+            rule["labels"]["severity"] in ("warning", "critical")
+            and "{{ $labels.run }}" in rule["annotations"]["summary"]
+        )
+        words = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", rule["expr"])
+        names |= set(re.findall(r"[a-z][a-z_]*_[a-z_]+|\bloss\b", words))
+    assert names and names <= set(METRICS)
+    if promtool := shutil.which("promtool"):
+        subprocess.run([promtool, "check", "rules", str(rules)], check=True, capture_output=True)
+        checked = subprocess.run([promtool, "check", "metrics"], input=render(full()), text=True, capture_output=True)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_documentation_names_every_metric() -> None:
+    page = (ROOT / "docs/alarms.md").read_text()
+    assert not [name for name in (*METRICS, "train_step_seconds") if f"`{name}" not in page]

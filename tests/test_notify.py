@@ -1,0 +1,537 @@
+"""Messages arrive: by every channel, once, with endpoints that are down, slow or broken, and watchdogs that are killed."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import signal
+import socketserver
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.notify_sections import NotifySection
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.units import Seconds
+from fsdp_pretrain.watchdog import channels, desk, notify, spool
+from fsdp_pretrain.watchdog.alarms import Alarm, Alarms, Severity
+from fsdp_pretrain.watchdog.message import Identity, note
+from fsdp_pretrain.watchdog.notify import Notifier, Ping
+from fsdp_pretrain.watchdog.snapshot import Snapshot
+from fsdp_pretrain.watchdog.storm import Message
+
+pytestmark = pytest.mark.quick
+SECRET = "T0P-s3cret"
+INFO, WARN, CRIT = Severity
+
+
+class Endpoint:
+    """A web server that can be down, slow or broken.
+
+    Attributes:
+        port: fixed; `down` closes it.
+        answers: the status of every answer.
+        delay: seconds before an answer.
+        requests: (path, headers, body) of what was answered with 200, in order.
+        seen: how many requests came.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port, self.answers, self.delay = port, 200, 0.0
+        self.requests: list[tuple[str, dict[str, str], bytes]] = []
+        self.seen = 0
+        self._server: ThreadingHTTPServer | None = None
+
+    def up(self) -> None:
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                endpoint.seen += 1
+                login = self.path == "/login"
+                answer = 200 if login else endpoint.answers
+                time.sleep(endpoint.delay)
+                if answer == 200 and not login:
+                    endpoint.requests.append((self.path, dict(self.headers), body))
+                self.send_response(answer)
+                self.send_header("Location", "/login")
+                self.end_headers()
+                self.wfile.write(f"no {self.path}".encode())
+
+            do_GET = do_POST  # noqa: N815
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            allow_reuse_address = True
+            daemon_threads = True
+
+            def handle_error(self, *args: Any) -> None:
+                pass
+
+        self._server = Server(("127.0.0.1", self.port), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def down(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def bodies(self) -> list[Any]:
+        return [json.loads(body) for _, _, body in self.requests]
+
+
+@pytest.fixture
+def endpoint(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    for variable in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    served = Endpoint(helpers.port())
+    yield served
+    served.down()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a tenth and less."""
+    monkeypatch.setattr(notify, "RETRIES", (0.05, 0.05, 0.05, 0.1))
+    monkeypatch.setattr(notify, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(channels, "_ANSWER_SECONDS", 0.9)
+    monkeypatch.setattr(channels, "_COMMAND_SECONDS", 0.5)
+
+
+class Watch:
+    """What the watchdog has of notification: alarms, their notifier, passes."""
+
+    def __init__(self, run: Path, environment: dict[str, str], **tables: Any) -> None:
+        section = NotifySection.model_validate(tables)
+        self.notifier = Notifier(section, RunDir(run), Identity("llama-7b", str(run), 3, "n1"), environment)
+        self.alarms = Alarms(run / "watchdog/alarms.jsonl", told=self.notifier.told)
+
+    def until(self, condition: Callable[[], Any], seconds: float = 20) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < deadline, "not in time"
+            self.notifier.tick(self.alarms)
+            time.sleep(0.02)
+        return value
+
+    def open(self, key: str) -> str | None:
+        return next((alarm.severity.name for alarm in self.alarms if alarm.key == key), None)
+
+
+def waiting(run: Path, channel: str) -> list[Path]:
+    return sorted((run / "watchdog/spool" / channel).glob("[0-9]*.json"))
+
+
+@pytest.mark.parametrize("fault", ["down", "500", "redirect", "hangs"])
+def test_an_endpoint_that_fails_delays_and_loses_nothing(
+    endpoint: Endpoint, quick: None, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault matrix 33: spooled, visible as an alarm of the channel, other channels go on, delivered once later."""
+    endpoint.answers = {"500": 500, "redirect": 302}.get(fault, 200)
+    if fault != "down":
+        endpoint.up()
+    if fault == "hangs":
+        monkeypatch.setattr(channels, "_ANSWER_SECONDS", 0.2)
+        endpoint.delay = 0.4
+        endpoint.answers = 503  # what it says in the end, when nobody listens any more
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\necho $WD_KEY $WD_STATE >>{tmp_path}/heard\n")
+    hook.chmod(0o755)
+    url = f"http://127.0.0.1:{endpoint.port}/{SECRET}"
+    watch = Watch(tmp_path, {"ALARM_WEBHOOK_URL": url}, webhook={}, command={"argv": [str(hook)]})
+    for n in range(3):
+        alarm = watch.alarms.open(f"disk/{n}", CRIT, f"disk {n} is full")
+    begun = time.monotonic()
+    watch.notifier.told(alarm, alarm)  # the same again: nothing to say, and no time to wait
+    assert time.monotonic() - begun < 0.05
+    watch.until(lambda: watch.open("notify/webhook") == "WARN")
+    assert len(waiting(tmp_path, "webhook")) == 3
+    watch.until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_text().count("\n") >= 4)
+    heard = (tmp_path / "heard").read_text().splitlines()  # told by another channel, not by itself
+    assert heard == ["disk/0 open", "disk/1 open", "disk/2 open", "notify/webhook open"]
+    if fault == "down":
+        endpoint.up()
+    endpoint.answers, endpoint.delay = 200, 0.0
+    watch.until(lambda: watch.open("notify/webhook") is None and not waiting(tmp_path, "webhook"))
+    time.sleep(0.3)
+    assert [body["key"] for body in endpoint.bodies()] == ["disk/0", "disk/1", "disk/2"]
+    assert SECRET not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))
+
+
+def test_an_endpoint_that_is_slow_hears_once(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    """Fault matrix 33, slow: longer than to connect may take, yet it got the message and is not sent it again."""
+    endpoint.up()
+    endpoint.delay = 0.6
+    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
+    watch.alarms.open("hang", CRIT, "no progress")
+    watch.until(lambda: endpoint.requests and not waiting(tmp_path, "slack"))
+    time.sleep(0.3)
+    assert endpoint.seen == 1
+
+
+def test_a_message_that_is_refused_does_not_block_the_others(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    endpoint.up()
+    endpoint.answers = 400
+    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
+    watch.alarms.open("hang", CRIT, "no progress")
+    watch.until(lambda: watch.open("notify/slack-refused"))
+    endpoint.answers = 200
+    watch.alarms.open("disk/run", CRIT, "full")
+    watch.until(lambda: any("disk/run" in body["text"] for body in endpoint.bodies()))
+    assert len(list((tmp_path / "watchdog/spool/slack/refused").iterdir())) == 1
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from fsdp_pretrain.notify_sections import NotifySection
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.watchdog.alarms import Alarms, Severity
+from fsdp_pretrain.watchdog.message import Identity
+from fsdp_pretrain.watchdog.notify import Notifier
+run = Path(sys.argv[1])
+section = NotifySection.model_validate({"webhook": {}})
+notifier = Notifier(section, RunDir(run), Identity("llama-7b", str(run)))
+alarms = Alarms(run / "watchdog/alarms.jsonl", told=notifier.told)
+for n in range(3):
+    alarms.open(f"disk/{n}", Severity.CRIT, "full")
+time.sleep(float(sys.argv[2]))
+if sys.argv[2] != "0":
+    Alarms(run / "watchdog/alarms.jsonl", told=lambda *_: None).open("hang", Severity.CRIT, "in the last moment")
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("seconds", ["0", "1.0"])
+def test_a_killed_watchdog_leaves_its_messages_to_the_next(
+    endpoint: Endpoint, quick: None, tmp_path: Path, helpers: Any, seconds: str
+) -> None:
+    """Fault matrix 33: killed with the endpoint down, at once or later; also what it had no time to hand over."""
+    url = f"http://127.0.0.1:{endpoint.port}/x"
+    environment = helpers.environment(ALARM_WEBHOOK_URL=url)
+    script = [sys.executable, "-c", KILLED, str(tmp_path), seconds]
+    assert subprocess.run(script, env=environment).returncode == -signal.SIGKILL
+    endpoint.up()
+    keys = ["disk/0", "disk/1", "disk/2"] + ["hang"] * (seconds != "0")
+    for _ in range(2):  # and the one after the next repeats nothing
+        watch = Watch(tmp_path, {"ALARM_WEBHOOK_URL": url}, webhook={})
+        watch.until(lambda: len(endpoint.requests) >= len(keys))
+        watch.notifier.close()
+    time.sleep(0.2)
+    assert sorted(body["key"] for body in endpoint.bodies()) == sorted(keys)
+    assert not waiting(tmp_path, "webhook")
+
+
+def test_a_run_directory_that_cannot_be_written(
+    endpoint: Endpoint, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages wait on the node, in a folder of the user's own, for the next watchdog there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/watchdog").write_text("in the way")
+    url = {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}
+    watch = Watch(tmp_path / "run", url, webhook={})
+    watch.alarms.open("disk/run", CRIT, "full")
+    local = spool.local_folder(tmp_path / "run")
+    watch.until(lambda: list((local / "webhook").glob("[0-9]*.json")))
+    assert stat.S_IMODE(local.stat().st_mode) == 0o700
+    watch.notifier.close(1)
+    endpoint.up()
+    again = Watch(tmp_path / "run", url, webhook={})
+    again.until(lambda: endpoint.requests)
+    again.notifier.close()
+    assert len(endpoint.requests) == 1 and not list((local / "webhook").glob("[0-9]*.json"))
+
+
+def test_a_file_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
+    """Of a mount that does not answer, played by a named pipe that nobody writes."""
+    os.mkfifo(tmp_path / "pipe")
+    limited = spool.Limited(0.2)
+    with pytest.raises(TimeoutError):
+        limited.call((tmp_path / "pipe").read_text)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        limited.call(lambda: "not even tried")
+    assert time.monotonic() - begun < 0.1
+    (tmp_path / "pipe").write_text("it answers")
+    time.sleep(0.1)
+    assert limited.call(lambda: "again") == "again"
+
+
+def test_a_maintenance_window_and_its_end(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    endpoint.up()
+    desk.mute(RunDir(tmp_path), 3600, "new switches")
+    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
+    watch.alarms.open("hang", CRIT, "no progress")
+    watch.notifier.tick(watch.alarms)
+    time.sleep(0.3)
+    assert endpoint.seen == 0
+    desk.mute(RunDir(tmp_path), 0, "")
+    watch.until(lambda: endpoint.requests)
+    assert endpoint.bodies()[0]["text"].startswith("*[CRIT] llama-7b · hang: no progress")
+
+
+def test_a_proxy_of_the_environment_is_used(
+    endpoint: Endpoint, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.up()
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{endpoint.port}")
+    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": "http://hooks.invalid/x"}, slack={})
+    watch.alarms.open("hang", CRIT, "no progress")
+    watch.until(lambda: endpoint.requests)
+    assert endpoint.requests[0][0] == "http://hooks.invalid/x"
+
+
+def test_a_digest_of_a_flood_fits_a_message() -> None:
+    held = tuple((Alarm(f"gpu/{n:03}", WARN, "open", "hot", changed="t"), 2) for n in range(300))
+    digest = note(Message("digest", held=held), Identity("llama-7b", "/runs/7b"))
+    assert digest["title"].startswith("[digest] llama-7b · 600 messages held back, about 300 alarms")
+    assert len(digest["lines"]) == 51 and digest["lines"][-1] == "and 250 more: fsdp-pretrain alarms /runs/7b --all"
+
+
+def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    endpoint.up()
+    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
+    snapshot = Snapshot(
+        "llama-7b", step=41_200, tokens=1_510_000_000_000, world=512,
+        verified_step=39_000, verified_age=11_520.0, unprotected_tokens=80_000_000_000,
+    )  # fmt: skip
+    watch.notifier.tick(watch.alarms, snapshot)
+    more = {"effect": "a crash now loses it", "remedy": "free <space>", "action": "asked for a save"}
+    watch.alarms.open("checkpoint-age", CRIT, "3h12m, 2.6x the interval", **more)
+    watch.until(lambda: endpoint.requests)
+    lines = endpoint.bodies()[0]["text"].splitlines()
+    assert lines[0] == "*[CRIT] llama-7b · checkpoint-age: 3h12m, 2.6x the interval · step 41,200 · 1.51T tokens*"
+    assert lines[1].startswith("since: 20") and lines[1].endswith("UTC")
+    assert lines[2:6] == [
+        "meaning: a crash now loses it",
+        "at risk: 80B tokens, 1,638.4 GPU hours since the verified checkpoint of step 39,000",
+        "the watchdog: asked for a save",
+        "to do: free &lt;space&gt;",
+    ]
+    assert lines[6] == f"take it: fsdp-pretrain ack {tmp_path} checkpoint-age"
+
+
+def test_a_webhook_gets_facts_that_it_can_trust(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    endpoint.up()
+    environment = {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x", "KEY": SECRET}
+    watch = Watch(tmp_path, environment, webhook={"hmac_env": "KEY"})
+    watch.alarms.open("straggler/rank-3", WARN, "slow", step=7, facts={"ratio": 1.1})
+    watch.until(lambda: endpoint.requests)
+    _, headers, body = endpoint.requests[0]
+    assert headers["X-Signature-256"] == f"sha256={hmac.new(SECRET.encode(), body, hashlib.sha256).hexdigest()}"
+    content = json.loads(body)
+    expected = {
+        "schema": 1,
+        "key": "straggler/rank-3",
+        "detector": "straggler",
+        "severity": "WARN",
+        "state": "open",
+        "run": "llama-7b",
+        "segment": 3,
+        "host": "n1",
+        "step": 7,
+        "summary": "slow",
+        "facts": {"ratio": 1.1},
+    }
+    assert {key: content[key] for key in expected} == expected and headers["Idempotency-Key"] == content["id"]
+
+
+def test_pagerduty_opens_and_closes_one_incident(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    endpoint.up()
+    table = {"url": f"http://127.0.0.1:{endpoint.port}/v2/enqueue"}
+    watch = Watch(tmp_path, {"PAGERDUTY_ROUTING_KEY": SECRET}, pagerduty=table)
+    watch.alarms.open("pace", WARN, "5% slower")
+    watch.alarms.open("hang", CRIT, "no progress")
+    watch.alarms.acknowledge("hang", "ada")
+    watch.alarms.resolve("hang")
+    watch.until(lambda: len(endpoint.requests) == 3)
+    bodies = endpoint.bodies()
+    assert [body["event_action"] for body in bodies] == ["trigger", "acknowledge", "resolve"]
+    assert {body["dedup_key"] for body in bodies} == {"llama-7b/hang"}
+    assert {body["routing_key"] for body in bodies} == {SECRET} and bodies[0]["payload"]["severity"] == "critical"
+
+
+def test_a_command_has_ten_seconds_and_its_children_with_it(quick: None, tmp_path: Path) -> None:
+    hook = tmp_path / "hook"
+    hook.write_text(
+        f"#!/bin/sh\ncat >{tmp_path}/note\nenv | grep ^WD_ >{tmp_path}/env\nsleep 60 & echo $! >{tmp_path}/pid\nwait\n"
+    )
+    hook.chmod(0o755)
+    watch = Watch(tmp_path, {}, command={"argv": [str(hook)]})
+    watch.alarms.open("hang", CRIT, "no progress", step=12)
+    watch.until(lambda: watch.open("notify/command"))
+    note = json.loads((tmp_path / "note").read_text())
+    environment = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    expected = {"WD_KEY": "hang", "WD_SEVERITY": "CRIT", "WD_STATE": "open", "WD_STEP": "12", "WD_RUN": "llama-7b"}
+    assert {**environment, **expected} == environment and note["key"] == "hang"
+    problem = next(alarm for alarm in watch.alarms if alarm.key == "notify/command").summary
+    assert "took longer than 0.5s" in problem
+    child = int((tmp_path / "pid").read_text())
+    watch.until(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
+    hook.write_text("#!/bin/sh\nexit 3\n")
+    watch.until(lambda: "exit status 3" in next(a for a in watch.alarms if a.key == "notify/command").summary)
+    hook.write_text("#!/bin/sh\nexit 0\n")
+    watch.until(lambda: watch.open("notify/command") is None)
+    watch.notifier.close()
+
+
+class MailSink(socketserver.StreamRequestHandler):
+    """Speaks as much SMTP as a client needs. `refusing`: code of the answer to MAIL."""
+
+    mails: list[str] = []  # noqa: RUF012
+    refusing = ""
+
+    def handle(self) -> None:
+        self.wfile.write(b"220 sink\r\n")
+        while line := self.rfile.readline().decode().strip():
+            verb = line.split()[0].upper()
+            if verb == "DATA":
+                self.wfile.write(b"354 go on\r\n")
+                lines = []
+                while (row := self.rfile.readline().decode().rstrip("\r\n")) != ".":
+                    lines.append(row)
+                MailSink.mails.append("\n".join(lines))
+            answer = self.refusing if verb == "MAIL" and self.refusing else "250 ok"
+            self.wfile.write(f"{answer}\r\n".encode())
+
+
+@pytest.mark.parametrize("way", ["smtp", "sendmail"])
+def test_mail(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    MailSink.mails, MailSink.refusing = [], "451 later"
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), MailSink)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "sendmail").write_text(f"#!/bin/sh\ntest -e {tmp_path}/ready && cat >{tmp_path}/mail\n")
+    (tmp_path / "sendmail").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    table: dict[str, Any] = {"to": ["a@example.org", "b@example.org"], "sender": "run@example.org"}
+    if way == "smtp":
+        table |= {"host": "127.0.0.1", "port": server.server_address[1], "tls": "none"}
+    watch = Watch(tmp_path, {}, email=table)
+    watch.alarms.open("hang", CRIT, "no progress\nin two lines", remedy="look")
+    watch.until(lambda: watch.open("notify/email"))
+    MailSink.refusing = ""
+    (tmp_path / "ready").touch()
+    watch.until(lambda: watch.open("notify/email") is None)
+    mail = MailSink.mails[0] if way == "smtp" else (tmp_path / "mail").read_text()
+    assert "[CRIT] llama-7b =?utf-8?" in mail or "Subject: =?utf-8?" in mail
+    assert (
+        "To: a@example.org, b@example.org" in mail
+        and "to do: look" in mail
+        and "Auto-Submitted: auto-generated" in mail
+    )
+    assert len(MailSink.mails) == (way == "smtp")
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("tables", "environment", "says"),
+    [
+        ({"slack": {}}, {}, "SLACK_WEBHOOK_URL is not set"),
+        ({"slack": {"url_env": "OPS"}}, {"OPS": SECRET}, "OPS does not hold a URL"),
+        ({"webhook": {}}, {"ALARM_WEBHOOK_URL": f"ftp://x/{SECRET}"}, "does not hold a URL"),
+        ({"pagerduty": {}}, {}, "PAGERDUTY_ROUTING_KEY is not set"),
+        ({"command": {"argv": ["no-such-program"]}}, {}, "no program no-such-program"),
+        ({"email": {"to": ["a@b"], "sender": "c@d", "host": "h", "user": "u"}}, {}, "SMTP_PASSWORD is not set"),
+        ({"ping": {}}, {}, "WATCHDOG_PING_URL is not set"),
+        ({"slack": {"url_file": "open"}}, {}, "chmod 600"),
+        ({"slack": {"url_file": "missing"}}, {}, "cannot read"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: Any, environment: dict[str, str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("open").write_text(f"https://x/{SECRET}")
+    Path("open").chmod(0o644)
+    with pytest.raises(ConfigError) as refusal:
+        Watch(tmp_path, environment, **tables)
+    assert says in str(refusal.value) and SECRET not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "given", [f'slack="https://x/{SECRET}"', f'slack.url_env="https://x/{SECRET}"', f"slack.url={SECRET}"]
+)
+def test_a_secret_in_the_configuration_is_refused_and_not_shown(run_command: Any, helpers: Any, given: str) -> None:
+    """Fault matrix 48."""
+    config = helpers.root / "configs/runs/quickstart.toml"
+    done = run_command("fsdp_pretrain.cli", "plan", config, f"watchdog.notify.{given}")
+    assert done.returncode == 78 and "watchdog.notify.slack" in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+
+
+def test_a_secret_is_nowhere(
+    endpoint: Endpoint, tmp_path: Path, helpers: Any, start_command: Any, run_command: Any
+) -> None:
+    """Fault matrix 48: not in the record, what commands print, or a process list, while sending works and fails."""
+    run = make_run(
+        tmp_path, "slack={}", 'pagerduty={url="http://127.0.0.1:1/x"}', f'command={{argv=["{tmp_path}/hook"]}}'
+    )
+    (tmp_path / "hook").write_text(
+        f"#!/bin/sh\ncat /proc/*/cmdline 2>/dev/null | tr '\\0' ' ' >{tmp_path}/processes\ncat >{tmp_path}/note\n"
+    )
+    (tmp_path / "hook").chmod(0o755)
+    endpoint.up()
+    secrets = {
+        "SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/services/{SECRET}",
+        "PAGERDUTY_ROUTING_KEY": SECRET,
+    }
+    done = run_command("fsdp_pretrain.cli", "notify", run, "--test", "--json", **secrets)
+    rows = {row["channel"]: row["problem"] for row in map(json.loads, done.stdout.splitlines())}
+    assert done.returncode == 1 and rows["slack"] is None and rows["command"] is None
+    assert rows["pagerduty"] == "127.0.0.1: Connection refused"
+    endpoint.answers = 404
+    again = run_command("fsdp_pretrain.cli", "notify", run, "--test", **secrets)
+    assert "slack      from WARN  failed: 127.0.0.1 answered 404" in again.stdout
+    assert endpoint.requests[0][0].endswith(SECRET)  # it was used
+    said = done.stdout + done.stderr + again.stdout + again.stderr
+    assert SECRET not in said + (tmp_path / "processes").read_text() + (tmp_path / "note").read_text()
+    assert not [path for path in run.rglob("*") if path.is_file() and SECRET in path.read_text()]
+
+
+def make_run(path: Path, *tables: str) -> Path:
+    """A run directory with the configuration of a run that has these tables of `watchdog.notify`."""
+    from fsdp_pretrain.config import load
+
+    root = Path(__file__).resolve().parent.parent
+    overrides = [f"watchdog.notify.{table}" for table in tables]
+    (path / "run/segments").mkdir(parents=True)
+    (path / "run/config.toml").write_text(load(root / "configs/runs/quickstart.toml", overrides).to_toml())
+    return path / "run"
+
+
+def test_the_dead_mans_switch_is_held_only_while_it_sees(endpoint: Endpoint, quick: None) -> None:
+    endpoint.up()
+    section = NotifySection.model_validate({"ping": {"interval": Seconds(0.2)}}).ping
+    assert section is not None
+    ping = Ping(section, {"WATCHDOG_PING_URL": f"http://127.0.0.1:{endpoint.port}/ping"})
+    for _ in range(5):
+        ping.passed(observed=False)
+        time.sleep(0.02)
+    assert endpoint.seen == 0
+    begun = time.monotonic()
+    while time.monotonic() - begun < 0.9:
+        ping.passed(observed=True)
+        time.sleep(0.02)
+    assert 3 <= endpoint.seen <= 5
+    endpoint.down()
+    ping.passed(observed=True)  # nobody there: nothing happens
