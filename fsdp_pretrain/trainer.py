@@ -56,6 +56,7 @@ class StepBatch(Protocol):
     epochs: dict[str, float]
     reads: Any
     notices: list[str]
+    distance: float | None
 
 
 class DataStream(Protocol):
@@ -207,7 +208,8 @@ class Trainer:
         self.world.sum_(sums)
         host_counts, host_sums, ready = self._to_host(counts, torch.cat((update, sums)))
         seconds = self.saves.take_stalled()
-        data = {"shares": batch.shares, "epochs": batch.epochs, "data_read": asdict(batch.reads)}
+        data: dict[str, Any] = {"shares": batch.shares, "epochs": batch.epochs, "data_read": asdict(batch.reads)}
+        data["data_distance"] = batch.distance
         self._issued.append(_Issued(state, lr, ramps, marks, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark = state, marks[-1]
 
@@ -347,6 +349,7 @@ class Trainer:
             },
             "epochs": issued.data["epochs"],
             "data_digest": f"{digest % 2**64:016x}",
+            "data_distance": issued.data["data_distance"],
             "documents": documents,
             "separators": separators,
             "adjacent_specials": adjacent,
