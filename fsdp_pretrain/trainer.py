@@ -208,8 +208,8 @@ class Trainer:
         self.world.sum_(sums)
         host_counts, host_sums, ready = self._to_host(counts, torch.cat((update, sums)))
         seconds = self.saves.take_stalled()
-        data: dict[str, Any] = {"shares": batch.shares, "epochs": batch.epochs, "data_read": asdict(batch.reads)}
-        data["data_distance"] = batch.distance
+        reads, distance = asdict(batch.reads), batch.distance
+        data = {"shares": batch.shares, "epochs": batch.epochs, "data_read": reads, "data_distance": distance}
         self._issued.append(_Issued(state, lr, ramps, marks, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark = state, marks[-1]
 

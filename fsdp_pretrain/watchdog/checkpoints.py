@@ -6,8 +6,12 @@ a run whose saves fail silently, or whose writer hangs, is told of and made to s
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -62,6 +66,7 @@ class Checkpoints(Detector):
         stores: directories with checkpoints, the run's own first.
         every: `checkpoint.every`.
         verify: checkpoints are verified after they were written (`checkpoint.verify`); else whole ones count.
+        pids: processes of the ranks on this node, now.
     """
 
     def __init__(
@@ -75,8 +80,10 @@ class Checkpoints(Detector):
         stores: list[Path],
         every: Progress,
         verify: bool = True,
+        pids: Callable[[], list[int]] = list,
     ) -> None:
         super().__init__(alarms)
+        self._pids = pids
         self._section, self._looks, self._run, self._segment = section, looks, run, segment
         self._stores, self._every, self._which = stores, every, "verified" if verify else "newest"
         deadline = section.deadline.value
@@ -115,6 +122,7 @@ class Checkpoints(Detector):
         self._bad: dict[str, str] = {}
         self._named: set[str] = set()
         self._asked: set[str] = set()
+        self._requests: dict[str, int] = {}
 
     def step(self, record: dict[str, Any]) -> None:
         self._steps.append(record["seconds"]["iteration"])
@@ -128,6 +136,7 @@ class Checkpoints(Detector):
         if answer is not None and answer.error is None:
             self._see(answer.value, now)
             self._judge_age(now)  # only after a look: what is between two looks is not known
+        self._see_to_requests(now)
         audit = self._audit.tick(now)
         if audit is not None and audit.value.get("wrong"):
             self._bad[audit.value["name"]] = "; ".join(audit.value["wrong"])
@@ -198,8 +207,23 @@ class Checkpoints(Detector):
             return ""
         if verb not in self._asked:
             self._asked.add(verb)
-            self._looks.ask("request", {"run": str(self._run), "verb": verb})
+            self._requests[verb] = self._looks.ask("request", {"run": str(self._run), "verb": verb})
         return f"asked the run to {verb}"
+
+    def _see_to_requests(self, now: float) -> None:
+        """A full disk takes no request: a stop goes to a rank as a signal then, a save is asked for again."""
+        for verb, ticket in list(self._requests.items()):
+            answer = self._looks.take(ticket, now)
+            if answer is None:
+                continue
+            del self._requests[verb]
+            if "error" not in answer:
+                continue
+            self._asked.discard(verb)
+            for pid in self._pids()[:1] if verb == "stop" else []:
+                self._asked.add(verb)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
 
     def _longest_save(self) -> float:
         """The 99% quantile of the seconds that saves took; the longest of a few."""

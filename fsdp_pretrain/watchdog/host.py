@@ -1,4 +1,4 @@
-"""The host beside its GPUs: memory, descriptors, clock, stolen time. From /proc and /sys, which do not hang. No torch."""
+"""The host: memory, descriptors, clock, stolen time. From /proc and /sys, which do not hang. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -20,9 +21,9 @@ from .robust import slope
 _EVERY = 60.0
 _HOUR = 60
 """Samples of memory that are kept, one a minute."""
-_LEAST = 20
+_LEAST, _LATEST = 30, 5
 _SOON, _VERY_SOON = 7200.0, 1800.0
-_DECLINE = 0.05
+_DECLINE = 0.02
 """Share of the memory by which it must have become less for a forecast."""
 _DESCRIPTORS, _STOLEN, _STOLEN_SAMPLES = 0.8, 0.05, 5
 _JUMP, _JUMP_QUIET = 1.0, 3600.0
@@ -156,9 +157,10 @@ class Host(Detector):
         """When there will be no memory left, if it goes on like in the last hour."""
         self._memory.append((now, float(state.available)))
         left, free = None, human_bytes(state.available)
-        if len(self._memory) >= _LEAST and self._memory[0][1] - state.available > _DECLINE * state.total:
-            rate = slope(self._memory if len(self._memory) < 2 else list(self._memory))
-            left = state.available / -rate if rate < 0 else None
+        if len(self._memory) >= _LEAST:
+            rate = slope(list(self._memory))
+            if -rate * (now - self._memory[0][0]) > _DECLINE * state.total:
+                left = median(value for _, value in list(self._memory)[-_LATEST:]) / -rate
         if left is not None and left < _SOON:
             self._tell(
                 "memory",

@@ -1,4 +1,4 @@
-"""Which hosts had incidents, over many starts and runs: three in two weeks, and one is proposed for exclusion. No torch."""
+"""Which hosts had incidents, over many starts and runs: those with several are proposed for exclusion. No torch."""
 
 from __future__ import annotations
 

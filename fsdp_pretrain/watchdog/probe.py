@@ -128,6 +128,11 @@ class Looks:
         """Of the helper."""
         return self._helper.pid
 
+    @property
+    def waiting(self) -> int:
+        """Looks that are under way, or whose answers were not taken yet."""
+        return len(self._open)
+
     def ask(self, look: str, arguments: dict[str, Any]) -> int:
         """Begin a look; the ticket for its answer."""
         self._tickets += 1

@@ -56,7 +56,7 @@ def sensors(
     found: list[Detector] = [mounts, Host(alarms, host=host, pids=pids)]
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
     if leads:
-        checkpoints = _checkpoints(config, run, alarms, looks, segment)
+        checkpoints = _checkpoints(config, run, alarms, looks, segment, pids)
         other = fallback(config)
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
         places += [("fallback", other.directory, True)] if other is not None else []
@@ -73,7 +73,9 @@ def sensors(
     return found
 
 
-def _checkpoints(config: Config, run: RunDir, alarms: Alarms, looks: Looks, segment: int) -> Checkpoints:
+def _checkpoints(
+    config: Config, run: RunDir, alarms: Alarms, looks: Looks, segment: int, pids: Callable[[], list[int]]
+) -> Checkpoints:
     return Checkpoints(
         alarms,
         config.watchdog.storage,
@@ -83,6 +85,7 @@ def _checkpoints(config: Config, run: RunDir, alarms: Alarms, looks: Looks, segm
         stores=[store.directory for store in stores(run).all],
         every=config.checkpoint.every,
         verify=config.checkpoint.verify,
+        pids=pids,
     )
 
 
