@@ -97,10 +97,8 @@ class Unigrams:
 def _distance(counts: npt.NDArray[np.int64], reference: npt.NDArray[np.int64]) -> float:
     """Jensen-Shannon distance of two histograms, in nats: 0 to log 2."""
     p, q = counts / counts.sum(), reference / reference.sum()
-    middle = (p + q) / 2
-    return float((_divergence(p, middle) + _divergence(q, middle)) / 2)
+    return _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2
 
 
-def _divergence(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> float:
-    there = p > 0
-    return float((p[there] * np.log(p[there] / q[there])).sum())
+def _entropy(p: npt.NDArray[np.float64]) -> float:
+    return -float(p @ np.log(np.maximum(p, 1e-300)))
