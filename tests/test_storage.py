@@ -414,6 +414,38 @@ def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
     assert watch.said()[1:] == [("checkpoint-fallback", "WARN", "resolved")]
 
 
+def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> int | None:
+    """What the watchdog's process does beside a real run, to its end; the exit code."""
+    found = sensors(load(run.config), run, watch.alarms, segment=1, host="here", pids=lambda: [job.ranks[0].pid])
+    offset, end, code = 0, time.monotonic() + 90, None
+    while code is None and time.monotonic() < end:
+        code = job.ranks[0].poll()
+        for record, behind in read_lines(run.segment(1) / "metrics.jsonl", offset):
+            offset = behind
+            for detector in found:
+                detector.step(record)
+        for detector in found:
+            detector.tick(time.monotonic())
+        meanwhile()
+        time.sleep(0.02)
+    return code
+
+
+@pytest.mark.slow
+def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> None:
+    """Every detector beside a run that saves every few steps: no alarm. Requests would be in the journal."""
+    config = lab.config(
+        train={"duration": "120 steps"},
+        checkpoint={"every": "25 steps"},
+        watchdog={"storage": {"every": "0.2 s"}, "sentinels": {"learn": 20}},
+    )
+    job, run = lab.start(config), RunDir(lab.path / "run")
+    helpers.wait_for(run.config.exists)
+    assert follow(watch, job, run) == 0, job.output()
+    assert watch.said() == []
+    assert helpers.metrics(run.path)[-1]["data_distance"] is not None
+
+
 @pytest.mark.slow
 def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any, small_disk: Disk) -> None:
     """Fault matrix 1 and 2, on a real run: its storage fills, it trains on, and ends with 93 although nobody looked."""
@@ -423,34 +455,21 @@ def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any,
         watchdog={"storage": {"every": "0.2 s"}},
     )
     disk = small_disk("4m")
-    job = lab.start(config, f"run.dir={disk / 'run'}")
-    run = RunDir(disk / "run")
+    job, run, hog = lab.start(config, f"run.dir={disk / 'run'}"), RunDir(disk / "run"), disk / "hog"
     helpers.wait_for(lambda: Store(run.checkpoints).newest())
-    watch.now = time.monotonic()
-    loaded = load(run.config)
-    watch.detectors = sensors(loaded, run, watch.alarms, segment=1, host="here", pids=lambda: [job.ranks[0].pid])
-    hog, offset, end = disk / "hog", 0, time.monotonic() + 90
-    while (code := job.ranks[0].poll()) is None and time.monotonic() < end:
-        for record, behind in read_lines(run.segment(1) / "metrics.jsonl", offset):
-            offset = behind
-            for detector in watch.detectors:
-                detector.step(record)
-        for detector in watch.detectors:
-            detector.tick(time.monotonic())
-        if not hog.exists() and offset:
+
+    def fill() -> None:
+        if not hog.exists():
             free = os.statvfs(disk)
             with hog.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 200_000)
-        time.sleep(0.02)
-    assert code == 93, job.output()[-2000:]
+
+    assert follow(watch, job, run, fill) == 93, job.output()[-2000:]
     said = [(key, severity) for key, severity, _ in watch.said()]
     assert ("disk/checkpoints", "CRIT") in said and ("checkpoint-age", "CRIT") in said
     assert any(alarm.action == "asked the run to stop" for alarm in watch.alarms)
     newest = Store(run.checkpoints).newest()
     assert newest is not None and newest.verified
-    for detector in watch.detectors:
-        if isinstance(detector, Mounts):
-            detector._looks.replace()
 
 
 # ---------------------------------------------------------------------- mounts and data
