@@ -29,7 +29,7 @@ class PaceSection(Section):
 class StorageSection(Section):
     """Disk space, the age of the newest verified checkpoint, and mounts."""
 
-    every: Seconds = Seconds(60)
+    interval: Seconds = Seconds(60)
     """Time between two looks at a file system."""
     deadline: Seconds = Seconds(15)
     """How long a look may take; a mount that misses it twice in a row is an alarm."""
@@ -63,7 +63,7 @@ class HardwareSection(Section):
     provider: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"
     """Who tells the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
     file that something else keeps current, see docs/watchdog.md), `none`; `auto` is `nvml` where there is a driver."""
-    every: Seconds = Seconds(15)
+    interval: Seconds = Seconds(15)
     """Time between two looks at the GPUs."""
     deadline: Seconds = Seconds(10)
     """How long such a look may take; two in a row that take longer are a warning."""

@@ -92,7 +92,7 @@ class Checkpoints(Detector):
         self._look = Look(
             looks,
             "checkpoints",
-            every=section.every.value,
+            every=section.interval.value,
             deadline=deadline,
             directories=directories,
             journal=journal,
@@ -125,6 +125,7 @@ class Checkpoints(Detector):
         self._requests: dict[str, int] = {}
 
     def step(self, record: dict[str, Any]) -> None:
+        """Look at a record."""
         self._steps.append(record["seconds"]["iteration"])
         if self.protected is None:  # what this start continues from is protected, or nothing
             self.protected = record["step"] - 1
@@ -132,6 +133,7 @@ class Checkpoints(Detector):
         self._last = record
 
     def tick(self, now: float) -> None:
+        """Look, and take what earlier looks found."""
         answer = self._look.tick(now)
         if answer is not None and answer.error is None:
             self._see(answer.value, now)
@@ -154,7 +156,7 @@ class Checkpoints(Detector):
                 self._judge_place(newest)
         self._judge_damage(found)
         self._judge_writers(found["writing"], now)
-        self._look.every = self._section.every.value / (4 if found["writing"] else 1)
+        self._look.every = self._section.interval.value / (4 if found["writing"] else 1)
 
     # ------------------------------------------------------------------ how old the newest is
 
@@ -168,7 +170,7 @@ class Checkpoints(Detector):
         self._since = min(self._since, now)
         self.age = now - self._since
         interval = self._steps_between(record) * median(self._steps)
-        late = max(_LATE * interval + self._longest_save(), self._section.every.value)
+        late = max(_LATE * interval + self._longest_save(), self._section.interval.value)
         if self.age <= late:
             self._asked.clear()
             self.alarms.resolve("checkpoint-age", f"step {self.protected} is verified", step=record["step"])

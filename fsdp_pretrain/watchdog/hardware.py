@@ -59,12 +59,14 @@ class Devices(Detector):
         self._step: int | None = None
 
     def step(self, record: dict[str, Any]) -> None:
+        """Look at a record."""
         self._step = record["step"]
 
     def tick(self, now: float) -> None:
+        """Look, and take what earlier looks found."""
         if self._asked is None:
             if now >= self._due:
-                self._asked, self._due = now, now + self._section.every.value
+                self._asked, self._due = now, now + self._section.interval.value
                 self._helper.send({})
             return
         for answer in self._helper.receive():

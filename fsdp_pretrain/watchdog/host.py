@@ -124,9 +124,11 @@ class Host(Detector):
         self._step: int | None = None
 
     def step(self, record: dict[str, Any]) -> None:
+        """Look at a record."""
         self._step = record["step"]
 
     def tick(self, now: float) -> None:
+        """Look, and take what earlier looks found."""
         self._judge_clock(now)
         if now < self._due:
             return

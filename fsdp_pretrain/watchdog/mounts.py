@@ -51,7 +51,7 @@ class Mounts(Detector):
         self, alarms: Alarms, section: StorageSection, looks: Looks, written: list[Path], corpora: dict[str, Path]
     ) -> None:
         super().__init__(alarms)
-        self._looks, self._every, self._deadline = looks, section.every.value, section.deadline.value
+        self._looks, self._every, self._deadline = looks, section.interval.value, section.deadline.value
         self._mounts = {str(path): _Mount(str(path), self._look("write", path=str(path))) for path in written}
         self._audits = {
             name: Look(
@@ -68,6 +68,7 @@ class Mounts(Detector):
         """Documents per packed token of every source, once its manifest was read."""
 
     def tick(self, now: float) -> None:
+        """Look, and take what earlier looks found."""
         for name, audit in self._audits.items():
             answer = audit.tick(now)
             if answer is not None:
@@ -168,6 +169,7 @@ class Waits(Detector):
         self._long: deque[bool] = deque(maxlen=_WAIT_STEPS)
 
     def step(self, record: dict[str, Any]) -> None:
+        """Look at a record."""
         seconds, read = record["seconds"]["data"], record["data_read"]
         highest = quantiles(self._known, n=100, method="inclusive")[98] if len(self._known) > 1 else 0.0
         long = seconds > max(_WAIT_LEAST, _WAIT_TIMES * highest)

@@ -59,6 +59,7 @@ class Sentinels(Detector):
         self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
 
     def step(self, record: dict[str, Any]) -> None:
+        """Look at a record."""
         if self._last is None:
             self._last = self._before(record["step"] - 1)
             if self._last is not None:

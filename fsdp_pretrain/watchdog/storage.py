@@ -65,7 +65,7 @@ class Space(Detector):
     ) -> None:
         super().__init__(alarms)
         self._section, self._checkpoints = section, checkpoints
-        every, deadline = section.every.value, section.deadline.value
+        every, deadline = section.interval.value, section.deadline.value
         self.places = [
             Place(
                 name, path, holds, Look(looks, "space", every=every, deadline=deadline, path=str(path), attempts=holds)
@@ -84,9 +84,11 @@ class Space(Detector):
         """By the forecast; only of places that fill."""
 
     def step(self, record: dict[str, Any]) -> None:
+        """Look at a record."""
         self._last = record
 
     def tick(self, now: float) -> None:
+        """Look, and take what earlier looks found."""
         for place in self.places:
             answer = place.look.tick(now)
             if answer is None or answer.error is not None:  # what hangs or fails is told by `Mounts`
