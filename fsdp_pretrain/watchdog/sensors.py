@@ -76,13 +76,17 @@ def sensors(
 def _checkpoints(
     config: Config, run: RunDir, alarms: Alarms, looks: Looks, segment: int, pids: Callable[[], list[int]]
 ) -> Checkpoints:
+    places = [store.directory for store in stores(run).all]
+    other = fallback(config)
+    if other is not None and other.directory not in places:
+        places.append(other.directory)
     return Checkpoints(
         alarms,
         config.watchdog.storage,
         looks,
         run=run.path,
         segment=segment,
-        stores=[store.directory for store in stores(run).all],
+        stores=places,
         every=config.checkpoint.every,
         verify=config.checkpoint.verify,
         pids=pids,
