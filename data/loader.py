@@ -21,6 +21,7 @@ from .objectives import IGNORE, Infilled, Infilling
 from .packer import Packed, Packer, Piece
 from .reading import ReadTimes
 from .skip import Skips
+from .unigrams import Unigrams
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class StepBatch:
         shares, epochs: of each source: the planned share around this step, and how often it has been read after it.
         reads: reads from storage that preparing the share took.
         notices: what went wrong and was mended meanwhile (a shard read from the mirror), for the journal.
+        distance: of the share's tokens from what the run's look like, see `Unigrams.score`; None if not known.
     """
 
     micro: list[MicroBatch]
@@ -77,6 +79,7 @@ class StepBatch:
     epochs: dict[str, float] = field(default_factory=dict)
     reads: ReadTimes = field(default_factory=ReadTimes)
     notices: list[str] = field(default_factory=list)
+    distance: float | None = None
 
 
 class _Steps(BaseNode[Any]):
@@ -126,6 +129,7 @@ class Loader(Iterator[StepBatch]):
         across_documents: learn the label that crosses from a separator into the next document.
         infilling: makes blanks in the samples; None predicts every next token.
         pin: put tensors in pinned memory, for asynchronous copies to a GPU.
+        unigrams: compares the tokens of every step with those before; None compares nothing.
     """
 
     def __init__(
@@ -144,7 +148,9 @@ class Loader(Iterator[StepBatch]):
         across_documents: bool = True,
         infilling: Infilling | None = None,
         pin: bool = False,
+        unigrams: Unigrams | None = None,
     ) -> None:
+        self._unigrams = unigrams
         self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
         self._micro_batch, self._pin = micro_batch, pin
         self._with_lengths, self._across_documents, self._infilling = with_lengths, across_documents, infilling
@@ -172,6 +178,7 @@ class Loader(Iterator[StepBatch]):
         samples, own = self._share(cursor, size)
         step = StepBatch([], size, samples[-1] + 1, consumed + size)
         step.shares, step.epochs = self._packer.mixture.shares(cursor), self._packer.position(step.cursor)
+        tokens = []
         for start in range(0, len(own), self._micro_batch):
             packed = self._packer.pack_samples(own[start : start + self._micro_batch])
             micro = micro_batch(
@@ -188,10 +195,13 @@ class Loader(Iterator[StepBatch]):
             step.adjacent_specials += adjacent
             step.quarantined += packed.quarantined
             step.digest += packed.digest
+            tokens.append(packed.tokens)
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
         for places in self._packer.places:
             step.reads.add(places.take_times())
             step.notices += places.take_notices()
+        if self._unigrams is not None:
+            step.distance = self._unigrams.score(tokens, step.shares)
         return step
 
     def blank(self, cursor: int, consumed: int) -> StepBatch:

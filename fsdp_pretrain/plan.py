@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from . import advice, memory, models
+from .checkpoint.space import BYTES_PER_PARAMETER
 from .config import Config
 from .errors import ConfigError
 from .mesh import shard_size
 from .model_sections import AnyModel
 from .throughput import device_memory, flops_per_token, hardware_flops_per_token, speed
 from .units import human_bytes, human_count
-
-_BYTES_PER_PARAMETER = 12
-"""fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
 
 _COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
 """Of the schedule's preview; the ramps that a run has come after them."""
@@ -77,7 +75,7 @@ def plan(
             f"into micro-batches of {train.micro_batch}",
             remedy=f"feasible world sizes: {_shorten(sizes)}",
         )
-    checkpoint = parameters * _BYTES_PER_PARAMETER
+    checkpoint = parameters * BYTES_PER_PARAMETER
     kept = config.checkpoint.keep_last + 1
     length = config.data.sequence_length
     result: dict[str, Any] = {

@@ -26,6 +26,7 @@ from data.loader import Loader, check_batches
 from data.mapping import now_reading
 from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
+from data.unigrams import Unigrams
 from eval import jobs
 
 from . import changes, environment, mesh, models, optim, overrides, parallel, plan, throughput
@@ -297,7 +298,7 @@ def _train(
         model=model,
         optimizer=optimizer,
         scaler=_loss_scaler(config, world, state, recorder),
-        data=_loader(config, packer, world, state),
+        data=_loader(config, packer, world, run_dir, state),
         saves=Saves(config, world, manager, after_save if world.is_main else _nothing, recorder, state.step),
         recorder=recorder,
         inbox=inbox,
@@ -390,7 +391,9 @@ def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:
     shutil.copyfile(source, run_dir.tokenizer / source.name)
 
 
-def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> Loader:
+def _loader(config: Config, packer: Packer, world: World, run_dir: RunDir, state: TrainState) -> Loader:
+    watchdog = config.watchdog
+    compares = world.is_main and watchdog.enabled
     return Loader(
         packer,
         config.schedule.batch,
@@ -405,6 +408,7 @@ def _loader(config: Config, packer: Packer, world: World, state: TrainState) -> 
         across_documents=config.data.loss_across_documents,
         infilling=open_infilling(config, packer),
         pin=world.device.type == "cuda",
+        unigrams=Unigrams(run_dir.path / "watchdog/unigrams.json", watchdog.sentinels.learn) if compares else None,
     )
 
 

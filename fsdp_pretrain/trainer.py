@@ -60,6 +60,7 @@ class StepBatch(Protocol):
     epochs: dict[str, float]
     reads: Any
     notices: list[str]
+    distance: float | None
 
 
 class DataStream(Protocol):
@@ -225,8 +226,8 @@ class Trainer:
         host_counts, host_sums, ready = self._to_host(counts, torch.cat((update, sums)))
         seconds = self.saves.take_stalled()
         beside = [*(["save"] if self.saves.in_flight else []), *self._beside()]
-        reads = asdict(batch.reads)
-        data = {"shares": batch.shares, "epochs": batch.epochs, "data_read": reads, "beside": beside}
+        facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
+        data = {"shares": batch.shares, "epochs": batch.epochs, **facts}
         own = self._own.end()
         self._issued.append(_Issued(state, lr, ramps, marks, own, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark = state, marks[-1]
@@ -368,6 +369,7 @@ class Trainer:
             },
             "epochs": issued.data["epochs"],
             "data_digest": f"{digest % 2**64:016x}",
+            "data_distance": issued.data["data_distance"],
             "documents": documents,
             "separators": separators,
             "adjacent_specials": adjacent,

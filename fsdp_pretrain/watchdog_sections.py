@@ -11,6 +11,7 @@ from pydantic import Field
 
 from .notify_sections import NotifySection
 from .section import Positive, Section, Share
+from .sections import FilePath
 from .units import Seconds
 
 
@@ -36,9 +37,9 @@ class HangSection(Section):
     """As `soft`, for saves, loads and first steps (which compile) while it is not known how long they take."""
     unknown_hard: Seconds = Seconds(3600)
     """As `hard`, for saves, loads and first steps while it is not known how long they take."""
-    start: Seconds = Seconds(900)
+    connect: Seconds = Seconds(900)
     """As `hard`, until the ranks have met."""
-    end: bool = True
+    act: bool = True
     """Off: only tell, never end the ranks."""
 
 
@@ -62,15 +63,51 @@ class PaceSection(Section):
 
 
 class StorageSection(Section):
-    """Disk space, and the age of the newest verified checkpoint."""
+    """Disk space, the age of the newest verified checkpoint, and mounts."""
+
+    interval: Seconds = Seconds(60)
+    """Time between two looks at a file system."""
+    deadline: Seconds = Seconds(15)
+    """How long a look may take; a mount that misses it twice in a row is an alarm."""
+    reserve: Share = 0.01
+    """Share of a file system, at most 20 GiB, that does not count as room for checkpoints."""
+    audit: Seconds = Seconds(3600)
+    """Time between two audits: every shard of every corpus exists with its size, and one file of the newest verified
+    checkpoint still has the bytes that were written."""
+    max_unprotected: Seconds = Seconds(6 * 3600)
+    """Age of the newest verified checkpoint at which the run is asked to stop, if it is overdue as well."""
+    act: bool = True
+    """Ask for a save when the newest verified checkpoint is 2.5 intervals old, and for a stop when it is 4 intervals or
+    `max_unprotected` old (exit 93 if the last save fails too). Off: only tell."""
 
 
 class SentinelSection(Section):
     """What must hold of the data that is trained."""
 
+    separator_rate: Annotated[float, Field(strict=False, gt=0)] = 0.2
+    """How far the rate of separators may be from the manifests' documents per token, as a share of it."""
+    share: Share = 0.02
+    """How far a source's share of the targets may be from the planned one over 100 steps, at least."""
+    learn: Positive = 50
+    """Steps of a run that show what its tokens look like, and again so many that show how much that varies. Later steps
+    are compared with them. Changed shares of the sources start it anew."""
+
 
 class HardwareSection(Section):
-    """The state of GPUs, hosts and mounts."""
+    """The state of GPUs and hosts."""
+
+    provider: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"
+    """Who tells the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
+    file that something else keeps current, see docs/watchdog.md), `none`; `auto` is `nvml` where there is a driver."""
+    interval: Seconds = Seconds(15)
+    """Time between two looks at the GPUs."""
+    deadline: Seconds = Seconds(10)
+    """How long such a look may take; two in a row that take longer are a warning."""
+    hosts: FilePath | None = None
+    """File that remembers the incidents of every host, for several runs to share. Default: `watchdog/hosts.json` in the
+    run directory."""
+    lemon: Positive = 3
+    """Incidents of a host in 14 days after which it is proposed for exclusion."""
 
 
 class WatchdogSection(Section):

@@ -13,6 +13,9 @@ from ..units import human_bytes
 GiveUp = Sequence[tuple[str, Callable[[], object]]]
 """(what to call it, the act; its result is falsy if there was nothing), the dearest last."""
 
+BYTES_PER_PARAMETER = 12
+"""fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
+
 _BALLAST = ".ballast"
 _LARGEST_SHARE = 0.02
 

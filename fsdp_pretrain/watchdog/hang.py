@@ -143,8 +143,8 @@ class Hang:
             stall.dumps, stall.dumped = 1, seconds
             return
         verdict = self._judge()
-        if not self._section.end:
-            self._tell(seconds, "not ended: watchdog.hang.end is off")
+        if not self._section.act:
+            self._tell(seconds, "not ended: watchdog.hang.act is off")
             stall.patience += hard
             return
         self._tell(seconds, "ended the ranks, to be started again")

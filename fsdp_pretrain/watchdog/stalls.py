@@ -62,7 +62,7 @@ class History:
             typical = median(known)
             return Deadlines(max(section.save_soft.value, 3 * typical), max(section.save_hard.value, 6 * typical))
         if phase is Phase.START:
-            return Deadlines(section.start.value / 2, section.start.value)
+            return Deadlines(section.connect.value / 2, section.connect.value)
         if phase is Phase.END or not self._steps:
             return unknown
         typical = median(self._steps)

@@ -1,0 +1,104 @@
+"""How far the tokens of a step are from what a run's tokens look like: one number per step. No torch.
+
+Token ids are counted in 1,024 buckets (their lowest ten bits), of at most 16,384 tokens a step. The
+Jensen-Shannon distance of these counts from those of the run's first steps tells ids that are shifted, text of another
+kind or boilerplate, to which the loss, the entropy and the number of documents are blind. What is kept in the run
+directory is the reference and how much the distance varies, so that the first step after a restart is judged too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .corpus import write_atomically
+
+BUCKETS = 1024
+TOKENS = 16_384
+"""So many tokens are counted per step."""
+_LEAST_SPREAD = 0.05
+"""Of the logarithm of a distance: that of counts drawn from the reference itself."""
+_MAD = 1.4826
+
+
+class Unigrams:
+    """Compares steps with the first ones of a run.
+
+    Args:
+        path: JSON file that keeps the reference; read if it is there.
+        learn: steps that make the reference; again so many tell how much distances vary.
+    """
+
+    def __init__(self, path: Path, learn: int) -> None:
+        self._path, self._learn = path, learn
+        self._plan: dict[str, Any] = {}
+        self._counts: npt.NDArray[np.int64] = np.zeros(BUCKETS, np.int64)
+        self._steps, self._logs = 0, list[float]()
+        self._typical: tuple[float, float] | None = None
+        self._read()
+
+    def score(self, tokens: Sequence[npt.NDArray[np.int64]], shares: Mapping[str, float]) -> float | None:
+        """Deviations by which a step's distance is above the typical one; None while that is being learned.
+
+        Learning begins anew when the planned shares of the sources, or the number of tokens, are others.
+
+        Args:
+            tokens: of the step, in parts of any shape.
+            shares: of the sources, as planned.
+        """
+        apart = max(1, sum(part.size for part in tokens) // TOKENS)
+        flat = np.concatenate([part.reshape(-1)[::apart] for part in tokens])[:TOKENS]
+        counts = np.bincount(flat & (BUCKETS - 1), minlength=BUCKETS)
+        plan = {"tokens": len(flat), "shares": {name: round(share, 2) for name, share in shares.items() if share}}
+        if plan != self._plan:
+            self._plan, self._counts, self._steps = plan, np.zeros(BUCKETS, np.int64), 0
+            self._logs, self._typical = [], None
+        if self._steps < self._learn:
+            self._counts += counts
+            self._steps += 1
+            return None
+        distance = math.log(max(1e-12, _distance(counts, self._counts)))
+        if self._typical is None:
+            self._logs.append(distance)
+            if len(self._logs) == self._learn:
+                middle = float(np.median(self._logs))
+                spread = _MAD * float(np.median(np.abs(np.array(self._logs) - middle)))
+                self._typical = middle, max(_LEAST_SPREAD, spread)
+                self._write()
+            return None
+        return (distance - self._typical[0]) / self._typical[1]
+
+    def _read(self) -> None:
+        try:
+            content = json.loads(self._path.read_bytes())
+            counts = np.array(content["counts"], dtype=np.int64)
+            typical = float(content["typical"]), float(content["spread"])
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or not ours: it is learned again
+            return
+        if counts.shape == (BUCKETS,):
+            self._plan, self._counts, self._typical, self._steps = content["plan"], counts, typical, self._learn
+
+    def _write(self) -> None:
+        assert self._typical is not None
+        typical, spread = self._typical
+        content = {"plan": self._plan, "typical": typical, "spread": spread, "counts": self._counts.tolist()}
+        with contextlib.suppress(OSError):  # an observer: the next start learns again
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(content).encode())
+
+
+def _distance(counts: npt.NDArray[np.int64], reference: npt.NDArray[np.int64]) -> float:
+    """Jensen-Shannon distance of two histograms, in nats: 0 to log 2."""
+    p, q = counts / counts.sum(), reference / reference.sum()
+    return _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2
+
+
+def _entropy(p: npt.NDArray[np.float64]) -> float:
+    return -float(p @ np.log(np.maximum(p, 1e-300)))

@@ -1,0 +1,287 @@
+"""The helper process that looks at file systems for the watchdog: `python -m fsdp_pretrain.watchdog.looks`.
+
+Reads requests, a line of JSON each, and forks a child for every one: what hangs is a child. The answer of a look is a
+line of JSON with its ticket; a child that died without one answers with an error. Ends when its input does. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.store import Store, verify_files
+from ..control import send
+from ..record.files import RunDir, read_lines
+
+_PROBE_BYTES = 64 * 1024
+_SAMPLE = 64
+_ENTRIES = 40
+_KINDS = ("start", "checkpoint", "checkpoint-failed")
+
+
+def space(path: str, attempts: bool) -> dict[str, Any]:
+    """What a file system has left. A directory that does not exist yet is looked for upwards.
+
+    Returns:
+        bytes `free` (for us, not for root) and `total`, `files_free` and `files` (0: not counted), its `device`, and
+        with `attempts` the bytes that the save in flight has already written there.
+    """
+    place = Path(path)
+    writing = sum(_attempts(place).values()) if attempts else 0
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    found = os.statvfs(place)
+    return {
+        "free": found.f_bavail * found.f_frsize,
+        "total": found.f_blocks * found.f_frsize,
+        "files_free": found.f_favail,
+        "files": found.f_files,
+        "writing": writing,
+        "device": place.stat().st_dev,
+    }
+
+
+def checkpoints(directories: list[str], journal: str, offset: int) -> dict[str, Any]:
+    """What a run's stores hold, and what its journal says of them from byte `offset` on.
+
+    Returns:
+        names: of all checkpoints; problems: of the damaged ones, by name; newest, verified: the newest whole one, and
+        the newest proved one, or None; writing: bytes so far of every attempt; entries, offset: of the journal.
+    """
+    stores = [Store(Path(directory)) for directory in directories]
+    found = sorted((item for store in stores for item in store.scan()), key=lambda item: item.step)
+    whole = [item for item in found if item.problem is None]
+    proved = [item for item in whole if item.verified]
+    writing = {name: size for store in stores for name, size in _attempts(store.directory).items()}
+    entries = []
+    for entry, behind in read_lines(Path(journal), offset):
+        offset = behind
+        if entry["kind"] in _KINDS:
+            entries.append(entry)
+    return {
+        "names": [item.path.name for item in found],
+        # one that is being deleted loses its name first
+        "problems": {item.path.name: item.problem for item in found if item.problem and item.path.is_dir()},
+        "newest": _describe(whole[-1]) if whole else None,
+        "verified": _describe(proved[-1]) if proved else None,
+        "writing": writing,
+        "entries": entries[-_ENTRIES:],
+        "offset": offset,
+    }
+
+
+def _attempts(directory: Path) -> dict[str, int]:
+    """Bytes of the saves in flight."""
+    if not directory.is_dir():
+        return {}
+    found = directory.glob("step-*.writing-*")
+    return {path.name: sum(_size(inner) for inner in path.rglob("*")) for path in found}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def _describe(item: Any) -> dict[str, Any]:
+    manifest = item.manifest()
+    sizes = [entry["bytes"] for entry in manifest["files"]]
+    facts = {key: manifest.get(key) for key in ("step", "tokens")}
+    return {**facts, "bytes": sum(sizes), "files": len(sizes), "path": str(item.path)}
+
+
+def checksum(directories: list[str]) -> dict[str, Any]:
+    """Read one file of the newest verified checkpoint back, at low priority.
+
+    Returns:
+        name: of the checkpoint, None if there is none; wrong: what is, empty if nothing.
+    """
+    os.nice(19)
+    found = [item for directory in directories for item in Store(Path(directory)).scan() if item.verified]
+    proved = [item for item in found if item.problem is None]
+    if not proved:
+        return {"name": None, "wrong": []}
+    newest = max(proved, key=lambda item: item.step)
+    wrong = verify_files(newest.path, random.sample(newest.files(), 1))
+    return {"name": newest.path.name, "wrong": wrong if newest.path.is_dir() else []}
+
+
+def read(paths: list[str]) -> dict[str, Any]:
+    """Read 4 KiB somewhere in one of some files, from storage rather than from the page cache."""
+    path = random.choice(paths)
+    with Path(path).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(random.randrange(max(1, size - 4096)))
+        file.read(4096)
+    return {"path": path}
+
+
+def write(path: str) -> dict[str, Any]:
+    """Write a small file into a directory, make it durable, remove it."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return {}
+    probe = directory / f".probe-{os.uname().nodename}"
+    try:
+        with probe.open("wb") as file:
+            file.write(b"\0" * _PROBE_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
+    return {}
+
+
+def corpus(path: str) -> dict[str, Any]:
+    """Whether every shard of a corpus exists with its size.
+
+    Returns:
+        wrong: the first few bad files and what is wrong; count: of all; shards: paths of some; device: where they are;
+        rate: documents per packed token, None for pairs.
+    """
+    from data.corpus import read_manifest  # numpy and pydantic, in this child alone
+
+    directory = Path(path)
+    manifest = read_manifest(directory)
+    wrong, good = [], []
+    for entry in manifest.shards:
+        prefix = entry.prefix(directory)
+        binary, index = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+        try:
+            size = binary.stat().st_size
+            if size != entry.bytes:
+                wrong.append(f"{binary} has {size} bytes, the manifest says {entry.bytes}")
+                continue
+            index.stat()
+            good.append(str(binary))
+        except OSError as error:
+            wrong.append(f"{error.filename}: {error.strerror}")
+    tokens = manifest.tokens + manifest.documents * (1 - manifest.carried)
+    return {
+        "wrong": wrong[:10],
+        "count": len(wrong),
+        "shards": random.sample(good, min(_SAMPLE, len(good))),
+        "device": directory.stat().st_dev if not good else Path(good[0]).stat().st_dev,
+        "rate": None if manifest.pairs or not tokens else manifest.documents / tokens,
+    }
+
+
+def request(run: str, verb: str) -> dict[str, Any]:
+    """Leave a request in the inbox of a run: the inbox is on storage too."""
+    send(RunDir(Path(run)), verb)
+    return {}
+
+
+LOOKS: dict[str, Callable[..., dict[str, Any]]] = {
+    look.__name__: look for look in (space, checkpoints, checksum, read, write, corpus, request)
+}
+"""What may be asked for."""
+
+
+@dataclass
+class _Child:
+    ticket: int
+    pid: int
+    said: bytearray = field(default_factory=bytearray)
+
+
+def serve() -> None:
+    """Answer requests until the input ends."""
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    children: dict[int, _Child] = {}
+    partial = b""
+    while True:
+        for key, _ in selector.select():
+            chunk = os.read(key.fd, 1 << 16)
+            if key.fd != 0:
+                child = children[key.fd]
+                child.said += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    del children[key.fd]
+                    _say(bytes(child.said) or json.dumps({"ticket": child.ticket, "error": "it was killed"}).encode())
+            elif not chunk:
+                for child in children.values():
+                    _kill(child)
+                return
+            else:
+                *lines, partial = (partial + chunk).split(b"\n")
+                for line in lines:
+                    _take(json.loads(line), selector, children)
+        _reap(children)
+
+
+def _take(asked: dict[str, Any], selector: selectors.BaseSelector, children: dict[int, _Child]) -> None:
+    """Begin a look, or kill one."""
+    if asked.get("kill"):
+        for child in children.values():
+            if child.ticket == asked["ticket"]:
+                _kill(child)
+        _say(json.dumps({"ticket": asked["ticket"], "heard": True}).encode())
+        return
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(0)
+        os.close(1)
+        _answer(asked, into)
+    os.close(into)
+    children[out] = _Child(asked["ticket"], pid)
+    selector.register(out, selectors.EVENT_READ)
+
+
+def _answer(asked: dict[str, Any], into: int) -> None:
+    """In the child: look, answer, end."""
+    start = time.monotonic()
+    answer: dict[str, Any] = {"ticket": asked["ticket"]}
+    try:
+        answer["value"] = LOOKS[asked["look"]](**asked["arguments"])
+    except BaseException as error:
+        answer["error"] = f"{type(error).__name__}: {error}"
+        answer["errno"] = error.errno if isinstance(error, OSError) else None
+    times = os.times()
+    answer.update(seconds=time.monotonic() - start, cpu=times.user + times.system)
+    line = memoryview(json.dumps(answer).encode())
+    try:
+        while line:
+            line = line[os.write(into, line) :]
+    finally:
+        os._exit(0)
+
+
+def _say(line: bytes) -> None:
+    rest = memoryview(line + b"\n")
+    while rest:
+        rest = rest[os.write(1, rest) :]
+
+
+def _kill(child: _Child) -> None:
+    if child.pid:
+        os.kill(child.pid, signal.SIGKILL)
+
+
+def _reap(children: dict[int, _Child]) -> None:
+    """Collect children that ended. Those still listed may hang: none is waited for."""
+    try:
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            for child in children.values():
+                child.pid = 0 if child.pid == pid else child.pid  # the number may be another's from now on
+    except ChildProcessError:
+        pass
+
+
+if __name__ == "__main__":
+    serve()

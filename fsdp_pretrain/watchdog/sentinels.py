@@ -1,0 +1,211 @@
+"""What must hold of the data that is trained, step by step, from the metrics records. No torch.
+
+Invariants are exact, and a defect present from the first step is found by them alone; comparisons find what changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..watchdog_sections import SentinelSection
+from .alarms import Alarms, Severity
+from .detector import Detector
+
+_TOLERATED = 0.01
+"""Share of the documents that may break an invariant in one step."""
+_RATE_TOKENS = 1_000_000
+_SHARE_STEPS, _SHARE_SCORE = 100, 6.0
+_REMEMBERED = 100_000
+_FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
+
+
+class Sentinels(Detector):
+    """Alarms `data-specials`, `data-separators`, `data-separator-rate`, `data-share/SOURCE`, `data-repeated`,
+    `data-cursor`, `data-quarantined` and `data-distance`.
+
+    Args:
+        alarms: where incidents are told.
+        section: `[watchdog.sentinels]`.
+        rates: documents per packed token of every source; filled while the watchdog runs.
+        row: tokens of text in a sample (`data.row`).
+        causal: every token of a text is learned, so targets are spread over the sources as samples are.
+        max_quarantined: share of the documents at which the trainer stops.
+        before: the kept record of a step, to continue from after a restart; None if there is none.
+    """
+
+    def __init__(
+        self,
+        alarms: Alarms,
+        section: SentinelSection,
+        *,
+        rates: Mapping[str, float],
+        row: int,
+        causal: bool,
+        max_quarantined: float,
+        before: Callable[[int], dict[str, Any] | None] = lambda step: None,
+    ) -> None:
+        super().__init__(alarms)
+        self._section, self._rates, self._row, self._causal = section, rates, row, causal
+        self._max_quarantined, self._before = max_quarantined, before
+        self._last: dict[str, Any] | None = None
+        self._digests: dict[str, int] = {}
+        self._tokens = self._separators = 0
+        self._expected = 0.0
+        self._shares: deque[tuple[float, dict[str, float], dict[str, float]]] = deque(maxlen=_SHARE_STEPS)
+        self._documents = self._quarantined = 0
+        self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Look at a record."""
+        if self._last is None:
+            self._last = self._before(record["step"] - 1)
+            if self._last is not None:
+                self._digests[self._last["data_digest"]] = self._last["step"]
+        self._judge_separators(record)
+        self._judge_rate(record)
+        self._judge_order(record)
+        self._judge_shares(record)
+        self._judge_quarantined(record)
+        self._judge_distance(record)
+        self._last = record
+
+    def _open(self, key: str, severity: Severity, summary: str, record: dict[str, Any], effect: str) -> None:
+        step = record["step"]
+        self.alarms.open(
+            key,
+            severity,
+            f"step {step}: {summary}",
+            effect=effect,
+            remedy=f"see `fsdp-pretrain where RUN --step {step} --text`, and run `fsdp-data validate` on the sources",
+            step=step,
+        )
+
+    # ------------------------------------------------------------------ invariants
+
+    def _judge_separators(self, record: dict[str, Any]) -> None:
+        documents, separators, adjacent = record["documents"], record["separators"], record["adjacent_specials"]
+        if adjacent > _TOLERATED * documents:
+            self._open(
+                "data-specials",
+                Severity.CRIT,
+                f"{adjacent} special tokens stand right beside another, of {documents} documents",
+                record,
+                "the model learns doubled separators",
+            )
+        if abs(separators - documents) > _TOLERATED * max(1, documents):
+            self._open(
+                "data-separators",
+                Severity.CRIT,
+                f"{separators} separators in {documents} documents",
+                record,
+                "the model does not learn where documents end",
+            )
+
+    def _judge_order(self, record: dict[str, Any]) -> None:
+        """The cursor goes on by at least the batch, and no batch comes twice."""
+        last, step = self._last, record["step"]
+        first = record["cursor"] - record["batch"]  # at the latest: skipped samples make it smaller
+        if last is not None and (
+            step != last["step"] + 1
+            or first < last["cursor"]
+            or record["consumed"] != last["consumed"] + record["batch"]
+        ):
+            self._open(
+                "data-cursor",
+                Severity.CRIT,
+                f"{record['batch']} samples up to {record['cursor']:_} ({record['consumed']:_} consumed), after step "
+                f"{last['step']} had come to {last['cursor']:_} ({last['consumed']:_} consumed)",
+                record,
+                "samples are trained twice or left out",
+            )
+        digest = record["data_digest"]
+        if digest in self._digests and self._digests[digest] != step:
+            self._open(
+                "data-repeated",
+                Severity.CRIT,
+                f"the same batch as in step {self._digests[digest]}",
+                record,
+                "samples are trained twice",
+            )
+        self._digests[digest] = step
+        if len(self._digests) > _REMEMBERED:
+            del self._digests[next(iter(self._digests))]
+
+    # ------------------------------------------------------------------ comparisons
+
+    def _judge_rate(self, record: dict[str, Any]) -> None:
+        """Separators per token against the manifests, over at least a million tokens."""
+        shares = {name: share for name, share in record["ramps"]["shares"].items() if share}
+        if not shares or not shares.keys() <= self._rates.keys():
+            return
+        tokens = record["batch"] * self._row
+        self._tokens += tokens
+        self._separators += record["separators"]
+        self._expected += tokens * sum(share * self._rates[name] for name, share in shares.items())
+        if self._tokens < _RATE_TOKENS or self._expected == 0:
+            return
+        ratio = self._separators / self._expected
+        self._tokens, self._separators, self._expected = 0, 0, 0.0
+        if abs(ratio - 1) > self._section.separator_rate:
+            self._open(
+                "data-separator-rate",
+                Severity.WARN,
+                f"{ratio:.2f} times as many separators as the manifests promise",
+                record,
+                "documents are cut, joined or chosen otherwise than was prepared",
+            )
+        else:
+            self.alarms.resolve("data-separator-rate", f"{ratio:.2f} times as many separators as promised")
+
+    def _judge_shares(self, record: dict[str, Any]) -> None:
+        """Targets of every source against the plan, over 100 steps."""
+        if not self._causal:
+            return
+        self._shares.append((record["batch"], record["mixture"], record["ramps"]["shares"]))
+        samples = sum(batch for batch, _, _ in self._shares)
+        for name in record["ramps"]["shares"]:
+            planned = sum(batch * plan.get(name, 0.0) for batch, _, plan in self._shares) / samples
+            found = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
+            allowed = max(self._section.share, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
+            if abs(found - planned) > allowed + record["batch"] / samples:  # a plan may change inside a batch
+                self._open(
+                    f"data-share/{name}",
+                    Severity.WARN,
+                    f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned were {planned:.1%}",
+                    record,
+                    "the mixture is not the one that was configured",
+                )
+            elif len(self._shares) == _SHARE_STEPS:
+                self.alarms.resolve(f"data-share/{name}", f"{found:.1%} from {name}", step=record["step"])
+
+    def _judge_quarantined(self, record: dict[str, Any]) -> None:
+        self._documents += record["documents"]
+        self._quarantined += record["quarantined"]
+        if record["quarantined"]:
+            share = self._quarantined / max(1, self._documents)
+            self._open(
+                "data-quarantined",
+                Severity.WARN if share > self._max_quarantined / 10 else Severity.INFO,
+                f"{self._quarantined} of {self._documents} documents failed the packer's checks",
+                record,
+                f"they are left out of the loss; at {self._max_quarantined:.2g} of the documents the run stops",
+            )
+
+    def _judge_distance(self, record: dict[str, Any]) -> None:
+        far = record.get("data_distance")
+        if far is None:
+            return
+        self._far.append(far > _FAR)
+        if sum(self._far) >= _FAR_LEAST:
+            self._open(
+                "data-distance",
+                Severity.WARN,
+                f"its tokens are {far:.0f} deviations away from those of the run's first steps",
+                record,
+                "the ids may be shifted, or the text is of another kind",
+            )
+        elif not any(self._far):
+            self.alarms.resolve("data-distance", "tokens are as in the run's first steps again", step=record["step"])

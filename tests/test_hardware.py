@@ -1,0 +1,290 @@
+"""GPUs told by a file, a helper that hangs, hosts that leak memory or lose the clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_pretrain.watchdog import nvml
+from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.hardware import Devices
+from fsdp_pretrain.watchdog.host import Host, HostState, look
+from fsdp_pretrain.watchdog.hosts import Hosts
+from fsdp_pretrain.watchdog_sections import HardwareSection
+
+pytestmark = pytest.mark.quick
+HEALTHY = {
+    "name": "a GPU",
+    "recovery": 0,
+    "ecc": 0,
+    "throttle": 0x4,
+    "clock": 1900,
+    "power": 650,
+    "busy": 0.99,
+    "temperature": 60,
+    "slowdown": 90,
+    "pcie": [5, 16],
+    "nvlink": [18, 3],
+}
+
+
+class Machine:
+    """Eight GPUs in a file, watched by a helper process; the test moves the clock."""
+
+    def __init__(self, path: Path, **section: Any) -> None:
+        self.path, self.told = path / "gpus.json", list[Alarm]()
+        self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.told.append(alarm))
+        self.hosts = Hosts(path / "hosts.json")
+        values = HardwareSection(provider=f"file:{self.path}", **section)
+        self.devices: list[dict[str, Any]] = [{"index": n, **HEALTHY} for n in range(8)]
+        self.content: str | None = None
+        self.now = 1000.0
+        self.watch = Devices(self.alarms, values, host="node-7", hosts=self.hosts, expected=0, provider=values.provider)
+
+    def look(self, count: int = 1, *, answers: bool = True) -> None:
+        """Write the file, and let the detector look at it so many times."""
+        if self.path.is_file():
+            self.path.write_text(self.content or json.dumps({"devices": self.devices}))
+        for _ in range(count):
+            self.now += 15
+            self.watch.tick(self.now)
+            end = time.monotonic() + 20
+            while answers and self.watch._asked is not None:
+                assert time.monotonic() < end
+                self.watch.tick(self.now)
+                time.sleep(0.002)
+
+    def said(self) -> list[tuple[str, str, str]]:
+        return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.told]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Any:
+    made = Machine(tmp_path)
+    made.path.touch()
+    yield made
+    made.watch.close()
+
+
+def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
+    return lambda devices: devices[3].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lambda devices: devices.pop(), "7 of 8 GPUs"),
+        (set_device(lost="GPU is lost"), "GPU 3: lost"),
+        (set_device(xids=[31, 79]), "XID 79"),
+        (set_device(recovery=1), "wants it reset"),
+        (set_device(ecc=2), "2 uncorrectable"),
+        (set_device(remap_failed=True, xids=[63]), "XID 63"),
+    ],
+)
+def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any], says: str) -> None:
+    """Fault matrix 45: at the next look, once, and with the host to avoid."""
+    machine.look(3)
+    assert machine.told == []
+    fault(machine.devices)
+    machine.look(3)
+    assert machine.said() == [("gpu/node-7", "CRIT", "open")]
+    assert says in machine.told[0].summary and machine.told[0].facts["avoid_hosts"] == ["node-7"]
+    assert len(json.loads((machine.path.parent / "hosts.json").read_text())["node-7"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "looks", "says"),
+    [
+        (set_device(throttle=0x40), 3, "hardware thermal slowdown (GPU 3)"),
+        (set_device(throttle=0x80 | 0x4), 3, "power brake"),
+        (set_device(remap_pending=True), 3, "wait to be remapped"),
+        (set_device(temperature=88), 3, "almost as hot"),
+        (set_device(clock=1600), 18, "lower clock"),
+        (set_device(power=300), 18, "less power"),
+        (set_device(pcie=[5, 8]), 3, "slower PCIe"),
+        (set_device(nvlink=[17, 3]), 3, "NVLink is down"),
+    ],
+)
+def test_an_odd_gpu_is_told_when_it_stays_so(machine: Any, fault: Callable[..., Any], looks: int, says: str) -> None:
+    """Fault matrix 45: a warning after 3 of 5 looks, or five minutes among peers; gone when it is gone."""
+    machine.look(2)
+    fault(machine.devices)
+    machine.look(looks - 1)
+    assert machine.told == []
+    machine.look()
+    assert machine.said() == [("gpu-odd/node-7", "WARN", "open")] and says in machine.told[0].summary
+    machine.devices[3] = {"index": 3, **HEALTHY}
+    machine.look(5)
+    assert machine.said()[1:] == [("gpu-odd/node-7", "WARN", "resolved")]
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        set_device(xids=[13, 31, 43]),
+        set_device(xids=[63]),
+        set_device(throttle=0x1 | 0x4, busy=0.0, clock=300, pcie=[1, 16]),
+        lambda devices: [device.update(clock=1500, power=400) for device in devices],
+        set_device(clock=1800, power=500),
+    ],
+)
+def test_what_is_normal_is_not_told(machine: Any, harmless: Callable[..., Any]) -> None:
+    """Errors of programs, idle GPUs, all alike, a few per cent."""
+    machine.look()
+    harmless(machine.devices)
+    machine.look(20)
+    assert machine.told == []
+
+
+def test_links_that_err_again_and_again(machine: Any) -> None:
+    for errors in range(20):
+        machine.devices[5]["nvlink"] = [18, 3 + errors // 2]
+        machine.look()
+    assert machine.told == []
+    for errors in range(20):
+        machine.devices[5]["nvlink"] = [18, 100 + errors]
+        machine.look()
+    assert machine.said() == [("gpu-odd/node-7", "WARN", "open")]
+
+
+def test_a_helper_that_hangs_is_told_and_left(machine: Any) -> None:
+    """Fault matrix 45: the driver does not answer. Here a FIFO, whose opening blocks, is in place of the file."""
+    machine.look()
+    machine.path.unlink()
+    os.mkfifo(machine.path)
+    start = time.monotonic()
+    machine.look(6, answers=False)
+    assert time.monotonic() - start < 5
+    assert machine.said() == [("gpu-blind/node-7", "WARN", "open")]
+    assert "no answer within 10 s" in machine.told[0].summary
+    machine.path.unlink()
+    machine.path.touch()
+    machine.look(answers=False)
+    machine.look(2)
+    assert machine.said()[1:] == [("gpu-blind/node-7", "WARN", "resolved")]
+
+
+@pytest.mark.parametrize("content", ["{", '{"devices": [{"index": 0, "colour": "red"}]}'])
+def test_a_file_that_is_none_is_told(machine: Any, content: str) -> None:
+    machine.look()
+    machine.content = content
+    machine.look(2)
+    assert machine.said() == [("gpu-blind/node-7", "WARN", "open")]
+
+
+def test_hosts_are_remembered(tmp_path: Path) -> None:
+    """Three incidents in two weeks are too many; older ones do not count."""
+    hosts = Hosts(tmp_path / "watchdog/hosts.json")
+    old = {"time": "2020-01-01T00:00:00Z", "kind": "gpu"}
+    assert [hosts.add("a", "gpu") for _ in range(3)] == [1, 2, 3] and hosts.add("b", "hang") == 1
+    path = tmp_path / "watchdog/hosts.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "c": [old] * 5}))
+    assert hosts.add("c", "gpu") == 1 and hosts.proposed(3) == ["a"]
+
+
+def test_the_third_incident_proposes_to_exclude_a_host(machine: Any) -> None:
+    for _ in range(2):
+        machine.hosts.add("node-7", "hang")
+    machine.look()
+    machine.devices[0]["ecc"] = 1
+    machine.look()
+    assert ("host-record/node-7", "WARN", "open") in machine.said()
+
+
+def test_the_library_is_asked_for_by_name_only_if_it_is_there() -> None:
+    from fsdp_pretrain.errors import ConfigError
+
+    assert nvml.resolve("none") is None and nvml.resolve("file:/x") == "file:/x"
+    if not Path("/proc/driver/nvidia/version").exists():
+        assert nvml.resolve("auto") is None
+    with pytest.raises(ConfigError, match="nvidia-ml-py"):
+        if nvml.importlib.util.find_spec("pynvml") is None:
+            nvml.resolve("nvml")
+        else:
+            raise ConfigError("nvidia-ml-py is there")
+
+
+# ---------------------------------------------------------------------- the host
+
+GIB = 1 << 30
+IDLE = HostState(200 * GIB, 256 * GIB, 0, 0.1, 0.0, 0.0)
+
+
+def watch_host(tmp_path: Path, states: list[HostState], clock: Callable[[float], float] = lambda now: now) -> list[Any]:
+    """Alarms as (key, severity, state, minute) of a host looked at every minute."""
+    told: list[Any] = []
+    time_is = [0.0]
+    alarms = Alarms(
+        tmp_path / "alarms.jsonl",
+        lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.state, int(time_is[0] // 60))),
+    )
+    left = iter(states)
+    host = Host(alarms, host="h", look=lambda pids: next(left), clock=lambda: clock(time_is[0]))
+    for minute in range(len(states)):
+        for second in range(0, 60, 10):
+            time_is[0] = 60.0 * minute + second
+            host.tick(time_is[0])
+    return told
+
+
+def memory(hours: float, gib_per_hour: float) -> list[HostState]:
+    """Caches make what is available vary by gigabytes."""
+    rng = np.random.default_rng(3)
+    noise = rng.normal(0, 3, int(60 * hours)) + np.where(rng.random(int(60 * hours)) < 0.1, -15, 0)
+    return [replace(IDLE, available=int((200 - gib_per_hour * n / 60 + noise[n]) * GIB)) for n in range(len(noise))]
+
+
+@pytest.mark.parametrize("rate", [0, 2, -5])
+def test_memory_that_varies_is_not_told(tmp_path: Path, rate: float) -> None:
+    assert watch_host(tmp_path, memory(8, rate)) == []
+
+
+def test_memory_that_leaks_is_told_two_hours_before(tmp_path: Path) -> None:
+    told = watch_host(tmp_path, memory(9.8, 20))
+    assert [(key, severity) for key, severity, _, _ in told] == [("memory/h", "WARN"), ("memory/h", "CRIT")]
+    assert told[0][3] == pytest.approx(60 * (10 - 2), abs=45) and told[1][3] == pytest.approx(60 * (10 - 0.5), abs=20)
+
+
+def test_kills_descriptors_and_stolen_time(tmp_path: Path) -> None:
+    states = [replace(IDLE, cpu=3840.0 * n, stolen=10.0 * n) for n in range(40)]
+    for n in range(10, 40):
+        states[n] = replace(states[n], oom_kills=1, descriptors=0.85 if n < 20 else 0.3)
+    for n in range(20, 40):
+        states[n] = replace(states[n], stolen=10.0 * n + 300.0 * min(n - 20, 10))
+    told = watch_host(tmp_path, states)
+    assert told == [
+        ("descriptors/h", "WARN", "open", 10),
+        ("oom-kill/h", "WARN", "open", 10),
+        ("oom-kill/h", "WARN", "resolved", 11),
+        ("descriptors/h", "WARN", "resolved", 20),
+        ("stolen-time/h", "WARN", "open", 25),
+        ("stolen-time/h", "WARN", "resolved", 31),
+    ]
+
+
+def test_a_clock_that_jumps_is_told_and_nothing_else_is(tmp_path: Path) -> None:
+    """Fault matrix 47."""
+    told = watch_host(tmp_path, [IDLE] * 200, clock=lambda now: now + (3600 if now > 1805 else 0) + now * 1e-4)
+    assert told == [("clock/h", "WARN", "open", 30), ("clock/h", "WARN", "resolved", 90)]
+
+
+def test_a_look_at_this_host() -> None:
+    """Against what the system says of itself."""
+    files = [open(os.devnull) for _ in range(50)]  # noqa: PTH123, SIM115
+    state = look([os.getpid()])
+    for file in files:
+        file.close()
+    assert 0 < state.available <= state.total and state.cpu > 0
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert state.descriptors >= 50 / limit
+    assert look([2**22 + 1]).descriptors == 0

@@ -1,0 +1,195 @@
+"""Data sentinels on the records of real runs: silent on what is right, loud on what is made wrong in them."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.corpus import Corpus
+from data.unigrams import Unigrams
+from fsdp_pretrain.config import load
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.watchdog.alarms import Alarms
+from fsdp_pretrain.watchdog.sensors import sensors
+from fsdp_pretrain.watchdog.sentinels import Sentinels
+from fsdp_pretrain.watchdog_sections import SentinelSection
+
+Records = list[dict[str, Any]]
+_LEARN = 10
+
+
+@pytest.fixture(scope="module")
+def records(module_lab: Any, helpers: Any) -> Records:
+    """Of a run with two sources."""
+    source = {"path": str(module_lab.corpus)}
+    config = module_lab.config(
+        data={"sources": [{"name": "a", "weight": 3, **source}, {"name": "b", "weight": 1, **source}]},
+        train={"duration": "80 steps"},
+        checkpoint={"every": "1000 steps"},
+        watchdog={"sentinels": {"learn": _LEARN}},
+    )
+    module_lab.train(config)
+    found: Records = helpers.metrics(module_lab.path / "run")
+    return found
+
+
+def judge(records: Records, tmp_path: Path, **changes: Any) -> list[tuple[str, str, int | None]]:
+    """Alarms as (key, severity, step), in order."""
+    told: list[tuple[str, str, int | None]] = []
+    alarms = Alarms(
+        tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.step))
+    )
+    values = {"rates": {}, "row": 32, "causal": True, "max_quarantined": 1e-4, **changes}
+    detector = Sentinels(alarms, SentinelSection(), **values)
+    for record in records:
+        detector.step(record)
+    return told
+
+
+def test_a_sound_run_is_silent(records: Records, tmp_path: Path) -> None:
+    assert judge(records, tmp_path) == []
+    assert all(record["data_distance"] is None for record in records[: 2 * _LEARN])
+    assert all(record["data_distance"] is not None for record in records[2 * _LEARN :])
+
+
+def edit(step: int, **changes: Any) -> Callable[[Records], None]:
+    """Change one record; a function changes the value that is there."""
+
+    def apply(records: Records) -> None:
+        for key, value in changes.items():
+            old = records[step - 1][key]
+            records[step - 1][key] = value(old) if callable(value) else value
+
+    return apply
+
+
+def double_separators(records: Records) -> None:
+    for record in records[30:]:
+        record["separators"] *= 2
+        record["adjacent_specials"] = record["documents"]
+
+
+def swap_sources(records: Records) -> None:
+    for record in records[30:]:
+        record["mixture"] = {"a": record["mixture"]["b"], "b": record["mixture"]["a"]}
+
+
+def reset_cursor(records: Records) -> None:
+    for number, record in enumerate(records[40:]):
+        record["cursor"], record["data_digest"] = records[number]["cursor"], records[number]["data_digest"]
+
+
+def drift_away(records: Records) -> None:
+    for record in records[50:]:
+        record["data_distance"] = 7.0
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "within"),
+    [
+        (double_separators, [("data-specials", "CRIT"), ("data-separators", "CRIT")], 1),
+        (swap_sources, [("data-share/a", "WARN"), ("data-share/b", "WARN")], 100),
+        (reset_cursor, [("data-cursor", "CRIT"), ("data-repeated", "CRIT")], 1),
+        (drift_away, [("data-distance", "WARN")], 3),
+        (edit(41, consumed=lambda old: old + 8), [("data-cursor", "CRIT")], 1),
+        (edit(41, separators=0), [("data-separators", "CRIT")], 1),
+        (edit(41, quarantined=3), [("data-quarantined", "WARN")], 1),
+        (edit(41, data_distance=50.0), [], 0),
+        (edit(41, adjacent_specials=0, data_distance=None), [], 0),
+    ],
+)
+def test_what_is_wrong_is_told(
+    records: Records, tmp_path: Path, change: Callable[[Records], None], said: list[tuple[str, str]], within: int
+) -> None:
+    """Fault matrix 18, 19 and 41: within the step, or the steps that a comparison needs."""
+    wrong = copy.deepcopy(records)
+    change(wrong)
+    first = next((n for n, (a, b) in enumerate(zip(records, wrong, strict=True), 1) if a != b), 0)
+    found = judge(wrong, tmp_path)
+    assert [(key, severity) for key, severity, _ in found] == said
+    assert all(step is not None and first <= step < first + within for _, _, step in found)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"), [(1.0, []), (0.5, ["data-separator-rate"]), (2.0, ["data-separator-rate"])]
+)
+def test_the_rate_of_separators_is_that_of_the_manifests(
+    records: Records, tmp_path: Path, module_lab: Any, factor: float, said: list[str]
+) -> None:
+    manifest = Corpus(module_lab.corpus).manifest
+    rate = manifest.documents / (manifest.tokens + manifest.documents)
+    few = [{**record, "batch": 8 * 52} for record in records]  # so that the run has a million tokens
+    for record in few:
+        record["separators"], record["documents"] = record["separators"] * 52, record["documents"] * 52
+        record["cursor"], record["consumed"] = record["cursor"] * 52, record["consumed"] * 52
+    found = judge(few, tmp_path, rates={"a": factor * rate, "b": factor * rate})
+    assert [key for key, _, _ in found] == said
+
+
+@pytest.mark.parametrize("again", [0, 5])
+def test_a_restart_goes_on_where_the_run_was(records: Records, tmp_path: Path, again: int) -> None:
+    """Fault matrix 19: the first step after a restart is compared with the record it continues."""
+
+    def before(step: int) -> dict[str, Any]:
+        return records[step - 1]
+
+    later = copy.deepcopy(records[40:])
+    for place, record in enumerate(later):
+        for key in ("cursor", "data_digest"):
+            record[key] = records[40 + place - again][key]
+    found = judge(later, tmp_path, before=before)
+    assert [(key, step) for key, _, step in found][:1] == ([("data-cursor", 41)] if again else [])
+
+
+def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path) -> None:
+    """Fault matrix 42, on an idealised vocabulary: Zipf's law, documents of a topic each."""
+    rng = np.random.default_rng(1)
+    zipf = 1 / np.arange(1, 20_001) ** 1.05
+
+    def step(shift: int = 0) -> list[np.ndarray]:
+        topics = [rng.permutation(20_000)[:2000] for _ in range(4)]
+        common = rng.choice(20_000, 12_000, p=zipf / zipf.sum())
+        return [np.concatenate([common, *(rng.choice(topic, 1500) for topic in topics)]) + shift]
+
+    shares = {"a": 0.75, "b": 0.25}
+    counted = Unigrams(tmp_path / "u.json", 30)
+    scores = [counted.score(step(), shares) for _ in range(160)]
+    assert scores[:60] == [None] * 60
+    sound = np.array(scores[60:], dtype=float)
+    assert abs(np.median(sound)) < 1 and np.sum(sound > 5) == 0
+    again = Unigrams(tmp_path / "u.json", 30)
+    shifted = again.score(step(1), shares)
+    assert shifted is not None and shifted > 20
+    assert again.score(step(1), {"a": 0.5, "b": 0.5}) is None
+
+
+@pytest.mark.slow
+def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
+    """Fault matrix 42 from end to end: between two starts every id of the corpus grows by one, and the sizes stay."""
+    corpus = lab.path / "corpus"
+    shutil.copytree(lab.corpus, corpus)
+    config = lab.config(
+        data={"sources": [{"name": "text", "path": str(corpus)}]},
+        train={"duration": "70 steps", "global_batch": "32 samples", "micro_batch": 8},
+        checkpoint={"every": "60 steps"},
+        optimizer={"decay": "70 steps"},
+        watchdog={"sentinels": {"learn": 20}},
+    )
+    lab.train(config, "train.duration=60 steps")
+    for path in (corpus / "shards").glob("*.bin"):
+        ids = np.fromfile(path, dtype="<u2")
+        np.where((ids > 10) & (ids < 500), ids + 1, ids).astype("<u2").tofile(path)
+    lab.train(config)
+    run, told = RunDir(lab.path / "run"), []
+    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.step)))
+    found = sensors(load(run.config), run, alarms, segment=2, host="here")
+    for record in helpers.metrics(run.path)[60:]:
+        for detector in found:
+            detector.step(record)
+    assert [(key, step) for key, step in told if key.startswith("data-")] == [("data-distance", 62)]
