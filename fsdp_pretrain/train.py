@@ -35,6 +35,7 @@ from .checkpoint.resume import Resume, Terms
 from .config import Config
 from .control import Inbox
 from .errors import ConfigError, Exit, StorageError, UserError
+from .launch import torchrun
 from .mesh import World
 from .overrides import Overrides, load_run
 from .record import aim, lineage
@@ -103,6 +104,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the job; the exit code."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
+    torchrun.die_with_launcher()
     warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
     try:
         allowed = changes.read_allowed(args.allow)
@@ -120,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _refuse(error: UserError, *, speaks: bool) -> int:
     if speaks:
         print(f"error: {error}", file=sys.stderr, flush=True)
+    torchrun.leave_note(int(error.exit), error.cause)
     return int(error.exit)
 
 
@@ -141,7 +144,8 @@ def run(config: Config, world: World, lasting: Overrides, terms: Terms) -> Exit:
         finished = world.decide(lambda: finish(run_dir))
         standing = world.decide(lambda: overrides.read(run_dir))
         world.together(lambda: _check_same(lasting, standing, run_dir))
-        segment = world.decide(lambda: _open_segment(run_dir, config, world))
+        hosts = sorted(set(world.gather(socket.gethostname())))
+        segment = world.decide(lambda: _open_segment(run_dir, config, world, hosts))
         recorder = Silent(run_dir, segment) if not world.is_main else _recorder(run_dir, segment, config)
         if finished:
             recorder.say("finished the rollback that had been interrupted")
@@ -300,7 +304,7 @@ def _say_end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorde
     recorder.event("stop", f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
     recorder.status(force=True, state=state, exit_intent={"code": int(outcome), "reason": reason})
     if trainer.world.is_main:
-        write_exit_intent(run_dir, recorder.segment, int(outcome), reason)
+        write_exit_intent(run_dir, recorder.segment, int(outcome), reason, asked=outcome is Exit.RESUME)
 
 
 def _recorder(run_dir: RunDir, segment: Path, config: Config) -> Recorder:
@@ -315,24 +319,25 @@ def _recorder(run_dir: RunDir, segment: Path, config: Config) -> Recorder:
     return recorder
 
 
-def _open_segment(run_dir: RunDir, config: Config, world: World) -> Path:
+def _open_segment(run_dir: RunDir, config: Config, world: World, hosts: list[str]) -> Path:
     """Create this start's directory with what it was started from. Raises ConfigError, StorageError."""
     try:
         segment = run_dir.new_segment()
         replace_file(segment / "config.toml", config.to_toml())
-        replace_file(segment / "environment.json", json.dumps(_environment(world), indent=1) + "\n")
+        replace_file(segment / "environment.json", json.dumps(_environment(world, hosts), indent=1) + "\n")
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {run_dir.path}: {error.strerror}") from None
     return segment
 
 
-def _environment(world: World) -> dict[str, Any]:
+def _environment(world: World, hosts: list[str]) -> dict[str, Any]:
     variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
     return {
         "time": now(),
         "command": sys.argv,
         "directory": str(Path.cwd()),
         "host": socket.gethostname(),
+        "hosts": hosts,
         "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
         "device": throughput.device_name(world.device),
         "python": platform.python_version(),

@@ -251,8 +251,9 @@ def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupt
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
-    """Two network namespaces joined by a cable: for each, what to put before a command and its environment."""
+def two_nodes() -> Iterator[list[tuple[list[str], list[str], dict[str, str]]]]:
+    """Two network namespaces joined by a cable: for each, what to put before a command, options of the launcher,
+    and its environment."""
     names, hosts = [f"fsdp{os.getpid()}{end}" for end in "ab"], ["10.77.0.1", "10.77.0.2"]
     cable = [f"fp{os.getpid() % 10**6}{end}" for end in "ab"]
 
@@ -269,7 +270,11 @@ def two_nodes() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
             ip("-n", name, "addr", "add", f"{host}/24", "dev", end)
             assert ip("-n", name, "link", "set", end, "up") == ip("-n", name, "link", "set", "lo", "up") == 0
         yield [
-            (["ip", "netns", "exec", name], {"HEAD": hosts[0], "ADDRESS": host, "GLOO_SOCKET_IFNAME": end})
+            (
+                ["ip", "netns", "exec", name],
+                ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", hosts[0], "--local-addr", host],
+                {"GLOO_SOCKET_IFNAME": end},
+            )
             for name, host, end in zip(names, hosts, cable, strict=True)
         ]
     finally:
@@ -281,18 +286,18 @@ def two_nodes() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
 def test_two_nodes_over_a_network(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: list[Any]
 ) -> None:
-    """`scripts/launch.sh` in two network namespaces: nothing is shared but a cable and the file system."""
+    """A launcher in each of two network namespaces: nothing is shared but a cable and the file system."""
     run = module_lab.path / "namespaces"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    launch = [sys.executable, "-m", "fsdp_pretrain.cli", "launch"]
     agents = [
         subprocess.Popen(
-            [*prefix, helpers.root / "scripts/launch.sh", long_config, f"run.dir={run}", "parallel.shard='node'"],
-            env=helpers.environment(**extra, NODES="2", RANKS_PER_NODE="2", RESTARTS="0", PATH=path),
+            [*prefix, *launch, *options, long_config, f"run.dir={run}", "parallel.shard='node'"],
+            env=helpers.environment(**extra),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for prefix, extra in two_nodes
+        for prefix, options, extra in two_nodes
     ]
     outputs = [agent.communicate(timeout=150)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs

@@ -163,12 +163,20 @@ def console_line(record: dict[str, Any], target: int) -> str:
     return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
-def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str) -> None:
+def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str, **facts: Any) -> None:
     """Say how this start ended, for launchers: torchrun turns every exit code into 1. The first writer wins.
 
     A disk too full for this file is no reason to end otherwise than decided.
+
+    Args:
+        run: the run directory.
+        segment: this start's directory.
+        code: to exit with.
+        reason: for people.
+        facts: further entries: `asked`, true if somebody asked the run to stop; `avoid_hosts`, a list, with code 76.
     """
-    content = json.dumps({"code": code, "reason": reason, "time": now(), "host": socket.gethostname()}) + "\n"
+    facts = {"code": code, "reason": reason, **facts, "time": now(), "host": socket.gethostname()}
+    content = json.dumps(facts) + "\n"
     try:
         with (segment / "exit_intent.json").open("x", encoding="utf-8") as file:
             file.write(content)
