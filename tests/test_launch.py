@@ -153,9 +153,10 @@ def test_stops_are_not_started_again(
     launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any], how: str
 ) -> None:
     """Fault matrix 11: whoever asks, and however: one agreed step, a verified checkpoint, 75, no other start."""
-    options = ("--time-limit", "40 s") if how == "limit" else ()
-    haste = {**HASTE, "grace": "20 s"}
-    job = launch(lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=haste), options=options)
+    options = ("--time-limit", "90 s") if how == "limit" else ()
+    haste = {**HASTE, "grace": "45 s"}
+    train = {**LONG, "duration": "400_000 steps"}
+    job = launch(lab.config(train=train, checkpoint={"every": "1000 steps"}, launch=haste), options=options)
     job.reaches(5)
     if how == "one-rank":
         job.ranks()[1].terminate()

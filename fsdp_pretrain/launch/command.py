@@ -7,6 +7,7 @@ ended, and decides by the same rule.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import socket
@@ -107,7 +108,8 @@ class Launcher:
         self._command = torchrun.command(args, [*ending, *options], "fsdp_pretrain.train", job)
         self._deadline = limit.deadline(args.time_limit)
         self._signals: list[int] = []
-        self._asked, self._next_look = "", 0.0
+        self._grace = limit.grace(self._run, self._settings.grace)
+        self._asked, self._hosts_told = "", 0
         self._history: list[Ended] = []
 
     def run(self) -> int:
@@ -135,7 +137,7 @@ class Launcher:
         note = self._notes / f"{len(self._history)}.json"
         child = Torchrun(self._command, torchrun.environment(os.environ, note))
         watch = Watch(self._run, self._settings, child, before, host=self._host if self._many else None)
-        code = watch.run(self._take_signal, self._tell_hosts)
+        code = watch.run(self._take_signal, self._on_look)
         ended = outcome.read_outcome(self._run, before, note, code)
         if self._many and ended.segment is not None:
             self._wait_for_others(ended.segment)
@@ -178,6 +180,14 @@ class Launcher:
             last_step=last.step,
             suspects=list(last.ahead) if same_place(self._history) else [],
         )
+
+    def _on_look(self, segment: int | None) -> None:
+        """From a thread, every second of a start."""
+        if self._deadline is not None:
+            self._grace = limit.grace(self._run, self._settings.grace)
+        if segment is not None and segment != self._hosts_told:
+            self._hosts_told = segment
+            self._tell_hosts(segment)
 
     def _tell_hosts(self, segment: int) -> None:
         """Note which hosts are new in a segment, and which are gone."""
@@ -227,11 +237,8 @@ class Launcher:
             at_once = again and number == signal.SIGINT
             _say(f"{self._asked}: " + ("ending at once" if at_once else "asking the ranks to save and stop"))
             return number, at_once
-        if self._deadline is None or self._asked or time.monotonic() < self._next_look:
-            return None
-        self._next_look = time.monotonic() + _LOOK
-        left = self._deadline - time.monotonic()
-        if left > limit.grace(self._run, self._settings.grace):
+        left = (self._deadline or math.inf) - time.monotonic()
+        if self._asked or left > self._grace:
             return None
         self._asked = f"time limit in {human_time(max(0.0, left))}"
         _say(f"{self._asked}: asking the ranks to save and stop")
