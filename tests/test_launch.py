@@ -76,7 +76,7 @@ class Launched:
     def ends(self, code: int) -> str:
         """Wait for the exit code; what was printed."""
         try:
-            assert self.process.wait(90) == code, self.output()
+            assert self.process.wait(240) == code, self.output()
         finally:
             self.process.kill()
         return self.output()

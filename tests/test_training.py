@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 MESHES = {
@@ -271,7 +272,7 @@ def two_nodes() -> Iterator[list[tuple[list[str], list[str], dict[str, str]]]]:
             assert ip("-n", name, "link", "set", end, "up") == ip("-n", name, "link", "set", "lo", "up") == 0
         yield [
             (
-                ["ip", "netns", "exec", name],
+                ["ip", "netns", "exec", name, "unshare", "-u", "sh", "-c", f'hostname {name}; exec "$@"', "sh"],
                 ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", hosts[0], "--local-addr", host],
                 {"GLOO_SOCKET_IFNAME": end},
             )
@@ -283,15 +284,18 @@ def two_nodes() -> Iterator[list[tuple[list[str], list[str], dict[str, str]]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
 def test_two_nodes_over_a_network(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: list[Any]
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: list[Any], killed: bool
 ) -> None:
-    """A launcher in each of two network namespaces: nothing is shared but a cable and the file system."""
-    run = module_lab.path / "namespaces"
+    """A launcher on each of two nodes that share nothing but a cable and the file system. kill -9 of a rank of the second:
+    both end their part of the start, begin the next together, and the curve is the same."""
+    run = module_lab.path / f"namespaces-{killed}"
     launch = [sys.executable, "-m", "fsdp_pretrain.cli", "launch"]
+    changes = ["parallel.shard='node'", 'launch.pauses=["0.5 s"]', "launch.end_timeout=10 s"]
     agents = [
         subprocess.Popen(
-            [*prefix, *launch, *options, long_config, f"run.dir={run}", "parallel.shard='node'"],
+            [*prefix, *launch, *options, long_config, f"run.dir={run}", *changes],
             env=helpers.environment(**extra),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -299,11 +303,23 @@ def test_two_nodes_over_a_network(
         )
         for prefix, options, extra in two_nodes
     ]
-    outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+    if killed:
+        helpers.wait_for(lambda: reached(run, 12, helpers) or agents[0].poll() is not None, 120, "step 12")
+        hit = next(
+            one
+            for one in psutil.Process(agents[1].pid).children(recursive=True)
+            if one.environ().get("LOCAL_RANK") == "1"
+        )
+        hit.kill()
+    outputs = [agent.communicate(timeout=200)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
     assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
+    assert len(environment["hosts"]) == 2 and len(list((run / "segments").iterdir())) == 1 + killed
+    if killed:
+        assert len(list((run / "segments/0001/ended").iterdir())) == 2
+        assert len(helpers.journal(run, "restart")) == 1
 
 
 @pytest.mark.slow

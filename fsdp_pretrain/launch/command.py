@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -144,13 +144,13 @@ class Launcher:
             ended = outcome.read_outcome(self._run, before, note, code)
         self._history.append(Ended(time.monotonic(), ended, verified))
         if ended.code == Exit.RESUME_AVOIDING_HOSTS and self._first:
-            outcome.avoid(self._run, ended.avoid)
+            _try_to_write(lambda: outcome.avoid(self._run, ended.avoid))
         elastic = ":" in self._args.nnodes
         return decide(self._history, self._settings, asked=bool(self._asked), host=self._host, elastic=elastic)
 
     def _wait_for_others(self, segment: int) -> None:
         """Until every node's part of a segment has ended, or had time to: a next start would meet the rest of this."""
-        outcome.tell_ended(self._run, segment)
+        _try_to_write(lambda: outcome.tell_ended(self._run, segment))
         hosts, until = outcome.hosts_of(self._run, segment), time.monotonic() + 2 * self._settings.end_timeout.value
         while not hosts <= outcome.ended_hosts(self._run, segment) and time.monotonic() < until and not self._signals:
             time.sleep(_LOOK)
@@ -203,7 +203,7 @@ class Launcher:
         _say(f"exit {decision.code}: {decision.reason}")
         if decision.overruled:
             if self._first:
-                outcome.overrule(self._run, last.segment, decision.reason)
+                _try_to_write(lambda: outcome.overrule(self._run, last.segment, decision.reason))
             self._journal(
                 "stop", f"exit {decision.code}: {decision.reason}", code=decision.code, suspects=list(last.ahead)
             )
@@ -243,6 +243,14 @@ class Launcher:
         self._asked = f"time limit in {human_time(max(0.0, left))}"
         _say(f"{self._asked}: asking the ranks to save and stop")
         return int(signal.SIGTERM), False
+
+
+def _try_to_write(act: Callable[[], object]) -> None:
+    """A run directory that cannot be written any more does not change how the launcher ends."""
+    try:
+        act()
+    except OSError as error:
+        _say(f"cannot write to the run directory: {error}")
 
 
 def _say(text: str) -> None:
