@@ -60,7 +60,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
     [
         ("docs/data.md", "runs/demo/corpus/manifest.json"),
         ("docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json"),
-        pytest.param("docs/launch.md", "runs/demo/run/segments/0003/exit_intent.json", marks=pytest.mark.slow),
+        pytest.param("docs/launch.md", "runs/demo/run/status.json", marks=pytest.mark.slow),
         pytest.param("docs/evaluation.md", "runs/demo/run/evals/step-00000008", marks=pytest.mark.slow),
         pytest.param("docs/huggingface.md", "runs/demo/hf/config.json", marks=pytest.mark.slow),
     ],

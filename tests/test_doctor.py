@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_pretrain.doctor import pair_rounds
+
 SLOW = "import time, torch\nreal = {call}\ndef slow(*a, **k):\n    time.sleep(0.05)\n    return real(*a, **k)\n{call} = slow\n"
 WRONG = (
     "import torch.distributed as dist\nreal = dist.all_reduce\n"
@@ -40,7 +42,9 @@ def check(
     ("faults", "named", "unnamed"),
     [
         ({}, [], ["BAD"]),
-        ({2: SLOW.format(call="torch.mm")}, ["rank 2 multiplies matrices"], ["node ", "the pair"]),
+        pytest.param(
+            {2: SLOW.format(call="torch.mm")}, ["rank 2 multiplies"], ["node ", "the pair"], marks=pytest.mark.slow
+        ),
         (
             {1: SLOW.format(call="torch.distributed.all_reduce")},
             ["(node 1) is slow with every other node"],
@@ -67,3 +71,13 @@ def test_the_bad_node_is_named(
     assert codes == [1 if faults else 0] * 4, problems
     assert all(text in problems for text in named) and not any(text in problems for text in unnamed), problems
     assert len(found["ranks"]) == 4 and {one["kind"] for one in found["sums"]} == {"between", "pair"}
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7, 16, 125])
+def test_pairs_change_from_round_to_round(nodes: int) -> None:
+    """Every round pairs a node at most once, at most one sits out, and nobody meets a partner twice."""
+    rounds = pair_rounds(range(nodes))
+    assert len(rounds) == max(1, min(nodes - 1 + nodes % 2, max(3, (nodes + nodes % 2 - 1).bit_length())))
+    for pairs in rounds:
+        assert len({node for pair in pairs for node in pair}) == 2 * len(pairs) >= nodes - 1
+    assert len({pair for pairs in rounds for pair in pairs}) == sum(map(len, rounds))

@@ -17,9 +17,11 @@ import psutil
 import pytest
 
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.launch import torchrun
-from fsdp_pretrain.launch.outcome import Outcome
+from fsdp_pretrain.launch import limit, torchrun
+from fsdp_pretrain.launch.outcome import Outcome, avoid
 from fsdp_pretrain.launch.policy import Ended, decide
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog_sections import LaunchSection
 
 HASTE = {"pauses": ["0.1 s"], "end_timeout": "5 s", "stop_timeout": "60 s"}
@@ -324,6 +326,34 @@ def test_deaths_at_the_same_step_are_named(apart: int) -> None:
     history = [ended(None, step=42 - apart), ended(None, step=42, ahead=ahead)]
     decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
     assert ("step 43 samples 336:344" in decision.reason) == (apart < 3)
+
+
+def test_hosts_to_avoid_are_kept_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert avoid(run, ["b", "a"]) == ["b", "a"] and avoid(run, ["a", "c"]) == ["b", "a", "c"]
+    assert run.avoid_hosts.read_text() == "b\na\nc\n"
+
+
+def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.5 times four steps and two saves, never less than configured or two minutes; Slurm knows the limit."""
+    run = RunDir(tmp_path)
+    assert limit.needed_grace(run) is None and limit.grace(run, None) == 120
+    segment = run.new_segment()
+    lines = [json.dumps({"step": step, "seconds": {"iteration": 20.0}}) for step in range(20_000)]
+    (segment / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    saves = [
+        json.dumps({"kind": "checkpoint", "seconds": seconds}) for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0)
+    ]
+    run.journal.write_text("\n".join(saves) + "\n")
+    needed = 1.5 * (4 * 20 + 2 * 50)
+    assert limit.needed_grace(run) == limit.grace(run, None) == needed
+    assert limit.grace(run, Seconds(3600)) == 3600
+    limit.check_grace(run, Seconds(needed))
+    with pytest.raises(ConfigError, match="is less than"):
+        limit.check_grace(run, Seconds(needed - 1))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
+    assert 490 < limit.deadline(Seconds(3600)) - time.monotonic() < 510  # type: ignore[operator]
+    assert 90 < limit.deadline(Seconds(100)) - time.monotonic() < 110  # type: ignore[operator]
 
 
 def torchrun_arguments(*options: str) -> list[str]:
