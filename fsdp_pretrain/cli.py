@@ -23,6 +23,8 @@ from .console import Command, byte_count
 from .control import VERBS, send
 from .errors import ConfigError
 from .fork import fork
+from .launch import command as launch
+from .launch import doctor_command
 from .record import aim, goodput, journal
 from .record.files import stamp
 from .rollback import rollback
@@ -156,6 +158,9 @@ def main() -> int:
         "fsdp-pretrain aim runs/quickstart/run",
     )
     _add_run(parser)
+
+    launch.add(command)
+    doctor_command.add(command)
 
     command.verb(
         "config-reference",

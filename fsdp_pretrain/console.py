@@ -40,12 +40,19 @@ class Command:
         self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
-        """Add a verb; returns its parser, to which the caller adds arguments."""
+        """Add a verb; returns its parser, to which the caller adds arguments.
+
+        A verb with a default for `passed_on` gets there, in order, what its parser does not know.
+        """
         return add_verb(self._verbs, name, handler, summary, example)
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Parse and run; the exit code."""
-        parsed = self._parser.parse_args(arguments)
+        parsed, unknown = self._parser.parse_known_args(arguments)
+        if hasattr(parsed, "passed_on"):  # a verb that gives them to another command
+            parsed.passed_on = unknown
+        elif unknown:
+            self._parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return run_guarded(lambda: parsed.handler(parsed))
 
 

@@ -168,7 +168,7 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     """
     ranks = Ranks.from_environment()
     shards = shard_size(parallel, ranks.world, ranks.local_world)
-    device = _device(ranks)
+    device = device_of(ranks)
     timeout = timedelta(seconds=parallel.timeout.value)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -211,7 +211,8 @@ def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _device(ranks: Ranks) -> torch.device:
+def device_of(ranks: Ranks) -> torch.device:
+    """The GPU of this rank, made current, or the CPU where there is none. Raises ConfigError."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():

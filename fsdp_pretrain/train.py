@@ -37,6 +37,7 @@ from .checkpoint.resume import Resume, Terms
 from .config import Config
 from .control import Inbox
 from .errors import ConfigError, Exit, StorageError, UserError
+from .launch import torchrun
 from .mesh import World
 from .overrides import Overrides, load_run
 from .record import aim, lineage
@@ -97,6 +98,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the job; the exit code."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
+    torchrun.die_with_launcher()
     warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
     try:
         allowed = changes.read_allowed(args.allow)
@@ -117,6 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _refuse(error: UserError, *, speaks: bool) -> int:
     if speaks:
         print(f"error: {error}", file=sys.stderr, flush=True)
+    torchrun.leave_note(int(error.exit), error.cause)
     return int(error.exit)
 
 
@@ -358,7 +361,7 @@ def _say_end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorde
     recorder.ended(f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
     recorder.status(force=True, state=state, exit_intent={"code": int(outcome), "reason": reason})
     if trainer.world.is_main:
-        write_exit_intent(run_dir, recorder.segment, int(outcome), reason)
+        write_exit_intent(run_dir, recorder.segment, int(outcome), reason, asked=outcome is Exit.RESUME)
 
 
 def _recorder(run_dir: RunDir, segment: Path, config: Config) -> Recorder:

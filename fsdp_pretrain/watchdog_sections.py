@@ -133,3 +133,20 @@ class WatchdogSection(Section):
 
 class LaunchSection(Section):
     """What `fsdp-pretrain launch` does when a run ends before its time."""
+
+    attempts: Positive = 3
+    """Starts in a row that may end without a newer verified checkpoint; then a person must look (exit 93)."""
+    restarts: Positive = 5
+    """So many restarts within `restart_window` are too many, with or without progress (exit 93)."""
+    restart_window: Seconds = Seconds(1800)
+    """See `restarts`."""
+    pauses: Annotated[list[Seconds], Field(min_length=1)] = [Seconds(10), Seconds(60), Seconds(300)]
+    """Wait before the first, second, ... restart that follows a start without progress; the last for all further."""
+    end_timeout: Seconds = Seconds(60)
+    """How long processes may take to end after SIGTERM before they are killed; also how long a node goes on after
+    another node's part has ended."""
+    stop_timeout: Seconds = Seconds(600)
+    """How long a stop on request (agreeing on a step, saving, verifying) may take before the processes are ended."""
+    grace: Seconds | None = None
+    """How long before a time limit the ranks are asked to stop. Default: what the record of the run shows is needed,
+    at least 2 minutes. A value smaller than that need is refused."""

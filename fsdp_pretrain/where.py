@@ -22,9 +22,12 @@ from .changes import differences
 from .checkpoint.stores import stores
 from .config import Config, load
 from .errors import ConfigError, DataError
-from .record.files import RunDir, read_json
+from .record.files import RunDir, last_lines, read_json
 from .record.metrics import find_step, read_metrics
 from .state import identity
+
+IN_FLIGHT = 3
+"""Steps without a record when a run dies: the one it was in, and those whose numbers were on their way."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
         segment: the start to take it from; None is the one whose step was kept.
 
     Raises:
-        ConfigError: the step is not in the record, or only as one that a later start replaced.
+        ConfigError: the step is not in the record, or only as one that a later start replaced. Steps a few after the
+            last record are found all the same: a run that died was in one of them.
         DataError: the corpora cannot be read, or give another batch than the recorded one.
     """
     record, replaced_by = _choose(run, step, segment)
@@ -72,6 +76,8 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
     environment = read_json(run.segment(record["segment"]) / "environment.json")
     world = environment["world"]["size"] if environment else 1
     found = TrainedStep(record, replaced_by, config, packer, world)
+    if record["data_digest"] is None:
+        return found
     bar = tqdm(found.samples(), total=record["batch"], desc=f"step {step}", unit="samples", delay=2, disable=None)
     digest = f"{sum(packed.digest for _, packed in bar) % 2**64:016x}"
     if digest != record["data_digest"]:
@@ -93,6 +99,9 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[dict[str, Any]
         for record, replaced_by in found:
             if record["segment"] == segment:
                 return record, replaced_by
+        newest = last_lines(run.segment(segment) / "metrics.jsonl")
+        if newest and (ahead := _ahead(run, newest[-1], step)):
+            return ahead, None
         others = ", ".join(str(record["segment"]) for record, _ in found)
         raise ConfigError(f"segment {segment} has no record of step {step}; segments that have: {others or 'none'}")
     if kept := next((record for record, left_by in found if left_by is None), None):
@@ -108,9 +117,43 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[dict[str, Any]
     if first is None:
         raise ConfigError(f"{run.path} has no record of any step yet")
     (last,) = deque(read_metrics(run), maxlen=1)
+    if ahead := _ahead(run, last, step):
+        return ahead, None
     raise ConfigError(
         f"step {step} is not in the record of {run.path}, which has steps {first['step']} to {last['step']}"
     )
+
+
+def batches_after(config: Config, counters: dict[str, Any], count: int) -> list[dict[str, int]]:
+    """What the steps after a point train.
+
+    Args:
+        config: of the start.
+        counters: `step`, `consumed` and `cursor` there.
+        count: steps.
+
+    Returns:
+        For each: `step`, `consumed` and `cursor` after it, `batch` in samples, and `first`, the cursor before it.
+    """
+    step, consumed, cursor = (counters[key] for key in ("step", "consumed", "cursor"))
+    skips = open_skips(config)
+    found: list[dict[str, int]] = []
+    while len(found) < count and consumed < config.schedule.total:
+        batch = config.schedule.batch.batch_at(consumed)
+        first, cursor, consumed, step = cursor, skips.after(cursor, batch), consumed + batch, step + 1
+        found.append({"step": step, "consumed": consumed, "cursor": cursor, "batch": batch, "first": first})
+    return found
+
+
+def _ahead(run: RunDir, last: dict[str, Any], step: int) -> dict[str, Any] | None:
+    """What stands for the record of a step that was in flight after the last record; None if it was not."""
+    if not 0 < step - last["step"] <= IN_FLIGHT:
+        return None
+    config = load(run.segment(last["segment"]) / "config.toml")
+    for batch in batches_after(config, last, IN_FLIGHT):
+        if batch["step"] == step:
+            return {**batch, "segment": last["segment"], "data_digest": None}
+    return None
 
 
 @functools.lru_cache(maxsize=1)
@@ -218,10 +261,13 @@ def describe_step(
 def render(described: dict[str, Any]) -> str:
     """What `describe_step` returns, for people."""
     replaced = f", replaced by segment {described['replaced_by']}" if described["replaced_by"] else ""
+    digest = described["data_digest"]
+    proof = (
+        f"computed again, the batch has the recorded digest {digest}" if digest else "not recorded: what was due next"
+    )
     lines = [
         f"step {described['step']} of segment {described['segment']}{replaced}: {described['batch']} samples of "
-        f"{described['sequence_length']} tokens over {described['world']} ranks; computed again, the batch has the "
-        f"recorded digest {described['data_digest']}"
+        f"{described['sequence_length']} tokens over {described['world']} ranks; {proof}"
     ]
     for sample in described["samples"]:
         lines.append(

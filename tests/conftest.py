@@ -28,7 +28,7 @@ WORDS = (
 
 
 # Files that take longest, longest first: two workers that begin with them end together.
-LONG = ("training", "docs", "checkpoints", "lineage", "saves", "aim", "reading", "eval", "data_changes")
+LONG = ("training", "launch", "docs", "checkpoints", "lineage", "saves", "aim", "reading", "eval", "data_changes")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,7 +15,10 @@ from data.findings import CATALOGUE
 from fsdp_pretrain.errors import Exit
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["docs/data.md", "docs/training.md", "docs/evaluation.md", "docs/plan.md", "docs/huggingface.md"]
+PAGES = [
+    *("docs/data.md", "docs/training.md", "docs/launch.md", "docs/evaluation.md", "docs/plan.md"),
+    "docs/huggingface.md",
+]
 
 
 def blocks(page: str) -> list[str]:
@@ -57,6 +60,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
     [
         ("docs/data.md", "runs/demo/corpus/manifest.json"),
         ("docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json"),
+        pytest.param("docs/launch.md", "runs/demo/run/status.json", marks=pytest.mark.slow),
         pytest.param("docs/evaluation.md", "runs/demo/run/evals/step-00000008", marks=pytest.mark.slow),
         pytest.param("docs/huggingface.md", "runs/demo/hf/config.json", marks=pytest.mark.slow),
     ],
@@ -97,26 +101,3 @@ def test_scripts_are_sound_shell() -> None:
     for path in [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("slurm/*"), ROOT / ".ci/run"]:
         subprocess.run(["bash", "-n", path], check=True)
         assert path.name == "environment.sh" or os.access(path, os.X_OK), f"{path} is not executable"
-
-
-@pytest.mark.quick
-def test_launch_script_gives_torchrun_what_it_needs(tmp_path: Path) -> None:
-    """With a torchrun that only shows its arguments and environment."""
-    fake = tmp_path / "torchrun"
-    fake.write_text('#!/bin/sh\necho "$@"\nenv\n')
-    fake.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
-    launch = [ROOT / "scripts/launch.sh", "configs/runs/x.toml", "a=1"]
-    one = subprocess.run(launch, env=environment, capture_output=True, text=True, check=True).stdout
-    assert "--standalone" in one and "-m fsdp_pretrain.train configs/runs/x.toml a=1" in one
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in one and "PYTHONSAFEPATH=1" in one
-    for head, is_host in (("127.0.0.1", "true"), ("192.0.2.1", "false")):
-        many = {**environment, "NODES": "3", "HEAD": head, "RANKS_PER_NODE": "8", "ADDRESS": "127.0.0.1"}
-        shown = subprocess.run(launch, env=many, capture_output=True, text=True, check=True).stdout
-        assert "--nnodes 3 --nproc-per-node 8" in shown and f"--rdzv-endpoint {head}:29400 --rdzv-id x" in shown
-        assert f"is_host={is_host}," in shown and "--local-addr 127.0.0.1" in shown
-    unknown = {**environment, "NODES": "3", "HEAD": "nowhere.invalid"}
-    refused = subprocess.run(launch, env=unknown, capture_output=True, text=True)
-    assert refused.returncode != 0 and "HEAD=nowhere.invalid does not resolve on this node" in refused.stderr
-    refused = subprocess.run(launch, env={**environment, "NODES": "3"}, capture_output=True, text=True)
-    assert refused.returncode != 0 and "HEAD must name the first node" in refused.stderr

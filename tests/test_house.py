@@ -91,12 +91,12 @@ LEVELS = [
     ["fsdp_pretrain.memory"],
     ["fsdp_pretrain.plan"],
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.rollback", "fsdp_pretrain.fork"],
-    ["fsdp_pretrain.saves"],
+    ["fsdp_pretrain.saves", "fsdp_pretrain.launch"],
     ["fsdp_pretrain.own_time"],
     ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli", "fsdp_pretrain.alarms_cli"],
     ["fsdp_pretrain.cli"],
     ["eval", "fsdp_pretrain.bench_saves"],
-    ["fsdp_pretrain.train", "fsdp_pretrain.bench"],
+    ["fsdp_pretrain.train", "fsdp_pretrain.bench", "fsdp_pretrain.doctor"],
 ]
 TORCH_FREE = [
     "fsdp_pretrain.cli",
@@ -104,6 +104,7 @@ TORCH_FREE = [
     "fsdp_pretrain.where",
     "fsdp_pretrain.rollback",
     "fsdp_pretrain.fork",
+    "fsdp_pretrain.launch.command",
     "fsdp_pretrain.config_reference",
     "fsdp_pretrain.checkpoint.store",
     "fsdp_pretrain.record.aim",
@@ -178,7 +179,7 @@ def test_arrows_point_down() -> None:
 
 
 def test_nothing_imports_the_composition_roots() -> None:
-    roots = {"fsdp_pretrain.train", "fsdp_pretrain.bench"}
+    roots = {"fsdp_pretrain.train", "fsdp_pretrain.bench", "fsdp_pretrain.doctor"}
     assert not [name for name, path in modules().items() if imports(name, path) & roots]
 
 

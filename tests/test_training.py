@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 MESHES = {
@@ -251,8 +252,9 @@ def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupt
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
-    """Two network namespaces joined by a cable: for each, what to put before a command and its environment."""
+def two_nodes() -> Iterator[list[tuple[list[str], list[str], dict[str, str]]]]:
+    """Two network namespaces joined by a cable: for each, what to put before a command, options of the launcher,
+    and its environment."""
     names, hosts = [f"fsdp{os.getpid()}{end}" for end in "ab"], ["10.77.0.1", "10.77.0.2"]
     cable = [f"fp{os.getpid() % 10**6}{end}" for end in "ab"]
 
@@ -269,7 +271,11 @@ def two_nodes() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
             ip("-n", name, "addr", "add", f"{host}/24", "dev", end)
             assert ip("-n", name, "link", "set", end, "up") == ip("-n", name, "link", "set", "lo", "up") == 0
         yield [
-            (["ip", "netns", "exec", name], {"HEAD": hosts[0], "ADDRESS": host, "GLOO_SOCKET_IFNAME": end})
+            (
+                ["ip", "netns", "exec", name, "unshare", "-u", "sh", "-c", f'hostname {name}; exec "$@"', "sh"],
+                ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", hosts[0], "--local-addr", host],
+                {"GLOO_SOCKET_IFNAME": end},
+            )
             for name, host, end in zip(names, hosts, cable, strict=True)
         ]
     finally:
@@ -278,27 +284,42 @@ def two_nodes() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
 def test_two_nodes_over_a_network(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: list[Any]
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: list[Any], killed: bool
 ) -> None:
-    """`scripts/launch.sh` in two network namespaces: nothing is shared but a cable and the file system."""
-    run = module_lab.path / "namespaces"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """A launcher on each of two nodes that share nothing but a cable and the file system. kill -9 of a rank of the second:
+    both end their part of the start, begin the next together, and the curve is the same."""
+    run = module_lab.path / f"namespaces-{killed}"
+    launch = [sys.executable, "-m", "fsdp_pretrain.cli", "launch"]
+    changes = ["parallel.shard='node'", 'launch.pauses=["0.5 s"]', "launch.end_timeout=10 s"]
     agents = [
         subprocess.Popen(
-            [*prefix, helpers.root / "scripts/launch.sh", long_config, f"run.dir={run}", "parallel.shard='node'"],
-            env=helpers.environment(**extra, NODES="2", RANKS_PER_NODE="2", RESTARTS="0", PATH=path),
+            [*prefix, *launch, *options, long_config, f"run.dir={run}", *changes],
+            env=helpers.environment(**extra),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for prefix, extra in two_nodes
+        for prefix, options, extra in two_nodes
     ]
-    outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+    if killed:
+        helpers.wait_for(lambda: reached(run, 12, helpers) or agents[0].poll() is not None, 120, "step 12")
+        hit = next(
+            one
+            for one in psutil.Process(agents[1].pid).children(recursive=True)
+            if one.environ().get("LOCAL_RANK") == "1"
+        )
+        hit.kill()
+    outputs = [agent.communicate(timeout=200)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
     assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
+    assert len(environment["hosts"]) == 2 and len(list((run / "segments").iterdir())) == 1 + killed
+    if killed:
+        assert len(list((run / "segments/0001/ended").iterdir())) == 2
+        assert len(helpers.journal(run, "restart")) == 1
 
 
 @pytest.mark.slow

@@ -82,6 +82,11 @@ class RunDir:
         return self.path / "rollback.json"
 
     @property
+    def avoid_hosts(self) -> Path:
+        """Hosts not to be used, one per line; see `launch`."""
+        return self.path / "avoid_hosts"
+
+    @property
     def tokenizer(self) -> Path:
         """Copy of the tokenizer the run was started with."""
         return self.path / "tokenizer"
@@ -175,6 +180,15 @@ def read_lines(path: Path, offset: int = 0, holding: bytes = b"") -> Iterator[tu
                 continue
             if isinstance(record, dict):
                 yield record, offset
+
+
+def last_lines(path: Path, tail: int = 1 << 18) -> list[dict[str, Any]]:
+    """Parsed lines within the last `tail` bytes of a JSONL file, oldest first; see `read_lines`."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return []
+    return [line for line, _ in read_lines(path, max(0, size - tail))]  # the first, cut, is passed over as damaged
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -200,7 +200,8 @@ def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str, **fact
         segment: of the start that ended.
         code: see `errors.Exit`.
         reason: one sentence.
-        facts: more for the launcher: `restart` (it was no decision to end: start again), `avoid_hosts`, `suspects`.
+        facts: more for the launcher: `asked`: somebody asked the run to stop; `restart`: it was no decision to end, so
+            that torchrun may start it again; `avoid_hosts`, with code 76; `suspects`.
 
     A disk too full for this file is no reason to end otherwise than decided.
     """

@@ -26,6 +26,7 @@ from .page import Page, Phase
 
 _ALIVE_INTERVAL = 1.0
 _TEND_INTERVAL = 1.0
+_OF_RANKS = frozenset(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 _RESTARTS = 10
 """An agent that ends so often by itself is broken: training goes on without."""
 
@@ -157,7 +158,7 @@ class Agent:
             stdout=output,
             stderr=output,
             start_new_session=True,  # signals to the job are not for it
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            env={**{key: value for key, value in os.environ.items() if key not in _OF_RANKS}, "PYTHONSAFEPATH": "1"},
         )
         assert process.stdin is not None
         with contextlib.suppress(OSError):

@@ -1,0 +1,257 @@
+"""`fsdp-pretrain launch`: the starts of a run, one after another, until it is done or should not be started again.
+
+One launcher per node, the same command on each. They do not talk: every node reads from the run directory how a start
+ended, and decides by the same rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from ..config import Config
+from ..console import Command
+from ..errors import ConfigError, Exit
+from ..overrides import load_run
+from ..record.files import RunDir
+from ..record.journal import Journal
+from ..units import Seconds, human_time
+from . import limit, outcome, torchrun
+from .outcome import Outcome
+from .policy import Decision, Ended, decide, same_place
+from .preflight import preflight
+from .torchrun import Torchrun
+from .watch import Watch
+
+_POLL, _LOOK = 0.1, 1.0
+
+
+def add(command: Command) -> None:
+    """Add the verb `launch`."""
+    parser = command.verb(
+        "launch",
+        _launch,
+        "Train under torchrun, and start it again when it ends before its time, unless that is on purpose or useless. "
+        "Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. "
+        "Exit 0 complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, "
+        "93 a person must look.",
+        "fsdp-pretrain launch --nproc-per-node 4 configs/runs/quickstart.toml optimizer.lr=1e-3\n"
+        "  fsdp-pretrain launch --nnodes 16 --rdzv-endpoint node001 my-run.toml   # the same on every node",
+    )
+    parser.set_defaults(passed_on=[])
+    parser.usage = "fsdp-pretrain launch [options] [torchrun options] CONFIG [key=value ...] [trainer options]"
+    parser.add_argument(
+        "--time-limit",
+        type=_seconds,
+        metavar="TIME",
+        help="end, saved, before so much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
+    )
+    parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
+    parser.add_argument("--no-preflight", action="store_true", help="start without looking at storage and devices")
+    torchrun.add_options(parser)
+
+
+def _seconds(text: str) -> Seconds:
+    try:
+        return Seconds.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(options of torchrun, configuration and arguments of the trainer). Raises ConfigError."""
+    for at, argument in enumerate(arguments):
+        if argument.endswith(".toml") and not argument.startswith("-"):
+            return list(arguments[:at]), list(arguments[at:])
+    raise ConfigError("no configuration: none of the arguments is a .toml file", remedy="fsdp-pretrain launch --help")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    options, job = split(args.passed_on)
+    config, _ = load_run(job[0], [text for text in job[1:] if "=" in text and not text.startswith("-")])
+    if args.print_run:
+        print(config.run.dir)
+        return 0
+    args.rdzv_id = args.rdzv_id or Path(job[0]).stem
+    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
+        return Launcher(args, options, job, config, Path(notes)).run()
+
+
+class Launcher:
+    """The starts of one run from one node.
+
+    Args:
+        args: options of the verb.
+        options: further options of torchrun.
+        job: configuration file and arguments of the trainer.
+        config: what they come to.
+        notes: a directory for the ranks' exit notes.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, options: list[str], job: list[str], config: Config, notes: Path
+    ) -> None:
+        self._args, self._config, self._settings = args, config, config.launch
+        self._run, self._notes, self._host = RunDir(config.run.dir), notes, socket.gethostname()
+        self._many = torchrun.most_nodes(args.nnodes) > 1
+        self._first = torchrun.is_first(args)
+        ending = ["--shutdown-timeout", str(max(1, int(self._settings.stop_timeout.value)))]
+        self._command = torchrun.command(args, [*ending, *options], "fsdp_pretrain.train", job)
+        self._deadline = limit.deadline(args.time_limit)
+        self._signals: list[int] = []
+        self._grace = limit.grace(self._run, self._settings.grace)
+        self._asked, self._hosts_told = "", 0
+        self._history: list[Ended] = []
+
+    def run(self) -> int:
+        """Start until there is a reason to end; the exit code. Raises UserError from the checks before a start."""
+        limit.check_grace(self._run, self._settings.grace)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        while True:
+            if not self._args.no_preflight:
+                for warning in preflight(self._config, self._run, self._args.nproc_per_node):
+                    _say(f"preflight: {warning}")
+            decision = self._start_once()
+            if decision.code is not None:
+                return self._end(decision)
+            self._tell_restart(decision)
+            self._wait(decision.pause)
+            if self._asked:
+                return self._end(
+                    Decision(int(Exit.RESUME), f"asked to stop before it was started again: {self._asked}")
+                )
+
+    def _start_once(self) -> Decision:
+        """One start to its end, and what follows."""
+        before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
+        note = self._notes / f"{len(self._history)}.json"
+        child = Torchrun(self._command, torchrun.environment(os.environ, note))
+        watch = Watch(self._run, self._settings, child, before, host=self._host if self._many else None)
+        code = watch.run(self._take_signal, self._on_look)
+        ended = outcome.read_outcome(self._run, before, note, code)
+        if self._many and ended.segment is not None:
+            self._wait_for_others(ended.segment)
+            ended = outcome.read_outcome(self._run, before, note, code)
+        self._history.append(Ended(time.monotonic(), ended, verified))
+        if ended.code == Exit.RESUME_AVOIDING_HOSTS and self._first:
+            _try_to_write(lambda: outcome.avoid(self._run, ended.avoid))
+        elastic = ":" in self._args.nnodes
+        return decide(self._history, self._settings, asked=bool(self._asked), host=self._host, elastic=elastic)
+
+    def _wait_for_others(self, segment: int) -> None:
+        """Until every node's part of a segment has ended, or had time to: a next start would meet the rest of this."""
+        _try_to_write(lambda: outcome.tell_ended(self._run, segment))
+        hosts, until = outcome.hosts_of(self._run, segment), time.monotonic() + 2 * self._settings.end_timeout.value
+        while not hosts <= outcome.ended_hosts(self._run, segment) and time.monotonic() < until and not self._signals:
+            time.sleep(_LOOK)
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._signals:
+            time.sleep(_POLL)
+        if self._signals:
+            self._asked = signal.Signals(self._signals[0]).name
+
+    # ------------------------------------------------------------------ the chronicle
+
+    def _tell_restart(self, decision: Decision) -> None:
+        last, number = self._history[-1].outcome, len(self._history) + 1
+        code = "no code" if last.code is None else f"exit {last.code}"
+        text = f"start {number} follows in {human_time(decision.pause)}: {code}, {decision.reason}"
+        _say(text)
+        self._journal(
+            "restart",
+            text,
+            attempt=number,
+            reason=last.reason,
+            code=last.code,
+            pause=decision.pause,
+            ended_segment=last.segment,
+            last_step=last.step,
+            suspects=list(last.ahead) if same_place(self._history) else [],
+        )
+
+    def _on_look(self, segment: int | None) -> None:
+        """From a thread, every second of a start."""
+        if self._deadline is not None:
+            self._grace = limit.grace(self._run, self._settings.grace)
+        if segment is not None and segment != self._hosts_told:
+            self._hosts_told = segment
+            self._tell_hosts(segment)
+
+    def _tell_hosts(self, segment: int) -> None:
+        """Note which hosts are new in a segment, and which are gone."""
+        now, then = outcome.hosts_of(self._run, segment), outcome.hosts_of(self._run, segment - 1)
+        if now and then and now != then:
+            new, gone = sorted(now - then), sorted(then - now)
+            text = f"since the last start new: {', '.join(new) or 'none'}; gone: {', '.join(gone) or 'none'}"
+            self._journal("hosts", text, new=new, gone=gone)
+
+    def _end(self, decision: Decision) -> int:
+        assert decision.code is not None
+        last = self._history[-1].outcome if self._history else Outcome(None, "")
+        _say(f"exit {decision.code}: {decision.reason}")
+        if decision.overruled:
+            if self._first:
+                _try_to_write(lambda: outcome.overrule(self._run, last.segment, decision.reason))
+            self._journal(
+                "stop", f"exit {decision.code}: {decision.reason}", code=decision.code, suspects=list(last.ahead)
+            )
+        elif decision.code == Exit.RESUME_AVOIDING_HOSTS:
+            hosts = outcome.avoided(self._run)
+            self._journal("avoid-hosts", f"start again without {', '.join(hosts)}", hosts=hosts)
+        return decision.code
+
+    def _journal(self, kind: str, text: str, **data: object) -> None:
+        """An entry, from one of the nodes."""
+        if self._first:
+            journal = Journal(self._run)
+            journal.write(kind, text, **data)
+            journal.close()
+
+    # ------------------------------------------------------------------ requests to stop
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._signals.append(number)
+
+    def _take_signal(self) -> tuple[int, bool] | None:
+        """A signal for the ranks that came since the last call, or that the time limit stands for.
+
+        Returns:
+            Its number, and whether to end at once.
+        """
+        if self._signals:
+            number, again = self._signals.pop(0), bool(self._asked)
+            self._asked = self._asked or signal.Signals(number).name
+            at_once = again and number == signal.SIGINT
+            _say(f"{self._asked}: " + ("ending at once" if at_once else "asking the ranks to save and stop"))
+            return number, at_once
+        left = (self._deadline or math.inf) - time.monotonic()
+        if self._asked or left > self._grace:
+            return None
+        self._asked = f"time limit in {human_time(max(0.0, left))}"
+        _say(f"{self._asked}: asking the ranks to save and stop")
+        return int(signal.SIGTERM), False
+
+
+def _try_to_write(act: Callable[[], object]) -> None:
+    """A run directory that cannot be written any more does not change how the launcher ends."""
+    try:
+        act()
+    except OSError as error:
+        _say(f"cannot write to the run directory: {error}")
+
+
+def _say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)

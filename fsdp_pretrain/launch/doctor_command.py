@@ -1,0 +1,78 @@
+"""`fsdp-pretrain doctor`: starts the hardware check (`fsdp_pretrain.doctor`) under torchrun. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+
+from ..console import Command
+from ..errors import BusyError, Exit
+from ..record.files import RunDir, read_json
+from ..status import inspect
+from . import torchrun
+from .torchrun import Torchrun
+
+
+def add(command: Command) -> None:
+    """Add the verb `doctor`."""
+    parser = command.verb(
+        "doctor",
+        _doctor,
+        "Check the hardware of a stopped job: devices and memory of every rank, a timed matrix product, sums inside "
+        "nodes, between all nodes and in pairs of nodes, for their correctness and speed. Names the bad host or pair. "
+        "Exit 0 if nothing is wrong, 1 otherwise. What is not listed here goes to torchrun.",
+        "fsdp-pretrain doctor --nproc-per-node 2 --run runs/quickstart/run\n"
+        "  fsdp-pretrain doctor --nnodes 16 --rdzv-endpoint node001   # the same on every node",
+    )
+    parser.set_defaults(passed_on=[])
+    parser.usage = "fsdp-pretrain doctor [options] [torchrun options]"
+    parser.add_argument("--run", type=Path, metavar="RUN", help="refuse if a job of this run directory is running")
+    add_options(parser)
+    torchrun.add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the check, as `fsdp_pretrain.doctor` takes them too."""
+    parser.add_argument(
+        "--slow", type=float, default=1.15, help="a matrix product of so many times the median is slow (default: 1.15)"
+    )
+    parser.add_argument("--slow-sum", type=float, default=1.5, help="the same of sums (default: 1.5)")
+    parser.add_argument("--megabytes", type=float, help="size of what is summed (default: 256, on CPU 1)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a collective may take")
+    parser.add_argument("--json", action="store_true")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    if args.run is not None and inspect(RunDir(args.run)).running:
+        raise BusyError(
+            f"a job of {args.run} is running",
+            effect="the check would take its devices' time, or fail for want of memory",
+            remedy=f"stop it first: fsdp-pretrain control {args.run} stop",
+        )
+    args.rdzv_id = args.rdzv_id or "doctor"
+    options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum), "--timeout", str(args.timeout)]
+    options += ["--megabytes", str(args.megabytes)] if args.megabytes else []
+    options += ["--json"] if args.json else []
+    command = torchrun.command(args, args.passed_on, "fsdp_pretrain.doctor", options)
+    signal.signal(signal.SIGTERM, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
+        note = Path(notes) / "doctor.json"
+        child = Torchrun(command, torchrun.environment(os.environ, note))
+        try:
+            while (code := child.poll()) is None:
+                time.sleep(0.1)
+        finally:
+            if child.poll() is None:
+                child.kill()
+        found = read_json(note)
+    return int(found["code"]) if found is not None else int(Exit.UNEXPECTED) if code else 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise KeyboardInterrupt

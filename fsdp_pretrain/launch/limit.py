@@ -1,0 +1,63 @@
+"""Ending in time before a time limit: when the limit is, and how long saving and stopping take here. No torch."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+
+from ..errors import ConfigError
+from ..record.files import RunDir, last_lines
+from ..units import Seconds, human_time
+
+_SAVES, _MARGIN, _LEAST = 5, 1.5, 120.0
+_STEPS_TO_AGREE = 4
+"""The step in which the request comes, the one that sums it up, and two until the sum is read."""
+
+
+def needed_grace(run: RunDir) -> float | None:
+    """Seconds that a stop took by the record of the run, with a margin; None without a record.
+
+    A save may be in flight when the request comes, and is waited for; then the last one is made.
+    """
+    steps: list[float] = []
+    for segment in reversed(run.segments):
+        steps = [record["seconds"]["iteration"] for record in last_lines(segment / "metrics.jsonl")]
+        if steps:
+            break
+    saves = [entry["seconds"] for entry in last_lines(run.journal, 1 << 20) if entry["kind"] == "checkpoint"][-_SAVES:]
+    if not steps or not saves:
+        return None
+    return float(_MARGIN * (_STEPS_TO_AGREE * statistics.median(steps) + 2 * max(saves)))
+
+
+def check_grace(run: RunDir, configured: Seconds | None) -> None:
+    """Raise ConfigError if the record shows that the configured grace is too short."""
+    needed = needed_grace(run)
+    if configured is not None and needed is not None and configured.value < needed:
+        raise ConfigError(
+            f"launch.grace = {configured} is less than the {human_time(needed)} that steps and saves of this run need",
+            effect="the job would be killed at its time limit before its last checkpoint is verified",
+            remedy="leave launch.grace out, which takes what is needed, or set it higher",
+        )
+
+
+def grace(run: RunDir, configured: Seconds | None) -> float:
+    """Seconds before the limit at which the ranks are to be asked to stop."""
+    needed = needed_grace(run)
+    return max(configured.value if configured is not None else _LEAST, needed or 0.0)
+
+
+def deadline(time_limit: Seconds | None) -> float | None:
+    """When the job will be ended, on the clock of `time.monotonic`; None: no limit is known.
+
+    Args:
+        time_limit: from now, as the command line says; otherwise Slurm may know (`SLURM_JOB_END_TIME`).
+    """
+    ends = []
+    if time_limit is not None:
+        ends.append(time_limit.value)
+    slurm = os.environ.get("SLURM_JOB_END_TIME", "")
+    if slurm.isdecimal():
+        ends.append(int(slurm) - time.time())
+    return time.monotonic() + min(ends) if ends else None

@@ -1,0 +1,146 @@
+"""What a node can find out before ranks start: storage, space, clock, devices, memory. No torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from ..checkpoint.space import Need
+from ..checkpoint.stores import fallback, stores
+from ..config import Config
+from ..errors import ConfigError, Exit, UserError
+from ..record.files import RunDir
+from ..units import human_bytes
+from .outcome import avoided
+
+_CLOCK = 30.0
+
+
+def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
+    """Check this node.
+
+    Args:
+        config: of the run.
+        run: its directory.
+        nproc: ranks of this node, as torchrun is told: a number, `gpu`, `cpu` or `auto`.
+
+    Returns:
+        What is worth a look, and no reason to refuse.
+
+    Raises:
+        UserError: the start would fail, with what is wrong; exit 76 if this host is to be avoided.
+    """
+    host = socket.gethostname()
+    if host in avoided(run):
+        error = ConfigError(
+            f"host {host} is in {run.avoid_hosts}",
+            effect="an earlier start found it broken",
+            remedy="start on other hosts; once it is repaired (fsdp-pretrain doctor), remove its line from the file",
+        )
+        error.exit = Exit.RESUME_AVOIDING_HOSTS
+        raise error
+    offset = _write_test(run.path)
+    _write_test(run.checkpoints)
+    _check_devices(nproc)
+    _check_space(config, run)
+    return [*_look_at_clock(offset), *_look_at_memory(config, run, nproc)]
+
+
+def _write_test(directory: Path) -> float:
+    """Write and sync a file there, or in what exists above; by how many seconds the file system's clock is ahead.
+
+    Raises ConfigError.
+    """
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    probe = existing / f".preflight-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    try:
+        try:
+            with probe.open("w") as file:
+                file.write("preflight\n")
+                file.flush()
+                os.fsync(file.fileno())
+                here = time.time()
+            return probe.stat().st_mtime - here
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{socket.gethostname()} cannot write to {directory}: {error.strerror}",
+            effect="the run could not be recorded, or no checkpoint saved",
+            remedy="mend the mount or its permissions, or set run.dir to other storage",
+        ) from None
+
+
+def gpu_count() -> int:
+    """GPUs that the driver of this node shows and CUDA_VISIBLE_DEVICES leaves."""
+    present = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+
+
+def _check_devices(nproc: str) -> None:
+    gpus = gpu_count()
+    if nproc == "gpu" and not gpus:
+        raise ConfigError(
+            f"{socket.gethostname()} shows no GPU",
+            remedy="check the driver and CUDA_VISIBLE_DEVICES; on CPU say how many ranks: --nproc-per-node 4",
+        )
+    if gpus and nproc.isdecimal() and int(nproc) > gpus:
+        raise ConfigError(
+            f"--nproc-per-node {nproc} on {socket.gethostname()}, which shows {gpus} GPUs",
+            effect="two ranks would share a device, or find none",
+            remedy="start one rank per GPU; if one is missing, check the driver and run fsdp-pretrain doctor",
+        )
+
+
+def _checkpoint_bytes(run: RunDir) -> tuple[int, int]:
+    """(bytes, files) of the newest checkpoint; zeros if there is none."""
+    newest = stores(run).newest()
+    entries = newest.files() if newest is not None else []
+    return sum(entry.bytes for entry in entries), len(entries)
+
+
+def _check_space(config: Config, run: RunDir) -> None:
+    """Raise UserError if the next checkpoint fits nowhere, whatever is pruned for it."""
+    size, files = _checkpoint_bytes(run)
+    found = stores(run).main
+    whole = [item for item in found.scan() if item.problem is None and item.verified and not item.pinned]
+    if config.checkpoint.prune:  # at the most: some may be kept for ever
+        size -= sum(entry.bytes for item in whole[:-2] for entry in item.files())
+    lacking = Need(size, files).lacking(run.path) if size > 0 else None
+    other = fallback(config)
+    if lacking is not None and other is None:
+        raise ConfigError(
+            f"the next checkpoint does not fit: {lacking}",
+            effect="training would go on without protection, and end with exit 93",
+            remedy="free space, or name other storage with checkpoint.fallback_dir",
+        )
+
+
+def _look_at_clock(offset: float) -> Iterator[str]:
+    if abs(offset) > _CLOCK:
+        yield (
+            f"the clock of {socket.gethostname()} is {abs(offset):.0f}s {'behind' if offset > 0 else 'ahead of'} that "
+            "of the run directory's file system: times in the record will not agree"
+        )
+
+
+def _look_at_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
+    """A save in the background keeps a copy of the ranks' shares in host memory."""
+    ranks = int(nproc) if nproc.isdecimal() else gpu_count()
+    try:
+        world = int(stores(run).newest().manifest()["world"]["size"])  # type: ignore[union-attr]
+    except (AttributeError, KeyError, TypeError, UserError):
+        return
+    need = _checkpoint_bytes(run)[0] * min(1.0, ranks / world)
+    free = psutil.virtual_memory().available
+    if config.checkpoint.background and free < need:
+        yield f"a copy of the next checkpoint takes {human_bytes(need)} of host memory, {human_bytes(free)} are free"

@@ -1,0 +1,216 @@
+"""One torchrun as a child: its command line, its environment, its ranks, and the certainty that all of them end.
+
+torchrun and each of its ranks are sessions of their own, so no signal to a group reaches them all: ranks are found as
+children of torchrun, and every process asks the kernel to be killed when its parent dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from ..errors import ConfigError
+
+LAUNCHER, NOTE = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE"
+"""Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment."""
+
+_PR_SET_PDEATHSIG = 1
+_RENDEZVOUS_SECONDS = {"join_timeout": 300, "close_timeout": 30, "read_timeout": 60}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those options of torchrun that the launcher fills in or reads; all others pass through."""
+    options = parser.add_argument_group("torchrun options (any other is passed on as it is)")
+    options.add_argument("--nnodes", default="1", help="number of nodes, or MIN:MAX (default: 1)")
+    options.add_argument("--nproc-per-node", "--nproc_per_node", default="gpu", help="ranks per node (default: gpu)")
+    options.add_argument(
+        "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST[:PORT]", help="first node; the same on every node"
+    )
+    options.add_argument("--rdzv-id", "--rdzv_id", help="name of the job (default: the configuration's file name)")
+    options.add_argument(
+        "--local-addr", "--local_addr", help="address of this node, if its host name means another to the others"
+    )
+
+
+def command(args: argparse.Namespace, rest: Sequence[str], module: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of torchrun.
+
+    Args:
+        args: with the options of `add_options`.
+        rest: further options of torchrun.
+        module: what the ranks run, with its arguments.
+
+    Raises:
+        ConfigError: several nodes and no first node, or one whose name does not resolve here.
+    """
+    if args.rdzv_endpoint is None and most_nodes(args.nnodes) > 1:
+        raise ConfigError(
+            f"--nnodes {args.nnodes} without --rdzv-endpoint: the nodes cannot find each other",
+            remedy="name the first node, the same on every node: --rdzv-endpoint HOST:29400",
+        )
+    if args.rdzv_endpoint is None:
+        meeting = ["--standalone"]
+    else:
+        limits = ",".join(f"{key}={value}" for key, value in _RENDEZVOUS_SECONDS.items())
+        is_host = "true" if is_first(args) else "false"
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", _endpoint(args.rdzv_endpoint)]
+        meeting += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", f"is_host={is_host},{limits}"]
+        meeting += ["--local-addr", args.local_addr] if args.local_addr else []
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", args.nnodes, "--nproc-per-node"),
+        *(args.nproc_per_node, "--max-restarts", "0", *meeting, *rest, "-m", module, *arguments),
+    ]
+
+
+def most_nodes(nnodes: str) -> int:
+    """Of `--nnodes N` or `MIN:MAX`, the larger. Raises ConfigError."""
+    try:
+        return max(int(part) for part in nnodes.split(":"))
+    except ValueError:
+        raise ConfigError(f"--nnodes {nnodes} is neither a number nor MIN:MAX") from None
+
+
+def is_first(args: argparse.Namespace) -> bool:
+    """Whether this is the node where the others meet. Raises ConfigError if its name does not resolve.
+
+    torchrun would compare the name with this machine's host name; with an address, or an alias, no node would be it.
+    """
+    if args.rdzv_endpoint is None:
+        return True
+    host = args.rdzv_endpoint.partition(":")[0]
+    here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    try:
+        there = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise ConfigError(f"--rdzv-endpoint {host} does not resolve on this node: {error}") from None
+    return bool(here & there)
+
+
+def _endpoint(text: str) -> str:
+    return text if ":" in text else f"{text}:29400"
+
+
+def environment(base: Mapping[str, str], note: Path | None = None) -> dict[str, str]:
+    """The environment of torchrun and its ranks: `base`, and what the trainer wants of it."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        **base,
+        "PYTHONSAFEPATH": "1",  # `data` and `eval` are common names: never import them from a working directory
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's restarts do not recover without it
+        LAUNCHER: str(os.getpid()),
+        **({} if note is None else {NOTE: str(note)}),
+    }
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies. Linux only; elsewhere nothing happens.
+
+    Args:
+        parent: who the parent should be; if it is another already, it died before this call, and so does this process.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def die_with_launcher() -> None:
+    """`die_with_parent` for a rank that torchrun started; other processes are left alone."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    die_with_parent()
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if str(psutil.Process(os.getppid()).ppid()) == launcher:
+                return
+        os._exit(1)  # torchrun died while this rank was importing
+
+
+def leave_note(code: int, reason: str) -> bool:
+    """From a rank: tell the launcher of this node an exit code that no segment holds; whether there is a launcher."""
+    path = os.environ.get(NOTE)
+    if path is None:
+        return False
+    with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
+        file.write(json.dumps({"code": code, "reason": reason}))
+    return True
+
+
+class Torchrun:
+    """A torchrun that was started.
+
+    Args:
+        command, environment: of it.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        me = os.getpid()
+        self._process = subprocess.Popen(  # from the main thread: a thread that ends counts as a dead parent
+            command, env=environment, start_new_session=True, preexec_fn=lambda: die_with_parent(me)
+        )
+        self._ranks: dict[int, psutil.Process] = {}
+        self._most = 0
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self._process.poll()
+
+    def ranks(self) -> list[psutil.Process]:
+        """Its living ranks."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._process.pid).children():
+                self._ranks.setdefault(child.pid, child)
+        living = [rank for rank in self._ranks.values() if _lives(rank)]
+        self._most = max(self._most, len(living))
+        return living
+
+    @property
+    def lost(self) -> bool:
+        """Whether there are fewer ranks than there were."""
+        return len(self.ranks()) < self._most
+
+    def ask(self, number: int) -> bool:
+        """Signal the ranks; torchrun itself would kill them 30 s later. Whether there were any."""
+        ranks = self.ranks()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+        return bool(ranks)
+
+    def terminate(self) -> None:
+        """Tell torchrun to end its ranks and itself."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """kill -9 of torchrun and its ranks; returns when they are gone, or will be when the kernel lets them."""
+        ranks = self.ranks()
+        self._process.kill()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+        self._process.wait()
+
+    def wait_for_ranks(self, seconds: float) -> bool:
+        """Wait for ranks that outlive torchrun; whether all are gone."""
+        return not psutil.wait_procs(self.ranks(), timeout=seconds)[1]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

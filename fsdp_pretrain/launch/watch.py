@@ -1,0 +1,108 @@
+"""Beside one start, on one node: passes requests on, and sees to it that the start ends when it should. No torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import Exit
+from ..record.files import RunDir, read_json
+from ..watchdog_sections import LaunchSection
+from .outcome import ended_hosts, newest_segment
+from .torchrun import Torchrun
+
+_POLL, _LOOK = 0.1, 1.0
+
+
+class Watch:
+    """Watches a torchrun to its end.
+
+    The run directory is looked at by a thread of its own: its file system may hang, and requests must not.
+
+    Args:
+        run: the run directory.
+        settings: how long things may take.
+        child: the torchrun.
+        before: number of the newest segment when it began.
+        host: name of this host if there are others; None if it is alone.
+    """
+
+    def __init__(self, run: RunDir, settings: LaunchSection, child: Torchrun, before: int, host: str | None) -> None:
+        self._run, self._settings, self._child, self._before, self._host = run, settings, child, before, host
+        self._others_ended = self._ends_well = False
+        self._kill_at: float | None = None
+        self._since: dict[str, float] = {}
+
+    def run(self, take_signal: Callable[[], tuple[int, bool] | None], on_look: Callable[[int | None], None]) -> int:
+        """Until torchrun and its ranks are gone; torchrun's exit code.
+
+        Args:
+            take_signal: gives a signal to pass on to the ranks and whether to end at once, or None.
+            on_look: called about once a second, by a thread, with the number of the start's segment, None before it
+                is known.
+        """
+        child, done = self._child, threading.Event()
+        looks = threading.Thread(target=self._look, args=(done, on_look), daemon=True)
+        looks.start()
+        try:
+            next_count = 0.0
+            while (code := child.poll()) is None:
+                asked = take_signal()
+                if asked is not None:
+                    self._pass_on(*asked)
+                if time.monotonic() >= next_count:
+                    next_count = time.monotonic() + _LOOK
+                    self._note("rank gone", child.lost)
+                    self._note("other nodes ended", self._others_ended)
+                if self._overdue():
+                    child.kill()
+                time.sleep(_POLL)
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            done.set()
+        if not child.wait_for_ranks(self._settings.end_timeout.value):
+            child.kill()
+        looks.join(_LOOK)
+        return code
+
+    def _pass_on(self, number: int, at_once: bool) -> None:
+        now = time.monotonic()
+        if at_once:
+            self._kill_at = now
+        elif self._child.ask(number):
+            self._kill_at = self._kill_at or now + self._settings.stop_timeout.value
+        else:  # no ranks yet: nothing to save
+            self._child.terminate()
+            self._kill_at = self._kill_at or now + self._settings.end_timeout.value
+
+    def _note(self, what: str, true: bool) -> None:
+        """Since when something is true that torchrun should soon end after."""
+        if not true:
+            self._since.pop(what, None)
+        else:
+            self._since.setdefault(what, time.monotonic())
+
+    def _overdue(self) -> bool:
+        """Whether torchrun had its time. A run that ends as it should may still write something."""
+        patience = self._settings.stop_timeout if self._ends_well else self._settings.end_timeout
+        limits = [since + patience.value for since in self._since.values()]
+        limits += [] if self._kill_at is None else [self._kill_at]
+        return any(time.monotonic() >= limit for limit in limits)
+
+    def _look(self, done: threading.Event, on_look: Callable[[int | None], None]) -> None:
+        segment = None
+        while not done.wait(_LOOK):
+            if segment is None:
+                newest = newest_segment(self._run)
+                ready = newest > self._before and (self._run.segment(newest) / "environment.json").exists()
+                segment = newest if ready else None
+            on_look(segment)
+            if segment is None:
+                continue
+            intent = read_json(self._run.segment(segment) / "exit_intent.json") or {}
+            self._ends_well = intent.get("code") in (Exit.COMPLETE, Exit.RESUME)
+            if self._host is not None:
+                self._others_ended = bool(ended_hosts(self._run, segment) - {self._host})

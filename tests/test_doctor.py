@@ -1,0 +1,83 @@
+"""The hardware check, on four ranks that are a node each, with faults that are put into one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.doctor import pair_rounds
+
+SLOW = "import time, torch\nreal = {call}\ndef slow(*a, **k):\n    time.sleep(0.05)\n    return real(*a, **k)\n{call} = slow\n"
+WRONG = (
+    "import torch.distributed as dist\nreal = dist.all_reduce\n"
+    "def wrong(values, **k):\n    values[7] += 1\n    return real(values, **k)\ndist.all_reduce = wrong\n"
+)
+
+
+def check(
+    start_command: Callable[..., Any], helpers: Any, path: Path, ranks: int, faults: dict[int, str]
+) -> tuple[list[int], dict[str, Any]]:
+    """Exit codes of the ranks, and what the first printed."""
+    port, processes = helpers.port(), []
+    for rank in range(ranks):
+        variables = {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
+        extra = {key: str(value) for key, value in variables.items()}
+        if rank in faults:
+            extra["EXECUTE_FIRST"] = str(path / f"fault-{rank}.py")
+            Path(extra["EXECUTE_FIRST"]).write_text(faults[rank])
+        environment = helpers.environment(**extra, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        arguments = ("--json", "--slow", "6", "--slow-sum", "6", "--megabytes", "0.05", "--timeout", "60")
+        processes.append(start_command("fsdp_pretrain.doctor", *arguments, environment=environment))
+    codes = [process.wait(90) for process in processes]
+    out, err = processes[0].output()
+    assert out, err
+    return codes, json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("faults", "named", "unnamed"),
+    [
+        ({}, [], ["BAD"]),
+        pytest.param(
+            {2: SLOW.format(call="torch.mm")}, ["rank 2 multiplies"], ["node ", "the pair"], marks=pytest.mark.slow
+        ),
+        (
+            {1: SLOW.format(call="torch.distributed.all_reduce")},
+            ["(node 1) is slow with every other node"],
+            ["the pair"],
+        ),
+        (
+            {3: WRONG},
+            ["(node 3) sums wrongly with every other node", "a sum over ranks 0, 1, 2, 3"],
+            ["the pair", "slow"],
+        ),
+    ],
+    ids=["sound", "slow-device", "slow-node", "wrong-sums"],
+)
+def test_the_bad_node_is_named(
+    start_command: Callable[..., Any],
+    helpers: Any,
+    tmp_path: Path,
+    faults: dict[int, str],
+    named: list[str],
+    unnamed: list[str],
+) -> None:
+    codes, found = check(start_command, helpers, tmp_path, 4, faults)
+    problems = "\n".join(found["problems"])
+    assert codes == [1 if faults else 0] * 4, problems
+    assert all(text in problems for text in named) and not any(text in problems for text in unnamed), problems
+    assert len(found["ranks"]) == 4 and {one["kind"] for one in found["sums"]} == {"between", "pair"}
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7, 16, 125])
+def test_pairs_change_from_round_to_round(nodes: int) -> None:
+    """Every round pairs a node at most once, at most one sits out, and nobody meets a partner twice."""
+    rounds = pair_rounds(range(nodes))
+    assert len(rounds) == max(1, min(nodes - 1 + nodes % 2, max(3, (nodes + nodes % 2 - 1).bit_length())))
+    for pairs in rounds:
+        assert len({node for pair in pairs for node in pair}) == 2 * len(pairs) >= nodes - 1
+    assert len({pair for pairs in rounds for pair in pairs}) == sum(map(len, rounds))

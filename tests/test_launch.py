@@ -1,0 +1,431 @@
+"""The launcher: real torchrun, two gloo ranks, and every way a start can end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.launch import limit, torchrun
+from fsdp_pretrain.launch.outcome import Outcome, avoid
+from fsdp_pretrain.launch.policy import Ended, decide
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.units import Seconds
+from fsdp_pretrain.watchdog_sections import LaunchSection
+
+HASTE = {"pauses": ["0.1 s"], "end_timeout": "5 s", "stop_timeout": "60 s"}
+
+
+class Launched:
+    """A launcher at work on a run.
+
+    Args:
+        lab, helpers: of the test.
+        config: file.
+        arguments: of the trainer.
+        options: of the launcher.
+        extra: variables of the environment.
+    """
+
+    def __init__(
+        self, lab: Any, helpers: Any, config: Path, *arguments: str, options: tuple[str, ...] = (), **extra: str
+    ) -> None:
+        self.run, self.log, self._helpers = lab.path / config.stem, lab.path / f"launch-{time.monotonic_ns()}", helpers
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "fsdp_pretrain.cli", "launch", "--nproc-per-node", "2", *options),
+                    *(str(config), *arguments),
+                ],
+                cwd="/",
+                env=helpers.environment(**extra),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def reaches(self, step: int) -> None:
+        """Wait until a step is recorded."""
+        self._helpers.wait_for(lambda: self.step >= step or self.process.poll() is not None, 60, f"step {step}")
+        assert self.process.poll() is None, self.output()
+
+    @property
+    def step(self) -> int:
+        """Last recorded step."""
+        steps = self._helpers.metrics(self.run) if (self.run / "segments").is_dir() else []
+        return steps[-1]["step"] if steps else 0
+
+    def family(self) -> list[psutil.Process]:
+        """torchrun and the ranks."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks, in order."""
+        found = [one for one in self.family() if "RANK" in one.environ()]
+        return sorted(found, key=lambda one: int(one.environ()["RANK"]))
+
+    def ends(self, code: int) -> str:
+        """Wait for the exit code; what was printed."""
+        try:
+            assert self.process.wait(240) == code, self.output()
+        finally:
+            self.process.kill()
+        return self.output()
+
+    def output(self) -> str:
+        """What was printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def intent(self) -> dict[str, Any]:
+        """The exit intent in `status.json`."""
+        return json.loads((self.run / "status.json").read_text())["exit_intent"]
+
+
+@pytest.fixture
+def launch(lab: Any, helpers: Any) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(*arguments: Any, **options: Any) -> Launched:
+        started.append(Launched(lab, helpers, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+
+
+LONG = {"duration": "4000 steps", "global_batch": "8 samples", "micro_batch": 2}
+
+
+def segments(job: Launched) -> int:
+    """How many starts there were."""
+    return len(list((job.run / "segments").iterdir()))
+
+
+def dies_at(path: Path, cursor: int) -> dict[str, str]:
+    """Environment in which rank 1 dies of a defect when it has read the batch that ends at a cursor."""
+    (path / "fault").mkdir()
+    (path / "fault/sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from data import loader\n"
+        "    real = loader.Loader.__next__\n"
+        "    def fail(self):\n"
+        "        batch = real(self)\n"
+        f"        if batch.cursor == {cursor}: raise RuntimeError('a defect')\n"
+        "        return batch\n"
+        "    loader.Loader.__next__ = fail\n"
+    )
+    return {"PYTHONPATH": f"{path / 'fault'}:{Path(__file__).resolve().parent.parent}"}
+
+
+def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+    """Fault matrix 16, 11: kill -9 of a rank: a new start goes on; SIGUSR1 to the launcher saves, stops, exits 75."""
+    job = launch(lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE))
+    job.reaches(12)
+    killed = time.monotonic()
+    job.ranks()[1].kill()
+    helpers.wait_for(lambda: helpers.journal(job.run, "restart"), 30, "a restart")
+    assert time.monotonic() - killed < 20
+    (restart,) = helpers.journal(job.run, "restart")
+    assert restart["attempt"] == 2 and restart["code"] in (None, 1) and restart["last_step"] >= 10
+    job.reaches(restart["last_step"] + 5)
+    job.process.send_signal(signal.SIGUSR1)
+    job.ends(75)
+    assert job.intent() == {"code": 75, "reason": "stopped on request (SIGUSR1)"}
+    last = helpers.metrics(job.run)[-1]["step"]
+    assert (job.run / f"checkpoints/step-{last:08d}/verified.json").exists()
+    assert helpers.journal(job.run, "resume")[-1]["step"] >= 10 and segments(job) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["one-rank", "control", "job", "twice", "limit"])
+def test_stops_are_not_started_again(
+    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any], how: str
+) -> None:
+    """Fault matrix 11: whoever asks, and however: one agreed step, a verified checkpoint, 75, no other start."""
+    options = ("--time-limit", "90 s") if how == "limit" else ()
+    haste = {**HASTE, "grace": "45 s"}
+    train = {**LONG, "duration": "400_000 steps"}
+    job = launch(lab.config(train=train, checkpoint={"every": "1000 steps"}, launch=haste), options=options)
+    job.reaches(5)
+    if how == "one-rank":
+        job.ranks()[1].terminate()
+    elif how == "control":
+        assert run_command("fsdp_pretrain.cli", "control", job.run, "stop").returncode == 0
+    elif how == "job":
+        job.process.terminate()
+    elif how == "twice":
+        family = [*job.family()]
+        for rank in job.ranks():
+            rank.suspend()  # so that nothing is saved
+        job.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        job.process.send_signal(signal.SIGINT)
+    printed = job.ends(75)
+    assert segments(job) == 1
+    if how == "twice":
+        assert "ending at once" in printed and not psutil.wait_procs(family, timeout=10)[1]
+        return
+    last = helpers.metrics(job.run)[-1]["step"]
+    assert (job.run / f"checkpoints/step-{last:08d}/verified.json").exists()
+    assert job.intent()["code"] == 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "torchrun"])
+def test_no_process_outlives_its_parent(launch: Callable[..., Launched], lab: Any, helpers: Any, victim: str) -> None:
+    """Fault matrix 25: kill -9 of the launcher ends everything; of torchrun: the ranks, and another start goes on."""
+    job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch=HASTE))
+    job.reaches(7)
+    family, ranks = job.family(), job.ranks()
+    if victim == "launcher":
+        job.process.kill()
+        assert not psutil.wait_procs(family, timeout=10)[1]
+        return
+    (torchrun,) = [one for one in psutil.Process(job.process.pid).children() if one not in ranks]
+    torchrun.kill()
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    helpers.wait_for(lambda: segments(job) == 2, 60, "a second start")
+    job.process.terminate()
+    job.ends(75)
+
+
+@pytest.mark.slow
+def test_a_torchrun_that_does_not_end_is_killed(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+    """torchrun is frozen and a rank dead: both go after `end_timeout`, and the next start goes on."""
+    job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch={**HASTE, "end_timeout": "3 s"}))
+    job.reaches(7)
+    ranks = job.ranks()
+    (torchrun,) = [one for one in psutil.Process(job.process.pid).children() if one not in ranks]
+    torchrun.suspend()
+    ranks[0].kill()
+    assert not psutil.wait_procs([torchrun, *ranks], timeout=20)[1]
+    helpers.wait_for(lambda: segments(job) == 2, 60, "a second start")
+    job.process.terminate()
+    job.ends(75)
+
+
+@pytest.mark.slow
+def test_a_loop_of_crashes_ends_and_names_the_batch(
+    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any]
+) -> None:
+    """Fault matrix 17: three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
+    config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE)
+    job = launch(config, **dies_at(lab.path, cursor=13 * 8))
+    printed = job.ends(93)
+    assert segments(job) == 4  # the first made a checkpoint, the three others none
+    intent = job.intent()
+    assert intent["code"] == 93 and "3 starts in a row ended without a newer verified checkpoint" in intent["reason"]
+    assert "step 13 samples 96:104" in intent["reason"] and intent["reason"] in printed
+    third, fourth = helpers.journal(job.run, "restart")[-1], helpers.journal(job.run, "stop")[-1]
+    for entry in (third, fourth):
+        assert {"step": 13, "first": 96, "cursor": 104, "batch": 8}.items() <= next(
+            one for one in entry["suspects"] if one["step"] == 13
+        ).items()
+    shown = run_command("fsdp_pretrain.cli", "where", job.run, "--step", 13)
+    assert shown.returncode == 0 and "not recorded" in shown.stdout and "sample 96:" in shown.stdout
+
+
+@pytest.mark.slow
+def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) -> None:
+    """What ranks refuse before there is a segment ends the launcher with 78, at once."""
+    job = launch(lab.config(parallel={"shard": 3}, launch=HASTE))
+    printed = job.ends(78)
+    assert "does not divide the world size" in printed and not (job.run / "segments").exists()
+
+
+def test_preflight(lab: Any, run_command: Callable[..., Any], small_disk: Callable[[str], Path], helpers: Any) -> None:
+    """Fault matrix 38: a directory that cannot be written is named, exit 78, before a rank starts; and other refusals."""
+    disk = small_disk("2m")
+    run = disk / "run"
+    config = lab.config()
+
+    def refused(code: int, *options: str, **extra: str) -> str:
+        command = ("launch", "--nproc-per-node", "2", *options, config, f"run.dir={run}")
+        done = run_command("fsdp_pretrain.cli", *command, **extra)
+        assert done.returncode == code, done.stderr
+        return str(done.stderr)
+
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    assert f"cannot write to {run}: Read-only file system" in refused(78)
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    assert "shows no GPU" in refused(78, "--nproc-per-node", "gpu", CUDA_VISIBLE_DEVICES="")
+    lab.train(config, f"run.dir={run}")
+    (run / "checkpoints/hog").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096 - 20_000))
+    assert "the next checkpoint does not fit: needs " in refused(78, *())
+    (run / "checkpoints/hog").unlink()
+    helpers_host = os.uname().nodename
+    (run / "avoid_hosts").write_text(f"other\n{helpers_host}\n")
+    assert f"host {helpers_host} is in {run}/avoid_hosts" in refused(76)
+    (run / "avoid_hosts").unlink()
+    config = lab.config(launch={"grace": "0.01 s"})
+    assert "launch.grace = 0.01 s is less than" in refused(78)
+
+
+def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> Ended:
+    return Ended(at, Outcome(code, "why", verified=verified, **facts), before)
+
+
+@pytest.mark.parametrize(
+    ("history", "code"),
+    [
+        ([ended(0)], 0),
+        ([ended(78)], 78),
+        ([ended(93)], 93),
+        ([ended(75)], None),
+        ([ended(75, asked=True)], 75),
+        ([ended(None)], None),
+        ([ended(1)], None),
+        ([ended(None)] * 3, 93),
+        ([ended(None)] * 2 + [ended(None, 10, before=5)], None),
+        ([ended(None, 10, before=5)] + [ended(None)] * 2, None),
+        ([ended(None, n + 1, before=n, at=60.0 * n) for n in range(5)], None),
+        ([ended(None, n + 1, before=n, at=60.0 * n) for n in range(6)], 93),
+        ([ended(None, n + 1, before=n, at=600.0 * n) for n in range(60)], None),
+        ([ended(76, avoid=("other",))], 76),
+    ],
+)
+def test_what_follows_an_end(history: list[Ended], code: int | None) -> None:
+    decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
+    assert decision.code == code
+    asked = decide(history, LaunchSection(), asked=True, host="here", elastic=False)
+    assert asked.code == (code if history[-1].outcome.code in (0, 76, 78, 93) else 75)
+
+
+def test_pauses_grow_and_progress_shortens_them() -> None:
+    def pause(history: list[Ended]) -> float:
+        settings = LaunchSection(attempts=9, restarts=99)
+        return decide(history, settings, asked=False, host="here", elastic=False).pause
+
+    assert [pause([ended(None)] * n) for n in (1, 2, 3, 4)] == [10, 60, 300, 300]
+    assert pause([ended(None), ended(None), ended(None, 10, before=5)]) == 10
+
+
+def test_a_job_that_may_shrink_goes_on_without_a_bad_host() -> None:
+    def code(host: str, elastic: bool) -> int | None:
+        return decide([ended(76, avoid=("bad",))], LaunchSection(), asked=False, host=host, elastic=elastic).code
+
+    assert (code("good", True), code("bad", True), code("good", False)) == (None, 76, 76)
+
+
+@pytest.mark.parametrize("apart", [0, 2, 3])
+def test_deaths_at_the_same_step_are_named(apart: int) -> None:
+    ahead = ({"step": 43, "first": 336, "cursor": 344, "consumed": 344, "batch": 8},)
+    history = [ended(None, step=42 - apart), ended(None, step=42, ahead=ahead)]
+    decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
+    assert ("step 43 samples 336:344" in decision.reason) == (apart < 3)
+
+
+def test_hosts_to_avoid_are_kept_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert avoid(run, ["b", "a"]) == ["b", "a"] and avoid(run, ["a", "c"]) == ["b", "a", "c"]
+    assert run.avoid_hosts.read_text() == "b\na\nc\n"
+
+
+def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.5 times four steps and two saves, never less than configured or two minutes; Slurm knows the limit."""
+    run = RunDir(tmp_path)
+    assert limit.needed_grace(run) is None and limit.grace(run, None) == 120
+    segment = run.new_segment()
+    lines = [json.dumps({"step": step, "seconds": {"iteration": 20.0}}) for step in range(20_000)]
+    (segment / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    saves = [
+        json.dumps({"kind": "checkpoint", "seconds": seconds}) for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0)
+    ]
+    run.journal.write_text("\n".join(saves) + "\n")
+    needed = 1.5 * (4 * 20 + 2 * 50)
+    assert limit.needed_grace(run) == limit.grace(run, None) == needed
+    assert limit.grace(run, Seconds(3600)) == 3600
+    limit.check_grace(run, Seconds(needed))
+    with pytest.raises(ConfigError, match="is less than"):
+        limit.check_grace(run, Seconds(needed - 1))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
+    assert 490 < limit.deadline(Seconds(3600)) - time.monotonic() < 510  # type: ignore[operator]
+    assert 90 < limit.deadline(Seconds(100)) - time.monotonic() < 110  # type: ignore[operator]
+
+
+def torchrun_arguments(*options: str) -> list[str]:
+    parser = argparse.ArgumentParser()
+    torchrun.add_options(parser)
+    args, rest = parser.parse_known_args(["--rdzv-id", "job", *options])
+    return torchrun.command(args, rest, "fsdp_pretrain.train", ["x.toml", "a=1"])
+
+
+def test_torchrun_gets_what_it_needs() -> None:
+    one = " ".join(torchrun_arguments("--nproc-per-node", "4", "--log-dir", "logs"))
+    assert one.endswith("--nnodes 1 --nproc-per-node 4 --max-restarts 0 --standalone --log-dir logs -m fsdp_pretrain.train x.toml a=1")  # fmt: skip
+    for head, is_host in (("127.0.0.1", "true"), ("192.0.2.1:1234", "false")):
+        many = " ".join(torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", head, "--local-addr", "127.0.0.1"))
+        endpoint = head if ":" in head else f"{head}:29400"
+        assert f"--rdzv-endpoint {endpoint} --rdzv-id job --rdzv-conf is_host={is_host}," in many
+        assert "--nnodes 3 --nproc-per-node gpu" in many and "--local-addr 127.0.0.1" in many
+    with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve on this node"):
+        torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "nowhere.invalid")
+    with pytest.raises(ConfigError, match="without --rdzv-endpoint"):
+        torchrun_arguments("--nnodes", "3")
+    with pytest.raises(ConfigError, match="neither a number"):
+        torchrun_arguments("--nnodes", "x")
+    variables = torchrun.environment({"OMP_NUM_THREADS": "7", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"})
+    assert (variables["OMP_NUM_THREADS"], variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]) == ("7", "1")
+    assert variables["PYTHONSAFEPATH"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("code", "array", "restarts", "expected"),
+    [
+        (0, False, 0, []),
+        (1, False, 0, []),
+        (78, False, 0, []),
+        (93, False, 0, []),
+        (75, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
+        (76, False, 9, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
+        (137, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
+        (137, False, 3, []),
+        (76, True, 0, ["update JobId=4 ExcNodeList=spare,bad1,bad2"]),
+        (93, True, 0, ["scancel --state=PENDING 4"]),
+        (0, True, 0, ["scancel --state=PENDING 4"]),
+    ],
+)
+def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: int, expected: list[str]) -> None:
+    """The batch script with a Slurm that only takes notes."""
+    script, log = Path(__file__).resolve().parent.parent / "scripts/slurm/train.sbatch", tmp_path / "log"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/avoid_hosts").write_text("bad1\nbad2\n")
+    fakes = {
+        "srun": f'echo "$@" > {tmp_path}/srun; exit {code}',
+        "scontrol": f'case "$1 $2" in "show hostnames") echo node1; echo node2 ;; '
+        f'"show job") echo "   ReqNodeList=(null) ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
+        "scancel": f'echo "scancel $@" >> {log}',
+        "fsdp-pretrain": f"echo {tmp_path}/run",
+    }
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "5",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_RESTART_COUNT": str(restarts),
+        **({"SLURM_ARRAY_JOB_ID": "4"} if array else {}),
+    }
+    done = subprocess.run(["bash", script, "my.toml", "a=1"], env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert (log.read_text().splitlines() if log.exists() else []) == expected
+    started = (tmp_path / "srun").read_text().strip()
+    assert started.startswith("--kill-on-bad-exit=1 --wait=60 fsdp-pretrain launch --nnodes 2 --rdzv-endpoint node1 ")
+    assert started.endswith(" my.toml a=1")
