@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from . import lineage
@@ -50,3 +51,31 @@ def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
             if record["step"] > max(part.after, last):
                 last = record["step"]
                 yield record
+
+
+def tail(path: Path, step: int) -> list[dict[str, Any]]:
+    """Records of a segment's file from `step` on, read from its end, so that a long one costs nothing."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return []
+    reach = 1 << 20
+    while True:
+        offset = max(0, size - reach)
+        records = [record for record, _ in read_lines(path, offset)]
+        if offset == 0 or (records and records[0]["step"] <= step):
+            return [record for record in records if record["step"] >= step]
+        reach *= 4
+
+
+def last_metrics(run: RunDir, step: int, count: int) -> list[dict[str, Any]]:
+    """The kept line's records of the `count` steps up to `step`, oldest first; fewer if there are not so many."""
+    found: dict[int, dict[str, Any]] = {}
+    for part in reversed(lineage.line(lineage.nodes(run))):
+        first = max(part.after, step - count) + 1
+        for record in tail(run.segment(part.segment) / "metrics.jsonl", first):
+            if record["step"] <= min(part.until, step):
+                found.setdefault(record["step"], record)
+        if first <= step - count + 1:
+            break
+    return [found[number] for number in sorted(found)]

@@ -163,12 +163,14 @@ def console_line(record: dict[str, Any], target: int) -> str:
     return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
-def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str) -> None:
+def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str, **facts: Any) -> None:
     """Say how this start ended, for launchers: torchrun turns every exit code into 1. The first writer wins.
+
+    Among the facts, `restart` true says that a restart at once is wanted.
 
     A disk too full for this file is no reason to end otherwise than decided.
     """
-    content = json.dumps({"code": code, "reason": reason, "time": now(), "host": socket.gethostname()}) + "\n"
+    content = json.dumps({"code": code, "reason": reason, "time": now(), "host": socket.gethostname(), **facts}) + "\n"
     try:
         with (segment / "exit_intent.json").open("x", encoding="utf-8") as file:
             file.write(content)
