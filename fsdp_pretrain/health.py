@@ -129,9 +129,11 @@ class Health:
         return f"scale/collapse at step {self._scale.incident.last}" if self._scale.incident.serious else None
 
     @property
-    def clean_until(self) -> float:
-        """Checkpoints of later steps may belong to an incident; infinity if there is none."""
-        return self._spike.start - self._config.distance.value if self._spike.incident.serious else math.inf
+    def clean_until(self) -> tuple[float, ...]:
+        """The newest clean checkpoints up to each of these steps are the ones that a rollback now would go to."""
+        if self._spike.incident.severity is None:
+            return (math.inf,)
+        return self._spike.start - self._config.distance.value, self._spike.start - 1
 
     def step(self, record: dict[str, Any]) -> Judgement:
         """Judge a step by its record; in order, once each."""

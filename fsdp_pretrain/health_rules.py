@@ -22,9 +22,10 @@ _RANK = {None: -1, "INFO": 0, "WARN": 1, "CRIT": 2}
 _SIGMA = 1.4826
 """Median absolute deviations of a normal distribution in its standard deviation."""
 _LAST, _ENOUGH = 5, 3
-_BLOCK, _BLOCKS, _JOINED = 16, 32, 4
-"""Steps of a block, blocks looked back on, blocks whose median is the level."""
-_LEVEL_NOISE = 4.0
+_BLOCK, _BLOCKS, _JOINED, _CHANGES = 16, 32, 4, 128
+"""Steps of a block, blocks looked back on, blocks whose median is the level, changes from block to block that tell its
+noise."""
+_LEVEL_NOISE = 5.0
 _OF_MEDIAN = 1.25
 """Standard error of a median in that of a mean, of normal values."""
 _NORM_FLOOR = 0.05
@@ -136,6 +137,7 @@ class Level:
         self._least, self.noise = config.level, 0.0
         self._block: list[float] = []
         self._medians: deque[float] = deque(maxlen=_BLOCKS)
+        self._changes: deque[float] = deque(maxlen=_CHANGES)
         self._incident = Incident("loss/level")
 
     def step(self, step: int, loss: float) -> list[Finding]:
@@ -146,11 +148,12 @@ class Level:
         self._medians.append(median(self._block))
         self._block.clear()
         known = list(self._medians)
+        if len(known) > 1:
+            self._changes.append(known[-1] - known[-2])
         if len(known) < 2 * _JOINED:
             return []
-        steps = [after - before for before, after in pairwise(known)]
-        drift = median(steps)
-        block = _SIGMA * median(abs(change - drift) for change in steps) / math.sqrt(2)
+        drift = median(self._changes)
+        block = _SIGMA * median(abs(change - drift) for change in self._changes) / math.sqrt(2)
         self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
         levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
         rise, limit = levels[-1] - min(levels), max(self._least, _LEVEL_NOISE * self.noise)
@@ -245,6 +248,8 @@ class Spike:
             self._warned = step
             self._since = deque((entry[1] for entry in self._last if entry[0] >= high[0][0]), maxlen=_BLOCK)
             return self.incident.seen("WARN", step, f"{text}, since step {self.start}")
+        if self.incident.severity is None:
+            self.start = step
         return self.incident.seen("INFO", step, text) if deviation > self._config.outlier else []
 
     def _judge(self, step: int, level: Level, norm: Norm) -> list[Finding]:

@@ -7,7 +7,6 @@ step, so decisions taken from them need no further communication.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
@@ -391,8 +390,8 @@ class Trainer:
                 name: {"sum": json_number(loss), "count": int(count)}
                 for name, loss, count in zip(self._sources, losses, learned, strict=True)
             },
-            "grad_norm": json_number(norm),
-            "clip": min(1.0, clip / (norm + 1e-6)) if clip and math.isfinite(norm) else 1.0,
+            "grad_norm": None if norms else json_number(norm),
+            "clip": min(1.0, clip / (norm + 1e-6)) if clip and not norms else 1.0,
             "loss_scale": None if self.scaler is None else scale,
             "overflow": skipped > 0 and self.scaler is not None,
             "skipped": skipped > 0,

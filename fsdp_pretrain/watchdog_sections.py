@@ -49,7 +49,7 @@ class HealthSection(Section):
     quiet: Steps = Steps(100, "step")
     """Steps without another deviation after which an incident is over."""
     level: Limit = 0.02
-    """Nats by which the level of the loss, over 64 steps, rises above its best of 512 before it is told of (or four
+    """Nats by which the level of the loss, over 64 steps, rises above its best of 512 before it is told of (or five
     times its noise)."""
     norm: Limit = 6.0
     """Deviations of the logarithm of the gradient norm that are noted; two in a row or three of ten are a warning."""

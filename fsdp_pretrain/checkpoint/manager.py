@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ class Manager:
             it is committed.
         protected: steps that retention must spare for now (pending evaluations).
         suspicion: why what is saved now should not be gone back to, or None; see `Health.suspicion`.
-        clean_until: steps up to which a rollback may go back, now; see `Health.clean_until`.
+        clean_until: steps before which retention keeps a checkpoint that is not suspect; see `Health.clean_until`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Manager:
         guard: Callable[[], None],
         protected: Callable[[], Collection[int]] = tuple,
         suspicion: Callable[[], str | None] = lambda: None,
-        clean_until: Callable[[], float] = lambda: math.inf,
+        clean_until: Callable[[], Iterable[float]] = lambda: (math.inf,),
     ) -> None:
         self._world, self._model, self._optimizer = world, model, optimizer
         self._stores, self._fallback = world.decide(lambda: stores(run)), fallback(config)
@@ -157,9 +157,9 @@ class Manager:
         def keep(checkpoint: Checkpoint) -> bool:
             return kept_for_ever(self._config, checkpoint.manifest())
 
-        # The one that a rollback would go to stays, however many were made since.
-        clean = newest_clean(self._stores, self._clean_until())
-        protected = {*self._protected(), *([] if clean is None else [clean.step])}
+        # Those that a rollback would go to stay, however many were made since.
+        clean = [newest_clean(self._stores, bound) for bound in self._clean_until()]
+        protected = {*self._protected(), *(item.step for item in clean if item is not None)}
         deleted = list(self._store.retain(keep_last, keep, protected))
         for stopgap in self._stores.fallbacks:
             deleted += stopgap.retain(2, lambda _: False, protected)
