@@ -5,8 +5,9 @@ same records after the same steps, so all ranks come to the same verdict without
 
 Rank 0 writes what was found into the record of the step, as its list `health` (see `health_rules.Finding`), and what is
 more than INFO into the journal, as kind `health`. An incident of one key begins (`resolved` false), may get worse (once
-more, with a higher severity), and ends (`resolved` true); the watchdog makes alarms of that. What was done is in the
-journal too: a step that was not trained as `health-skip`, a rollback as `health-rollback`.
+more, with a higher severity), and ends (`resolved` true); the first record of a start repeats those that go on, and
+whatever else was open before is over. The watchdog makes alarms of that. What was done is in the journal too: a step that
+was not trained as `health-skip`, a rollback as `health-rollback`.
 """
 
 from __future__ import annotations
@@ -115,10 +116,16 @@ class Health:
         self._losses: deque[tuple[float, int]] = deque(maxlen=3)
         self._parameters: tuple[str, int] | None = None
         self._expected: Expected | None = None
+        self._carried: list[Finding] = []
         for record in history:
             self.step(record)
-        self._skipped.clear()  # what led to the last end of the run has been answered by that
+        # Losses and norms have a past; what led to the last end of the run has been answered by that.
+        for incident in (self._nonfinite, self._zero, self._stuck, self._still, self._rate):
+            incident.severity = None
+        self._skipped.clear()
         self._parameters = None
+        rules = (self._spike, self._level, self._norm, self._scale)
+        self._carried = [finding for rule in rules for finding in rule.incident.carried()]
         self._expected = expected
 
     @property
@@ -154,7 +161,8 @@ class Health:
         found += self._judge_learning(record, finite)
         for more, wrong in (self._judge_replicas(record), self._judge_replay(record)):
             found, error = found + more, error or wrong
-        return Judgement(found, None if error else retreat, error)
+        carried, self._carried = self._carried, []
+        return Judgement(carried + found, None if error else retreat, error)
 
     def _retreat(self, key: str, cause: str, start: int) -> Retreat:
         """From the incident of these steps until now."""

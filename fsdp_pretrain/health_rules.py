@@ -83,6 +83,10 @@ class Incident:
         self.severity = severity
         return [Finding(self.key, severity, summary)]
 
+    def carried(self) -> list[Finding]:
+        """The finding that a start begins with, if there is one."""
+        return [] if self.severity is None else [Finding(self.key, self.severity, f"goes on since step {self.last}")]
+
     def settle(self, step: int, summary: str) -> list[Finding]:
         """It does not occur; a finding if it is over with that."""
         if self.severity is None or step - self.last < self._quiet:
@@ -138,7 +142,7 @@ class Level:
         self._block: list[float] = []
         self._medians: deque[float] = deque(maxlen=_BLOCKS)
         self._changes: deque[float] = deque(maxlen=_CHANGES)
-        self._incident = Incident("loss/level")
+        self.incident = Incident("loss/level")
 
     def step(self, step: int, loss: float) -> list[Finding]:
         """Take the loss of a step in."""
@@ -159,9 +163,9 @@ class Level:
         rise, limit = levels[-1] - min(levels), max(self._least, _LEVEL_NOISE * self.noise)
         if rise > limit:
             text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best of {_BLOCKS * _BLOCK} steps"
-            return self._incident.seen("WARN", step, f"{text} (limit {limit:.3f})")
+            return self.incident.seen("WARN", step, f"{text} (limit {limit:.3f})")
         if rise < limit / 2:
-            return self._incident.settle(step, f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best")
+            return self.incident.settle(step, f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best")
         return []
 
 
