@@ -6,8 +6,8 @@ same records after the same steps, so all ranks come to the same verdict without
 Rank 0 writes what was found into the record of the step, as its list `health` (see `health_rules.Finding`), and what is
 more than INFO into the journal, as kind `health`. An incident of one key begins (`resolved` false), may get worse (once
 more, with a higher severity), and ends (`resolved` true); the first record of a start repeats those that go on, and
-whatever else was open before is over. The watchdog makes alarms of that. What was done is in the journal too: a step that
-was not trained as `health-skip`, a rollback as `health-rollback`.
+whatever else was open before is over. The watchdog makes alarms of that. What was done is in the journal too: a step
+that was not trained as `health-skip`, a rollback as `health-rollback`.
 """
 
 from __future__ import annotations

@@ -100,15 +100,15 @@ def simulated(losses: np.ndarray, gradients: np.ndarray) -> Iterable[dict[str, A
         yield record(step, loss, norm)
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_healthy_run_is_left_alone(config: Config, ranks: int) -> None:
-    """Fault matrix 49: 8,000 steps of a falling loss with heavy tails and 0.3 % of excursions of the norm."""
-    steps = 8_000
+    """Fault matrix 49: 6,000 steps of a falling loss with heavy tails and 0.3 % of excursions of the norm."""
+    steps = 6_000
     falling = 2 + 2 * np.exp(-np.arange(steps) / 3000)
     verdicts = judge(Health(config), simulated(falling + noise(ranks, steps, ranks), norms(ranks, steps)))
     assert told(verdicts, "loss/spike", "WARN") == told(verdicts, "loss/spike", "CRIT") == []
     assert len(told(verdicts, "loss/level", "WARN")) + len(told(verdicts, "gradient/norm", "WARN")) <= 1
-    assert len(told(verdicts, "gradient/norm", "INFO")) > 10
+    assert len(told(verdicts, "gradient/norm", "INFO")) > 5
     assert not retreats(verdicts) and not any(judgement.error for _, judgement in verdicts)
 
 
@@ -162,7 +162,7 @@ def test_told_only_if_so_configured(config: Config) -> None:
     assert told(verdicts, "loss/spike", "CRIT", resolved=True)  # it is the usual loss by then
 
 
-@pytest.mark.parametrize(("ranks", "shift"), [(8, 0.05), (64, 0.03)])
+@pytest.mark.parametrize(("ranks", "shift"), [(8, 0.05), pytest.param(64, 0.03, marks=pytest.mark.slow)])
 def test_a_shift_of_level_is_told_of_in_time(config: Config, ranks: int, shift: float) -> None:
     """Far below what a single step could show."""
     delays = []
