@@ -186,8 +186,8 @@ def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_
     config = lab.config(
         health=HEALTH,
         data=poison(lab, helpers, until),
-        train={"duration": "65 steps"},
-        checkpoint={"every": "3 steps", "keep_last": 2},
+        train={"duration": "58 steps"},
+        checkpoint={"every": "4 steps", "keep_last": 2},
         optimizer={"lr": 2e-2, "min_lr": 2e-2, "warmup": "4 steps"},
     )
     output = lab.train(config, ranks=2, expect=75)
@@ -211,7 +211,7 @@ def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_
         assert spans(wider)[1] - 320 > 1.5 * (spans(back)[1] - 320)
     lab.train(config, ranks=2)
     records = helpers.metrics(run)
-    assert records[-1]["step"] == 65 and records[-1]["consumed"] == 520
+    assert records[-1]["step"] == 58 and records[-1]["consumed"] == 464
     skipped = [spans(entry) for entry in helpers.journal(run, "health-rollback")]
     assert min(skipped)[0] <= 320 and max(stop for _, stop in skipped) >= until
     poisoned = {before[step]["data_digest"] for step in range(41, crit[0])}
