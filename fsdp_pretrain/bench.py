@@ -20,6 +20,7 @@ from . import bench_saves, mesh, models, optim, parallel, plan, throughput
 from .config import Config, load
 from .console import run_guarded
 from .control import Inbox
+from .health import Health
 from .mesh import World
 from .models.loss import IGNORE
 from .record.recorder import Silent
@@ -97,12 +98,13 @@ def build(config: Config, world: World) -> tuple[Trainer, Records]:
         world=world,
         model=model,
         optimizer=optim.build(model, config.optimizer),
-        scaler=optim.LossScaler(config.train.loss_scale, world) if dtype is torch.float16 else None,
+        scaler=optim.LossScaler(config.train.loss_scale, world.device) if dtype is torch.float16 else None,
         data=RandomSteps(config, world),
         saves=Saves(config, world, _NoSaver(), _no_save, records, 0),
         recorder=records,
         inbox=Inbox(None),
         state=TrainState(),
+        health=Health(config),
         source_names=["random"],
         flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
         peak_flops=throughput.peak_flops(throughput.device_name(world.device)),

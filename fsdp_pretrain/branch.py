@@ -77,6 +77,7 @@ def prepare(
     *,
     changes: Sequence[str] = (),
     skip_steps: tuple[int, int] | None = None,
+    skip_samples: SampleRange | None = None,
     place: Sequence[str] = (),
 ) -> Branch:
     """Check everything about going on from a checkpoint.
@@ -86,6 +87,7 @@ def prepare(
         step: of the checkpoint.
         changes: `section.key=value`.
         skip_steps: first and last step, as recorded on the kept line, whose samples shall not be trained.
+        skip_samples: the same as samples, instead; what of them comes before the checkpoint was trained already.
         place: further `section.key=value` that belong to a directory, not to the run, and so do not last.
 
     Raises:
@@ -104,7 +106,7 @@ def prepare(
         )
     content = checkpoint.train_state()
     state = TrainState.from_json(content)
-    skip = _samples(run, state, *skip_steps) if skip_steps else None
+    skip = _samples(run, state, *skip_steps) if skip_steps else skip_samples
     standing = overrides.read(run)
     before = overrides.apply(run.config, (), standing)
     added = standing.add([_absolute(text, load(run.config, [text])) for text in changes], [skip] if skip else [])

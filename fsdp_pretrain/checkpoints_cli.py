@@ -126,6 +126,7 @@ def _print_checkpoints(rows: list[dict[str, Any]], *, as_json: bool) -> int:
             size = human_bytes(row["bytes"]) if row["bytes"] is not None else "-"
             line = f"{row['step']:>12_}  {size:>9}  {row['state']:<10} {row['committed'] or '-':<25} "
             line += "pinned " * row["pinned"]
+            line += f"suspect: {row['suspect']} " if row["suspect"] else ""
             line += row["problem"] or ("" if row["optimizer"] else "weights alone ")
             line += f" in the fallback {Path(row['path']).parent}" * row["fallback"]
             print(line.rstrip())
@@ -148,6 +149,7 @@ def _describe(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
         "committed": manifest.get("committed"),
         "world": manifest.get("world"),
         "pinned": checkpoint.pinned,
+        "suspect": manifest.get("suspect"),
         "optimizer": manifest.get("optimizer", True),
         "problem": checkpoint.problem,
     }

@@ -38,7 +38,7 @@ from .sections import (
     TrainSection,
     WeightPoint,
 )
-from .units import BatchSize, Progress, SampleRange, Seconds
+from .units import BatchSize, Progress, SampleRange, Seconds, Steps
 from .watchdog_sections import (
     HangSection,
     HardwareSection,
@@ -130,6 +130,7 @@ def _type(annotation: Any) -> str:
         Progress: "amount",
         BatchSize: "samples or tokens",
         Seconds: "time",
+        Steps: "steps",
         SampleRange: "sample range",
         int: "integer",
         float: "number",

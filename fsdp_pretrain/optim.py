@@ -1,8 +1,9 @@
-"""AdamW with a group that does not decay, clipping, loss scaling, and the optimiser's state by parameter name."""
+"""AdamW with a group that does not decay, clipping, loss scaling, skipped steps, the optimiser's state by name."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError
-from .mesh import World
 from .sections import LossScaleSection, OptimizerSection
 
 
@@ -54,20 +54,20 @@ def build(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
 class LossScaler:
     """Dynamic loss scaling for fp16: the law of Megatron-DeepSpeed, in tensors of the device, so that no step waits.
 
-    A step overflows if any gradient of any rank is not finite. All ranks then skip it. The first overflow of a window
-    only uses up hysteresis, further ones halve the scale; a good step in between does not bring hysteresis back
+    A step overflows if loss or gradients of any rank are not finite. All ranks then skip it. The first overflow of a
+    window only uses up hysteresis, further ones halve the scale; a good step in between does not bring hysteresis back
     (it is not consecutive). After `window` good steps in a row the scale doubles and hysteresis is full again.
 
     Args:
         section: the law's constants.
-        world: all ranks, which overflow together.
+        device: of the ranks, which overflow together.
         state: `state()` of the scaler to continue, or None.
     """
 
-    def __init__(self, section: LossScaleSection, world: World, state: list[float] | None = None) -> None:
-        self._section, self._world = section, world
+    def __init__(self, section: LossScaleSection, device: torch.device, state: list[float] | None = None) -> None:
+        self._section = section
         start = [section.first, section.hysteresis, 0.0]
-        self._state = torch.tensor(state or start, dtype=torch.float32, device=world.device)
+        self._state = torch.tensor(state or start, dtype=torch.float32, device=device)
 
     @property
     def scale(self) -> Tensor:
@@ -79,16 +79,8 @@ class LossScaler:
         values: list[float] = self._state.tolist()
         return values
 
-    def overflowed(self, norm: Tensor) -> Tensor:
-        """fp32 0-dim, on every rank 1 if this rank's global norm is not finite on any, else 0.
-
-        Replicas hold the same gradients, so the norm is the same everywhere; that ranks can never step apart does not
-        rest on it.
-        """
-        return self._world.sum_((~norm.isfinite()).float()).clamp(max=1)
-
     def advance(self, overflow: Tensor) -> None:
-        """Apply the law after a step; `overflow` as from `overflowed`."""
+        """Apply the law after a step; `overflow`: 0-dim, the same on every rank, 1 if it was skipped, else 0."""
         law = self._section
         scale, left, good = self._state.unbind()
         halved = torch.where(left > 1, scale, (scale / 2).clamp(min=law.min))
@@ -99,7 +91,14 @@ class LossScaler:
 
 
 def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, lr: float, clip: float, scaler: LossScaler | None, parts: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    lr: float,
+    clip: float,
+    scaler: LossScaler | None,
+    parts: int,
+    skip: Callable[[Tensor], Tensor | None],
 ) -> Tensor:
     """Clip the global gradient norm and take one step; without waiting for the device.
 
@@ -107,9 +106,10 @@ def step(
         model, optimizer: with gradients, which are gone afterwards.
         lr: learning rate of the step.
         clip: limit of the norm; 0 only measures.
-        scaler: for fp16. The gradients are then `scaler.scale * parts` times too large; a step that overflowed
-            changes neither parameters nor moments nor their step counts.
+        scaler: for fp16. The gradients are then `scaler.scale * parts` times too large.
         parts: micro-batches of the step.
+        skip: is given this rank's norm, fp32 0-dim; what it returns is the same on every rank, fp32 0-dim: 1 if the
+            step shall change neither parameters nor moments nor their step counts, else 0. None: none is skipped.
 
     Returns:
         fp64 [norm before clipping and without scale, loss scale (1 without scaler), 1 if the step was skipped], equal
@@ -117,24 +117,25 @@ def step(
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
+    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = total.full_tensor() if isinstance(total, DTensor) else total
+    skipped = skip(norm)
+    # Fused AdamW does nothing where this is 1: as torch.amp.GradScaler hands it over.
+    optimizer.found_inf = skipped  # type: ignore[attr-defined]
     if scaler is None:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        scale, overflow = torch.ones_like(norm), torch.zeros_like(norm)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip or float("inf"), total)
+        scale = torch.ones_like(norm)
         optimizer.step()
     else:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        scale, overflow = scaler.scale, scaler.overflowed(norm)
+        assert skipped is not None
+        scale = scaler.scale
         norm = norm / (scale * parts)
-        # Fused AdamW divides by the one and does nothing if the other says so: as torch.amp.GradScaler hands them over.
         coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0
         optimizer.grad_scale = scale * parts / coefficient  # type: ignore[attr-defined]
-        optimizer.found_inf = overflow  # type: ignore[attr-defined]
         optimizer.step()
-        scaler.advance(overflow)
+        scaler.advance(skipped)
     optimizer.zero_grad()
-    return torch.stack((norm, scale, overflow)).double()
+    return torch.stack((norm, scale, torch.zeros_like(norm) if skipped is None else skipped)).double()
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:

@@ -6,13 +6,13 @@ for data. Device times where there is a device: the host runs ahead of it and kn
 
 from __future__ import annotations
 
-import time
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from .marks import between, mark
 from .models import Decoder
 from .watchdog.heart import Heart
 
@@ -31,8 +31,7 @@ class OwnTime:
     """
 
     def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heart) -> None:
-        self._events = device.type == "cuda"
-        self._every = _EVERY if self._events else 1
+        self._device, self._every = device, _EVERY if device.type == "cuda" else 1
         self._window, self._heart = max(1, window // self._every), heart
         self._marks: list[Any] | None = None
         self._steps = self._number = 0
@@ -55,11 +54,7 @@ class OwnTime:
         """A step is over. `waited`: seconds it waited for its data."""
         if marks is None:
             return
-        pairs = zip(marks[::2], marks[1::2], strict=False)
-        if self._events:
-            own = sum(start.elapsed_time(end) for start, end in pairs) / 1000
-        else:
-            own = sum(end - start for start, end in pairs)
+        own = sum(between(start, end) for start, end in zip(marks[::2], marks[1::2], strict=False))
         self._measured.append(own + waited)
         if len(self._measured) == self._window:
             self._number += 1
@@ -67,14 +62,8 @@ class OwnTime:
             self._measured = []
 
     def _mark(self) -> None:
-        if self._marks is None:
-            return
-        if self._events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+        if self._marks is not None:
+            self._marks.append(mark(self._device))
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: Any) -> None:

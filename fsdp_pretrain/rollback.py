@@ -23,7 +23,7 @@ from .record.files import RunDir, now, read_json, replace_file
 from .record.journal import who
 from .record.lock import hold
 from .record.metrics import left_behind
-from .units import human_count
+from .units import SampleRange, human_count
 
 _STEP = re.compile(r"^step-(\d{8,})$")
 
@@ -58,21 +58,37 @@ def rollback(
     """
     if any(text.partition("=")[0].strip() == "run.dir" for text in changes):
         raise ConfigError("run.dir cannot be changed by a rollback", remedy="`fsdp-pretrain fork` makes another run")
-    request = {"step": step, "changes": list(changes), "skip_steps": list(skip_steps) if skip_steps else None}
     if dry_run and not run.rollback.exists():
         branch = prepare(run, step, changes=changes, skip_steps=skip_steps)
         return {**branch.report(), "abandoned": _later_checkpoints(run, step), "done": "dry run"}
     with hold(run, "rollback"):
-        finish(run)
-        head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
-        if head is not None and head.kind == "rollback" and head.facts["request"] == request:
-            return {**head.facts["report"], "done": "already"}
-        branch = prepare(run, step, changes=changes, skip_steps=skip_steps)
-        report = {**branch.report(), "abandoned": _later_checkpoints(run, step)}
-        if dry_run:
-            return {**report, "done": "dry run"}
-        _write(run.rollback, _intent(run, branch, report, request, reason))
-        finish(run)
+        return go_back(run, step, changes=changes, skip_steps=skip_steps, reason=reason, dry_run=dry_run)
+
+
+def go_back(
+    run: RunDir,
+    step: int,
+    *,
+    changes: Sequence[str] = (),
+    skip_steps: tuple[int, int] | None = None,
+    skip_samples: SampleRange | None = None,
+    reason: str = "",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """`rollback` by the holder of the run's lock, who may also name samples instead of steps."""
+    request = {"step": step, "changes": list(changes), "skip_steps": list(skip_steps) if skip_steps else None}
+    if skip_samples is not None:
+        request["skip_samples"] = str(skip_samples)
+    finish(run)
+    head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
+    if head is not None and head.kind == "rollback" and head.facts["request"] == request:
+        return {**head.facts["report"], "done": "already"}
+    branch = prepare(run, step, changes=changes, skip_steps=skip_steps, skip_samples=skip_samples)
+    report = {**branch.report(), "abandoned": _later_checkpoints(run, step)}
+    if dry_run:
+        return {**report, "done": "dry run"}
+    _write(run.rollback, _intent(run, branch, report, request, reason))
+    finish(run)
     return {**report, "done": "now"}
 
 

@@ -37,6 +37,8 @@ from .checkpoint.resume import Resume, Terms
 from .config import Config
 from .control import Inbox
 from .errors import ConfigError, Exit, StorageError, UserError
+from .health_journal import provenance
+from .health_memory import recall
 from .launch import torchrun
 from .mesh import World
 from .overrides import Overrides, load_run
@@ -45,6 +47,7 @@ from .record.files import RunDir, read_json, replace_file, seconds_of
 from .record.lock import RunLock
 from .record.milestones import milestones
 from .record.recorder import Recorder, Silent, write_exit_intent
+from .retreat import retreat, say_end
 from .rollback import finish
 from .saves import Saves
 from .state import TrainState, identity
@@ -248,17 +251,6 @@ def _train(
     parallel.parallelize(model, config, world)
     optimizer = optim.build(model, config.optimizer)
     after_save, lasting_identity = _AfterSave(run_dir, config, recorder), identity(config, packer)
-    manager = Manager(
-        world=world,
-        run=run_dir,
-        model=model,
-        optimizer=optimizer,
-        config=config,
-        identity=lasting_identity,
-        segment=recorder.number,
-        guard=lock.check,
-        protected=lambda: {*jobs.protected_steps(run_dir, config), *after_save.busy()},
-    )
     device = throughput.device_name(world.device)
     recorder.event(
         "start",
@@ -285,7 +277,24 @@ def _train(
     if world.is_main:
         _tell_changes(run_dir, recorder, lasting_identity["corpora"], terms.reason)
     state = resumed.state
+    exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     world.decide(lambda: _join_line(run_dir, recorder.number, resumed.parent, state))
+    health = world.decide(
+        lambda: recall(run_dir, config, segment=recorder.number, parent=resumed.parent, step=state.step, exact=exact)
+    )
+    manager = Manager(
+        world=world,
+        run=run_dir,
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        identity=lasting_identity,
+        segment=recorder.number,
+        guard=lock.check,
+        protected=lambda: {*jobs.protected_steps(run_dir, config), *after_save.busy()},
+        suspicion=lambda: health.suspicion,
+        clean_until=lambda: health.clean_until,
+    )
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
     _list_skips(config, state, recorder)
     if world.is_main:
@@ -306,16 +315,24 @@ def _train(
         recorder=recorder,
         inbox=inbox,
         state=state,
+        health=health,
         source_names=[source.name for source in config.data.sources],
         flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
         peak_flops=throughput.peak_flops(device),
         heart=heart,
         beside=after_save.at_work,
+        provenance=provenance(config, world.size),
     )
     if world.is_main:
         _tell_ready(recorder, config, state)
     outcome = trainer.run()
-    _say_end(outcome, trainer, run_dir, recorder, inbox)
+    asked = trainer.retreat
+    if asked is None:
+        _say_end(outcome, trainer, run_dir, recorder, inbox)
+    else:
+        report = world.decide(lambda: retreat(run_dir, config, asked, recorder))
+        if world.is_main:
+            say_end(run_dir, report["step"], asked, recorder)
     if follower is not None:
         aim.finish_follower(run_dir, follower)
     return outcome
@@ -422,7 +439,7 @@ def _loss_scaler(config: Config, world: World, state: TrainState, recorder: Reco
     if state.step and state.loss_scale is None:
         first = config.train.loss_scale.first
         recorder.event("loss-scale", f"the checkpoint holds no loss scale; starting from {first:g}", step=state.step)
-    return optim.LossScaler(config.train.loss_scale, world, state.loss_scale)
+    return optim.LossScaler(config.train.loss_scale, world.device, state.loss_scale)
 
 
 def _list_skips(config: Config, state: TrainState, recorder: Recorder) -> None:

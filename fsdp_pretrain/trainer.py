@@ -7,7 +7,6 @@ step, so decisions taken from them need no further communication.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,15 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import optim, parallel
+from . import optim, parallel, replicas
 from .config import Config
 from .control import Inbox
-from .errors import DataError, Exit, NumericError, UserError
+from .errors import DataError, Exit, UserError
+from .health import Health, Retreat
+from .health_journal import Provenance, tell
+from .marks import between, mark, to_host
 from .mesh import World
 from .models import Decoder, packed
 from .models.loss import IGNORE
 from .own_time import OwnTime
-from .record.metrics import json_number, mean_loss
+from .record.metrics import json_number
 from .record.recorder import Recorder
 from .saves import Saves
 from .state import TrainState
@@ -38,9 +40,6 @@ LAG = 2
 
 _QUARANTINE_BASE = 100_000
 """The share of quarantined documents is judged over at least so many, or one early bad document would stop a run."""
-
-_MAX_OVERFLOWS_AT_MIN = 10
-"""So many steps in a row may overflow at the smallest loss scale: more are no accident of the data."""
 
 
 class StepBatch(Protocol):
@@ -97,6 +96,7 @@ class Verdict:
     save: bool = False
     saved: int = 0
     overdue: bool = False
+    retreat: Retreat | None = None
 
 
 class Trainer:
@@ -112,10 +112,15 @@ class Trainer:
         recorder: writes the record (silent on other ranks than 0).
         inbox: requests to this rank.
         state: counters to continue from.
+        health: judges the steps.
         source_names: names of the data sources, by number.
         flops_per_token, peak_flops: for MFU; the peak of one device, or None if unknown.
         heart: tells the watchdog what this rank does.
         beside: names of what runs on this node beside training just now.
+        provenance: the documents of a batch, for the journal.
+
+    Attributes:
+        retreat: what the run ended for, if it shall go back to an earlier checkpoint.
     """
 
     def __init__(
@@ -131,11 +136,13 @@ class Trainer:
         recorder: Recorder,
         inbox: Inbox,
         state: TrainState,
+        health: Health,
         source_names: list[str],
         flops_per_token: float,
         peak_flops: float | None,
         heart: Heart | None = None,
         beside: Callable[[], list[str]] = list,
+        provenance: Provenance | None = None,
     ) -> None:
         self.config, self.schedule, self.world = config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
@@ -144,11 +151,13 @@ class Trainer:
         self.state, self._sources = state, source_names
         self._flops, self._peak, self._heart = flops_per_token, peak_flops, heart or Heart()
         self._own, self._beside = OwnTime(model, world.device, config.watchdog.pace.window, self._heart), beside
+        self._health, self._provenance = health, provenance
+        self.retreat: Retreat | None = None
+        self._first = state.step
         self._issued: deque[_Issued] = deque()
         self._verdict = Verdict()
-        self._last_mark = self._mark()
+        self._last_mark = mark(self.world.device)
         self._documents = self._quarantined = 0
-        self._overflows_at_min = 0
         self._data_error: DataError | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -173,6 +182,8 @@ class Trainer:
             self.step()
             self.collect(keep=LAG)
             verdict, self._verdict = self._verdict, Verdict()
+            if verdict.retreat is not None:
+                return self._end_for(verdict.retreat)
             if verdict.overdue:
                 self.saves.refuse_to_go_on()
             if self.saves.ended(verdict.saved):
@@ -184,6 +195,8 @@ class Trainer:
                 outcome = Exit.RESUME
                 break
         self.collect(keep=0)
+        if self._verdict.retreat is not None:
+            return self._end_for(self._verdict.retreat)
         if self.state.consumed >= self.schedule.total:
             outcome = Exit.COMPLETE
         self._heart.beat(Phase.SAVE)
@@ -191,6 +204,12 @@ class Trainer:
         if self.saves.saved_step != self.state.step:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
         return outcome
+
+    def _end_for(self, retreat: Retreat) -> Exit:
+        """End without saving: what was trained since the incident is to be left."""
+        self.saves.give_up()
+        self.retreat = retreat
+        return Exit.RESUME
 
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, clip, update."""
@@ -208,22 +227,27 @@ class Trainer:
         factor = self.world.size / counts[1 if self.config.data.by_sequence else 0].float()
         if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
             factor *= self.scaler.scale * len(batch.micro)
-        sums = torch.zeros(2 * len(self._sources) + 2, dtype=torch.float64, device=self.world.device)
-        marks = [self._last_mark, self._mark()]
+        sums = torch.zeros(2 * len(self._sources) + 5, dtype=torch.float64, device=self.world.device)
+        marks = [self._last_mark, mark(self.world.device)]
         self._own.begin()
         for index, micro in enumerate(batch.micro):
             self._heart.beat(Phase.COMPUTE)
             parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
             self._micro_step(micro, factor, sums)
-        marks.append(self._mark())
+        marks.append(mark(self.world.device))
         self._heart.beat(Phase.OPTIMIZER)
-        lr = self.schedule.lr_at(state.consumed)
-        limit = self.config.train.grad_clip
-        update = optim.step(self.model, self.optimizer, lr=lr, clip=limit, scaler=self.scaler, parts=len(batch.micro))
-        marks.append(self._mark())
-        self._heart.beat(Phase.REDUCE)
-        self.world.sum_(sums)
-        host_counts, host_sums, ready = self._to_host(counts, torch.cat((update, sums)))
+        update = optim.step(
+            self.model,
+            self.optimizer,
+            lr=self.schedule.lr_at(state.consumed),
+            clip=self.config.train.grad_clip,
+            scaler=self.scaler,
+            parts=len(batch.micro),
+            skip=lambda norm: self._sum_and_judge(sums, norm),
+        )
+        marks.append(mark(self.world.device))
+        lr = self.optimizer.param_groups[0]["lr"]
+        host_counts, host_sums, ready = to_host(self.world.device, counts, torch.cat((update, sums)))
         seconds = self.saves.take_stalled()
         beside = [*(["save"] if self.saves.in_flight else []), *self._beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
@@ -231,6 +255,27 @@ class Trainer:
         own = self._own.end()
         self._issued.append(_Issued(state, lr, ramps, marks, own, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark = state, marks[-1]
+
+    def _sum_and_judge(self, sums: Tensor, norm: Tensor) -> Tensor | None:
+        """Sum over the ranks what the step measured, before the optimiser acts on it.
+
+        Args:
+            sums: as from `_micro_step`, of this rank; of all ranks afterwards.
+            norm: of the gradients, fp32 0-dim. Replicas hold the same gradients, so it is the same everywhere; that
+                ranks can never step apart does not rest on it.
+
+        Returns:
+            fp32 0-dim, 1 on every rank if anything of any rank is not finite, else 0; None if that stops no step.
+        """
+        bad = (~sums.isfinite().all()).double()
+        sums[-3] = bad
+        sums[-2] = bad * self.world.rank
+        sums[-1] = (~norm.isfinite()).double()
+        self._heart.beat(Phase.REDUCE)
+        self.world.sum_(sums)
+        if self.scaler is None and not self.config.health.skip_nonfinite:
+            return None
+        return (sums[-3] + sums[-1] > 0).float()
 
     def _next_batch(self) -> StepBatch:
         """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.
@@ -254,7 +299,9 @@ class Trainer:
 
         Args:
             factor: what the loss of a target (of a sample's mean target, if samples count alike) is multiplied by.
-            sums: fp64 [2 * sources + 2]: loss by source, targets by source, means of samples, squared log-normalisers.
+            sums: fp64 [2 * sources + 5]: loss by source, targets by source, means of samples, squared log-normalisers.
+                The last three are left to `_sum_and_judge`: ranks with a loss that is not finite, the sum of their
+                numbers, ranks with such a gradient norm.
         """
         device, weight, sources = self.world.device, self.config.train.z_loss, len(self._sources)
         measured = packed.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
@@ -265,14 +312,14 @@ class Trainer:
         with torch.no_grad():
             of = micro.sources.to(device, non_blocking=True)
             sums[:sources].index_add_(0, of, losses.double())
-            sums[sources:-2].index_add_(0, of, targets.double())
-            sums[-2] += (losses * means).double().sum()
+            sums[sources:-5].index_add_(0, of, targets.double())
+            sums[-5] += (losses * means).double().sum()
             if measured.penalties is not None:
-                sums[-1] += measured.penalties.double().sum()
+                sums[-4] += measured.penalties.double().sum()
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """int64 [targets, samples with targets, documents, separators, adjacent, digest, quarantined, stop, save, no
-        data, saved, overdue], of all ranks."""
+        data, saved, overdue], of all ranks; now and then followed by the checksum of every rank's parameters."""
         asked = self.inbox.take()
         saved, retry, overdue = self.saves.signals()
         values = [
@@ -296,6 +343,9 @@ class Trainer:
         counts = torch.tensor(values, dtype=torch.int64)
         if self.world.device.type == "cuda":
             counts = counts.pin_memory().to(self.world.device, non_blocking=True)
+        # Two steps apart, so that parameters which do not change are noticed too.
+        if (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2):
+            counts = torch.cat((counts, replicas.checksums(self.model, self.world)))
         return self.world.sum_(counts)
 
     def _seed_dropout(self, step: int) -> None:
@@ -316,7 +366,7 @@ class Trainer:
             issued = self._issued.popleft()
             if issued.ready is not None:
                 issued.ready.synchronize()
-            *_, stop, save, without_data, saved, overdue = issued.counts.tolist()
+            stop, save, without_data, saved, overdue = issued.counts[7:12].tolist()
             if without_data:
                 self.world.together(self._raise_data_error)
             self._verdict.stop |= stop > 0
@@ -325,8 +375,14 @@ class Trainer:
             self._verdict.overdue |= overdue > 0
             self._own.add(issued.own, issued.host_data)
             record = self._record(issued)
+            judgement = self._health.step(record)
+            record["health"] = [finding.to_json() for finding in judgement.findings]
             self.recorder.step(record, target=self._target_step())
-            self._check(record)
+            tell(self.recorder, record, judgement, self._provenance)
+            self._verdict.retreat = self._verdict.retreat or judgement.retreat
+            if judgement.error is not None:
+                raise judgement.error
+            self._check_quarantined(record["step"])
 
     def _raise_data_error(self) -> None:
         if self._data_error is not None:
@@ -335,10 +391,11 @@ class Trainer:
     def _record(self, issued: _Issued) -> dict[str, Any]:
         """The metrics record of a step (design, section 5)."""
         state, length = issued.state, self.config.data.sequence_length
-        targets, samples, documents, separators, adjacent, digest, quarantined, *_ = issued.counts.tolist()
+        targets, samples, documents, separators, adjacent, digest, quarantined, *more = issued.counts.tolist()
+        checksums = more[5:]
         self._documents += documents
         self._quarantined += quarantined
-        norm, scale, overflow, *sums, means, penalties = issued.sums.tolist()
+        norm, scale, skipped, *sums, means, penalties, ranks, numbers, norms = issued.sums.tolist()
         losses, learned = sums[: len(self._sources)], sums[len(self._sources) :]
         penalty = {"sum": json_number(self.config.train.z_loss * penalties), "count": targets}
         seconds = self._seconds(issued)
@@ -356,10 +413,14 @@ class Trainer:
                 name: {"sum": json_number(loss), "count": int(count)}
                 for name, loss, count in zip(self._sources, losses, learned, strict=True)
             },
-            "grad_norm": json_number(norm),
-            "clip": min(1.0, clip / (norm + 1e-6)) if clip and math.isfinite(norm) else 1.0,
+            "grad_norm": None if norms else json_number(norm),
+            "clip": min(1.0, clip / (norm + 1e-6)) if clip and not norms else 1.0,
             "loss_scale": None if self.scaler is None else scale,
-            "overflow": overflow > 0,
+            "overflow": skipped > 0 and self.scaler is not None,
+            "skipped": skipped > 0,
+            "not_finite": "loss" if ranks else "gradients" if norms else None,
+            "nonfinite_rank": int(numbers) if ranks == 1 else None,
+            "replicas": replicas.compare(checksums, self.world.shards) if checksums else None,
             "lr": issued.lr,
             "ramps": {"lr": issued.lr, "batch": state.batch, "shares": issued.data["shares"], **issued.ramps},
             "batch": state.batch,
@@ -386,45 +447,26 @@ class Trainer:
     def _seconds(self, issued: _Issued) -> dict[str, float]:
         """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
         before, start, middle, end = issued.marks
-        gap = self._between(before, start)
+        gap = between(before, start)
         checkpoint = min(issued.host_checkpoint, gap)
         data = min(issued.host_data, gap - checkpoint)
         return {
-            "iteration": self._between(before, end),
+            "iteration": between(before, end),
             "data": data,
-            "forward_backward": self._between(start, middle),
-            "optimizer": self._between(middle, end),
+            "forward_backward": between(start, middle),
+            "optimizer": between(middle, end),
             "checkpoint": checkpoint,
             "other": gap - checkpoint - data,
         }
 
-    def _check(self, record: dict[str, Any]) -> None:
-        """Stop on numbers that no one should train on. A step that was skipped has trained nothing."""
-        step = record["step"]
-        self._check_scale(record)
-        if not record["overflow"] and (record["grad_norm"] is None or not math.isfinite(mean_loss(record))):
-            raise NumericError(
-                f"step {step}: loss {mean_loss(record)}, gradient norm {record['grad_norm']}: not finite",
-                effect=f"weights after step {step - 1} are spoilt and were not saved",
-                remedy="look at this step's data and the learning rate; a restart continues from the last checkpoint",
-            ).on_all_ranks()
+    def _check_quarantined(self, step: int) -> None:
+        """Raise DataError if too many documents fail the packer's checks."""
         limit = self.config.data.max_quarantined * max(self._documents, _QUARANTINE_BASE)
         if self._quarantined > limit:
             raise DataError(
                 f"{self._quarantined} of {self._documents} documents failed the packer's checks by step {step}",
                 effect="the corpus is not what its manifest says; training on would waste tokens",
                 remedy="run `fsdp-data validate` on the sources; the log names the documents",
-            ).on_all_ranks()
-
-    def _check_scale(self, record: dict[str, Any]) -> None:
-        """Stop if overflows go on where the scale cannot fall any more. Raises NumericError."""
-        at_min = record["overflow"] and record["loss_scale"] <= self.config.train.loss_scale.min
-        self._overflows_at_min = self._overflows_at_min + 1 if at_min else 0
-        if self._overflows_at_min >= _MAX_OVERFLOWS_AT_MIN:
-            raise NumericError(
-                f"step {record['step']}: {self._overflows_at_min} steps in a row overflowed at the smallest loss scale",
-                effect="no scale helps: the values themselves are not finite in fp16, and every step would be skipped",
-                remedy="look at the loss and the gradient norm before; a lower learning rate or bf16 may help",
             ).on_all_ranks()
 
     def _target_step(self) -> int:
@@ -450,32 +492,10 @@ class Trainer:
     def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
         """Save what training has come to. Raises StorageError on every rank after too many failures."""
         self.collect(keep=0)  # so that nothing spoilt is ever saved
+        if self._verdict.retreat is not None:
+            return
         self._heart.beat(Phase.SAVE)
         self._verdict.save = False
         scale = None if self.scaler is None else self.scaler.state()
         state = replace(self.state, loss_scale=scale)
         self.saves.save(state, final=final, must_succeed=must_succeed)
-
-    # ------------------------------------------------------------------ the device
-
-    def _mark(self) -> Any:
-        """A point in time, on the device's own clock where it has one."""
-        if self.world.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @staticmethod
-    def _between(start: Any, end: Any) -> float:
-        """Seconds between two marks that have been reached."""
-        return float(end - start) if isinstance(end, float) else float(start.elapsed_time(end)) / 1000
-
-    def _to_host(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """Start copying to the host; the copies, and an event that says when they are there (None: now)."""
-        if self.world.device.type != "cuda":
-            return (*tensors, None)
-        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-        event = torch.cuda.Event()
-        event.record()
-        return (*copies, event)

@@ -119,6 +119,23 @@ class BatchSize(Progress):
 
 
 @dataclass(frozen=True)
+class Steps(Progress):
+    """A number of optimiser steps, at least one."""
+
+    UNITS = {"step": 1}  # noqa: RUF012
+
+    @classmethod
+    def parse(cls, text: object) -> Steps:
+        """Read `"128 steps"`. Raises ValueError."""
+        if isinstance(text, Steps):
+            return text
+        number, unit = _parse(text, cls.UNITS, "128 steps")
+        if number != int(number) or number < 1:
+            raise ValueError(f"{text!r} is not a positive whole number of steps")
+        return cls(int(number), unit)
+
+
+@dataclass(frozen=True)
 class Seconds(_Written):
     """A wall-clock duration."""
 

@@ -18,6 +18,7 @@ from fsdp_pretrain import mesh, models, optim, parallel
 from fsdp_pretrain.bench import Records
 from fsdp_pretrain.config import Config, load
 from fsdp_pretrain.control import Inbox
+from fsdp_pretrain.health import Health
 from fsdp_pretrain.saves import Saves
 from fsdp_pretrain.schedule import share_of
 from fsdp_pretrain.sections import GLMObjective
@@ -107,12 +108,13 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
         world=world,
         model=model,
         optimizer=optimizer,
-        scaler=optim.LossScaler(config.train.loss_scale, world) if fp16 else None,
+        scaler=optim.LossScaler(config.train.loss_scale, world.device) if fp16 else None,
         data=Given(world.rank, world.size, config.train.micro_batch, case == "poison"),
         saves=Saves(config, world, NoSaver(), never, records, 0),
         recorder=records,
         inbox=Inbox(None),
         state=TrainState(),
+        health=Health(config),
         source_names=["given"],
         flops_per_token=1.0,
         peak_flops=None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from . import dcp
 from .background import Pending, Stager
 from .space import Ballast, GiveUp
 from .store import Checkpoint, Store
-from .stores import fallback, stores
+from .stores import fallback, newest_clean, stores
 
 
 class Manager:
@@ -35,6 +36,8 @@ class Manager:
         guard: raises BusyError when this job does not hold the run any more; asked before a save begins and before
             it is committed.
         protected: steps that retention must spare for now (pending evaluations).
+        suspicion: why what is saved now should not be gone back to, or None; see `Health.suspicion`.
+        clean_until: steps before which retention keeps a checkpoint that is not suspect; see `Health.clean_until`.
     """
 
     def __init__(
@@ -49,12 +52,15 @@ class Manager:
         segment: int,
         guard: Callable[[], None],
         protected: Callable[[], Collection[int]] = tuple,
+        suspicion: Callable[[], str | None] = lambda: None,
+        clean_until: Callable[[], Iterable[float]] = lambda: (math.inf,),
     ) -> None:
         self._world, self._model, self._optimizer = world, model, optimizer
         self._stores, self._fallback = world.decide(lambda: stores(run)), fallback(config)
         self._store = self._stores.main
         self._config, self._identity, self._segment = config, identity, segment
         self._guard, self._protected = guard, protected
+        self._suspicion, self._clean_until = suspicion, clean_until
         if config.checkpoint.background:
             self.renew()
 
@@ -65,14 +71,15 @@ class Manager:
             StorageError: on every rank; BusyError if another job took the run over.
         """
         self._world.decide(self._guard)
-        return self._save(self._world, state, final, dcp.state_dict(self._model, self._optimizer))
+        tensors = dcp.state_dict(self._model, self._optimizer)
+        return self._save(self._world, state, final, tensors, self._suspicion())
 
     def begin(self, state: TrainState) -> Pending[dcp.Saved]:
         """Copy the state, and do the same as `save` in the background; training may go on when this returns."""
         self._world.decide(self._guard)
         tensors = self._stager.copy(dcp.state_dict(self._model, self._optimizer))
-        world = self._world.on(self._writers)
-        return Pending(lambda: self._save(world, state, False, tensors))
+        world, suspicion = self._world.on(self._writers), self._suspicion()
+        return Pending(lambda: self._save(world, state, False, tensors, suspicion))
 
     def renew(self) -> None:
         """Give the background a new process group and new memory for its copies.
@@ -82,7 +89,9 @@ class Manager:
         """
         self._stager, self._writers = Stager(self._world.device), self._world.new_group()
 
-    def _save(self, world: World, state: TrainState, final: bool, tensors: dict[str, Any]) -> dcp.Saved:
+    def _save(
+        self, world: World, state: TrainState, final: bool, tensors: dict[str, Any], suspicion: str | None
+    ) -> dcp.Saved:
         config = self._config
         shape = {"size": world.size, "replicas": world.replicas, "shards": world.shards}
         facts = {
@@ -91,6 +100,7 @@ class Manager:
             **vars(state),
             "tokens": state.consumed * config.data.sequence_length,
             "final": final,
+            **({} if suspicion is None else {"suspect": suspicion}),
             "world": shape,
             "torch": torch.__version__,
             "fsdp_pretrain": __version__,
@@ -147,7 +157,9 @@ class Manager:
         def keep(checkpoint: Checkpoint) -> bool:
             return kept_for_ever(self._config, checkpoint.manifest())
 
-        protected = self._protected()
+        # Those that a rollback would go to stay, however many were made since.
+        clean = [newest_clean(self._stores, bound) for bound in self._clean_until()]
+        protected = {*self._protected(), *(item.step for item in clean if item is not None)}
         deleted = list(self._store.retain(keep_last, keep, protected))
         for stopgap in self._stores.fallbacks:
             deleted += stopgap.retain(2, lambda _: False, protected)

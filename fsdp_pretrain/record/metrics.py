@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from . import lineage
-from .files import RunDir, read_lines
+from .files import RunDir, last_lines, read_lines
 
 
 def mean_loss(record: dict[str, Any]) -> float:
@@ -55,22 +55,8 @@ def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
 
 def last_record(run: RunDir, segment: int) -> dict[str, Any] | None:
     """The last whole metrics record of a segment, read from the end of its file; None if it has none."""
-    path = run.segment(segment) / "metrics.jsonl"
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - 65_536))
-            lines = file.read().splitlines(keepends=True)
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
+    lines = last_lines(run.segment(segment) / "metrics.jsonl", 65_536)
+    return lines[-1] if lines else None
 
 
 def left_behind(run: RunDir, step: int, tokens: int) -> tuple[int, int]:
@@ -80,3 +66,31 @@ def left_behind(run: RunDir, step: int, tokens: int) -> tuple[int, int]:
     if record is None or record["step"] <= step:
         return 0, 0
     return record["step"] - step, record["tokens"] - tokens
+
+
+def tail(path: Path, step: int) -> list[dict[str, Any]]:
+    """Records of a segment's file from `step` on, read from its end, so that a long one costs nothing."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return []
+    reach = 1 << 20
+    while True:
+        offset = max(0, size - reach)
+        records = [record for record, _ in read_lines(path, offset)]
+        if offset == 0 or (records and records[0]["step"] <= step):
+            return [record for record in records if record["step"] >= step]
+        reach *= 4
+
+
+def last_metrics(run: RunDir, step: int, count: int) -> list[dict[str, Any]]:
+    """The kept line's records of the `count` steps up to `step`, oldest first; fewer if there are not so many."""
+    found: dict[int, dict[str, Any]] = {}
+    for part in reversed(lineage.line(lineage.nodes(run))):
+        first = max(part.after, step - count) + 1
+        for record in tail(run.segment(part.segment) / "metrics.jsonl", first):
+            if record["step"] <= min(part.until, step):
+                found.setdefault(record["step"], record)
+        if first <= step - count + 1:
+            break
+    return [found[number] for number in sorted(found)]

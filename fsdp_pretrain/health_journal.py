@@ -1,0 +1,65 @@
+"""What of the verdicts on a run's numbers stands in its journal. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, islice
+from typing import Any
+
+from data.opening import open_packer, open_skips
+
+from .config import Config
+from .health import Judgement
+from .record.recorder import Recorder
+from .schedule import share_of
+
+Provenance = Callable[[dict[str, Any]], dict[str, Any]]
+"""Record of a step -> entries of the journal that name its samples and documents."""
+
+
+def tell(recorder: Recorder, record: dict[str, Any], judgement: Judgement, provenance: Provenance | None) -> None:
+    """Write down what was found at a step, and that it was not trained, if so.
+
+    The documents of a batch are named once per incident: to look them up takes a moment, while training waits.
+    """
+    step = record["step"]
+    for finding in judgement.findings:
+        if finding.severity != "INFO":
+            text = f"{'over' if finding.resolved else finding.severity}: {finding.key}: {finding.summary}"
+            recorder.event("health", text, step=step, **finding.to_json())
+    if record["skipped"] and not record["overflow"]:
+        facts: dict[str, Any] = {"cursor": record["cursor"], "batch": record["batch"]}
+        if provenance is not None and any(finding.key == "loss/nonfinite" for finding in judgement.findings):
+            facts |= provenance(record)
+        recorder.event(
+            "health-skip",
+            f"step {step} was not trained, {record['not_finite']} not finite: the {record['batch']} samples before "
+            f"sample {record['cursor']:_}",
+            step=step,
+            reason=record["not_finite"],
+            rank=record["nonfinite_rank"],
+            shares={name: round(share, 4) for name, share in record["mixture"].items() if share},
+            data_digest=record["data_digest"],
+            **facts,
+        )
+
+
+def provenance(config: Config, ranks: int) -> Provenance:
+    """Names the documents of a batch, at most 100 of them; of one rank's share, if the fault was there.
+
+    Args:
+        config: the run.
+        ranks: that split a batch.
+    """
+
+    def name(record: dict[str, Any]) -> dict[str, Any]:
+        samples, rank = open_skips(config).take_back(record["cursor"], record["batch"]), record["nonfinite_rank"]
+        if rank is not None:
+            share = share_of(0, len(samples), rank, ranks)
+            samples = samples[share.start : share.stop]
+        packer = open_packer(config)  # not the one that is at work in another thread
+        pieces = chain.from_iterable(packer.provenance(sample) for sample in samples)
+        named = dict.fromkeys(f"{piece.source} {piece.shard} {piece.document}" for piece in islice(pieces, 100))
+        return {"samples": [samples[0], samples[-1]], "documents": list(named)}
+
+    return name

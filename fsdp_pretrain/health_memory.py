@@ -1,0 +1,59 @@
+"""What the verdicts of a start know from the records of those before. No torch."""
+
+from __future__ import annotations
+
+from .changes import FREE, changes
+from .config import Config, load
+from .errors import UserError
+from .health import HISTORY, Expected, Health
+from .record import lineage
+from .record.files import RunDir, read_json
+from .record.metrics import last_metrics, tail
+
+REPEATED = 3
+"""So many steps are compared with what was recorded of them before."""
+
+_NUMERIC = ("parallel.", "train.")
+_MACHINES = ("world", "device", "torch")
+
+
+def recall(run: RunDir, config: Config, *, segment: int, parent: int | None, step: int, exact: bool) -> Health:
+    """What judges the steps of a start.
+
+    Args:
+        run: the run directory.
+        config: of this start.
+        segment: of this start, which has its place in the lineage.
+        parent: the segment that wrote the checkpoint which this start goes on from; None is a beginning.
+        step: of that checkpoint.
+        exact: operations give the same bits every time on these devices.
+    """
+    repeated = _expected(run, config, segment, parent, step, exact)
+    return Health(config, last_metrics(run, step, HISTORY), repeated)
+
+
+def _expected(run: RunDir, config: Config, segment: int, parent: int | None, step: int, exact: bool) -> Expected | None:
+    """What the newest start that went on from the same state recorded of the steps after it.
+
+    None if there is none, or something was changed since that changes what is learned.
+    """
+    known = lineage.nodes(run)
+    for node in reversed(known):
+        from_here = node.segment == parent or (node.parent, node.step) == (parent, step)
+        if node.segment >= segment or not from_here:
+            continue
+        records = {record["step"]: record for record in tail(run.segment(node.segment) / "metrics.jsonl", step + 1)}
+        records = {number: records[number] for number in range(step + 1, step + 1 + REPEATED) if number in records}
+        if not records:
+            continue
+        try:
+            differences = changes(load(run.segment(node.segment) / "config.toml"), config)
+        except UserError:  # written by a version that knew other keys
+            return None
+        if any(change.kind != FREE for change in differences):
+            return None
+        then, now = (read_json(run.segment(number) / "environment.json") or {} for number in (node.segment, segment))
+        same = all(then.get(key) == now.get(key) for key in _MACHINES)
+        same &= not any(change.key.startswith(_NUMERIC) for change in differences)
+        return Expected(records, node.segment, exact and same)
+    return None

@@ -1,0 +1,305 @@
+"""Rules about the numbers of a run: loss, gradient norm, loss scale. Each sees one value per step, in order. No torch.
+
+Deviations are measured against the median and the spread (median absolute deviation) of the steps before; what deviates
+does not enter them. The level is judged by differences of block medians, because a spread taken from the values of a
+falling loss would hide any shift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal
+
+from .watchdog_sections import HealthSection
+
+Severity = Literal["INFO", "WARN", "CRIT"]
+_RANK = {None: -1, "INFO": 0, "WARN": 1, "CRIT": 2}
+_SIGMA = 1.4826
+"""Median absolute deviations of a normal distribution in its standard deviation."""
+_LAST, _ENOUGH = 5, 3
+_BLOCK, _BLOCKS, _JOINED, _CHANGES = 16, 32, 4, 128
+"""Steps of a block, blocks looked back on, blocks whose median is the level, changes from block to block that tell its
+noise."""
+_LEVEL_NOISE = 5.0
+_OF_MEDIAN = 1.25
+"""Standard error of a median in that of a mean, of normal values."""
+_NORM_FLOOR = 0.05
+_BLOWN_UP, _BLOWN_NORM = 10.0, 20.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of `health` in a metrics record: an incident begins, gets worse, or ends.
+
+    Attributes:
+        key: names the incident, `detector/scope` as in an alarm.
+        severity: INFO: noted; WARN: somebody should know; CRIT: somebody should look now.
+        summary: what, with its numbers.
+        resolved: the incident has ended.
+    """
+
+    key: str
+    severity: Severity
+    summary: str
+    resolved: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+
+class Incident:
+    """What one key has been through.
+
+    Args:
+        key: its name.
+        quiet: steps without a new occurrence after which it is over.
+
+    Attributes:
+        severity: the highest since it began; None if there is none.
+        last: step of the last occurrence.
+    """
+
+    def __init__(self, key: str, quiet: int = 0) -> None:
+        self.key, self._quiet = key, quiet
+        self.severity: Severity | None = None
+        self.last = 0
+
+    @property
+    def serious(self) -> bool:
+        """Whether there is one of more than INFO."""
+        return _RANK[self.severity] > 0
+
+    def seen(self, severity: Severity, step: int, summary: str) -> list[Finding]:
+        """It occurs; a finding if that is new or worse than before."""
+        self.last = step
+        if _RANK[severity] <= _RANK[self.severity]:
+            return []
+        self.severity = severity
+        return [Finding(self.key, severity, summary)]
+
+    def carried(self) -> list[Finding]:
+        """The finding that a start begins with, if there is one."""
+        return [] if self.severity is None else [Finding(self.key, self.severity, f"goes on since step {self.last}")]
+
+    def settle(self, step: int, summary: str) -> list[Finding]:
+        """It does not occur; a finding if it is over with that."""
+        if self.severity is None or step - self.last < self._quiet:
+            return []
+        ended, self.severity = Finding(self.key, self.severity, summary, resolved=True), None
+        return [ended]
+
+
+class Window:
+    """The values of the last steps that did not deviate.
+
+    Args:
+        size: so many.
+        floor: smallest spread.
+    """
+
+    def __init__(self, size: int, floor: float) -> None:
+        self._values: deque[float] = deque(maxlen=size)
+        self._floor, self._enough = floor, max(8, size // 4)
+
+    def add(self, value: float) -> None:
+        """Take a value in."""
+        self._values.append(value)
+
+    def relearn(self, values: Iterable[float]) -> None:
+        """These are the usual ones from now on."""
+        self._values.clear()
+        self._values.extend(values)
+
+    @property
+    def median(self) -> float:
+        """Of what it holds."""
+        return median(self._values)
+
+    def deviation(self, value: float) -> float | None:
+        """How many spreads a value is above the median; None while too few are known."""
+        if len(self._values) < self._enough:
+            return None
+        middle = self.median
+        spread = _SIGMA * median(abs(known - middle) for known in self._values)
+        return (value - middle) / max(spread, self._floor)
+
+
+class Level:
+    """Shifts of the loss too small to be spikes: `loss/level`.
+
+    Attributes:
+        noise: standard deviation of the level, from differences of neighbouring blocks; 0 while unknown.
+    """
+
+    def __init__(self, config: HealthSection) -> None:
+        self._least, self.noise = config.level, 0.0
+        self._block: list[float] = []
+        self._medians: deque[float] = deque(maxlen=_BLOCKS)
+        self._changes: deque[float] = deque(maxlen=_CHANGES)
+        self.incident = Incident("loss/level")
+
+    def step(self, step: int, loss: float) -> list[Finding]:
+        """Take the loss of a step in."""
+        self._block.append(loss)
+        if len(self._block) < _BLOCK:
+            return []
+        self._medians.append(median(self._block))
+        self._block.clear()
+        known = list(self._medians)
+        if len(known) > 1:
+            self._changes.append(known[-1] - known[-2])
+        if len(known) < 2 * _JOINED:
+            return []
+        drift = median(self._changes)
+        block = _SIGMA * median(abs(change - drift) for change in self._changes) / math.sqrt(2)
+        self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
+        levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
+        rise, limit = levels[-1] - min(levels), max(self._least, _LEVEL_NOISE * self.noise)
+        if rise > limit:
+            text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best of {_BLOCKS * _BLOCK} steps"
+            return self.incident.seen("WARN", step, f"{text} (limit {limit:.3f})")
+        if rise < limit / 2:
+            return self.incident.settle(step, f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best")
+        return []
+
+
+class Norm:
+    """Gradient norms that stand out: `gradient/norm`. A single one is benign, so it is only noted.
+
+    Attributes:
+        incident: what is going on.
+        ratio: of the last norm to the usual one.
+    """
+
+    def __init__(self, config: HealthSection) -> None:
+        self._limit = config.norm
+        self._past = Window(config.window.value, _NORM_FLOOR)
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=config.patience.value)
+        self.incident, self.ratio = Incident("gradient/norm", config.quiet.value), 1.0
+
+    def step(self, step: int, norm: float) -> list[Finding]:
+        """Take the norm of a step in, which must be finite and not 0."""
+        value = math.log(norm)
+        deviation = self._past.deviation(value)
+        if deviation is None:
+            self._past.add(value)
+            return []
+        high = deviation > self._limit
+        self._recent.append((value, high))
+        self.ratio = math.exp(value - self._past.median)
+        if not high:
+            self._past.add(value)
+            return self.incident.settle(step, f"the gradient norm is {norm:.3g}")
+        if len(self._recent) == self._recent.maxlen and all(
+            high for _, high in self._recent
+        ):  # it is the usual one now
+            self._past.relearn(value for value, _ in self._recent)
+        last = [high for _, high in self._recent][-10:]
+        text = f"gradient norm {norm:.3g}, {self.ratio:.1f} times the usual one"
+        return self.incident.seen("WARN" if sum(last) >= 3 or last[-2:] == [True, True] else "INFO", step, text)
+
+
+class Spike:
+    """Losses that stand out: `loss/spike`. INFO: one; WARN: several in a few steps; CRIT: the loss does not come back.
+
+    Attributes:
+        incident: what is going on.
+        start: the step at which it began.
+    """
+
+    def __init__(self, config: HealthSection) -> None:
+        self._config = config
+        self._past = Window(config.window.value, config.floor)
+        self._last: deque[tuple[int, float, float, float]] = deque(maxlen=_LAST)  # step, loss, deviation, norm ratio
+        self._since: deque[float] = deque(maxlen=_BLOCK)
+        self.incident, self.start = Incident("loss/spike", config.quiet.value), 0
+        self._warned: int | None = None
+        self._before = math.nan
+
+    def step(self, step: int, loss: float, level: Level, norm: Norm) -> list[Finding]:
+        """Take the loss of a step in, after `norm`."""
+        deviation = self._past.deviation(loss)
+        if deviation is None:
+            self._past.add(loss)
+            return []
+        self._last.append((step, loss, deviation, norm.ratio))
+        self._since.append(loss)
+        found = []
+        if deviation > self._config.spike:
+            self.incident.last = step
+            found = self._high(step, loss, deviation)
+        else:
+            self._past.add(loss)
+        if self._warned is not None:
+            found += self._judge(step, level, norm)
+        ended = self.incident.settle(step, f"the loss is {loss:.4f} again, quiet for {self._config.quiet}")
+        if ended:
+            self._warned = None
+        return found + ended
+
+    def _high(self, step: int, loss: float, deviation: float) -> list[Finding]:
+        high = [entry for entry in self._last if entry[2] > self._config.spike]
+        text = f"loss {loss:.4f}, {deviation:.1f} spreads above the median {self._past.median:.4f}"
+        if len(high) >= _ENOUGH and self._warned is None:
+            if not self.incident.serious:
+                self.start, self._before = high[0][0], self._past.median
+            self._warned = step
+            self._since = deque((entry[1] for entry in self._last if entry[0] >= high[0][0]), maxlen=_BLOCK)
+            return self.incident.seen("WARN", step, f"{text}, since step {self.start}")
+        if self.incident.severity is None:
+            self.start = step
+        return self.incident.seen("INFO", step, text) if deviation > self._config.outlier else []
+
+    def _judge(self, step: int, level: Level, norm: Norm) -> list[Finding]:
+        """After the warning: whether the loss has come back in the time it was given."""
+        assert self._warned is not None
+        waited, now = step - self._warned, median(self._since)
+        blown = [d > _BLOWN_UP and ratio > _BLOWN_NORM for _, _, d, ratio in self._last]
+        over = waited >= self._config.patience.value
+        due = over or (norm.incident.serious and waited >= self._config.patience_with_norm.value)
+        high = now > self._before + max(self._config.rise, 5 * level.noise)
+        found = []
+        if sum(blown) >= _ENOUGH or (due and high):
+            text = f"the loss has not come back since step {self.start}: {now:.4f}, before {self._before:.4f}"
+            found = self.incident.seen("CRIT", step, text)
+        if found or over:
+            self._warned = None
+            if high:  # if nobody acts, this is the usual loss from now on
+                self._past.relearn(self._since)
+        return found
+
+
+class Scale:
+    """The fp16 loss scale: `scale/collapse`. Its fall from a first value that is too high is no collapse.
+
+    Attributes:
+        incident: what is going on.
+        at_min: steps in a row that overflowed at the smallest scale.
+    """
+
+    def __init__(self, config: HealthSection, smallest: float) -> None:
+        self._halvings, self._smallest = config.halvings, smallest
+        self._scales: deque[float] = deque(maxlen=_BLOCKS * _BLOCK)
+        self._good, self._settled, self.at_min = 0, False, 0
+        self.incident = Incident("scale/collapse", config.quiet.value)
+
+    def step(self, step: int, scale: float, overflow: bool) -> list[Finding]:
+        """Take the scale that a step used in, and whether it overflowed."""
+        self.at_min = self.at_min + 1 if overflow and scale <= self._smallest else 0
+        self._good = 0 if overflow else self._good + 1
+        self._settled |= self._good >= 20
+        if not self._settled:
+            return []
+        self._scales.append(scale)
+        last, best = list(self._scales)[-21:], max(self._scales)
+        halvings = sum(after < before for before, after in pairwise(last))
+        if halvings >= self._halvings or scale <= best / 64:
+            text = f"loss scale {scale:g}, halved {halvings} times in 20 steps, {best:g} before"
+            return self.incident.seen("CRIT", step, text)
+        return self.incident.settle(step, f"loss scale {scale:g}")

@@ -1,0 +1,33 @@
+"""Points in time on the clock of a device, and values on their way to the host: without waiting for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mark(device: torch.device) -> Any:
+    """A point in time, on the device's own clock where it has one."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Seconds between two marks that have been reached."""
+    return float(end - start) if isinstance(end, float) else float(start.elapsed_time(end)) / 1000
+
+
+def to_host(device: torch.device, *tensors: Tensor) -> tuple[Any, ...]:
+    """Start copying to the host; the copies, and an event that says when they are there (None: now)."""
+    if device.type != "cuda":
+        return (*tensors, None)
+    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+    event = torch.cuda.Event()
+    event.record()
+    return (*copies, event)

@@ -1,0 +1,107 @@
+"""Automatic rollbacks: whether one is still allowed, to which checkpoint, without which samples. On rank 0; no torch.
+
+The work is done by `rollback`, as if a person had asked for it. What is here is the judgement that a person would add:
+how often is too often, and how much to skip the second time.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from .checkpoint.store import Checkpoint
+from .checkpoint.stores import newest_clean, stores
+from .config import Config
+from .errors import CheckpointError, Exit, NumericError, StorageError, UserError
+from .health import Retreat
+from .record import journal
+from .record.files import RunDir, read_json
+from .record.recorder import Recorder, write_exit_intent
+from .rollback import go_back
+from .units import SampleRange
+
+_SAME, _NEARBY = 500, 1000
+"""Steps within which an incident is the same one again, and within which rollbacks are counted together."""
+
+_SUGGESTIONS = (
+    "decide by hand; what has helped other runs: go back further (`fsdp-pretrain rollback RUN --to STEP`), skip more "
+    "(--skip-steps A:B), a lower learning rate (--set optimizer.lr=...), a lower train.grad_clip, embedding-gradient "
+    "shrink (--set optimizer.embedding_shrink=...); and look at the samples with `fsdp-pretrain where`"
+)
+
+
+def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> dict[str, Any]:
+    """Go back. The caller holds the run's lock and trains no more.
+
+    Returns:
+        The report of `rollback`.
+
+    Raises:
+        NumericError: it must not, or cannot: a person has to decide.
+        StorageError: see `rollback.go_back`.
+    """
+    before = [entry for entry in journal.read(run) if entry["kind"] == "health-rollback"]
+    repeats = sum(entry["key"] == asked.key and abs(entry["start"] - asked.start) <= _SAME for entry in before)
+    _check_budget(config, asked, before, repeats)
+    candidates = _candidates(run, asked)
+    for checkpoint in candidates:
+        skip = _skipped(asked, repeats, checkpoint.train_state()["cursor"])
+        text = f"back to step {checkpoint.step:_}, without samples {skip}, because: {asked.cause}"
+        facts = {"key": asked.key, "start": asked.start, "end": asked.end, "to": checkpoint.step, "skip": str(skip)}
+        recorder.event("health-rollback", text, step=asked.end, repeats=repeats, **facts)
+        try:
+            return go_back(run, checkpoint.step, skip_samples=skip, reason=f"automatic: {asked.cause}")
+        except CheckpointError as error:
+            recorder.event("checkpoint-rejected", f"passed over {error.cause}", step=checkpoint.step)
+        except StorageError:
+            raise
+        except UserError as error:
+            raise _needs_person(asked, f"a rollback to step {checkpoint.step} is refused: {error.cause}") from None
+    raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
+
+
+def say_end(run: RunDir, step: int, asked: Retreat, recorder: Recorder) -> None:
+    """Record the end of a start that was rolled back to `step`: the next one is wanted at once."""
+    reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)
+    for segment in (recorder.segment, run.segments[-1]):
+        write_exit_intent(run, segment, code, reason, restart=True)
+    recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
+    recorder.status(force=True, **(read_json(run.status) or {}))  # as the rollback left it
+
+
+def _check_budget(config: Config, asked: Retreat, before: list[dict[str, Any]], repeats: int) -> None:
+    """Raise NumericError if there were too many rollbacks already."""
+    health, since = config.health, datetime.now(UTC) - timedelta(hours=24)
+    today = sum(datetime.fromisoformat(entry["time"]) >= since for entry in before)
+    nearby = sum(abs(entry["start"] - asked.start) <= _NEARBY for entry in before)
+    limit = 1 if asked.key == "loss/nonfinite" else 2
+    if repeats >= limit:
+        raise _needs_person(asked, f"the same incident was answered by {repeats} rollback{'s' * (repeats > 1)} already")
+    if nearby >= health.rollbacks_nearby:
+        raise _needs_person(asked, f"{nearby} rollbacks within {_NEARBY} steps (health.rollbacks_nearby)")
+    if today >= health.rollbacks_a_day:
+        raise _needs_person(asked, f"{today} rollbacks within 24 hours (health.rollbacks_a_day)")
+
+
+def _candidates(run: RunDir, asked: Retreat) -> list[Checkpoint]:
+    """Checkpoints to go back to, the best first: far enough before the incident, else the last ones before it."""
+    found, until = list[Checkpoint](), float(asked.target)
+    for bound in (until, asked.start - 1.0):
+        while (checkpoint := newest_clean(stores(run), bound)) is not None and checkpoint not in found:
+            found.append(checkpoint)
+            bound = checkpoint.step - 1
+    return found
+
+
+def _skipped(asked: Retreat, repeats: int, cursor: int) -> SampleRange:
+    """The samples not to train again: twice as many if that did not help before."""
+    more = (asked.stop - asked.first) // 2 if repeats else 0
+    return SampleRange(max(cursor, asked.first - more), asked.stop + more)
+
+
+def _needs_person(asked: Retreat, why: str) -> NumericError:
+    return NumericError(
+        f"{asked.cause}; no automatic rollback: {why}",
+        effect=f"nothing after step {asked.start - 1} should be trusted; nothing was changed",
+        remedy=_SUGGESTIONS,
+    )

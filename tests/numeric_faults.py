@@ -1,0 +1,64 @@
+"""Numeric faults in a training rank, executed before it starts (`EXECUTE_FIRST` names this file, see `zygote.py`).
+
+`FAULT` says which, as JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` is every step
+from there on. A gradient or a loss becomes NaN; `nudge` changes one parameter of the rank before the step; `repeat` hands
+out the batch before again; `kill` ends the rank before the step, as a machine would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import torch
+
+from fsdp_pretrain import optim, trainer
+from fsdp_pretrain.models import packed
+
+FAULT = json.loads(os.environ["FAULT"])
+now = 0
+
+
+def here() -> bool:
+    """Whether this rank is to be hit in this step."""
+    due = now >= FAULT["from"] if "from" in FAULT else now in FAULT["steps"]
+    return due and int(os.environ["RANK"]) == FAULT["rank"]
+
+
+def step(self: Any) -> None:
+    global now
+    now = self.state.step + 1
+    if FAULT["kind"] == "nudge" and here():
+        with torch.no_grad():
+            next(self.model.parameters()).to_local().view(-1)[3] += 1e-3
+    if FAULT["kind"] == "kill" and here():
+        os.kill(os.getpid(), signal.SIGKILL)
+    node = self.data._node
+    if FAULT["kind"] == "repeat" and now in FAULT["steps"]:
+        self.data._node = iter([self.data.build(self.state.cursor - self.state.batch, self.state.consumed)])
+    whole_step(self)
+    self.data._node = node
+
+
+def optimise(model: Any, *args: Any, **kwargs: Any) -> Any:
+    if FAULT["kind"] == "gradient" and here():
+        for parameter in model.parameters():
+            gradient = parameter.grad.to_local()
+            if gradient.numel():
+                gradient.view(-1)[0] = float("nan")
+                break
+    return optimise_really(model, *args, **kwargs)
+
+
+def losses(*args: Any, **kwargs: Any) -> Any:
+    measured = losses_really(*args, **kwargs)
+    if FAULT["kind"] == "loss" and here():  # a constant: the gradients stay finite
+        return measured._replace(losses=measured.losses + float("nan"))
+    return measured
+
+
+whole_step, trainer.Trainer.step = trainer.Trainer.step, step  # type: ignore[method-assign]
+optimise_really, optim.step = optim.step, optimise
+losses_really, packed.losses = packed.losses, losses

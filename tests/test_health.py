@@ -1,0 +1,370 @@
+"""Verdicts on simulated records: what is told, what is not, when a run goes back, and when it must not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.errors import NumericError
+from fsdp_pretrain.health import Expected, Health, Judgement, Retreat
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.recorder import Silent
+from fsdp_pretrain.replicas import compare
+from fsdp_pretrain.retreat import retreat
+
+pytestmark = pytest.mark.quick
+
+CONFIG = """
+run = { name = "x", dir = "run" }
+model = { family = "llama", layers = 2, hidden = 32, heads = 4, kv_heads = 2, ffn = 64, vocab = 512 }
+data = { sequence_length = 32, sources = [{ name = "text", path = "/nowhere" }] }
+train = { duration = "1M steps", global_batch = "8 samples", micro_batch = 2 }
+optimizer = { lr = 1e-3, curve = "constant" }
+checkpoint = { every = "100 steps" }
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Everything of `[health]` as it is by default."""
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return load(path)
+
+
+def record(step: int, loss: float = 2.0, norm: float | None = 1.0, **changes: Any) -> dict[str, Any]:
+    """What verdicts read of a metrics record; no two losses are the same to the bit, unless their `total` is given."""
+    total = changes.pop("total", loss * 256 + step * 1e-9)
+    return {
+        "step": step, "cursor": 8 * step, "consumed": 8 * step, "batch": 8, "lr": 1e-3, "overflow": False,
+        "skipped": False, "not_finite": None, "nonfinite_rank": None, "loss_scale": None, "replicas": None,
+        "loss": {"sum": total, "count": 256}, "grad_norm": norm,
+        "data_digest": f"{step:016x}", **changes,
+    }  # fmt: skip
+
+
+def bad(step: int, **changes: Any) -> dict[str, Any]:
+    """A skipped step."""
+    return record(step, norm=None, **{"skipped": True, "not_finite": "gradients", **changes})
+
+
+def judge(health: Health, records: Iterable[dict[str, Any]]) -> list[tuple[int, Judgement]]:
+    """Verdicts that say anything, by step."""
+    all_ = [(entry["step"], health.step(entry)) for entry in records]
+    return [(step, judgement) for step, judgement in all_ if judgement != Judgement()]
+
+
+def told(verdicts: list[tuple[int, Judgement]], key: str, severity: str, resolved: bool = False) -> list[int]:
+    """Steps with a finding."""
+    return [
+        step
+        for step, judgement in verdicts
+        for found in judgement.findings
+        if (found.key, found.severity, found.resolved) == (key, severity, resolved)
+    ]
+
+
+def retreats(verdicts: list[tuple[int, Judgement]]) -> list[tuple[int, Retreat]]:
+    return [(step, judgement.retreat) for step, judgement in verdicts if judgement.retreat is not None]
+
+
+# ---------------------------------------------------------------------- loss and norm, against simulated runs
+
+
+def noise(seed: int, steps: int, ranks: int) -> np.ndarray:
+    """Deviations of the mean loss of so many ranks: of one, sd 0.15 nats at 64k tokens with a kurtosis near 30."""
+    rng = np.random.default_rng(seed)
+    wide = np.where(rng.random((steps, ranks)) < 0.015, 6.0, 1.0) / math.sqrt(0.985 + 0.015 * 36)
+    return 0.15 * (rng.normal(size=(steps, ranks)) * wide).mean(1)
+
+
+def norms(seed: int, steps: int, excursions: float = 0.003) -> np.ndarray:
+    """Log-normal, correlated from step to step, with single benign excursions."""
+    rng, logarithm = np.random.default_rng(seed), np.zeros(steps)
+    steady = rng.normal(size=steps) * 0.1
+    for step in range(1, steps):
+        logarithm[step] = 0.7 * logarithm[step - 1] + steady[step]
+    return np.exp(logarithm + np.where(rng.random(steps) < excursions, rng.uniform(1.5, 3, steps), 0.0))
+
+
+def simulated(losses: np.ndarray, gradients: np.ndarray) -> Iterable[dict[str, Any]]:
+    for step, (loss, norm) in enumerate(zip(losses.tolist(), gradients.tolist(), strict=True), 1):
+        yield record(step, loss, norm)
+
+
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_healthy_run_is_left_alone(config: Config, ranks: int) -> None:
+    """Fault matrix 49: 6,000 steps of a falling loss with heavy tails and 0.3 % of excursions of the norm."""
+    steps = 6_000
+    falling = 2 + 2 * np.exp(-np.arange(steps) / 3000)
+    verdicts = judge(Health(config), simulated(falling + noise(ranks, steps, ranks), norms(ranks, steps)))
+    assert told(verdicts, "loss/spike", "WARN") == told(verdicts, "loss/spike", "CRIT") == []
+    assert len(told(verdicts, "loss/level", "WARN")) + len(told(verdicts, "gradient/norm", "WARN")) <= 1
+    assert len(told(verdicts, "gradient/norm", "INFO")) > 5
+    assert not retreats(verdicts) and not any(judgement.error for _, judgement in verdicts)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_spike_that_recovers_is_told_of_and_left(config: Config, seed: int) -> None:
+    """Fault matrix 9: up by one nat in three steps, back within thirty, as at BLOOM. What is saved meanwhile is suspect."""
+    loss = 2 + noise(seed, 900, 8)
+    age = np.arange(300)
+    loss[600:] += np.minimum(1, (age + 1) / 3) * np.exp(-np.maximum(0, age - 3) / 8)
+    health, suspicions = Health(config), {}
+    verdicts = []
+    for entry in simulated(loss, norms(seed, 900)):
+        verdicts.append((entry["step"], health.step(entry)))
+        suspicions[entry["step"]] = health.suspicion
+    (warned,), (over,) = told(verdicts, "loss/spike", "WARN"), told(verdicts, "loss/spike", "WARN", resolved=True)
+    assert 603 <= warned <= 605 and 701 < over <= 900
+    assert not told(verdicts, "loss/spike", "CRIT") and not retreats(verdicts)
+    assert suspicions[600] is None and suspicions[warned] == "loss/spike since step 601" and suspicions[over] is None
+
+
+@pytest.mark.parametrize(("norm", "delay"), [(1.0, 50), (3.0, 10)])
+def test_a_loss_that_stays_up_is_rolled_back(config: Config, norm: float, delay: int) -> None:
+    """50 steps after the warning; 10 if the gradient norm stands out too."""
+    loss, gradients = 2 + noise(7, 900, 8), norms(7, 900, 0)
+    loss[600:] += 0.6
+    gradients[600:] *= norm
+    verdicts = judge(Health(config), simulated(loss, gradients))
+    (warned,) = told(verdicts, "loss/spike", "WARN")
+    (step, asked), *more = retreats(verdicts)
+    assert not more and step == warned + delay and told(verdicts, "loss/spike", "CRIT") == [step]
+    assert (asked.start, asked.end, asked.target) == (601, step, 551)
+    assert (asked.first, asked.stop) == (8 * (601 - 20 - 1), 8 * (step + 20))  # samples of 581 to step + 20
+
+
+def test_an_explosion_does_not_wait(config: Config) -> None:
+    """Loss and norm both far out in three of five steps."""
+    loss, gradients = 2 + noise(7, 700, 8), norms(7, 700, 0)
+    loss[600:] += 3
+    gradients[600:] *= 50
+    ((step, asked), *_) = retreats(judge(Health(config), simulated(loss, gradients)))
+    assert (step, asked.start) == (603, 601)
+
+
+def test_told_only_if_so_configured(config: Config) -> None:
+    loss = 2 + noise(7, 1200, 8)
+    loss[600:] += 0.6
+    only_tell = config.model_copy(update={"health": config.health.model_copy(update={"rollback": False})})
+    health = Health(only_tell)
+    verdicts = judge(health, simulated(loss, norms(7, 1200, 0)))
+    assert len(told(verdicts, "loss/spike", "CRIT")) == 1 and not retreats(verdicts)
+    assert told(verdicts, "loss/spike", "CRIT", resolved=True)  # it is the usual loss by then
+
+
+@pytest.mark.parametrize(("ranks", "shift"), [(8, 0.05), pytest.param(64, 0.03, marks=pytest.mark.slow)])
+def test_a_shift_of_level_is_told_of_in_time(config: Config, ranks: int, shift: float) -> None:
+    """Far below what a single step could show."""
+    delays = []
+    for seed in range(6):
+        loss = 2 + 0.3 * np.exp(-np.arange(1600) / 1000) + noise(seed, 1600, ranks)
+        loss[1200:] += shift
+        verdicts = judge(Health(config), simulated(loss, np.ones(1600)))
+        assert not told(verdicts, "loss/spike", "WARN")
+        delays += [step - 1200 for step in told(verdicts, "loss/level", "WARN") if step > 1200][:1]
+    assert len(delays) == 6 and sorted(delays)[3] <= 96
+
+
+def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:
+    gradients = norms(1, 700, 0)
+    gradients[[300, 500, 505, 509, 600, 601]] *= 10
+    verdicts = judge(Health(config), simulated(2 + noise(1, 700, 8), gradients))
+    assert told(verdicts, "gradient/norm", "INFO") == [301, 501]
+    assert told(verdicts, "gradient/norm", "WARN") == [510]  # 602 belongs to the same incident
+    assert told(verdicts, "gradient/norm", "INFO", resolved=True) == [401]
+
+
+def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:
+    """The last records before it are enough for the same verdicts."""
+    loss = 2 + noise(3, 1500, 8)
+    loss[1190:] += 0.6
+    records = list(simulated(loss, norms(3, 1500)))
+    whole = [entry for entry in judge(Health(config), records) if entry[0] > 1200]
+    parts = judge(Health(config, records[1200 - 640 : 1200]), records[1200:])
+    assert [step for step, _ in retreats(whole)] == [step for step, _ in retreats(parts)] != []
+
+
+def test_a_start_begins_with_what_goes_on(config: Config) -> None:
+    """Its first record names the spike that is open, and not the learning rate that was changed on purpose."""
+    loss = 2 + noise(3, 700, 8)
+    loss[690:] += 0.6
+    records = [{**entry, "lr": 2e-3} for entry in simulated(loss, norms(3, 700, 0))]
+    health = Health(config, records)
+    first = health.step(record(701, 2.6))
+    assert [(found.key, found.severity, found.resolved) for found in first.findings] == [("loss/spike", "WARN", False)]
+    assert health.suspicion == "loss/spike since step 691" and not health.step(record(702, 2.6)).findings
+
+
+# ---------------------------------------------------------------------- fp16
+
+
+def scales(text: str, first: float) -> Iterable[dict[str, Any]]:
+    """Steps under the law of the scale without hysteresis: O overflows and halves it."""
+    for step, event in enumerate(text, 1):
+        yield record(step, loss_scale=first, overflow=event == "O", skipped=event == "O")
+        first = first / 2 if event == "O" else first
+
+
+@pytest.mark.parametrize(
+    ("events", "collapse"),
+    [
+        ("O" * 16 + "." * 200, None),  # how a scale finds its place
+        ("." * 100 + "O" + "." * 60 + "O" + "." * 60, None),
+        ("." * 100 + "O..O..O..O" + "." * 30, 111),  # GLM-130B: thirty steps before the loss
+        ("." * 100 + ("O" + "." * 30) * 6 + "." * 30, 257),  # to a 64th
+    ],
+)
+def test_a_collapse_of_the_loss_scale(config: Config, events: str, collapse: int | None) -> None:
+    """Fault matrix 44."""
+    health = Health(config)
+    verdicts = judge(health, scales(events, 2.0**16))
+    assert told(verdicts, "scale/collapse", "CRIT") == ([] if collapse is None else [collapse])
+    assert (health.suspicion is None) == (collapse is None)
+
+
+# ---------------------------------------------------------------------- steps that are not finite
+
+
+@pytest.mark.parametrize(
+    ("steps", "back", "start"),
+    [
+        ([100], None, None),
+        ([100, 101], 101, 100),
+        ([100, 105, 119], 119, 100),
+        ([100, 105, 120], None, None),
+        ([100, 118, 119], 119, 118),
+    ],
+)
+def test_steps_that_are_not_finite(config: Config, steps: list[int], back: int | None, start: int | None) -> None:
+    verdicts = judge(Health(config), (bad(n) if n in steps else record(n) for n in range(1, 160)))
+    found = retreats(verdicts)
+    assert told(verdicts, "loss/nonfinite", "WARN") == [100]
+    assert ([step for step, _ in found][:1] == [back]) if back else not found
+    if back:
+        asked = found[0][1]
+        assert (asked.key, asked.start, asked.end, asked.target) == ("loss/nonfinite", start, back, asked.start - 50)
+
+
+def test_an_overflow_of_fp16_is_not_one_of_them(config: Config) -> None:
+    over = {"overflow": True, "loss_scale": 1024.0}
+    assert not judge(Health(config), [bad(n, **over) for n in (1, 2, 3, 4)])
+    verdicts = judge(Health(config), [bad(n, total=None, not_finite="loss", **over) for n in (1, 2)])
+    assert [step for step, _ in retreats(verdicts)] == [2]
+
+
+@pytest.mark.parametrize("change", [{"skip_nonfinite": False}, {"rollback": False}])
+def test_what_cannot_be_answered_ends_the_run(config: Config, change: dict[str, Any]) -> None:
+    strict = config.model_copy(update={"health": config.health.model_copy(update=change)})
+    skipped = strict.health.skip_nonfinite
+    verdicts = judge(Health(strict), [record(9), bad(10, skipped=skipped), bad(11, skipped=skipped)])
+    errors = [(step, judgement.error) for step, judgement in verdicts if judgement.error is not None]
+    assert errors[0][0] == (11 if skipped else 10) and errors[0][1].exit == 93 and not retreats(verdicts)
+
+
+# ---------------------------------------------------------------------- learning that is none, copies that differ
+
+
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("learning/loss", lambda n: {"total": 512.0}),
+        ("learning/gradient", lambda n: {"grad_norm": 0.0} if n == 3 else {}),
+        ("learning/rate", lambda n: {"lr": 1.00001e-3} if n == 3 else {}),
+        ("learning/parameters", lambda n: {"replicas": {"digest": "aa", "differing": []}} if n != 2 else {}),
+    ],
+)
+def test_learning_that_is_none(config: Config, key: str, changed: Any) -> None:
+    healthy = [record(n, replicas={"digest": str(n), "differing": []}) for n in (4, 5, 6)]
+    verdicts = judge(Health(config), [*(record(n, **changed(n)) for n in (1, 2, 3)), *healthy])
+    severity = "WARN" if key == "learning/rate" else "CRIT"
+    assert told(verdicts, key, severity) == [3] and told(verdicts, key, severity, resolved=True) == [4]
+    assert sum(len(judgement.findings) for _, judgement in verdicts) == 2 and not retreats(verdicts)
+
+
+def test_steps_that_change_nothing_by_intention(config: Config) -> None:
+    """Skipped steps, and a learning rate of 0."""
+    same = {"digest": "aa", "differing": []}
+    records = [record(1, replicas=same), bad(2), bad(3, not_finite=None, overflow=True), record(4, replicas=same)]
+    assert not told(judge(Health(config), records), "learning/parameters", "CRIT")
+
+
+@pytest.mark.parametrize(
+    ("sums", "shards", "differing"),
+    [
+        ([5, -7, 5, -7], 2, []),
+        ([5, -7, 5, 8], 2, [1, 3]),  # which of two is right cannot be told
+        ([5, 5, 6, 5], 1, [2]),
+        ([1, 2, 1, 3, 4, 2], 2, [3, 4]),
+        ([9], 1, []),
+    ],
+)
+def test_which_replicas_differ(sums: list[int], shards: int, differing: list[int]) -> None:
+    assert compare(sums, shards)["differing"] == differing
+    assert compare(sums, shards)["digest"] == compare(sums[:shards], shards)["digest"]
+
+
+# ---------------------------------------------------------------------- repeating what was recorded
+
+
+@pytest.mark.parametrize(
+    ("exact", "change", "severity"),
+    [
+        (True, {}, None),
+        (True, {"loss": 2.0 + 1e-9}, "WARN"),
+        (False, {"loss": 2.0 + 1e-4}, None),
+        (False, {"loss": 2.01}, "CRIT"),
+        (True, {"data_digest": "00"}, "CRIT"),
+    ],
+)
+def test_repeated_steps(config: Config, exact: bool, change: dict[str, Any], severity: str | None) -> None:
+    before = {step: record(step) for step in (11, 12, 13)}
+    verdicts = judge(Health(config, [], Expected(before, 3, exact)), [record(11), record(12, **change), record(13)])
+    errors = [judgement.error for _, judgement in verdicts if judgement.error is not None]
+    if severity is None:
+        assert not verdicts
+    else:
+        assert told(verdicts, "replay/step", severity) == [12]
+    assert [error.exit for error in errors] == ([93] if severity == "CRIT" else [])
+
+
+# ---------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "refused"),
+    [
+        ("loss/nonfinite", [("loss/nonfinite", 5100, 1)], "same incident was answered by 1 rollback already"),
+        ("loss/spike", [("loss/spike", 5100, 1), ("loss/spike", 4900, 2)], "answered by 2 rollbacks already"),
+        ("loss/spike", [("loss/spike", 4400, 1), ("loss/nonfinite", 5900, 2)], "2 rollbacks within 1000 steps"),
+        ("loss/spike", [("loss/spike", 100 * n, n) for n in (1, 9, 17)], "3 rollbacks within 24 hours"),
+        ("loss/spike", [("loss/spike", 100 * n, 25 * n) for n in (1, 9, 17)], "no clean checkpoint"),
+    ],
+)
+def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[str, int, int]], refused: str) -> None:
+    """(key, first step, hours ago) of the rollbacks so far; the last case has only old ones, and gets further."""
+    run = RunDir(tmp_path / "run")
+    entries = [
+        {
+            "time": (datetime.now(UTC) - timedelta(hours=ago)).isoformat(),
+            "kind": "health-rollback",
+            "key": k,
+            "start": s,
+        }
+        for k, s, ago in before
+    ]
+    run.segment(1).mkdir(parents=True)
+    run.journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    asked = Retreat(key, "it went wrong", 5000, 5050, 0, 10, 4950)
+    with pytest.raises(NumericError, match=refused) as caught:
+        retreat(run, config, asked, Silent(run, run.segment(1)))
+    assert caught.value.exit == 93 and "optimizer.lr" in caught.value.remedy

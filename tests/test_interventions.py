@@ -1,0 +1,276 @@
+"""Numbers that go wrong in real runs on several ranks: skipped, rolled back, stopped; and what must not be disturbed."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FAULTS = Path(__file__).with_name("numeric_faults.py")
+HEALTH = {
+    "window": "32 steps",
+    "patience": "5 steps",
+    "patience_with_norm": "3 steps",
+    "distance": "4 steps",
+    "margin": "3 steps",
+    "compare_every": "4 steps",
+}
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`fault(kind, rank=1, steps=[7])` breaks the runs that follow; without arguments they are sound again."""
+
+    def set_(kind: str = "", **where: Any) -> None:
+        if kind:
+            monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
+            monkeypatch.setenv("FAULT", json.dumps({"kind": kind, **where}))
+        else:
+            monkeypatch.delenv("EXECUTE_FIRST")
+
+    return set_
+
+
+def found(records: list[dict[str, Any]], **wanted: Any) -> list[tuple[int, str]]:
+    """(step, key) of every finding with these values."""
+    return [
+        (record["step"], finding["key"])
+        for record in records
+        for finding in record["health"]
+        if all(finding[key] == value for key, value in wanted.items())
+    ]
+
+
+def spans(entry: dict[str, Any]) -> tuple[int, int]:
+    """The samples that a rollback skips."""
+    first, stop = entry["skip"].removesuffix(" samples").split(":")
+    return int(first), int(stop)
+
+
+def intent(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "status.json").read_text())["exit_intent"]
+    return content
+
+
+@pytest.mark.parametrize(
+    ("kind", "shard"),
+    [
+        ("gradient", 1),
+        ("loss", 2),
+        pytest.param("gradient", 2, marks=pytest.mark.slow),
+        pytest.param("loss", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind: str, shard: int) -> None:
+    """Fault matrix 13: a NaN on one rank, once. The others skip too, and the run ends where one that was told to leave
+    that batch out would: the same weights to the bit, on every replica."""
+    config = lab.config(health=HEALTH, parallel={"shard": shard}, train={"duration": "14 steps"})
+    fault(kind, rank=1, steps=[7])
+    lab.train(config, ranks=2)
+    run = lab.path / "run"
+    records = helpers.metrics(run)
+    assert [record["step"] for record in records if record["skipped"]] == [7]
+    bad = records[6]
+    assert bad["not_finite"] == ("loss" if kind == "loss" else "gradients")
+    assert bad["nonfinite_rank"] == (1 if kind == "loss" else None)
+    assert bad["consumed"] == 56 and records[-1]["consumed"] == 112  # the batch was read, schedules go on
+    assert (bad["grad_norm"] is None) == (kind == "gradient")
+    assert all(record["replicas"]["differing"] == [] for record in records if record["replicas"])
+    (skip,) = helpers.journal(run, "health-skip")
+    assert skip["step"] == 7 and skip["shares"] == {"text": 1.0}
+    first = 52 if kind == "loss" else 48  # the second rank's half, if it is known that the fault was there
+    assert skip["samples"] == [first, 55] and skip["documents"] and skip["data_digest"] == bad["data_digest"]
+    assert found(records, key="loss/nonfinite", resolved=False) == [(7, "loss/nonfinite")]
+
+    (end,) = (run / "checkpoints").glob("step-00000014/manifest.json")
+    twin = lab.config("twin", health=HEALTH, parallel={"shard": shard}, train={"duration": "14 steps"})
+    fault("gradient", rank=0, steps=[7])  # another fault in the same step comes to the same
+    lab.train(twin, ranks=2)
+    (other,) = (lab.path / "twin/checkpoints").glob("step-00000014/manifest.json")
+    assert json.loads(end.read_text())["state_digest"] == json.loads(other.read_text())["state_digest"]
+
+
+@pytest.mark.slow
+def test_without_skipping_a_bad_step_ends_the_run(lab: Any, helpers: Any, fault: Any) -> None:
+    """Nothing that is spoilt is saved."""
+    fault("gradient", rank=1, steps=[12])
+    output = lab.train(lab.config(health={"skip_nonfinite": False}), ranks=2, expect=93)
+    assert "not finite" in output and output.count("error:") == 1
+    run = lab.path / "run"
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000010"]
+    assert helpers.metrics(run)[-1]["skipped"] is False
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
+    """The same under plain torchrun, which may restart: after the rollback it does, after the end it does not. The fault
+    is set in a file that Python executes at its start."""
+    config = lab.config(health=HEALTH, checkpoint={"every": "5 steps"})
+    (lab.path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'RANK' in os.environ and 'fsdp_pretrain.train' in ' '.join(sys.orig_argv):\n"
+        f"    import runpy; runpy.run_path({str(FAULTS)!r})\n"
+    )
+    environment = helpers.environment(FAULT=json.dumps({"kind": "gradient", "rank": 1, "from": 14}))
+    environment["PYTHONPATH"] += f":{lab.path}"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--max-restarts", "3", "-m", "fsdp_pretrain.train", str(config)),
+        ],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    run = lab.path / "run"
+    assert done.returncode == 1 and "the same incident was answered by 1 rollback already" in done.stderr, done.stderr
+    assert "not restarted by torchrun: the run ended on purpose" in done.stderr
+    assert len(helpers.journal(run, "rollback")) == 1 and intent(run)["code"] == 93
+    assert [entry["step"] for entry in helpers.journal(run, "resume")] == [10]
+
+
+def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault: Any) -> None:
+    """Fault matrix 14: NaN in every step from 14 on. One rollback that skips the samples, then exit 93."""
+    config = lab.config(health=HEALTH, checkpoint={"every": "5 steps"})
+    fault("gradient", rank=1, **{"from": 14})
+    output = lab.train(config, ranks=2, expect=75)
+    run = lab.path / "run"
+    (back,) = helpers.journal(run, "health-rollback")
+    assert (back["key"], back["start"], back["end"], back["to"]) == ("loss/nonfinite", 14, 15, 10), output
+    assert back["skip"] == "80:144 samples"  # 3 steps before and after 14 and 15, but nothing before step 10
+    assert intent(run)["code"] == 75 and "rolled back to step 10" in intent(run)["reason"]
+    for segment in ("0001", "0002"):
+        assert json.loads((run / f"segments/{segment}/exit_intent.json").read_text())["restart"] is True
+
+    output = lab.train(config, ranks=2, expect=93)
+    assert "the same incident was answered by 1 rollback already" in output and output.count("error:") == 1
+    assert len(helpers.journal(run, "rollback")) == 1 and intent(run)["code"] == 93
+    records = helpers.metrics(run)
+    assert records[10]["cursor"] == 152 and records[10]["consumed"] == 88  # 80 to 143 were passed over
+
+    fault()  # a person mends the cause
+    lab.train(config, ranks=2)
+    assert not any(record["skipped"] for record in helpers.metrics(run))
+
+
+def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
+    """`data` with a second source of random tokens, which is all there is from sample 320 (step 41) on."""
+    rng = random.Random(5)
+    documents = [[rng.randrange(20, 200) for _ in range(200)] for _ in range(40)]
+    from data.tokenizer import Tokenizer
+
+    corpus = helpers.corpus(lab.path / "poison", documents, Tokenizer.load(lab.tokenizer))
+    end = f"{until} samples"
+    jump = [("0 samples", 0.0), ("320 samples", 0.0), ("320 samples", 1.0), (end, 1.0), (end, 0.0)]
+    return {
+        "sequence_length": 32,
+        "sources": [
+            {"name": "text", "path": str(lab.corpus), "weight": [{"at": at, "value": 1 - value} for at, value in jump]},
+            {"name": "poison", "path": str(corpus), "weight": [{"at": at, "value": value} for at, value in jump]},
+        ],
+    }
+
+
+@pytest.mark.parametrize("until", [384, pytest.param(440, marks=pytest.mark.slow)])
+def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_command: Any, until: int) -> None:
+    """Fault matrix 8: warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. More than
+    the first rollback skips are met again, and skipped by a second, which skips twice as much."""
+    config = lab.config(
+        health=HEALTH,
+        data=poison(lab, helpers, until),
+        train={"duration": "58 steps"},
+        checkpoint={"every": "4 steps", "keep_last": 2},
+        optimizer={"lr": 2e-2, "min_lr": 2e-2, "warmup": "4 steps"},
+    )
+    output = lab.train(config, ranks=2, expect=75)
+    run = lab.path / "run"
+    before = {r["step"]: r for r in map(json.loads, (run / "segments/0001/metrics.jsonl").read_text().splitlines())}
+    warned = found(list(before.values()), key="loss/spike", severity="WARN")
+    (crit,) = found(list(before.values()), key="loss/spike", severity="CRIT")
+    assert warned[0][0] in (43, 44) and crit[0] <= 52, output
+    (back,) = helpers.journal(run, "health-rollback")
+    assert back["start"] == 41 and back["to"] <= 37
+    suspects = [
+        json.loads(path.read_text()).get("suspect")
+        for path in sorted((run / "checkpoints/abandoned").glob("step-*/manifest.json"))
+    ]
+    assert "loss/spike since step 41" in suspects and suspects[0] is None
+
+    if until == 440:
+        lab.train(config, ranks=2, expect=75)
+        back, wider = helpers.journal(run, "health-rollback")
+        assert back["repeats"] == 0 and wider["repeats"] == 1
+        assert spans(wider)[1] - 320 > 1.5 * (spans(back)[1] - 320)
+    lab.train(config, ranks=2)
+    records = helpers.metrics(run)
+    assert records[-1]["step"] == 58 and records[-1]["consumed"] == 464
+    skipped = [spans(entry) for entry in helpers.journal(run, "health-rollback")]
+    assert min(skipped)[0] <= 320 and max(stop for _, stop in skipped) >= until
+    poisoned = {before[step]["data_digest"] for step in range(41, crit[0])}
+    assert not poisoned & {record["data_digest"] for record in records}
+    assert not any(record["sources"]["poison"]["count"] for record in records)
+    step = next(record["step"] for record in records if record["cursor"] > 320)
+    shown = json.loads(run_command("fsdp_pretrain.cli", "where", run, "--step", step, "--json").stdout)
+    indices = {sample["index"] for sample in shown["samples"]}
+    assert not any(first <= index < stop for index in indices for first, stop in skipped)
+    assert not found(records, severity="CRIT")
+
+
+@pytest.mark.slow
+def test_only_telling(lab: Any, helpers: Any) -> None:
+    """With `health.rollback` off the same run is told of it and goes on to its end; the clean checkpoint is kept."""
+    config = lab.config(
+        health={**HEALTH, "rollback": False, "quiet": "200 steps"},
+        data=poison(lab, helpers, 440),
+        train={"duration": "60 steps"},
+        checkpoint={"every": "3 steps", "keep_last": 2},
+        optimizer={"lr": 2e-2, "min_lr": 2e-2, "warmup": "4 steps"},
+    )
+    lab.train(config)
+    run = lab.path / "run"
+    assert len(found(helpers.metrics(run), key="loss/spike", severity="CRIT")) == 1
+    assert any(entry["kind"] == "health" and entry["severity"] == "CRIT" for entry in helpers.journal(run))
+    steps = [int(path.parent.name[5:]) for path in sorted((run / "checkpoints").glob("step-*/manifest.json"))]
+    assert steps == [36, 39, 57, 60]  # the two newest, and the newest up to 41 - 4 and up to 40
+
+
+def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -> None:
+    """Fault matrix 43: one parameter of one replica changes. Nobody else would notice."""
+    fault("nudge", rank=3, steps=[7])
+    config = lab.config(health=HEALTH, parallel={"shard": 2}, train={"micro_batch": 1})
+    output = lab.train(config, ranks=4, expect=93)
+    assert "before step 7 the replicas hold different parameters: ranks 1, 3 do not agree" in output
+    run = lab.path / "run"
+    assert not list((run / "checkpoints").glob("step-*")) and intent(run)["code"] == 93
+    records = helpers.metrics(run)
+    assert found(records, severity="CRIT") == [(records[-1]["step"], "replicas/parameters")]
+
+
+def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) -> None:
+    """Fault matrix 5 and 19: killed after its checkpoint, the run repeats steps to the bit and says nothing; with a batch
+    repeated it is stopped."""
+    config = lab.config(health=HEALTH)
+    fault("kill", rank=1, steps=[15])
+    job = lab.start(config, ranks=2)
+    helpers.wait_for(lambda: job.ranks[1].poll() is not None, what="the kill")
+    job.kill()
+    job.wait()
+    run = lab.path / "run"
+    assert [record["step"] for record in helpers.metrics(run)][-1] >= 12
+    fault("repeat", rank=0, steps=[11])
+    output = lab.train(config, ranks=2, expect=93)
+    assert "step 11 trained on the batch" in output and output.count("error:") == 1
+    assert not (run / "checkpoints/step-00000020").exists()
+    fault()
+    lab.train(config, "health.stop_on_mismatch=false", ranks=2)
+    repeated = found(helpers.metrics(run))
+    assert [key for _, key in repeated] == ["replay/step"] * len(repeated)  # against the bad repetition, if anything
+    lab.train(config, ranks=2)
