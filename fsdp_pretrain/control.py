@@ -10,6 +10,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from types import FrameType
+from typing import Any
 
 from .record import inbox
 from .record.files import RunDir
@@ -18,18 +19,31 @@ VERBS = ("stop", "save")
 _POLL_INTERVAL = 0.5
 
 
-def send(run: RunDir, verb: str) -> None:
-    """Leave a request for the job of a run. Raises OSError."""
-    inbox.leave(run.control, verb=verb)
+def send(run: RunDir, verb: str, **more: Any) -> None:
+    """Leave a request for the job of a run. Raises OSError.
+
+    Args:
+        run: the run directory.
+        verb: one of `VERBS`.
+        more: with `stop`: `reason`, and `avoid_hosts`, a list of hosts that the next start should do without.
+    """
+    inbox.leave(run.control, verb=verb, **more)
 
 
 @dataclass
 class Requests:
-    """What has been asked of this rank and not yet been answered."""
+    """What has been asked of this rank and not yet been answered.
+
+    Attributes:
+        stop, save: what is asked.
+        reason: of the stop.
+        avoid_hosts: what the next start should do without.
+    """
 
     stop: bool = False
     save: bool = False
     reason: str = ""
+    avoid_hosts: tuple[str, ...] = ()
 
 
 class Inbox:
@@ -77,6 +91,7 @@ class Inbox:
         for content in inbox.take(run.control):
             if content.get("verb") == "stop":
                 self._requests.stop = True
-                self._requests.reason = f"control stop by {content.get('by', '?')}"
+                self._requests.reason = str(content.get("reason") or f"control stop by {content.get('by', '?')}")
+                self._requests.avoid_hosts = tuple(map(str, content.get("avoid_hosts") or ()))
             elif content.get("verb") == "save":
                 self._requests.save = True

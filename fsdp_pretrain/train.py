@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from .checkpoint.manager import Manager
 from .checkpoint.resume import Resume, Terms
 from .config import Config
 from .control import Inbox
+from .ending import record_end, say_stop
 from .errors import ConfigError, Exit, StorageError, UserError
 from .health_journal import provenance
 from .health_memory import recall
@@ -46,13 +46,14 @@ from .record import aim, lineage
 from .record.files import RunDir, read_json, replace_file, seconds_of
 from .record.lock import RunLock
 from .record.milestones import milestones
-from .record.recorder import Recorder, Silent, write_exit_intent
+from .record.recorder import Recorder, Silent
 from .retreat import retreat, say_end
 from .rollback import finish
 from .saves import Saves
 from .state import TrainState, identity
 from .trainer import Trainer
 from .units import human_count, human_time
+from .watchdog.channels import make_channels
 from .watchdog.heart import Heart, Watched
 from .watchdog.page import Phase
 
@@ -174,32 +175,11 @@ def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: H
         if finished:
             recorder.say("finished the rollback that had been interrupted")
         _tell_overrides(lasting, recorder)
-        return _record_end(
-            run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, terms, heart)
+        return record_end(
+            world.rank, run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, terms, heart)
         )
     finally:
         lock.release()
-
-
-def _record_end(run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
-    """Train, and write down how it ended."""
-    try:
-        outcome = train()
-    except UserError as error:
-        write_exit_intent(run_dir, segment, int(error.exit), error.cause)
-        recorder.ended(f"exit {int(error.exit)}: {error.cause}", code=int(error.exit))
-        recorder.status(force=True, state="failed", exit_intent={"code": int(error.exit), "reason": error.cause})
-        recorder.close()
-        raise
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
-        write_exit_intent(run_dir, segment, int(Exit.UNEXPECTED), reason)
-        recorder.ended(f"unexpected {reason}", code=int(Exit.UNEXPECTED))
-        recorder.status(force=True, state="failed", exit_intent={"code": int(Exit.UNEXPECTED), "reason": reason})
-        recorder.close()
-        raise
-    recorder.close()
-    return outcome
 
 
 def _check_same(mine: Overrides, standing: Overrides, run_dir: RunDir) -> None:
@@ -328,7 +308,7 @@ def _train(
     outcome = trainer.run()
     asked = trainer.retreat
     if asked is None:
-        _say_end(outcome, trainer, run_dir, recorder, inbox)
+        outcome = say_stop(outcome, trainer.state.step, world, run_dir, recorder, inbox)
     else:
         report = world.decide(lambda: retreat(run_dir, config, asked, recorder))
         if world.is_main:
@@ -369,16 +349,8 @@ def _preflight(config: Config, world: World, parameters: int) -> None:
     check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
     if config.record.aim:
         aim.check_installed()
-
-
-def _say_end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorder, inbox: Inbox) -> None:
-    reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({inbox.take().reason or 'another rank'})"
-    state = "complete" if outcome is Exit.COMPLETE else "stopped"
-    step = trainer.state.step
-    recorder.ended(f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
-    recorder.status(force=True, state=state, exit_intent={"code": int(outcome), "reason": reason})
-    if trainer.world.is_main:
-        write_exit_intent(run_dir, recorder.segment, int(outcome), reason, asked=outcome is Exit.RESUME)
+    if config.watchdog.enabled:
+        make_channels(config.watchdog.notify, os.environ)
 
 
 def _recorder(run_dir: RunDir, segment: Path, config: Config) -> Recorder:

@@ -159,6 +159,8 @@ class HardwareSection(Section):
     hosts: FilePath | None = None
     """File that remembers the incidents of every host, for several runs to share. Default: `watchdog/hosts.json` in the
     run directory."""
+    act: bool = True
+    """When a device is broken for good, save, stop, and name its host in `avoid_hosts` (exit 76). Off: only tell."""
     lemon: Positive = 3
     """Incidents of a host in 14 days after which it is proposed for exclusion."""
 

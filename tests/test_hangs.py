@@ -173,7 +173,9 @@ def test_a_shard_that_does_not_answer_is_named(lab: Any, watched: Callable[..., 
     """Fault matrix 27: a FIFO in place of a shard. The alarm names the file."""
     corpus = lab.path / "corpus"
     shutil.copytree(shared_corpus / "corpus", corpus)
-    path, run = watched(data={"sources": [{"name": "text", "path": str(corpus)}], "prefetch": 1}), lab.path / "run"
+    data = {"sources": [{"name": "text", "path": str(corpus)}]}
+    hang = {"soft": "2 s", "hard": "60 s", "unknown_soft": "4 s", "act": False}
+    path, run = watched(data=data, watchdog={**WATCHED, "hang": hang}), lab.path / "run"
     shards = sorted(corpus.glob("shards/*.bin"))
     assert shards
     job = lab.start(path, "train.duration='100000 steps'")

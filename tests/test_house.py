@@ -97,7 +97,12 @@ LEVELS = [
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.rollback", "fsdp_pretrain.fork"],
     [
         *("fsdp_pretrain.saves", "fsdp_pretrain.launch", "fsdp_pretrain.own_time"),
-        *("fsdp_pretrain.health_journal", "fsdp_pretrain.health_memory", "fsdp_pretrain.retreat"),
+        *(
+            "fsdp_pretrain.health_journal",
+            "fsdp_pretrain.ending",
+            "fsdp_pretrain.health_memory",
+            "fsdp_pretrain.retreat",
+        ),
     ],
     ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli", "fsdp_pretrain.alarms_cli"],
     ["fsdp_pretrain.cli"],

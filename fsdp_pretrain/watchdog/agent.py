@@ -25,22 +25,21 @@ from typing import Any, cast
 
 from ..config import Config
 from ..errors import Exit
-from ..record.files import RunDir, read_json, read_lines
+from ..record.files import RunDir, read_json
 from ..record.journal import Journal
 from ..record.recorder import write_exit_intent
-from .alarms import Alarm, Alarms, Severity
+from .alarms import Alarms, Severity
 from .detector import Detector
-from .drift import Drift, Stragglers
 from .hang import Hang
 from .heart import root, sweep
-from .nodes import SILENT, Nodes, Relay, enter
+from .leader import Leader, take_the_lead
+from .nodes import Nodes, Relay
 from .page import Phase
 from .ranks import Rank, Ranks, Standing
+from .sensors import sensors
 
 _GIVE_UP = 60.0
 """Seconds in which no rank shows itself, or after a takeover the earlier agent does not end."""
-_INTENT_PATIENCE = 1.0
-"""Seconds a rank that ended may take to say why: the file may still be on its way."""
 
 
 class Agent:
@@ -63,7 +62,8 @@ class Agent:
         self.segment = 0
         self._relay = Relay()
         self._leader: Leader | None = None
-        self._died: list[tuple[Rank, float]] = []
+        self._local: list[Detector] | None = None
+        self._died: list[Rank] = []
         self._ended = False
         self._asked_to_end = False
         self.hang = Hang(
@@ -85,9 +85,10 @@ class Agent:
                 sys.stderr.flush()
             if self._finished(begun):
                 break
-            for rank in self.ranks.wait(interval - (time.monotonic() - start)):
-                self._died.append((rank, time.monotonic()))
+            self._died += self.ranks.wait(interval - (time.monotonic() - start))
         if self._leader is not None:
+            self._leader.look()
+            self._leader.tell_the_end()
             self._leader.close()
         shutil.rmtree(self._pages, ignore_errors=True)
 
@@ -108,9 +109,7 @@ class Agent:
             self.segment = segment
         self.nodes.read()
         if self.nodes.leads and self._leader is None and self.segment:
-            self._leader = Leader(self)
-            self._relay.forward(self._leader.alarms)
-            self.hang.alarms = self._leader.alarms
+            self._lead()
         self._look_at_the_dead()
         was = bool(self.hang.stalled)
         self.hang.check()
@@ -118,6 +117,26 @@ class Agent:
         self.nodes.write(self._report(stalled), at_once=was != bool(stalled))
         if self._leader is not None:
             self._leader.look()
+        elif self.segment:
+            self._look_locally()
+
+    def _lead(self) -> None:
+        claim = take_the_lead(self.config)
+        if claim is None:
+            return  # of an earlier agent, or of a command, for a moment
+        self._leader = Leader(self.config, claim, self.ranks, self.nodes, self.segment)
+        self._relay.forward(self._leader.alarms)
+        self.hang.alarms = self._leader.alarms
+
+    def _look_locally(self) -> None:
+        """The detectors of a node that does not lead."""
+        if self._local is None:
+            host, relay = socket.gethostname(), cast(Alarms, self._relay)
+            self._local = sensors(
+                self.config, self.run, relay, segment=self.segment, host=host, leads=False, pids=self.ranks.pids
+            )
+        for detector in self._local:
+            detector.tick(time.monotonic())
 
     @property
     def alarms(self) -> Alarms:
@@ -138,20 +157,17 @@ class Agent:
 
     def _look_at_the_dead(self) -> None:
         """Ranks that ended without saying why: told, and the run's intent is to be resumed."""
-        waiting = []
-        for rank, since in self._died:
+        died, self._died = self._died, []
+        for rank in died:
             beat = rank.beat
-            if self._ended or beat is None or beat.phase is Phase.END or self._intent() is not None:
+            if self._ended or beat is None or beat.phase is Phase.END or beat.segment == 0 or self._explained(rank):
                 continue
-            if time.monotonic() - since < _INTENT_PATIENCE and beat.phase is not Phase.START and self.ranks.alive:
-                waiting.append((rank, since))
-                continue
-            if beat.segment == 0:
-                continue  # it never got so far as to have a record
-            text = (
-                f"rank {rank.number} ({socket.gethostname()}, pid {beat.pid}) died in step {beat.step} without a word"
-            )
-            self._write_intent(Exit.RESUME, text, {"suspects": [rank.number], "hosts": [socket.gethostname()]})
+            host = socket.gethostname()
+            text = f"rank {rank.number} ({host}, pid {beat.pid}) died in step {beat.step} without a word"
+            broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
+            code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
+            facts = {"suspects": [rank.number], "hosts": [host], **({"avoid_hosts": broken} if broken else {})}
+            self._write_intent(code, text, facts)
             self.alarms.open(
                 "rank-died",
                 Severity.CRIT,
@@ -159,9 +175,13 @@ class Agent:
                 effect="the other ranks cannot go on",
                 remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
                 step=beat.step,
-                facts={"rank": rank.number, "host": socket.gethostname()},
+                facts={"rank": rank.number, "host": host},
             )
-        self._died = waiting
+
+    def _explained(self, rank: Rank) -> bool:
+        """Whether the run has said why it ends, other than by what its death did to another rank."""
+        intent = self._intent()
+        return intent is not None and (intent["code"] != Exit.UNEXPECTED or intent.get("rank") == rank.number)
 
     def _intent(self) -> dict[str, Any] | None:
         return read_json(self.run.segment(self.segment) / "exit_intent.json") if self.segment else None
@@ -169,6 +189,9 @@ class Agent:
     def _write_intent(self, code: Exit, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
         if self.segment:
             segment = self.run.segment(self.segment)
+            intent = self._intent()
+            if intent is not None and intent["code"] == Exit.UNEXPECTED:  # a consequence
+                (segment / "exit_intent.json").unlink(missing_ok=True)
             write_exit_intent(self.run, segment, int(code), reason, by="watchdog", restart=restart, **facts)
 
     def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
@@ -189,85 +212,6 @@ class Agent:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
-
-
-class Leader:
-    """What one agent of a job does for all: the record's detectors, the alarms, who is told.
-
-    Args:
-        agent: of this node.
-    """
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent, run, config = agent, agent.run, agent.config
-        self._journal = Journal(run, agent.segment)
-        self.alarms = Alarms(agent.directory / "alarms.jsonl", self._told)
-        self._metrics, self._offset = run.segment(agent.segment) / "metrics.jsonl", 0
-        environment = read_json(run.segment(agent.segment) / "environment.json") or {}
-        self.stragglers = Stragglers(self.alarms, config.watchdog.pace)
-        hosts = environment.get("hosts") or [environment.get("host", socket.gethostname())]
-        self._detectors: list[Detector] = []
-        if config.watchdog.pace.enabled:
-            self._detectors.append(Drift(self.alarms, config.watchdog.pace, agent.directory / "pace.json", hosts))
-        self._foreign: set[str] = set()
-        for alarm in list(self.alarms):  # of an earlier start: what made it end is over
-            if alarm.detector in ("hang", "rank-died", "pace", "straggler", "node"):
-                self.alarms.resolve(alarm.key, "the ranks were started again")
-
-    def look(self) -> None:
-        """One pass."""
-        now = time.monotonic()
-        for record, offset in read_lines(self._metrics, self._offset):
-            self._offset = offset
-            for detector in self._detectors:
-                detector.step(record)
-        self._look_at_nodes()
-        for detector in self._detectors:
-            detector.tick(now)
-
-    def _look_at_nodes(self) -> None:
-        agent, found = self._agent, set()
-        windows = {
-            rank.number: (socket.gethostname(), rank.beat.window, rank.beat.own)
-            for rank in agent.ranks.all
-            if rank.beat is not None and rank.beat.window
-        }
-        for node, report in agent.nodes.reports.items():
-            for key, finding in report.get("findings", {}).items():
-                enter(self.alarms, key, finding)
-                found.add(key)
-            for rank, (number, own) in report.get("windows", {}).items():
-                if number:
-                    windows[int(rank)] = (report["host"], number, own)
-            self._judge_silence(node, report["host"])
-        for key in self._foreign - found:
-            self.alarms.resolve(key)
-        self._foreign = found
-        self.stragglers.look(windows)
-
-    def _judge_silence(self, node: int, host: str) -> None:
-        silence = self._agent.nodes.silence(node)
-        if silence > SILENT:
-            self.alarms.open(
-                f"node/{host}",
-                Severity.CRIT,
-                f"the watchdog of {host} (node {node}) has been silent for {silence:.0f}s",
-                effect="its node, its agent or its view of the run directory is gone",
-                remedy="look whether the host answers; if the run hangs it is ended and can start without it",
-            )
-        else:
-            self.alarms.resolve(f"node/{host}", f"{host} is heard again")
-
-    def _told(self, alarm: Alarm, before: Alarm | None) -> None:
-        del before
-        text = f"[{alarm.severity.name}] {alarm.key} {alarm.state}: {alarm.summary}"
-        text += f" ({alarm.action})" if alarm.action else ""
-        facts = {"key": alarm.key, "severity": alarm.severity.name, "state": alarm.state}
-        self._journal.write("alarm", text, step=alarm.step, **facts)
-
-    def close(self) -> None:
-        """The watch ends."""
-        self._journal.close()
 
 
 def _attempt() -> str:

@@ -47,6 +47,11 @@ class Drift(Detector):
         self._slow_since: float | None = None
         self._step = 0
 
+    @property
+    def ratio(self) -> float | None:
+        """Present step time over that of the start's beginning; None while that is being learned."""
+        return self._pace.ratio
+
     def step(self, record: dict[str, Any]) -> None:
         """Judge a step if it is clean."""
         self._steps += 1
@@ -142,7 +147,6 @@ class Stragglers(Detector):
     Args:
         alarms: where it is told.
         section: what is told.
-        windows: of each rank as far as known: {rank: (host, number of the window, own seconds of a step)}.
     """
 
     def __init__(self, alarms: Alarms, section: PaceSection) -> None:

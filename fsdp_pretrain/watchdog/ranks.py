@@ -121,7 +121,7 @@ class Rank:
             files = json.loads(self._reader.note()) if self._reader is not None else {}
         except ValueError:
             files = {}
-        return next((files[key] for key in (f"{thread:x}" for thread in stack.readers) if key in files), "")
+        return next((files[f"{thread:x}"] for thread in stack.readers if f"{thread:x}" in files), "")
 
     def standing(self) -> Standing | None:
         """Where it stands, with the latest stack."""
@@ -194,6 +194,10 @@ class Ranks:
     def alive(self) -> list[Rank]:
         """Those whose process exists."""
         return [rank for rank in self.all if rank.descriptor is not None]
+
+    def pids(self) -> list[int]:
+        """Their processes."""
+        return [rank.beat.pid for rank in self.alive if rank.beat is not None]
 
     @property
     def seen(self) -> bool:

@@ -75,7 +75,7 @@ def _kind(standing: Standing) -> str | None:
         return "wedged"
     if standing.collective is not None:
         return None
-    if standing.phase == "data":
+    if standing.phase == "data" or standing.reading:
         return "data"
     return "stuck" if standing.place else None
 

@@ -1,0 +1,60 @@
+"""How a start ends, and that it says so: in the journal, in `status.json`, and to launchers by `exit_intent.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .control import Inbox
+from .errors import Exit, UserError
+from .mesh import World
+from .record.files import RunDir
+from .record.recorder import Recorder, write_exit_intent
+
+
+def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
+    """Train, and write down how it ended if it failed; what `train` returns or raises.
+
+    Args:
+        rank: this rank; of several that fail alike, the first to write is believed.
+        run_dir: the run directory.
+        segment: of this start.
+        recorder: closed at the end.
+        train: the run.
+    """
+    try:
+        return train()
+    except BaseException as error:
+        known = isinstance(error, UserError)
+        code = int(error.exit) if isinstance(error, UserError) else int(Exit.UNEXPECTED)
+        reason = error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        write_exit_intent(run_dir, segment, code, reason, rank=rank)
+        recorder.ended(f"exit {code}: {reason}" if known else f"unexpected {reason}", code=code)
+        recorder.status(force=True, state="failed", exit_intent={"code": code, "reason": reason})
+        raise
+    finally:
+        recorder.close()
+
+
+def say_stop(outcome: Exit, step: int, world: World, run_dir: RunDir, recorder: Recorder, inbox: Inbox) -> Exit:
+    """Write down that the run is complete, or was asked to stop; what to exit with.
+
+    Args:
+        outcome: COMPLETE or RESUME.
+        step: the last one.
+        world: all ranks.
+        run_dir: the run directory.
+        recorder: of this start.
+        inbox: knows who asked.
+    """
+    asked = inbox.take()
+    reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({asked.reason or 'another rank'})"
+    state = "complete" if outcome is Exit.COMPLETE else "stopped"
+    facts: dict[str, object] = {"asked": outcome is Exit.RESUME}
+    if outcome is Exit.RESUME and asked.avoid_hosts:
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(asked.avoid_hosts)}
+    recorder.ended(f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
+    recorder.status(force=True, state=state, exit_intent={"code": int(outcome), "reason": reason})
+    if world.is_main:
+        write_exit_intent(run_dir, recorder.segment, int(outcome), reason, **facts)
+    return outcome

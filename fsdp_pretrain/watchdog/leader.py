@@ -1,0 +1,263 @@
+"""What the agent of one node does for the whole job: the detectors of the record, the alarms, who is told. No torch."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from ..config import Config
+from ..control import send
+from ..errors import ConfigError
+from ..record.claim import Claim
+from ..record.files import RunDir, read_json, read_lines
+from .alarms import Alarm, Alarms, Severity
+from .checkpoints import Checkpoints
+from .desk import alarms_file, journal_alarm, keep_alarms, serve
+from .detector import Detector
+from .drift import Drift, Stragglers
+from .exporter import Exporter
+from .message import Identity
+from .nodes import SILENT, Nodes, enter
+from .notify import Notifier, Ping
+from .ranks import Ranks
+from .sensors import sensors
+from .snapshot import Histogram, Snapshot
+from .storage import Space
+
+_OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu"))
+"""Detectors whose alarms end when the ranks are started again."""
+_NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
+
+
+class Numbers(Detector):
+    """Turns the findings that the trainer writes into its record into alarms (`health`)."""
+
+    def __init__(self, alarms: Alarms) -> None:
+        super().__init__(alarms)
+        self._first = True
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Open and resolve what the record says. The first record of a start repeats what goes on."""
+        findings = record.get("health") or []
+        if self._first:
+            self._first = False
+            going_on = {finding["key"] for finding in findings}
+            for alarm in list(self.alarms):
+                if alarm.detector in _NUMBERS and alarm.key not in going_on:
+                    self.alarms.resolve(alarm.key, "over since the run was started again", step=record["step"])
+        for finding in findings:
+            if finding["resolved"]:
+                self.alarms.resolve(finding["key"], finding["summary"], step=record["step"])
+            else:
+                severity = Severity[finding["severity"]]
+                self.alarms.open(finding["key"], severity, finding["summary"], step=record["step"])
+
+
+class Leader:
+    """Speaks for a job. To be made once the number of the start is known.
+
+    Args:
+        config: the run.
+        claim: the right to write its alarms, see `take_the_lead`.
+        ranks: of this node.
+        nodes: of the job.
+        segment: number of the start.
+
+    Attributes:
+        alarms: of the run.
+    """
+
+    def __init__(self, config: Config, claim: Claim, ranks: Ranks, nodes: Nodes, segment: int) -> None:
+        self._config, self._run, self._claim = config, RunDir(config.run.dir), claim
+        self._ranks, self._nodes = ranks, nodes
+        self._snapshot = Snapshot(run=config.run.name, segment=segment, pass_due=10 * config.watchdog.interval.value)
+        self._steps, self._record = Histogram(), dict[str, Any]()
+        self._metrics, self._offset = self._run.segment(segment) / "metrics.jsonl", 0
+        self._notifier: Notifier | None = None
+        self.alarms = Alarms(alarms_file(self._run), self._told)
+        identity = Identity(run=config.run.name, path=str(self._run.path), segment=segment)
+        section = config.watchdog.notify
+        try:
+            self._notifier = Notifier(section, self._run, identity)
+            self._ping = Ping(section.ping) if section.ping is not None else None
+        except ConfigError as error:  # the trainer checks it before; secrets may have gone since
+            self._ping = None
+            self.alarms.open("notify", Severity.WARN, error.cause, effect="nobody is told of alarms")
+        self._exporter = Exporter(section.prometheus)
+        for alarm in list(self.alarms):
+            if alarm.detector in _OF_A_START:
+                self.alarms.resolve(alarm.key, "the ranks were started again")
+        environment = read_json(self._run.segment(segment) / "environment.json") or {}
+        hosts = list(environment.get("hosts") or [socket.gethostname()])
+        self._drift = Drift(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
+        self._stragglers = Stragglers(self.alarms, config.watchdog.pace)
+        self._detectors = [Numbers(self.alarms), *([self._drift] if config.watchdog.pace.enabled else [])]
+        self._detectors += sensors(
+            config,
+            self._run,
+            self.alarms,
+            segment=segment,
+            host=socket.gethostname(),
+            devices=len(ranks.all) if "cpu" not in str(environment.get("device", "cpu")) else 0,
+            pids=ranks.pids,
+        )
+        self._foreign, self._avoided = set[str](), set[str]()
+        self._own: dict[int, float] = {}
+
+    # ------------------------------------------------------------------ a pass
+
+    def look(self) -> None:
+        """One pass."""
+        for record, offset in read_lines(self._metrics, self._offset):
+            self._offset, self._record = offset, record
+            self._steps.observe(record["seconds"]["iteration"])
+            for detector in self._detectors:
+                detector.step(record)
+        self._look_at_nodes()
+        now = time.monotonic()
+        for detector in self._detectors:
+            detector.tick(now)
+        serve(self._run, self.alarms)
+        self._avoid_hosts()
+        self._show()
+
+    def _look_at_nodes(self) -> None:
+        found = set()
+        windows = {
+            rank.number: (socket.gethostname(), rank.beat.window, rank.beat.own)
+            for rank in self._ranks.all
+            if rank.beat is not None and rank.beat.window
+        }
+        for node, report in self._nodes.reports.items():
+            for key, finding in report.get("findings", {}).items():
+                enter(self.alarms, key, finding)
+                found.add(key)
+            for rank, (number, own) in report.get("windows", {}).items():
+                if number:
+                    windows[int(rank)] = (report["host"], number, own)
+            self._judge_silence(node, report["host"])
+        for key in self._foreign - found:
+            self.alarms.resolve(key)
+        self._foreign = found
+        self._stragglers.look(windows)
+        self._own = {rank: own for rank, (_, _, own) in windows.items()}
+
+    def _judge_silence(self, node: int, host: str) -> None:
+        silence = self._nodes.silence(node)
+        if silence <= SILENT:
+            self.alarms.resolve(f"node/{host}", f"{host} is heard again")
+            return
+        self.alarms.open(
+            f"node/{host}",
+            Severity.CRIT,
+            f"the watchdog of {host} (node {node}) has been silent for {silence:.0f}s",
+            effect="its node, its agent or its view of the run directory is gone",
+            remedy="look whether the host answers; if the run hangs it is ended and can start without it",
+            facts={"host": host},
+        )
+
+    def _avoid_hosts(self) -> None:
+        """A device is broken for good: save, stop, and start again elsewhere (exit 76)."""
+        broken = self.broken_hosts()
+        if not broken or broken <= self._avoided or not self._config.watchdog.hardware.act:
+            return
+        self._avoided |= broken
+        names = ", ".join(sorted(broken))
+        send(self._run, "stop", reason=f"broken hardware on {names}", avoid_hosts=sorted(broken))
+
+    def broken_hosts(self) -> set[str]:
+        """Hosts that no start should use."""
+        return {host for alarm in self.alarms if alarm.severity is Severity.CRIT for host in _avoided(alarm)}
+
+    # ------------------------------------------------------------------ who is told
+
+    def _show(self) -> None:
+        snapshot = self._fill()
+        if self._notifier is not None:
+            self._notifier.tick(self.alarms, snapshot)
+        self._exporter.show(snapshot)
+        if self._exporter.problem:
+            self.alarms.open("metrics", Severity.INFO, self._exporter.problem, effect="no metrics for Prometheus")
+        else:
+            self.alarms.resolve("metrics")
+        if self._ping is not None:
+            self._ping.passed(self._ranks.seen)
+
+    def _fill(self) -> Snapshot:
+        record, now = self._record, time.monotonic_ns()
+        open_ = [alarm.severity.name for alarm in self.alarms]
+        values: dict[str, Any] = {
+            **vars(self._snapshot),
+            "step_seconds": self._steps,
+            "step_drift": self._drift.ratio,
+            "heartbeat_ages": {
+                rank.number: (now - rank.beat.phase_at) / 1e9 for rank in self._ranks.all if rank.beat is not None
+            },
+            "own_ratios": _ratios(self._own),
+            "open": {severity.name: open_.count(severity.name) for severity in Severity},
+        }
+        if record:
+            loss = record["loss"]
+            values |= {
+                "step": record["step"],
+                "tokens": record["tokens"],
+                "world": record.get("world"),
+                "grad_norm": record["grad_norm"],
+                "loss": loss["sum"] / loss["count"] if loss["sum"] is not None and loss["count"] else None,
+            }
+        for detector in self._detectors:
+            if isinstance(detector, Checkpoints):
+                values |= {"verified_step": detector.protected, "verified_age": detector.age}
+            elif isinstance(detector, Space):
+                values["next_checkpoint_fits"] = detector.fit.get("checkpoints")
+                values["disk_full_in"] = detector.seconds_to_full.get("checkpoints")
+        return Snapshot(**values)
+
+    def _told(self, alarm: Alarm, before: Alarm | None) -> None:
+        if self._notifier is not None:
+            self._notifier.told(alarm, before)
+        journal_alarm(self._run, alarm)
+
+    def tell_the_end(self) -> None:
+        """All ranks are gone: if that was no end in order, somebody must know."""
+        intent = read_json(self._metrics.parent / "exit_intent.json")
+        if intent is None or intent["code"] in (0, 75, 76):
+            return
+        self.alarms.open(
+            "ended",
+            Severity.CRIT,
+            f"the run has ended with exit {intent['code']}: {intent['reason']}",
+            effect="nothing is trained",
+            remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
+            step=self._record.get("step"),
+        )
+
+    def close(self) -> None:
+        """The watch ends."""
+        self._exporter.close()
+        if self._notifier is not None:
+            self._notifier.close()
+        self._claim.release()
+
+
+def take_the_lead(config: Config) -> Claim | None:
+    """The right to write the alarms of a run; None while another process has it."""
+    try:
+        return keep_alarms(RunDir(config.run.dir), "watchdog")
+    except OSError:
+        return None
+
+
+def _avoided(alarm: Alarm) -> Iterable[str]:
+    hosts = alarm.facts.get("avoid_hosts")
+    return hosts if isinstance(hosts, list) else ()
+
+
+def _ratios(own: dict[int, float]) -> dict[int, float]:
+    """Own times over the median of all."""
+    known = {rank: value for rank, value in own.items() if value > 0}
+    typical = median(known.values()) if known else 0.0
+    return {rank: value / typical for rank, value in known.items()}
