@@ -112,7 +112,8 @@ class Agent:
             self._lead()
         self._look_at_the_dead()
         was = bool(self.hang.stalled)
-        self.hang.check()
+        if not self._ended:
+            self.hang.check()
         stalled = [standing.to_json() for standing in self.hang.stalled]
         self.nodes.write(self._report(stalled), at_once=was != bool(stalled))
         if self._leader is not None:
@@ -198,11 +199,7 @@ class Agent:
         """Write down why, let stopped ranks say where they stand, and end all of this node."""
         self._ended = True
         self._write_intent(Exit.RESUME, reason, facts, restart=restart)
-        for rank in self.ranks.alive:
-            rank.signal(signal.SIGUSR2)
-            rank.signal(signal.SIGCONT)
-        time.sleep(0.5)
-        self.hang.read()
+        self.hang.last_words()
         self.ranks.kill()
 
     def _keep_stack(self, rank: int, text: str) -> None:

@@ -7,6 +7,8 @@ step is never saved.
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic_ns
@@ -21,6 +23,7 @@ from .stalls import History
 from .verdict import Verdict, judge
 
 _BETWEEN_DUMPS = 30.0
+_LAST_WORDS = 1.0
 
 
 @dataclass
@@ -180,13 +183,27 @@ class Hang:
         for rank in self._ranks.alive:
             rank.ask_stack()
 
-    def read(self) -> None:
-        """Take in the dumps that have been written since they were asked for."""
+    def last_words(self) -> None:
+        """Let all ranks say where they stand before they are ended, stopped ones too, which must not get far."""
+        self._dump()
+        for rank in self._ranks.alive:
+            rank.signal(signal.SIGCONT)
+        until = time.monotonic() + _LAST_WORDS
+        waiting = {rank.number for rank in self._ranks.alive}
+        while waiting and time.monotonic() < until:
+            time.sleep(0.005)
+            waiting -= set(self.read())
+
+    def read(self) -> list[int]:
+        """Take in the dumps that have been written since they were asked for; whose there were."""
+        found = []
         for rank in self._ranks.all:
             stack = rank.dumps.latest()
             if stack is not None:
                 rank.stack = stack
                 self._keep(rank.number, rank.dumps.text)
+                found.append(rank.number)
+        return found
 
     def _signatures(self) -> dict[int, Any]:
         return {rank.number: _signature(rank) for rank in self._ranks.all}
