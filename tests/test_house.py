@@ -106,7 +106,7 @@ LEVELS = [
     ],
     ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli", "fsdp_pretrain.alarms_cli"],
     ["fsdp_pretrain.cli"],
-    ["eval", "fsdp_pretrain.bench_saves"],
+    ["eval", "fsdp_pretrain.bench_saves", "fsdp_pretrain.bench_watchdog"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench", "fsdp_pretrain.doctor"],
 ]
 TORCH_FREE = [
