@@ -249,3 +249,24 @@ def test_long_first_steps_and_saves_are_no_hang(
     lab.train(config, ranks=2)
     assert not alarms(run, "hang")
     assert not list((run / "watchdog").glob("stacks/*"))
+
+
+def test_status_shows_alarms_and_whether_anybody_watches(
+    lab: Any, watched: Callable[..., Path], run_command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """One screen: the open alarm with its exit code, acknowledged it is only a warning, and the watchdog's last look."""
+    run = lab.path / "run"
+    hang = {"soft": "2 s", "hard": "600 s"}
+    job = lab.start(watched(watchdog={**WATCHED, "hang": hang}), ranks=2)
+    until(lambda: steps(run) > 20)
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    job.kill(1, signal.SIGSTOP)
+    until(lambda: alarms(run, "hang"))
+    shown = run_command("fsdp_pretrain.cli", "status", run)
+    assert shown.returncode == 2 and "hang: no progress" in shown.stdout and "is stopped" in shown.stdout
+    assert run_command("fsdp_pretrain.cli", "ack", run, "hang").returncode == 0
+    shown = run_command("fsdp_pretrain.cli", "status", run)
+    assert shown.returncode == 1 and "acknowledged" in shown.stdout and "watchdog    looked" in shown.stdout
+    job.kill(1, signal.SIGCONT)
+    until(lambda: alarms(run, "hang")[-1]["state"] == "resolved")
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0

@@ -29,6 +29,11 @@ def alarms_file(run: RunDir) -> Path:
     return run.path / "watchdog/alarms.jsonl"
 
 
+def snapshot_file(run: RunDir) -> Path:
+    """What the watchdog saw last, a `snapshot.Snapshot` with its time."""
+    return run.path / "watchdog/snapshot.json"
+
+
 def keep_alarms(run: RunDir, purpose: str) -> Claim | None:
     """The right to write the alarms of a run, to be released at the end; None: another process has it.
 

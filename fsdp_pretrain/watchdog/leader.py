@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import socket
 import time
 from collections.abc import Iterable
@@ -12,10 +15,10 @@ from ..config import Config
 from ..control import send
 from ..errors import ConfigError
 from ..record.claim import Claim
-from ..record.files import RunDir, read_json, read_lines
+from ..record.files import RunDir, now, read_json, read_lines
 from .alarms import Alarm, Alarms, Severity
 from .checkpoints import Checkpoints
-from .desk import alarms_file, journal_alarm, keep_alarms, serve
+from .desk import alarms_file, journal_alarm, keep_alarms, serve, snapshot_file
 from .detector import Detector
 from .drift import Drift, Stragglers
 from .exporter import Exporter
@@ -29,6 +32,7 @@ from .storage import Space
 
 _OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu"))
 """Detectors whose alarms end when the ranks are started again."""
+_SNAPSHOT_SECONDS = 10.0
 _NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
@@ -106,6 +110,7 @@ class Leader:
         )
         self._foreign, self._avoided = set[str](), set[str]()
         self._own: dict[int, float] = {}
+        self._written = -_SNAPSHOT_SECONDS
 
     # ------------------------------------------------------------------ a pass
 
@@ -179,12 +184,24 @@ class Leader:
         if self._notifier is not None:
             self._notifier.tick(self.alarms, snapshot)
         self._exporter.show(snapshot)
+        self._write(snapshot)
         if self._exporter.problem:
             self.alarms.open("metrics", Severity.INFO, self._exporter.problem, effect="no metrics for Prometheus")
         else:
             self.alarms.resolve("metrics")
         if self._ping is not None:
             self._ping.passed(self._ranks.seen)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """For `fsdp-pretrain status`, which may be asked on any machine."""
+        if time.monotonic() - self._written < _SNAPSHOT_SECONDS:
+            return
+        self._written = time.monotonic()
+        path = snapshot_file(self._run)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            partial.write_text(json.dumps({"time": now(), "host": socket.gethostname(), **snapshot.to_json()}))
+            partial.replace(path)
 
     def _fill(self) -> Snapshot:
         record, now = self._record, time.monotonic_ns()
