@@ -63,6 +63,7 @@ LEVELS = [
         "data.jobs",
         "data.formats",
     ],
+    ["fsdp_pretrain.watchdog.leader", "fsdp_pretrain.watchdog.agent"],
     ["data.documents", "data.findings", "data.meter", "data.report", "data.totals", "data.validate"],
     [
         "data.bench",
