@@ -15,6 +15,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,8 +93,9 @@ def fail(trap: dict[str, Any], path: str) -> None:
 
 
 def end_thread(trap: dict[str, Any], path: str) -> None:
-    """The thread, not the process, ends without a word to the other ranks."""
-    raise SystemExit("planted")
+    """A thread that writes beside training ends without a word to the other ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        raise SystemExit("planted")
 
 
 def wait(trap: dict[str, Any], path: str) -> None:
@@ -124,7 +126,7 @@ def _arm(trap: dict[str, Any]) -> None:
     """What shall happen on one rank.
 
     `{"rank": 0, "size": 1000}` or rank, verb, path, after: it is killed; with `pids`, a folder, all ranks die. Or rank,
-    verb, path and `act`, one of ACTS with what it needs: at every such change.
+    verb, path and `act`, one of ACTS with what it needs: at `times` such changes, from the one after `skip` on.
     """
     everybody = trap.get("pids")
     if everybody:
@@ -132,10 +134,13 @@ def _arm(trap: dict[str, Any]) -> None:
     if trap["rank"] != int(os.environ["RANK"]):
         return
     if "act" in trap:
+        seen = [0]
 
         def act(what: str, where: str) -> None:
             if re.fullmatch(trap["verb"], what) and re.search(trap["path"], where):
-                ACTS[trap["act"]](trap, where)
+                seen[0] += 1
+                if trap["skip"] < seen[0] <= trap["skip"] + trap["times"]:
+                    ACTS[trap["act"]](trap, where)
 
         before_changes(act)
     elif "size" in trap:
