@@ -1,8 +1,8 @@
 """Faults that a test puts into chosen ranks, without a hook in the program.
 
 The variable `EXECUTE_FIRST` names this file (see `zygote.py`), or torchrun is given it as the script in place of the
-trainer; `FAULT` is JSON: `{"rank": 1, "step": 30, "kind": "hold"}`, or a list of such. Before the step a rank does what
-the kind says; see `KINDS`.
+trainer; `FAULT` is JSON: `{"rank": 1, "step": 30, "kind": "hold"}`, or a list of such. Before the step (0: before it
+starts) a rank does what the kind says; see `KINDS`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,41 @@ def crash(fault: dict[str, Any]) -> None:
     raise RuntimeError("a planted defect")
 
 
+def rewind(fault: dict[str, Any]) -> None:
+    """Read the data from its beginning again."""
+    from data.loader import Loader
+
+    build, first = Loader.build, [True]
+
+    def rewound(self: Loader, cursor: int, consumed: int) -> Any:
+        begin, first[0] = 0 if first[0] else cursor, False
+        return build(self, begin, consumed)
+
+    Loader.build = rewound  # type: ignore[method-assign]
+
+
+def swap(fault: dict[str, Any]) -> None:
+    """Take the samples of the second of two sources where those of the first are due, and the other way round."""
+    from data.mixture import Mixture
+
+    locate = Mixture.locate
+
+    def swapped(self: Mixture, index: int) -> tuple[int, int]:
+        source, number = locate(self, index)
+        return 1 - source, number
+
+    Mixture.locate = swapped  # type: ignore[method-assign]
+
+
+def trust(fault: dict[str, Any]) -> None:
+    """Believe that documents hold no special tokens."""
+    from data.packer import Packer
+
+    Packer._clean = lambda *_: True  # type: ignore[method-assign]
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function for function in (hold, doze, desync, die, crash)
+    function.__name__: function for function in (hold, doze, desync, die, crash, rewind, swap, trust)
 }
 
 
@@ -61,6 +94,9 @@ def arm(faults: list[dict[str, Any]]) -> None:
         return
     from fsdp_pretrain.trainer import Trainer
 
+    for fault in mine:
+        if fault["step"] == 0:  # from the beginning of this start
+            KINDS[fault["kind"]](fault)
     step = Trainer.step
 
     def faulty(self: Trainer) -> None:

@@ -16,6 +16,7 @@ from ..control import send
 from ..errors import ConfigError
 from ..record.claim import Claim
 from ..record.files import RunDir, now, read_json, read_lines
+from ..record.journal import Journal
 from .alarms import Alarm, Alarms, Severity
 from .checkpoints import Checkpoints
 from .desk import alarms_file, journal_alarm, keep_alarms, serve, snapshot_file
@@ -81,6 +82,7 @@ class Leader:
         self._steps, self._record = Histogram(), dict[str, Any]()
         self._metrics, self._offset = self._run.segment(segment) / "metrics.jsonl", 0
         self._notifier: Notifier | None = None
+        self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
         self.alarms = Alarms(alarms_file(self._run), self._told)
         identity = Identity(run=config.run.name, path=str(self._run.path), segment=segment)
         section = config.watchdog.notify
@@ -169,9 +171,10 @@ class Leader:
         broken = self.broken_hosts()
         if not broken or broken <= self._avoided or not self._config.watchdog.hardware.act:
             return
-        self._avoided |= broken
         names = ", ".join(sorted(broken))
-        send(self._run, "stop", reason=f"broken hardware on {names}", avoid_hosts=sorted(broken))
+        with contextlib.suppress(OSError):  # a full disk takes no request: asked again in the next pass
+            send(self._run, "stop", reason=f"broken hardware on {names}", avoid_hosts=sorted(broken))
+            self._avoided |= broken
 
     def broken_hosts(self) -> set[str]:
         """Hosts that no start should use."""
@@ -236,7 +239,7 @@ class Leader:
     def _told(self, alarm: Alarm, before: Alarm | None) -> None:
         if self._notifier is not None:
             self._notifier.told(alarm, before)
-        journal_alarm(self._run, alarm)
+        journal_alarm(self._journal, alarm)
 
     def tell_the_end(self) -> None:
         """All ranks are gone: if that was no end in order, somebody must know."""
@@ -257,6 +260,8 @@ class Leader:
         self._exporter.close()
         if self._notifier is not None:
             self._notifier.close()
+        self.alarms.close()
+        self._journal.close()
         self._claim.release()
 
 
