@@ -411,6 +411,31 @@ def helpers() -> Any:
             return [entry for entry in read(RunDir(run)) if kind in (None, entry["kind"])]
 
         @staticmethod
+        def alarms(run: Path, key: str | None = None) -> list[dict[str, Any]]:
+            """Transitions of an alarm of a run, or of all of them, oldest first."""
+            try:
+                lines = (run / "watchdog/alarms.jsonl").read_text().splitlines()
+            except OSError:
+                return []
+            return [alarm for alarm in map(json.loads, lines) if key in (None, alarm["key"])]
+
+        @staticmethod
+        def agents(run: Path) -> list[int]:
+            """Process ids of the watchdog's agents of a run."""
+            import psutil
+
+            commands = ((process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
+            return [pid for pid, line in commands if "fsdp_pretrain.watchdog.agent" in line and str(run) in line]
+
+        @staticmethod
+        def intent(run: Path) -> dict[str, Any] | None:
+            """What the newest start that has ended said of its end."""
+            for path in sorted((run / "segments").glob("*/exit_intent.json"), reverse=True):
+                content: dict[str, Any] = json.loads(path.read_text())
+                return content
+            return None
+
+        @staticmethod
         def wait_for(condition: Callable[[], Any], timeout: float = 60, what: str = "") -> Any:
             """Poll until a condition holds; its value."""
             deadline = time.monotonic() + timeout
