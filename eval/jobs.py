@@ -24,10 +24,11 @@ import xxhash
 from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
 from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.config import Config
-from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record.claim import BEAT_SECONDS, Claim, is_alive, take_away
 from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
 from fsdp_pretrain.record.journal import Journal
+
+from .attempt import EvaluationError, Limits, apart, limits
 
 _SILENT_SECONDS = 120.0
 
@@ -108,12 +109,16 @@ def note_failure(job: Job, reason: str) -> int:
 
 
 @contextmanager
-def claim(job: Job) -> Iterator[Work | None]:
-    """Hold a job for the duration of the block; None if another worker holds it or it is done."""
+def claim(job: Job, limit: Limits | None = None) -> Iterator[Work | None]:
+    """Hold a job for the duration of the block; None if another worker holds it or it is done.
+
+    Args:
+        limit: how long it may take, for others to see.
+    """
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / "claim.json"
     _drop_if_stale(path)
-    mine = Claim.take(path)
+    mine = Claim.take(path, **({} if limit is None else {"deadline": limit.deadline}))
     if mine is None:
         yield None
         return
@@ -156,7 +161,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
     """Evaluate every due checkpoint that no other worker holds, until none is left.
 
     Args:
-        evaluate: function of (checkpoint) that gives the contents of `results.json`.
+        evaluate: function of (checkpoint) that gives the contents of `results.json`; called in a forked child.
 
     Returns:
         (evaluated, failed).
@@ -167,10 +172,12 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
     try:
         while jobs := [job for job in due_jobs(run, config) if job.folder not in tried]:
             tried.add(jobs[0].folder)
-            with claim(jobs[0]) as held:
+            limit = limits(run, jobs[0].folder.name, config.eval.deadline.value)
+            with claim(jobs[0], limit) as held:
                 if held is None:
                     continue
-                ok = _evaluate(held, evaluate, journal, config.eval.attempts)
+                stacks = run.path / "watchdog/stacks" / f"evaluation-{jobs[0].checkpoint.step:08d}.txt"
+                ok = _evaluate(held, evaluate, journal, config.eval.attempts, limit, stacks)
                 evaluated, failed = evaluated + ok, failed + (not ok)
                 if not ok:
                     tried.discard(jobs[0].folder)  # tried again until `attempts` are used up
@@ -179,13 +186,18 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
     return evaluated, failed
 
 
-def _evaluate(held: Work, evaluate: Any, journal: Journal, attempts: int) -> bool:
+def _evaluate(held: Work, evaluate: Any, journal: Journal, attempts: int, limit: Limits, stacks: Path) -> bool:
     job, step = held.job, held.job.checkpoint.step
     start = time.perf_counter()
     try:
-        content = evaluate(job.checkpoint)
-    except Exception as error:  # anything a task or model can raise must not stop the other evaluations
-        reason = error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        content = apart(
+            lambda: evaluate(job.checkpoint),
+            limit,
+            stacks,
+            late=lambda text: journal.write("eval-late", f"the evaluation {text}", step=step),
+        )
+    except EvaluationError as failed:
+        reason = str(failed)
         count = note_failure(job, reason)
         ending = "given up" if count >= attempts else "will be tried again"
         journal.write("eval-failed", f"attempt {count} of {attempts} ({ending}): {reason}", step=step, failures=count)

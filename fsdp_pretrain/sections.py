@@ -383,6 +383,9 @@ class EvalSection(Section):
     """CPU threads of a process the trainer starts."""
     attempts: Positive = 3
     """Tries per checkpoint before it is given up with an alarm in the journal."""
+    deadline: Seconds = Seconds(3600)
+    """An evaluation that takes longer (and longer than three times the median of earlier ones) is told of by the
+    watchdog, with its stack; after three times as long it is ended, which is one of its tries."""
 
 
 class RecordSection(Section):

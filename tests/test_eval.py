@@ -7,16 +7,20 @@ import os
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import tomli_w
 
 pytest.importorskip("lm_eval")
 import torch
 
 from eval import jobs
+from eval.attempt import Limits, limits
 from eval.checkpoints import read_checkpoint
 from eval.harness import CheckpointLM
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
@@ -328,3 +332,103 @@ def test_a_crashing_evaluation_does_not_touch_training(lab: Any, helpers: Any) -
     assert json.loads((run / "status.json").read_text())["state"] == "complete"
     failed = helpers.wait_for(lambda: helpers.journal(run, "eval-failed"), what="the failure in the journal")
     assert "not JSON" in failed[0]["text"]
+
+
+# ---------------------------------------------------------------- evaluations that do not end
+
+
+def set_eval(run: Path, **values: Any) -> None:
+    config = tomllib.loads((run / "config.toml").read_text())
+    config["eval"].update(values)
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+
+
+DEADLOCK = """
+import threading
+
+def load(**_):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+"""
+TASK = """
+task: deadlock
+custom_dataset: !function deadlock.load
+output_type: loglikelihood_rolling
+validation_split: validation
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
+"""
+
+
+def add_deadlock(folder: Path) -> Path:
+    """A folder with a task that never gets its documents."""
+    folder.mkdir()
+    (folder / "deadlock.py").write_text(DEADLOCK)
+    (folder / "deadlock.yaml").write_text(TASK)
+    return folder
+
+
+@pytest.fixture
+def hanging(run: Path) -> Path:
+    """A run whose evaluations wait for ever."""
+    tasks = add_deadlock(run / "tasks")
+    set_eval(run, include=[str(tasks)], tasks=["deadlock"], deadline="0.7 s", attempts=1)
+    return run
+
+
+def test_an_evaluation_that_hangs_is_ended_with_its_stack(
+    hanging: Path, helpers: Any, start_command: Callable[..., Any]
+) -> None:
+    """Fault matrix 26: a dead-lock in an evaluation: its stack at the deadline, its end later, then the next one."""
+    worker = start_command("eval.cli", "watch", hanging, "--once")
+    assert worker.wait(60) == 1, worker.output()
+    failed = helpers.journal(hanging, "eval-failed")
+    assert [(entry["step"], entry["failures"]) for entry in failed] == [(10, 1), (20, 1), (30, 1)]
+    assert all("(given up): ended after 2.1s" in entry["text"] for entry in failed)
+    late = helpers.journal(hanging, "eval-late")
+    assert len(late) == 3 and "its stack is in" in late[0]["text"]
+    dumps = (hanging / "watchdog/stacks/evaluation-00000030.txt").read_text()
+    assert dumps.count("most recent call first") == 2  # at the deadline and at the end
+    assert 'deadlock.py", line 7 in load' in dumps
+    assert not list(hanging.glob("evals/**/claim*"))
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_is_stopped_is_ended(hanging: Path, helpers: Any, start_command: Callable[..., Any]) -> None:
+    """Fault matrix 26: SIGSTOP: it says nothing at the deadline, and where it stood at the end."""
+    worker = start_command("eval.cli", "watch", hanging, "--once")
+    (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")
+    child.suspend()
+    helpers.wait_for(lambda: helpers.journal(hanging, "eval-failed"), what="its end")
+    worker.signal(signal.SIGKILL)
+    dumps = (hanging / "watchdog/stacks/evaluation-00000010.txt").read_text()
+    assert "the process is stopped" in dumps and dumps.count("most recent call first") == 1
+
+
+def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
+    hanging: Path, helpers: Any, start_command: Callable[..., Any]
+) -> None:
+    """The kernel ends it for its memory: a try, or it would be tried for ever. A worker that is killed takes it along."""
+    set_eval(hanging, deadline="60 s", attempts=2)
+    worker = start_command("eval.cli", "watch", hanging, "--once")
+    (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")
+    child.kill()
+    failed = helpers.wait_for(lambda: helpers.journal(hanging, "eval-failed"), what="the failure")
+    assert "ended by signal 9" in failed[0]["text"] and failed[0]["failures"] == 1
+    (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="the second try")
+    worker.signal(signal.SIGKILL)
+    helpers.wait_for(lambda: not child.is_running(), 10, what="its end")
+
+
+@pytest.mark.quick
+def test_deadlines_grow_with_what_evaluations_take(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert limits(run, "a", 100.0) == Limits(100.0, 300.0)
+    for step, seconds in enumerate((10, 50, 2000)):
+        folder = run.evals / f"step-{step:08d}/a"
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({"seconds": seconds}))
+    assert limits(run, "a", 100.0) == Limits(150.0, 450.0)  # three times the median
+    assert limits(run, "b", 100.0) == Limits(100.0, 300.0)

@@ -19,7 +19,8 @@ from typing import Any
 
 from ..checkpoint.store import Store, verify_files
 from ..control import send
-from ..record.files import RunDir, read_lines
+from ..record.claim import is_alive
+from ..record.files import RunDir, read_json, read_lines
 
 _PROBE_BYTES = 64 * 1024
 _SAMPLE = 64
@@ -98,6 +99,23 @@ def _describe(item: Any) -> dict[str, Any]:
     sizes = [entry["bytes"] for entry in manifest["files"]]
     facts = {key: manifest.get(key) for key in ("step", "tokens")}
     return {**facts, "bytes": sum(sizes), "files": len(sizes), "path": str(item.path)}
+
+
+def evaluations(evals: str) -> dict[str, Any]:
+    """The evaluations that somebody works on.
+
+    Returns:
+        claims: of each its step, tasks, the token of its claim, who holds it, and its deadline in seconds.
+    """
+    claims = []
+    for path in sorted(Path(evals).glob("step-*/*/claim.json")):
+        held = read_json(path)
+        if held is None or "deadline" not in held or is_alive(held) is False:
+            continue
+        step = int(path.parent.parent.name.removeprefix("step-"))
+        facts = {name: held.get(name) for name in ("token", "host", "pid", "deadline")}
+        claims.append({"step": step, "tasks": path.parent.name, **facts})
+    return {"claims": claims}
 
 
 def checksum(directories: list[str]) -> dict[str, Any]:
@@ -184,7 +202,7 @@ def request(run: str, verb: str) -> dict[str, Any]:
 
 
 LOOKS: dict[str, Callable[..., dict[str, Any]]] = {
-    look.__name__: look for look in (space, checkpoints, checksum, read, write, corpus, request)
+    look.__name__: look for look in (space, checkpoints, evaluations, checksum, read, write, corpus, request)
 }
 """What may be asked for."""
 

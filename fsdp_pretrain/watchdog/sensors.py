@@ -15,6 +15,7 @@ from ..record.metrics import find_step
 from .alarms import Alarms, Severity
 from .checkpoints import Checkpoints
 from .detector import Detector
+from .evaluations import Evaluations
 from .hardware import Devices
 from .host import Host
 from .hosts import Hosts
@@ -66,6 +67,8 @@ def sensors(
             Waits(alarms),
             _sentinels(config, run, alarms, mounts),
         ]
+        if config.eval.every is not None:
+            found.append(Evaluations(alarms, watchdog.storage, looks, run.path))
     else:
         found.append(Space(alarms, watchdog.storage, looks, local))
     if (gpus := _devices(config, run, alarms, host, devices)) is not None:

@@ -1,0 +1,59 @@
+"""Do evaluations end? They run beside training, in workers anywhere; what is seen of them is their claims. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..units import human_time
+from ..watchdog_sections import StorageSection
+from .alarms import Alarms, Severity
+from .detector import Detector
+from .probe import Look, Looks
+
+
+class Evaluations(Detector):
+    """Opens `evaluation/STEP` when an evaluation takes longer than the deadline its worker has written down.
+
+    The worker keeps its stack by itself, and ends it at last; this tells of it, also when the worker is stopped.
+
+    Args:
+        alarms: where incidents are told.
+        section: `[watchdog.storage]`, how often storage is looked at.
+        looks: makes the looks.
+        run: the run directory.
+    """
+
+    def __init__(self, alarms: Alarms, section: StorageSection, looks: Looks, run: Path) -> None:
+        super().__init__(alarms)
+        every, deadline = section.interval.value, section.deadline.value
+        self._look = Look(looks, "evaluations", every=every, deadline=deadline, evals=str(run / "evals"))
+        self._seen: dict[str, float] = {}
+
+    def tick(self, now: float) -> None:
+        """Look, and take what an earlier look found."""
+        answer = self._look.tick(now)
+        if answer is None or answer.error is not None:
+            return
+        claims = answer.value["claims"]
+        self._seen = {claim["token"]: self._seen.get(claim["token"], now) for claim in claims}
+        late = {f"evaluation/{claim['step']}": claim for claim in claims if self._lasts(claim, now) > claim["deadline"]}
+        for key, claim in late.items():
+            self.alarms.open(
+                key,
+                Severity.WARN,
+                f"the evaluation of step {claim['step']} ({claim['tasks']}) on {claim['host']}, pid {claim['pid']}, "
+                f"takes longer than {human_time(claim['deadline'])}",
+                effect="training is not affected; there are no scores of this checkpoint, and it is not deleted",
+                remedy=f"see watchdog/stacks/evaluation-{claim['step']:08d}.txt; it is ended after thrice as long, "
+                "which is one of its eval.attempts",
+                step=claim["step"],
+                facts={name: claim[name] for name in ("host", "pid", "deadline", "tasks")},
+            )
+        for alarm in list(self.alarms):
+            if alarm.detector == "evaluation" and alarm.key not in late:
+                self.alarms.resolve(alarm.key, "it has ended; the journal says how")
+
+    def _lasts(self, claim: dict[str, Any], now: float) -> float:
+        """Seconds for which it was seen: on our clock, which never jumps."""
+        return now - self._seen[claim["token"]]
