@@ -27,7 +27,7 @@ def watched(lab: Any) -> Callable[..., Path]:
 
     def make(name: str = "run", **sections: dict[str, Any]) -> Path:
         sections.setdefault("train", {"duration": "4000 steps"})
-        sections.setdefault("checkpoint", {"every": "20 steps"})
+        sections.setdefault("checkpoint", {"every": "1000 steps"})  # how long a save may take is not known at first
         config: Path = lab.config(name, **{"watchdog": WATCHED, **sections})
         return config
 
@@ -170,7 +170,7 @@ def test_a_killed_rank_is_seen_at_once_and_torchrun_goes_on(
     lab: Any, watched: Callable[..., Path], start: Callable[..., Elastic], helpers: Any
 ) -> None:
     """Fault matrix 16: kill -9 of a rank: seen within a second, restarted, the curve as if nothing had happened."""
-    config, run = watched(train={"duration": "60 steps"}), lab.path / "run"
+    config, run = watched(train={"duration": "60 steps"}, checkpoint={"every": "20 steps"}), lab.path / "run"
     lab.train(config, f"run.dir={lab.path / 'whole'}", "watchdog.enabled=false", ranks=2)
     fault = {"rank": 1, "step": 33, "kind": "die", "attempt": 0}
     job = start(config, restarts=1, FAULT=json.dumps(fault))
@@ -221,7 +221,7 @@ def test_long_first_steps_and_saves_are_no_hang(
     """Fault matrix 31, and 15 as seen by the hang detector: a first step of many deadlines; ends in order."""
     monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
     monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 1, "kind": "doze", "seconds": 6}))
-    config, run = watched(train={"duration": "40 steps"}), lab.path / "run"
+    config, run = watched(train={"duration": "40 steps"}, checkpoint={"every": "20 steps"}), lab.path / "run"
     lab.train(config, ranks=2)
     assert not helpers.alarms(run, "hang")
     assert not list((run / "watchdog").glob("stacks/*"))
@@ -246,3 +246,27 @@ def test_status_shows_alarms_and_whether_anybody_watches(
     job.kill(1, signal.SIGCONT)
     until(lambda: helpers.alarms(run, "hang")[-1]["state"] == "resolved")
     assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+
+
+def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
+    lab: Any, watched: Callable[..., Path], helpers: Any
+) -> None:
+    """The agent blocks in the run directory: that is told, and ranks that stop meanwhile are ended nevertheless."""
+    run, told = lab.path / "run", lab.path / "told"
+    command = {"argv": ["sh", "-c", f"cat >> {told}; echo >> {told}"]}
+    job = lab.start(watched(watchdog={**WATCHED, "notify": {"command": command}}), ranks=2)
+    until(lambda: steps(run) > 20)
+    metrics = run / "segments/0001/metrics.jsonl"
+    metrics.rename(metrics.with_suffix(".away"))
+    os.mkfifo(metrics)  # whoever opens it to read waits; the trainer has its file open
+    message = json.loads(until(lambda: told.exists() and told.read_text().splitlines())[0])
+    assert message["key"].startswith("blind/") and "does not answer" in message["summary"]
+    job.kill(1, signal.SIGSTOP)
+    assert job.wait(40) == [-signal.SIGKILL] * 2
+    with contextlib.suppress(OSError):
+        os.close(os.open(metrics, os.O_WRONLY | os.O_NONBLOCK))  # the mount answers again
+    until(lambda: not helpers.agents(run), 20)
+    assert [alarm["state"] for alarm in helpers.alarms(run) if alarm["key"].startswith("blind/")] == [
+        "open",
+        "resolved",
+    ]

@@ -241,6 +241,11 @@ class Leader:
             self._notifier.told(alarm, before)
         journal_alarm(self._journal, alarm)
 
+    def tell_at_once(self, alarm: Alarm) -> None:
+        """Send an alarm without writing it down: the run directory does not answer."""
+        if self._notifier is not None:
+            self._notifier.told(alarm, None)
+
     def tell_the_end(self) -> None:
         """All ranks are gone: if that was no end in order, somebody must know."""
         intent = read_json(self._metrics.parent / "exit_intent.json")
