@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -242,7 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
     config = Config.model_validate(tomllib.loads(sys.stdin.read()))
     first, stop = map(int, args.ranks.split(":"))
     sweep(root(), args.pages)
-    with _alone(args.pages.parent / f"{args.run.name}-{args.node}.lock"):
+    name = hashlib.sha256(str(args.run).encode()).hexdigest()[:16]  # many runs end in the same folder name
+    with _alone(args.pages.parent / f"{name}-{args.node}.lock"):
         agent = Agent(
             config,
             pages=args.pages,
