@@ -1,6 +1,6 @@
 """docs/faults.md names for every fault the tests that show it, and no others; their docstrings say "Fault matrix N".
 
-    python tests/test_faults.py    # writes the names into the page again
+python tests/test_faults.py    # writes the names into the page again
 """
 
 from __future__ import annotations
