@@ -1,8 +1,8 @@
 """Faults that a test puts into chosen ranks, without a hook in the program.
 
 The variable `EXECUTE_FIRST` names this file (see `zygote.py`), or torchrun is given it as the script in place of the
-trainer; `FAULT` is JSON: `{"rank": 1, "step": 30, "kind": "hold"}`, or a list of such. Before the step a rank does what
-the kind says; see `KINDS`.
+trainer; `FAULT` is JSON: `{"rank": 1, "step": 30, "kind": "hold"}`, or a list of such. Before the step (0: before it
+starts) a rank does what the kind says, with `on` before all later ones too, up to `until`; see `KINDS`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+_NOW = [0]
+"""The step this rank is in."""
 
 
 def hold(fault: dict[str, Any]) -> None:
@@ -47,8 +50,22 @@ def crash(fault: dict[str, Any]) -> None:
     raise RuntimeError("a planted defect")
 
 
+def drag(fault: dict[str, Any]) -> None:
+    """Make every block's forward pass last so many seconds longer, from `from` to `until` if they are given."""
+    from fsdp_pretrain.models.llama import LlamaBlock
+
+    forward = LlamaBlock.forward
+
+    def slow(self: LlamaBlock, *args: Any) -> Any:
+        if fault.get("from", 0) <= _NOW[0] < fault.get("until", 10**9):
+            time.sleep(fault["seconds"])
+        return forward(self, *args)
+
+    LlamaBlock.forward = slow  # type: ignore[method-assign]
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function for function in (hold, doze, desync, die, crash)
+    function.__name__: function for function in (hold, doze, desync, die, crash, drag)
 }
 
 
@@ -61,12 +78,16 @@ def arm(faults: list[dict[str, Any]]) -> None:
         return
     from fsdp_pretrain.trainer import Trainer
 
+    for fault in mine:
+        if fault["step"] == 0:  # from the beginning of this start
+            KINDS[fault["kind"]](fault)
     step = Trainer.step
 
     def faulty(self: Trainer) -> None:
+        number = _NOW[0] = self.state.step + 1
         for fault in mine:
-            number = self.state.step + 1
-            if number == fault["step"] or (fault.get("on") and number > fault["step"]):
+            on = fault.get("on") and fault["step"] < number < fault.get("until", 10**9)
+            if number == fault["step"] or on:
                 KINDS[fault["kind"]](fault)
         step(self)
 
