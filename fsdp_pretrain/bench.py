@@ -16,7 +16,7 @@ import torch
 
 from data.loader import MicroBatch, StepBatch, check_batches
 
-from . import bench_saves, mesh, models, optim, parallel, plan, throughput
+from . import bench_saves, bench_watchdog, mesh, models, optim, parallel, plan, throughput
 from .config import Config, load
 from .console import run_guarded
 from .control import Inbox
@@ -29,6 +29,7 @@ from .sections import GLMObjective
 from .state import TrainState
 from .trainer import LAG, Trainer
 from .units import human_bytes, human_count
+from .watchdog.heart import Heart
 
 
 class RandomSteps:
@@ -86,7 +87,7 @@ class Records(Silent):
         self.records.append(record)
 
 
-def build(config: Config, world: World) -> tuple[Trainer, Records]:
+def build(config: Config, world: World, heart: Heart | None = None) -> tuple[Trainer, Records]:
     """The run's trainer on random tokens, with nowhere to save, and what will hold its records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
     model = models.build(config.model)
@@ -108,6 +109,7 @@ def build(config: Config, world: World) -> tuple[Trainer, Records]:
         source_names=["random"],
         flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
         peak_flops=throughput.peak_flops(throughput.device_name(world.device)),
+        heart=heart,
     )
     model.train()
     return trainer, records
@@ -200,7 +202,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="steps to time (default: 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before (default: 5)")
     parser.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
-    parser.add_argument("--rounds", type=int, default=5, help="of --saves (default: 5)")
+    parser.add_argument("--watchdog", type=Path, metavar="DIR", help="time what the watchdog costs instead")
+    parser.add_argument("--rounds", type=int, default=5, help="of --saves and --watchdog (default: 5)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     config = load(args.config, args.overrides)
@@ -211,10 +214,15 @@ def main() -> int:
                 trainer.step()
             trainer.collect(keep=0)
             result = bench_saves.measure(trainer, world, args.saves, rounds=args.rounds, steps=args.steps)
+        elif args.watchdog:
+            result = bench_watchdog.measure(
+                build, config, world, args.watchdog, rounds=args.rounds, steps=args.steps, seconds=60
+            )
         else:
             result = bench(config, world, steps=args.steps, warmup=args.warmup)
         if world.is_main:
-            text = bench_saves.render(result) if args.saves else render(result)
+            show = bench_saves.render if args.saves else bench_watchdog.render if args.watchdog else render
+            text = show(result)
             print(json.dumps(result, indent=1) if args.json else text)
     return 0
 

@@ -35,6 +35,30 @@ from .units import Seconds
 def main() -> int:
     """Entry point of the console script."""
     command = Command("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
+    _add_plan(command)
+    _add_status(command)
+    checkpoints_cli.add(command)
+    alarms_cli.add(command)
+    _add_rollback(command)
+    _add_fork(command)
+    _add_control(command)
+    _add_where(command)
+    _add_journal(command)
+    _add_goodput(command)
+    _add_note(command)
+    _add_aim(command)
+    launch.add(command)
+    doctor_command.add(command)
+    command.verb(
+        "config-reference",
+        _config_reference,
+        "Print docs/config.md: every configuration key.",
+        "fsdp-pretrain config-reference",
+    )
+    return command.run()
+
+
+def _add_plan(command: Command) -> None:
     parser = command.verb(
         "plan",
         _plan,
@@ -56,6 +80,8 @@ def main() -> int:
     parser.add_argument("--at", help="print the schedule at a point, such as '43680 steps'")
     parser.add_argument("--json", action="store_true")
 
+
+def _add_status(command: Command) -> None:
     parser = command.verb(
         "status",
         _status,
@@ -65,9 +91,8 @@ def main() -> int:
     _add_run(parser)
     parser.add_argument("--json", action="store_true")
 
-    checkpoints_cli.add(command)
-    alarms_cli.add(command)
 
+def _add_rollback(command: Command) -> None:
     parser = command.verb(
         "rollback",
         _rollback,
@@ -80,6 +105,8 @@ def main() -> int:
     _add_branch(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything and show it, change nothing")
 
+
+def _add_fork(command: Command) -> None:
     parser = command.verb(
         "fork",
         _fork,
@@ -91,6 +118,8 @@ def main() -> int:
     parser.add_argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run")
     _add_branch(parser)
 
+
+def _add_control(command: Command) -> None:
     parser = command.verb(
         "control",
         _control,
@@ -100,6 +129,8 @@ def main() -> int:
     _add_run(parser)
     parser.add_argument("action", choices=VERBS)
 
+
+def _add_where(command: Command) -> None:
     parser = command.verb(
         "where",
         _where,
@@ -119,6 +150,8 @@ def main() -> int:
     parser.add_argument("--ids", action="store_true", help="show the token ids, the last of which is only a label")
     parser.add_argument("--json", action="store_true", help="one JSON object per step, each on its line")
 
+
+def _add_journal(command: Command) -> None:
     parser = command.verb(
         "journal",
         _journal,
@@ -133,6 +166,8 @@ def main() -> int:
     parser.add_argument("--follow", action="store_true", help="go on with what is added, until interrupted")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
+
+def _add_goodput(command: Command) -> None:
     parser = command.verb(
         "goodput",
         _goodput,
@@ -143,6 +178,8 @@ def main() -> int:
     _add_run(parser)
     parser.add_argument("--json", action="store_true")
 
+
+def _add_note(command: Command) -> None:
     parser = command.verb(
         "note", _note, "Add a line to the chronicle.", 'fsdp-pretrain note runs/quickstart/run "new switch"'
     )
@@ -151,6 +188,8 @@ def main() -> int:
     parser.add_argument("--step", type=_positive, help="that it is about")
     parser.add_argument("--author", default=journal.who(), help="who says so (default: you)")
 
+
+def _add_aim(command: Command) -> None:
     parser = command.verb(
         "aim",
         _aim,
@@ -158,17 +197,6 @@ def main() -> int:
         "fsdp-pretrain aim runs/quickstart/run",
     )
     _add_run(parser)
-
-    launch.add(command)
-    doctor_command.add(command)
-
-    command.verb(
-        "config-reference",
-        _config_reference,
-        "Print docs/config.md: every configuration key.",
-        "fsdp-pretrain config-reference",
-    )
-    return command.run()
 
 
 def _add_branch(parser: argparse.ArgumentParser) -> None:

@@ -38,6 +38,8 @@ class OwnTime:
         self._begun: Any = None
         self._steps = self._number = 0
         self._measured: list[float] = []
+        if type(heart) is Heart:
+            return  # nobody listens
         for block in model.blocks:  # after the hooks that gather parameters, before those that free them
             block.register_forward_pre_hook(self._before)
             block.register_forward_hook(self._after, prepend=True)

@@ -18,6 +18,8 @@ from .record import goodput
 from .record.attempts import unread_bytes
 from .record.files import RunDir, now, read_json, replace_file
 from .units import human_bytes, human_count, human_time
+from .watchdog.alarms import Severity, read_alarms
+from .watchdog.desk import alarms_file, snapshot_file
 
 OK, WARN, ALERT = 0, 1, 2
 _ENDED = ("complete", "stopped", "failed")
@@ -72,6 +74,8 @@ def inspect(run: RunDir) -> Report:
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _look_at_checkpoints(report, run, status)
     _look_at_progress(report, run, status)
+    _look_at_alarms(report, run)
+    _look_at_watchdog(report, run)
     _look_at_goodput(report, run)
     return report
 
@@ -163,6 +167,35 @@ def _look_at_interval(report: Report, run: RunDir, manifest: dict[str, Any], sta
         )
 
 
+def _look_at_alarms(report: Report, run: RunDir) -> None:
+    """What the watchdog has found and is not over."""
+    open_ = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
+    report.facts["alarms"] = [alarm.to_json() for alarm in open_]
+    for alarm in open_:
+        if alarm.severity is not Severity.INFO:
+            known = alarm.state == "acknowledged"
+            level = ALERT if alarm.severity is Severity.CRIT and not known else WARN
+            since = f"since {human_time(_age(alarm.opened))}{', acknowledged' if known else ''}"
+            report.problems.append((level, f"{alarm.key}: {alarm.summary} ({since})"))
+
+
+def _look_at_watchdog(report: Report, run: RunDir) -> None:
+    """Whether anybody watches, and what was seen last."""
+    seen = read_json(snapshot_file(run))
+    if seen is not None:
+        report.facts["watchdog"] = {**seen, "age_seconds": round(_age(seen.get("time")), 1)}
+    if not report.running or _age(report.facts.get("started")) < _SILENT_AT_LEAST:
+        return
+    try:
+        wanted = load(run.config).watchdog.enabled
+    except UserError:
+        return  # said elsewhere
+    age = _age(seen.get("time")) if seen is not None else float("inf")
+    if wanted and age > _SILENT_AT_LEAST:
+        ago = f"has not looked for {human_time(age)}" if seen is not None else "has never looked"
+        report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
+
+
 def _look_at_progress(report: Report, run: RunDir, status: dict[str, Any]) -> None:
     """Steps since the last time somebody asked."""
     last = read_json(run.path / _LAST_LOOK) or {}
@@ -187,6 +220,16 @@ def _look_at_goodput(report: Report, run: RunDir) -> None:
         report.facts["goodput"] = {
             "line": f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
         }
+
+
+def _watchdog_line(seen: dict[str, Any]) -> str:
+    """What the watchdog saw last, in short."""
+    parts = [f"looked {human_time(seen['age_seconds'])} ago"]
+    if "step_drift" in seen:
+        parts.append(f"steps {seen['step_drift'] - 1:+.1%} of the baseline")
+    if "disk_full_in" in seen:
+        parts.append(f"disk full in {human_time(seen['disk_full_in'])}")
+    return ", ".join(parts)
 
 
 def render(report: Report) -> str:
@@ -227,6 +270,8 @@ def render(report: Report) -> str:
         )
     elif "verified_checkpoint" in facts:
         lines.append("  checkpoint  none verified yet")
+    if facts.get("watchdog") and report.running:
+        lines.append(f"  watchdog    {_watchdog_line(facts['watchdog'])}")
     if facts.get("goodput"):
         lines.append(f"  time        {facts['goodput']['line']}")
     if facts.get("overrides"):

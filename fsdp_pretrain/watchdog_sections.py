@@ -127,6 +127,9 @@ class StorageSection(Section):
     audit: Seconds = Seconds(3600)
     """Time between two audits: every shard of every corpus exists with its size, and one file of the newest verified
     checkpoint still has the bytes that were written."""
+    still: Seconds = Seconds(60)
+    """A save in flight that has not grown for so long, and for as long as saves take, has a writer that hangs. Five
+    times so long before any save was timed."""
     max_unprotected: Seconds = Seconds(6 * 3600)
     """Age of the newest verified checkpoint at which the run is asked to stop, if it is overdue as well."""
     act: bool = True

@@ -64,8 +64,41 @@ def drag(fault: dict[str, Any]) -> None:
     LlamaBlock.forward = slow  # type: ignore[method-assign]
 
 
+def rewind(fault: dict[str, Any]) -> None:
+    """Read the data from its beginning again."""
+    from data.loader import Loader
+
+    build, first = Loader.build, [True]
+
+    def rewound(self: Loader, cursor: int, consumed: int) -> Any:
+        begin, first[0] = 0 if first[0] else cursor, False
+        return build(self, begin, consumed)
+
+    Loader.build = rewound  # type: ignore[method-assign]
+
+
+def swap(fault: dict[str, Any]) -> None:
+    """Take the samples of the second of two sources where those of the first are due, and the other way round."""
+    from data.mixture import Mixture
+
+    locate = Mixture.locate
+
+    def swapped(self: Mixture, index: int) -> tuple[int, int]:
+        source, number = locate(self, index)
+        return 1 - source, number
+
+    Mixture.locate = swapped  # type: ignore[method-assign]
+
+
+def trust(fault: dict[str, Any]) -> None:
+    """Believe that documents hold no special tokens."""
+    from data.packer import Packer
+
+    Packer._clean = lambda *_: True  # type: ignore[method-assign]
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function for function in (hold, doze, desync, die, crash, drag)
+    function.__name__: function for function in (hold, doze, desync, die, crash, drag, rewind, swap, trust)
 }
 
 

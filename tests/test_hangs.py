@@ -27,7 +27,7 @@ def watched(lab: Any) -> Callable[..., Path]:
 
     def make(name: str = "run", **sections: dict[str, Any]) -> Path:
         sections.setdefault("train", {"duration": "4000 steps"})
-        sections.setdefault("checkpoint", {"every": "20 steps"})
+        sections.setdefault("checkpoint", {"every": "1000 steps"})  # how long a save may take is not known at first
         config: Path = lab.config(name, **{"watchdog": WATCHED, **sections})
         return config
 
@@ -81,32 +81,6 @@ def steps(run: Path) -> int:
     return found[-1].read_text().count("\n") if found else 0
 
 
-def alarms(run: Path, key: str) -> list[dict[str, Any]]:
-    """Transitions of an alarm."""
-    try:
-        lines = (run / "watchdog/alarms.jsonl").read_text().splitlines()
-    except OSError:
-        return []
-    return [alarm for alarm in map(json.loads, lines) if alarm["key"] == key]
-
-
-def agents(run: Path) -> list[int]:
-    """Agents of a run."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if "fsdp_pretrain.watchdog.agent" in command and str(run) in command:
-            found.append(process.pid)
-    return found
-
-
-def intent(run: Path) -> Any:
-    """What the newest start said of its end."""
-    for path in sorted((run / "segments").glob("*/exit_intent.json"), reverse=True):
-        return json.loads(path.read_text())
-    return None
-
-
 @pytest.fixture
 def start(lab: Any, helpers: Any) -> Iterator[Callable[..., Elastic]]:
     """Starts jobs under torchrun."""
@@ -122,26 +96,26 @@ def start(lab: Any, helpers: Any) -> Iterator[Callable[..., Elastic]]:
         job.close()
 
 
-def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, watched: Callable[..., Path]) -> None:
+def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:
     """Fault matrix 6: SIGSTOP. Alarm at the soft deadline with the rank, stacks of all, end at the hard one."""
     config, run = watched(), lab.path / "run"
     job = lab.start(config, ranks=2)
     until(lambda: steps(run) > 30)
     stopped = time.monotonic()
     job.kill(1, signal.SIGSTOP)
-    alarm = until(lambda: alarms(run, "hang"))[0]
+    alarm = until(lambda: helpers.alarms(run, "hang"))[0]
     told = time.monotonic() - stopped
     assert 2.0 <= told <= 4.5, told
     assert alarm["severity"] == "CRIT" and alarm["facts"]["verdict"] == "stopped" and alarm["facts"]["suspects"] == [1]
     assert f"rank 1 ({os.uname().nodename}, pid {job.ranks[1].pid}) is stopped" in alarm["summary"]
     assert job.wait(30) == [-signal.SIGKILL] * 2
     assert 5.0 <= time.monotonic() - stopped <= 9.0
-    found = intent(run)
+    found = helpers.intent(run)
     assert found["code"] == 75 and found["restart"] and found["suspects"] == [1]
     stacks = sorted(path.name for path in (run / "watchdog/stacks").iterdir())
     assert stacks == ["0001-rank-00000.txt", "0001-rank-00001.txt"]
     assert all("most recent call first" in (run / "watchdog/stacks" / name).read_text() for name in stacks)
-    until(lambda: not agents(run), 10)
+    until(lambda: not helpers.agents(run), 10)
 
 
 CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
@@ -153,7 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_hangs_are_told_apart(
-    lab: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, case: str
+    lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Fault matrix 7 and 28: the interpreter lock held in C, code that waits for ever, another collective."""
     fault, verdict, suspects, words = CASES[case]
@@ -162,14 +136,16 @@ def test_hangs_are_told_apart(
     hang = {"soft": "6 s", "hard": "9 s"}  # a wedged interpreter shows after five seconds
     job = lab.start(watched(watchdog={**WATCHED, "hang": hang}), ranks=2)
     run = lab.path / "run"
-    alarm = until(lambda: alarms(run, "hang"))[0]
+    alarm = until(lambda: helpers.alarms(run, "hang"))[0]
     assert (alarm["facts"]["verdict"], alarm["facts"]["suspects"]) == (verdict, suspects), alarm
     assert words in alarm["summary"] and alarm["step"] == 30
     assert job.wait(60) == [-signal.SIGKILL] * 2
-    assert intent(run)["code"] == 75 and intent(run)["verdict"] == verdict
+    assert helpers.intent(run)["code"] == 75 and helpers.intent(run)["verdict"] == verdict
 
 
-def test_a_shard_that_does_not_answer_is_named(lab: Any, watched: Callable[..., Path], shared_corpus: Path) -> None:
+def test_a_shard_that_does_not_answer_is_named(
+    lab: Any, helpers: Any, watched: Callable[..., Path], shared_corpus: Path
+) -> None:
     """Fault matrix 27: a FIFO in place of a shard. The alarm names the file."""
     corpus = lab.path / "corpus"
     shutil.copytree(shared_corpus / "corpus", corpus)
@@ -184,9 +160,9 @@ def test_a_shard_that_does_not_answer_is_named(lab: Any, watched: Callable[..., 
     shard.unlink()
     os.mkfifo(shard)
     job.kill()
-    until(lambda: not agents(run), 20)
+    until(lambda: not helpers.agents(run), 20)
     lab.start(path, "train.duration='100000 steps'", flags=("--allow", "train.duration"))
-    alarm = until(lambda: [a for a in alarms(run, "hang") if a["state"] == "open"])[-1]
+    alarm = until(lambda: [a for a in helpers.alarms(run, "hang") if a["state"] == "open"])[-1]
     assert alarm["facts"]["verdict"] == "data" and str(shard) in alarm["summary"], alarm
 
 
@@ -194,31 +170,31 @@ def test_a_killed_rank_is_seen_at_once_and_torchrun_goes_on(
     lab: Any, watched: Callable[..., Path], start: Callable[..., Elastic], helpers: Any
 ) -> None:
     """Fault matrix 16: kill -9 of a rank: seen within a second, restarted, the curve as if nothing had happened."""
-    config, run = watched(train={"duration": "60 steps"}), lab.path / "run"
+    config, run = watched(train={"duration": "60 steps"}, checkpoint={"every": "20 steps"}), lab.path / "run"
     lab.train(config, f"run.dir={lab.path / 'whole'}", "watchdog.enabled=false", ranks=2)
     fault = {"rank": 1, "step": 33, "kind": "die", "attempt": 0}
     job = start(config, restarts=1, FAULT=json.dumps(fault))
-    alarm = until(lambda: alarms(run, "rank-died"))[0]
+    alarm = until(lambda: helpers.alarms(run, "rank-died"))[0]
     assert "rank 1" in alarm["summary"] and alarm["step"] == 32  # it died before it began step 33
     assert job.process.wait(60) == 0
-    assert alarms(run, "rank-died")[-1]["state"] == "resolved" or len(alarms(run, "rank-died")) == 1
+    assert helpers.alarms(run, "rank-died")[-1]["state"] == "resolved" or len(helpers.alarms(run, "rank-died")) == 1
     died = json.loads((run / "segments/0001/exit_intent.json").read_text())
     assert died["code"] == 75 and died["restart"] and died["suspects"] == [1]
     assert helpers.losses(run) == helpers.losses(lab.path / "whole")
-    until(lambda: not agents(run), 10)
+    until(lambda: not helpers.agents(run), 10)
 
 
-def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, watched: Callable[..., Path]) -> None:
+def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:
     """Fault matrix 24."""
     config, run = watched(), lab.path / "run"
     job = lab.start(config, ranks=2)
-    first = until(lambda: agents(run))
+    first = until(lambda: helpers.agents(run))
     until(lambda: steps(run) > 10)
     os.kill(first[0], signal.SIGKILL)
-    again = until(lambda: [pid for pid in agents(run) if pid not in first], 20)
+    again = until(lambda: [pid for pid in helpers.agents(run) if pid not in first], 20)
     before = steps(run)
     until(lambda: steps(run) > before + 20)
-    assert not alarms(run, "hang") and not alarms(run, "rank-died")
+    assert not helpers.alarms(run, "hang") and not helpers.alarms(run, "rank-died")
     assert "started again" in (run / "journal.jsonl").read_text()
     job.kill(0, signal.SIGTERM)
     assert job.wait(30) == [75, 75]
@@ -226,26 +202,72 @@ def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, watched: Callable[
 
 
 def test_nothing_outlives_a_killed_torchrun(
-    lab: Any, watched: Callable[..., Path], start: Callable[..., Elastic]
+    lab: Any, helpers: Any, watched: Callable[..., Path], start: Callable[..., Elastic]
 ) -> None:
     """Fault matrix 25: the agent ends the ranks that a killed torchrun leaves, and itself."""
     run = lab.path / "run"
     job = start(watched())
     until(lambda: steps(run) > 10)
-    processes = [*family(job.process.pid), *agents(run)]
+    processes = [*family(job.process.pid), *helpers.agents(run)]
     assert len(processes) >= 3
     job.process.kill()
     until(lambda: not any(map(psutil.pid_exists, processes)), 15)
-    assert intent(run)["code"] == 75 and "what started the ranks is gone" in intent(run)["reason"]
+    assert helpers.intent(run)["code"] == 75 and "what started the ranks is gone" in helpers.intent(run)["reason"]
 
 
 def test_long_first_steps_and_saves_are_no_hang(
-    lab: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault matrix 31, and 15 as seen by the hang detector: a first step of many deadlines; ends in order."""
     monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
     monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 1, "kind": "doze", "seconds": 6}))
-    config, run = watched(train={"duration": "40 steps"}), lab.path / "run"
+    config, run = watched(train={"duration": "40 steps"}, checkpoint={"every": "20 steps"}), lab.path / "run"
     lab.train(config, ranks=2)
-    assert not alarms(run, "hang")
+    assert not helpers.alarms(run, "hang")
     assert not list((run / "watchdog").glob("stacks/*"))
+
+
+def test_status_shows_alarms_and_whether_anybody_watches(
+    lab: Any, watched: Callable[..., Path], helpers: Any, run_command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """One screen: the open alarm with its exit code, acknowledged it is only a warning, and the watchdog's last look."""
+    run = lab.path / "run"
+    hang = {"soft": "2 s", "hard": "600 s"}
+    job = lab.start(watched(watchdog={**WATCHED, "hang": hang}), ranks=2)
+    until(lambda: steps(run) > 20)
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    job.kill(1, signal.SIGSTOP)
+    until(lambda: helpers.alarms(run, "hang"))
+    shown = run_command("fsdp_pretrain.cli", "status", run)
+    assert shown.returncode == 2 and "hang: no progress" in shown.stdout and "is stopped" in shown.stdout
+    assert run_command("fsdp_pretrain.cli", "ack", run, "hang").returncode == 0
+    shown = run_command("fsdp_pretrain.cli", "status", run)
+    assert shown.returncode == 1 and "acknowledged" in shown.stdout and "watchdog    looked" in shown.stdout
+    job.kill(1, signal.SIGCONT)
+    until(lambda: helpers.alarms(run, "hang")[-1]["state"] == "resolved")
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+
+
+def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
+    lab: Any, watched: Callable[..., Path], helpers: Any
+) -> None:
+    """The agent blocks in the run directory: that is told, and ranks that stop meanwhile are ended nevertheless."""
+    run, told = lab.path / "run", lab.path / "told"
+    command = {"argv": ["sh", "-c", f"cat >> {told}; echo >> {told}"]}
+    job = lab.start(watched(watchdog={**WATCHED, "notify": {"command": command}}), ranks=2)
+    until(lambda: steps(run) > 20)
+    metrics = run / "segments/0001/metrics.jsonl"
+    metrics.rename(metrics.with_suffix(".away"))
+    os.mkfifo(metrics)  # whoever opens it to read waits; the trainer has its file open
+    message = json.loads(until(lambda: told.exists() and told.read_text().splitlines())[0])
+    assert message["key"].startswith("blind/") and "does not answer" in message["summary"]
+    job.kill(1, signal.SIGSTOP)
+    assert job.wait(40) == [-signal.SIGKILL] * 2
+    fifo = metrics.rename(metrics.with_suffix(".fifo"))  # it answers again
+    metrics.with_suffix(".away").rename(metrics)
+    os.close(os.open(fifo, os.O_WRONLY))
+    until(lambda: not helpers.agents(run), 20)
+    assert [alarm["state"] for alarm in helpers.alarms(run) if alarm["key"].startswith("blind/")] == [
+        "open",
+        "resolved",
+    ]

@@ -63,6 +63,7 @@ LEVELS = [
         "data.jobs",
         "data.formats",
     ],
+    ["fsdp_pretrain.watchdog.leader", "fsdp_pretrain.watchdog.agent"],
     ["data.documents", "data.findings", "data.meter", "data.report", "data.totals", "data.validate"],
     [
         "data.bench",
@@ -106,7 +107,7 @@ LEVELS = [
     ],
     ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli", "fsdp_pretrain.alarms_cli"],
     ["fsdp_pretrain.cli"],
-    ["eval", "fsdp_pretrain.bench_saves"],
+    ["eval", "fsdp_pretrain.bench_saves", "fsdp_pretrain.bench_watchdog"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench", "fsdp_pretrain.doctor"],
 ]
 TORCH_FREE = [

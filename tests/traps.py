@@ -1,4 +1,4 @@
-"""Kills a process before a chosen change that it makes to the file system, without a hook in the program.
+"""Kills a process, or does worse, before a chosen change that it makes to the file system; no hook in the program.
 
 Python tells audit hooks of every file that is about to be opened, renamed or removed; `os.fsync` is wrapped. A trap is
 armed by a test in a child that it forked, or by a training rank that executes this file before it starts: the variable
@@ -8,12 +8,15 @@ armed by a test in a child that it forked, or by a training rank that executes t
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,14 +87,63 @@ def kill_others(pids: Path) -> None:
                 os.kill(int(path.name), signal.SIGKILL)
 
 
+def fail(trap: dict[str, Any], path: str) -> None:
+    """The storage reports an error."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+
+def end_thread(trap: dict[str, Any], path: str) -> None:
+    """A thread that writes beside training ends without a word to the other ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        raise SystemExit("planted")
+
+
+def wait(trap: dict[str, Any], path: str) -> None:
+    """The storage takes its time: `seconds`."""
+    time.sleep(trap["seconds"])
+
+
+def fill(trap: dict[str, Any], path: str) -> None:
+    """A neighbour takes all but `leave` bytes of the file system, with the file `hog`."""
+    with open(trap["hog"], "wb") as file:  # noqa: PTH123 (small: every change runs through here)
+        free = os.fstatvfs(file.fileno())
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - trap["leave"])
+
+
+def flip(trap: dict[str, Any], path: str) -> None:
+    """The storage keeps another bit than was written: in the first rank's file of the attempt being committed."""
+    (attempt,) = Path(path).parent.glob("*.writing-*")
+    with (attempt / "__0_0.distcp").open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+ACTS = {function.__name__: function for function in (fail, end_thread, wait, fill, flip)}
+
+
 def _arm(trap: dict[str, Any]) -> None:
-    """`{"rank": 0, "size": 1000}`, or rank, verb, path, after, and `pids`, a folder, if all ranks shall die."""
+    """What shall happen on one rank.
+
+    `{"rank": 0, "size": 1000}` or rank, verb, path, after: it is killed; with `pids`, a folder, all ranks die. Or rank,
+    verb, path and `act`, one of ACTS with what it needs: at `times` such changes, from the one after `skip` on.
+    """
     everybody = trap.get("pids")
     if everybody:
         (Path(everybody) / str(os.getpid())).touch()
     if trap["rank"] != int(os.environ["RANK"]):
         return
-    if "size" in trap:
+    if "act" in trap:
+        seen = [0]
+
+        def act(what: str, where: str) -> None:
+            if re.fullmatch(trap["verb"], what) and re.search(trap["path"], where):
+                seen[0] += 1
+                if trap["skip"] < seen[0] <= trap["skip"] + trap["times"]:
+                    ACTS[trap["act"]](trap, where)
+
+        before_changes(act)
+    elif "size" in trap:
         kill_when_larger(trap["size"])
     else:
         then = (lambda: kill_others(Path(everybody))) if everybody else lambda: None

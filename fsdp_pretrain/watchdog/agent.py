@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -28,7 +29,8 @@ from ..errors import Exit
 from ..record.files import RunDir, read_json
 from ..record.journal import Journal
 from ..record.recorder import write_exit_intent
-from .alarms import Alarms, Severity
+from .alarms import Alarm, Alarms, Severity
+from .blind import Blind
 from .detector import Detector
 from .hang import Hang
 from .heart import root, sweep
@@ -76,6 +78,8 @@ class Agent:
         """Look until the ranks and what started them are gone."""
         signal.signal(signal.SIGTERM, self._on_signal)
         interval, begun = self.config.watchdog.interval.value, time.monotonic()
+        guard = Blind(self.ranks, interval, self.hang.hard, self._tell_at_once)
+        guard.start()
         while True:
             start = time.monotonic()
             try:
@@ -83,6 +87,9 @@ class Agent:
             except Exception:  # a defect in one pass must not end the watch
                 traceback.print_exc()
                 sys.stderr.flush()
+            if (alarm := guard.passed()) is not None:  # sent; now it can be written down
+                self.alarms.open(alarm.key, alarm.severity, alarm.summary, effect=alarm.effect, remedy=alarm.remedy)
+                self.alarms.resolve(alarm.key, "the run directory answers again")
             if self._finished(begun):
                 break
             self._died += self.ranks.wait(interval - (time.monotonic() - start))
@@ -91,6 +98,10 @@ class Agent:
             self._leader.tell_the_end()
             self._leader.close()
         shutil.rmtree(self._pages, ignore_errors=True)
+
+    def _tell_at_once(self, alarm: Alarm) -> None:
+        if self._leader is not None:
+            self._leader.tell_at_once(alarm)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         del number, frame
@@ -242,7 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
     config = Config.model_validate(tomllib.loads(sys.stdin.read()))
     first, stop = map(int, args.ranks.split(":"))
     sweep(root(), args.pages)
-    with _alone(args.pages.parent / f"{args.run.name}-{args.node}.lock"):
+    name = hashlib.sha256(f"{args.run} {socket.gethostname()} {args.node}".encode()).hexdigest()[:16]
+    with _alone(args.pages.parent / f"{name}.lock"):
         agent = Agent(
             config,
             pages=args.pages,

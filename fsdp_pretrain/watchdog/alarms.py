@@ -8,14 +8,13 @@ follows from a worse one, is written down each time and told once.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..record.files import now
+from ..record.files import AppendFile, now
 
 
 class Severity(IntEnum):
@@ -78,13 +77,13 @@ class Alarms:
     """All alarms of a run. One process writes them.
 
     Args:
-        path: `alarms.jsonl`; read if it exists.
+        path: `alarms.jsonl`; read if it exists. What a full disk does not take is written once there is room.
         told: called with every transition: the alarm, and what it was before (None: new). Before it is written, since
             the file may stand on a mount that hangs, and that is one of the things to be told.
     """
 
     def __init__(self, path: Path, told: Callable[[Alarm, Alarm | None], None]) -> None:
-        self._path, self._told = path, told
+        self._file, self._told = AppendFile(path, durable=True), told
         self._known = {alarm.key: alarm for alarm in read_alarms(path)}
 
     def __iter__(self) -> Iterator[Alarm]:
@@ -126,15 +125,11 @@ class Alarms:
     def _enter(self, alarm: Alarm, before: Alarm | None) -> None:
         self._known[alarm.key] = alarm
         self._told(alarm, before)
-        line = json.dumps(alarm.to_json()) + "\n"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            pass  # a full disk is one of the things to be told: by the other ways
+        self._file.write(json.dumps(alarm.to_json()))
+
+    def close(self) -> None:
+        """Write what waits, if it can be, and close the file."""
+        self._file.close()
 
 
 def read_alarms(path: Path) -> list[Alarm]:

@@ -33,8 +33,8 @@ _HISTORY, _LEAST_HISTORY = 20, 5
 _SLOW_SCORE, _SLOW_TIMES, _SLOWEST_NOISE = -4.0, 3.0, 0.15
 _NO_MATTER = 1.0
 """Seconds: shorter saves are never called slow."""
-_STILL, _STILL_FIRST = 60.0, 300.0
-"""Seconds without a byte more after which a writer does not write; the second before any save was timed."""
+_STILL_FIRST = 5
+"""Before any save was timed, a writer may stand still so many times longer."""
 _AUDIT_DEADLINE = 3600.0
 
 
@@ -324,7 +324,8 @@ class Checkpoints(Detector):
             attempt = self._attempts.get(name, Attempt(now, size, now))
             seen[name] = attempt if size == attempt.bytes else replace(attempt, bytes=size, grown=now)
         self._attempts = seen
-        allowed = _STILL_FIRST if typical is None else max(_STILL, typical)
+        still_for = self._section.still.value
+        allowed = _STILL_FIRST * still_for if typical is None else max(still_for, typical)
         still = [(now - attempt.grown, name) for name, attempt in seen.items() if now - attempt.grown > allowed]
         if still:
             seconds, name = max(still)

@@ -29,6 +29,11 @@ def alarms_file(run: RunDir) -> Path:
     return run.path / "watchdog/alarms.jsonl"
 
 
+def snapshot_file(run: RunDir) -> Path:
+    """What the watchdog saw last, a `snapshot.Snapshot` with its time."""
+    return run.path / "watchdog/snapshot.json"
+
+
 def keep_alarms(run: RunDir, purpose: str) -> Claim | None:
     """The right to write the alarms of a run, to be released at the end; None: another process has it.
 
@@ -73,22 +78,24 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
             left = inbox.leave(_inbox(run), verb="ack", key=key)
             return _is_true(lambda: not left.exists(), wait)
         try:
-            alarms = Alarms(alarms_file(run), told=lambda alarm, before: journal_alarm(run, alarm))
-            return alarms.acknowledge(key, os.environ.get("USER", "?"))
+            journal = Journal(run)
+            alarms = Alarms(alarms_file(run), told=lambda alarm, before: journal_alarm(journal, alarm))
+            known = alarms.acknowledge(key, os.environ.get("USER", "?"))
+            alarms.close()
+            journal.close()
+            return known
         finally:
             claim.release()
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
 
 
-def journal_alarm(run: RunDir, alarm: Alarm) -> None:
+def journal_alarm(journal: Journal, alarm: Alarm) -> None:
     """A transition as a line of the chronicle."""
-    journal = Journal(run)
     facts = alarm.to_json()
     step = {"step": alarm.step} if alarm.step is not None else {}
     text = f"{alarm.severity.name} {alarm.key} {alarm.state}: {alarm.summary}"
     journal.write("alarm", text, **step, **{key: facts[key] for key in ("key", "severity", "state", "facts")})
-    journal.close()
 
 
 def mute(run: RunDir, seconds: float, reason: str) -> str:

@@ -76,6 +76,11 @@ class Hang:
             return []
         return self._standings()
 
+    def hard(self) -> float | None:
+        """Seconds without progress after which the ranks are ended; None: they are not."""
+        due = [self._history.deadlines(phase).hard for phase in self._ranks.phases]
+        return max(due) if due and self._section.act else None
+
     def check(self) -> None:
         """Once a pass."""
         progress, since = self._ranks.progress

@@ -123,6 +123,9 @@ class Agent:
         where: the pages.
         node, nodes: this node, and how many there are.
         ranks: of this node.
+
+    Attributes:
+        process: that was started last.
     """
 
     def __init__(self, config: Config, where: Path, *, node: int, nodes: int, ranks: range) -> None:
@@ -131,12 +134,12 @@ class Agent:
         self._command += ["--pages", str(where), "--node", str(node), "--nodes", str(nodes)]
         self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
         self._starts = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self.tend()
 
     def tend(self) -> None:
         """Start it if it does not run."""
-        if self._process is not None and self._process.poll() is None:
+        if self.process is not None and self.process.poll() is None:
             return
         if self._starts > _RESTARTS:
             return
@@ -146,10 +149,10 @@ class Agent:
             log = self._run / "watchdog" / "agent.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
-                self._process = self._spawn(again, output.fileno())
+                self.process = self._spawn(again, output.fileno())
         except OSError:
             with contextlib.suppress(OSError):  # the run directory is full or away, which the agent will tell
-                self._process = self._spawn(again, subprocess.DEVNULL)
+                self.process = self._spawn(again, subprocess.DEVNULL)
 
     def _spawn(self, again: list[str], output: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import socket
 import time
 from collections.abc import Iterable
@@ -12,10 +15,11 @@ from ..config import Config
 from ..control import send
 from ..errors import ConfigError
 from ..record.claim import Claim
-from ..record.files import RunDir, read_json, read_lines
+from ..record.files import RunDir, now, read_json, read_lines
+from ..record.journal import Journal
 from .alarms import Alarm, Alarms, Severity
 from .checkpoints import Checkpoints
-from .desk import alarms_file, journal_alarm, keep_alarms, serve
+from .desk import alarms_file, journal_alarm, keep_alarms, serve, snapshot_file
 from .detector import Detector
 from .drift import Drift, Stragglers
 from .exporter import Exporter
@@ -29,6 +33,7 @@ from .storage import Space
 
 _OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu"))
 """Detectors whose alarms end when the ranks are started again."""
+_SNAPSHOT_SECONDS = 10.0
 _NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
@@ -77,6 +82,7 @@ class Leader:
         self._steps, self._record = Histogram(), dict[str, Any]()
         self._metrics, self._offset = self._run.segment(segment) / "metrics.jsonl", 0
         self._notifier: Notifier | None = None
+        self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
         self.alarms = Alarms(alarms_file(self._run), self._told)
         identity = Identity(run=config.run.name, path=str(self._run.path), segment=segment)
         section = config.watchdog.notify
@@ -106,6 +112,7 @@ class Leader:
         )
         self._foreign, self._avoided = set[str](), set[str]()
         self._own: dict[int, float] = {}
+        self._written = -_SNAPSHOT_SECONDS
 
     # ------------------------------------------------------------------ a pass
 
@@ -164,9 +171,10 @@ class Leader:
         broken = self.broken_hosts()
         if not broken or broken <= self._avoided or not self._config.watchdog.hardware.act:
             return
-        self._avoided |= broken
         names = ", ".join(sorted(broken))
-        send(self._run, "stop", reason=f"broken hardware on {names}", avoid_hosts=sorted(broken))
+        with contextlib.suppress(OSError):  # a full disk takes no request: asked again in the next pass
+            send(self._run, "stop", reason=f"broken hardware on {names}", avoid_hosts=sorted(broken))
+            self._avoided |= broken
 
     def broken_hosts(self) -> set[str]:
         """Hosts that no start should use."""
@@ -179,12 +187,24 @@ class Leader:
         if self._notifier is not None:
             self._notifier.tick(self.alarms, snapshot)
         self._exporter.show(snapshot)
+        self._write(snapshot)
         if self._exporter.problem:
             self.alarms.open("metrics", Severity.INFO, self._exporter.problem, effect="no metrics for Prometheus")
         else:
             self.alarms.resolve("metrics")
         if self._ping is not None:
             self._ping.passed(self._ranks.seen)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """For `fsdp-pretrain status`, which may be asked on any machine."""
+        if time.monotonic() - self._written < _SNAPSHOT_SECONDS:
+            return
+        self._written = time.monotonic()
+        path = snapshot_file(self._run)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            partial.write_text(json.dumps({"time": now(), "host": socket.gethostname(), **snapshot.to_json()}))
+            partial.replace(path)
 
     def _fill(self) -> Snapshot:
         record, now = self._record, time.monotonic_ns()
@@ -219,7 +239,12 @@ class Leader:
     def _told(self, alarm: Alarm, before: Alarm | None) -> None:
         if self._notifier is not None:
             self._notifier.told(alarm, before)
-        journal_alarm(self._run, alarm)
+        journal_alarm(self._journal, alarm)
+
+    def tell_at_once(self, alarm: Alarm) -> None:
+        """Send an alarm without writing it down: the run directory does not answer."""
+        if self._notifier is not None:
+            self._notifier.told(alarm, None)
 
     def tell_the_end(self) -> None:
         """All ranks are gone: if that was no end in order, somebody must know."""
@@ -240,6 +265,8 @@ class Leader:
         self._exporter.close()
         if self._notifier is not None:
             self._notifier.close()
+        self.alarms.close()
+        self._journal.close()
         self._claim.release()
 
 

@@ -171,8 +171,7 @@ class Waits(Detector):
     def step(self, record: dict[str, Any]) -> None:
         """Look at a record."""
         seconds, read = record["seconds"]["data"], record["data_read"]
-        highest = quantiles(self._known, n=100, method="inclusive")[98] if len(self._known) > 1 else 0.0
-        long = seconds > max(_WAIT_LEAST, _WAIT_TIMES * highest)
+        long = seconds > _WAIT_LEAST and seconds > _WAIT_TIMES * self._highest()
         self._long.append(long)
         if not long:
             self._known.append(seconds)
@@ -188,3 +187,6 @@ class Waits(Detector):
             )
         elif not any(self._long):
             self.alarms.resolve("data-wait", "steps do not wait for data any more", step=record["step"])
+
+    def _highest(self) -> float:
+        return quantiles(self._known, n=100, method="inclusive")[98] if len(self._known) > 1 else 0.0

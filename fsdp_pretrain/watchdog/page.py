@@ -13,11 +13,10 @@ import math
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any
+from typing import NamedTuple
 
 _MAGIC = 0x46534450_50414745  # "FSDPPAGE"
 _SIZE, _AT_NOTE = 4096, 1024
@@ -27,6 +26,7 @@ _INTEGERS = (
 )
 _FLOATS = ("own",)
 _PLACE = {name: place for place, name in enumerate((*_INTEGERS, *_FLOATS))}
+_WHOLE, _SEQUENCE = struct.Struct(f"{len(_INTEGERS)}q{len(_FLOATS)}d"), struct.Struct("q")
 _BEAT, _STEP, _WINDOW = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("qd")
 _AT_STEP, _AT_PHASE, _AT_WINDOW = (8 * _PLACE[name] for name in ("step", "phase", "window"))
 
@@ -47,34 +47,34 @@ class Phase(IntEnum):
 
 
 _DATA, _ALIVE, _SEGMENT, _BEATS = int(Phase.DATA), _PLACE["alive_at"], _PLACE["segment"], _PLACE["beats"]
+_PHASE = _PLACE["phase"] - _PLACE["pid"]
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """What a page held at one instant.
 
     Attributes:
-        rank, segment: whose page this is.
         pid, started: the process, and its start in clock ticks since boot: a process id alone may be used again.
+        rank, segment: whose page this is; the segment is 0 until it is known.
+        alive_at: when a thread of the rank last ran beside the main one: stale while the interpreter is wedged.
         step: the step it is in.
         phase: what it does.
         beats: how many beats there were; grows with every one.
         phase_at, step_at: when phase and step began, `time.monotonic_ns()`.
-        alive_at: when a thread of the rank last ran beside the main one: stale while the interpreter is wedged.
         window: how many windows of steps were measured.
         own: seconds of a typical step of the last window that did not depend on other ranks; NaN if not known.
     """
 
-    rank: int
-    segment: int
     pid: int
     started: int
+    rank: int
+    segment: int
+    alive_at: int
     step: int
     phase: Phase
     beats: int
     phase_at: int
     step_at: int
-    alive_at: int
     window: int
     own: float
 
@@ -188,20 +188,15 @@ def read(path: Path) -> Beat | None:
 
 
 def _consistent(memory: mmap.mmap) -> Beat | None:
-    whole = b""
-    for _ in range(100):
-        with memoryview(memory) as view, view.cast("q") as q:
-            before = q[1]
-            whole = bytes(view[: 8 * len(_PLACE)])
-            after = q[1]
+    for _ in range(100):  # a writer killed in the middle: as it stands
+        magic, before, *values = _WHOLE.unpack_from(memory)
+        after = _SEQUENCE.unpack_from(memory, 8)[0]
         if before == after and before % 2 == 0:
             break
-    q, d = memoryview(whole).cast("q"), memoryview(whole).cast("d")  # a writer killed in the middle: as it stands
-    if q[0] != _MAGIC:
+    if magic != _MAGIC:
         return None
-    values: dict[str, Any] = {name: q[_PLACE[name]] for name in _INTEGERS[2:]}
-    values |= {name: d[_PLACE[name]] for name in _FLOATS}
-    return Beat(**{**values, "phase": Phase(values["phase"])})
+    values[_PHASE] = Phase(values[_PHASE])
+    return Beat._make(values)
 
 
 def is_alive(beat: Beat) -> bool:

@@ -215,6 +215,13 @@ class Ranks:
         beats = [rank.beat for rank in self.all if rank.beat is not None]
         return sum(beat.beats for beat in beats), max((beat.phase_at for beat in beats), default=0)
 
+    def still(self) -> float:
+        """Seconds since the last phase of any began; reads nothing but memory."""
+        for rank in self.alive:
+            rank.look()
+        since = self.progress[1]
+        return (monotonic_ns() - since) / 1e9 if since else 0.0
+
     @property
     def phases(self) -> set[Phase]:
         """What they do."""

@@ -1,0 +1,165 @@
+"""What the watchdog costs: `python -m fsdp_pretrain.bench CONFIG --watchdog DIR`.
+
+A beat of a heart, the processor time of an agent that looks at eight ranks once a second while a step is recorded every
+second, and the ratio of step times with and without. Blocks of steps with and without take turns, so that a busy
+machine spoils both alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .config import Config
+from .mesh import World
+from .record.files import RunDir, now
+from .trainer import Trainer
+from .watchdog.heart import Agent, Heart, Watched
+from .watchdog.page import Page, Phase
+
+_BEATS, _RANKS = 200_000, 8
+
+
+def measure(
+    build: Callable[[Config, World, Heart], tuple[Trainer, Any]],
+    config: Config,
+    world: World,
+    directory: Path,
+    *,
+    rounds: int,
+    steps: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Measure; the figures, the same on every rank but for the beat. Collective.
+
+    Args:
+        build: makes a trainer, and its records, from configuration, world and heart.
+        config: the run; its directory is replaced.
+        world: all ranks.
+        directory: a folder on any storage; what is written there is removed again.
+        rounds: pairs of blocks, after one that does not count.
+        steps: of a block.
+        seconds: for which the agent is watched.
+    """
+    place = directory / f"bench-watchdog-{os.getppid()}"
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
+    if world.is_main:
+        (place / "segments/0001").mkdir(parents=True)
+    world.barrier()
+    heart = Watched(
+        config,
+        rank=world.rank,
+        local_rank=world.rank % world.local_world,
+        local_ranks=world.local_world,
+        node=world.rank // world.local_world,
+        nodes=world.size // world.local_world,
+        reading={},
+    )
+    heart.belongs_to(1)
+    try:
+        without, _ = build(config, world, Heart())
+        watched, records = build(config, world, heart)
+        ratios = [_round(without, watched, steps) for _ in range(rounds + 1)][1:]
+        heart.close()
+        record = records.records[-1]
+        agent = world.decide(lambda: _agent(config, place, record, seconds))
+    finally:
+        world.barrier()
+        if world.is_main:
+            shutil.rmtree(place, ignore_errors=True)
+    return {
+        "heartbeat_microseconds": _beat(directory),
+        "agent": agent,
+        "step_seconds": statistics.median(watched_ for _, watched_ in ratios),
+        "step_ratio": _spread([watched_ / without_ for without_, watched_ in ratios]),
+        "rounds": rounds,
+    }
+
+
+def _beat(directory: Path) -> float:
+    """Microseconds of processor time of a beat."""
+    path = directory / f"bench-beat-{os.getpid()}.page"
+    page = Page(path, rank=0, segment=1)
+    found = []
+    for _ in range(5):
+        start = time.process_time()
+        for _ in range(_BEATS):
+            page.beat(Phase.COMPUTE)
+        found.append((time.process_time() - start) / _BEATS * 1e6)
+    path.unlink()
+    return min(found)
+
+
+def _round(without: Trainer, watched: Trainer, steps: int) -> tuple[float, float]:
+    """Median step of a block without and of one with, a step of each in turn."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(steps):
+        for trainer, times in zip((without, watched), found, strict=True):
+            start = time.perf_counter()
+            trainer.step()
+            trainer.collect(keep=0)
+            times.append(time.perf_counter() - start)
+    return statistics.median(found[0]), statistics.median(found[1])
+
+
+def _agent(config: Config, place: Path, record: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Processor time and memory of an agent of eight ranks, its helpers included."""
+    pages = place / "pages"
+    own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=1) for rank in range(_RANKS)]
+    agent = Agent(config, pages, node=0, nodes=1, ranks=range(_RANKS))
+    metrics, step = RunDir(place).segment(1) / "metrics.jsonl", 0
+    process = agent.process
+    assert process is not None
+    before: dict[int, float] = {}
+    beginning, started = time.monotonic(), 0.0
+    while time.monotonic() - beginning < seconds + 10:
+        step += 1
+        for page in own:
+            page.step(step)
+        with metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**record, "step": step, "time": now()}) + "\n")
+        time.sleep(1.0)
+        if not before and time.monotonic() - beginning > 10:  # it has started and looked at everything once
+            before, started = _cpu(process.pid), time.monotonic()
+    after, elapsed = _cpu(process.pid), time.monotonic() - started
+    memory = sum(psutil.Process(pid).memory_info().rss for pid in after)
+    used = sum(value - before.get(pid, 0.0) for pid, value in after.items())
+    process.terminate()
+    process.wait(30)
+    return {"ranks": _RANKS, "core_share": used / elapsed, "memory_bytes": memory, "seconds": elapsed}
+
+
+def _cpu(pid: int) -> dict[int, float]:
+    """Processor seconds of a process and its descendants, those that have ended with their parents."""
+    found = {}
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        times = process.cpu_times()
+        found[process.pid] = times.user + times.system + times.children_user + times.children_system
+    return found
+
+
+def _spread(values: list[float]) -> list[float]:
+    """Median, least, most."""
+    return [statistics.median(values), min(values), max(values)]
+
+
+def render(result: dict[str, Any]) -> str:
+    """The figures for people."""
+    agent, (middle, low, high) = result["agent"], result["step_ratio"]
+    return "\n".join(
+        [
+            f"beat of a heart             {result['heartbeat_microseconds']:.2f} us",
+            f"agent of {agent['ranks']} ranks            {agent['core_share']:.3%} of a core over "
+            f"{agent['seconds']:.0f}s, {agent['memory_bytes'] / 2**20:.0f} MiB with its helpers",
+            f"steps with / without        {middle:.4f} [{low:.4f} to {high:.4f}] in {result['rounds']} rounds, "
+            f"steps of {result['step_seconds']:.3g}s",
+        ]
+    )
