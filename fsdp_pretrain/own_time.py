@@ -1,7 +1,8 @@
 """How long a rank needs for itself, without waiting for the others: what tells a slow rank from its victims.
 
 Measured around each block's forward pass, after its parameters have arrived and before they are let go, plus the wait
-for data. Device times where there is a device: the host runs ahead of it and knows nothing.
+for data. Device times where there is a device: the host runs ahead of it and knows nothing. A recomputation that stops
+early, inside a block, has a beginning and no end, and does not count.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class OwnTime:
     def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heart) -> None:
         self._device, self._every = device, _EVERY if device.type == "cuda" else 1
         self._window, self._heart = max(1, window // self._every), heart
-        self._marks: list[Any] | None = None
+        self._marks: list[tuple[Any, Any]] | None = None
+        self._begun: Any = None
         self._steps = self._number = 0
         self._measured: list[float] = []
         if type(heart) is Heart:
@@ -47,32 +49,30 @@ class OwnTime:
         self._steps += 1
         self._marks = [] if self._steps % self._every == 0 else None
 
-    def end(self) -> list[Any] | None:
+    def end(self) -> list[tuple[Any, Any]] | None:
         """The step was issued; what `add` wants when the device has come so far."""
         marks, self._marks = self._marks, None
         return marks
 
-    def add(self, marks: list[Any] | None, waited: float) -> None:
+    def add(self, marks: list[tuple[Any, Any]] | None, waited: float) -> None:
         """A step is over. `waited`: seconds it waited for its data."""
         if marks is None:
             return
-        own = sum(between(start, end) for start, end in zip(marks[::2], marks[1::2], strict=False))
+        own = sum(between(start, end) for start, end in marks)
         self._measured.append(own + waited)
         if len(self._measured) == self._window:
             self._number += 1
             self._heart.measured(self._number, median(self._measured))
             self._measured = []
 
-    def _mark(self) -> None:
-        if self._marks is not None:
-            self._marks.append(mark(self._device))
-
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: Any) -> None:
         del module, args
-        self._mark()
+        if self._marks is not None:
+            self._begun = mark(self._device)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
-        self._mark()
+        if self._marks is not None:
+            self._marks.append((self._begun, mark(self._device)))

@@ -43,6 +43,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
 
 
+# An lm-eval task that never gets its documents.
+DEADLOCK = """
+import threading
+
+def load(**_):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+"""
+DEADLOCK_TASK = """
+task: deadlock
+custom_dataset: !function deadlock.load
+output_type: loglikelihood_rolling
+validation_split: validation
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
+"""
+
+
 def make_text(seed: int, words: int) -> str:
     """Repeatable text with white space, code and a little non-ASCII."""
     rng = random.Random(seed)
@@ -434,6 +454,13 @@ def helpers() -> Any:
                 content: dict[str, Any] = json.loads(path.read_text())
                 return content
             return None
+
+        @staticmethod
+        def deadlock_task(folder: Path) -> None:
+            """Make a folder for `eval.include` with a task `deadlock` that hangs for ever."""
+            folder.mkdir()
+            (folder / "deadlock.py").write_text(DEADLOCK)
+            (folder / "deadlock.yaml").write_text(DEADLOCK_TASK)
 
         @staticmethod
         def wait_for(condition: Callable[[], Any], timeout: float = 60, what: str = "") -> Any:

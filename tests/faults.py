@@ -2,7 +2,7 @@
 
 The variable `EXECUTE_FIRST` names this file (see `zygote.py`), or torchrun is given it as the script in place of the
 trainer; `FAULT` is JSON: `{"rank": 1, "step": 30, "kind": "hold"}`, or a list of such. Before the step (0: before it
-starts) a rank does what the kind says; see `KINDS`.
+starts) a rank does what the kind says, with `on` before all later ones too, up to `until`; see `KINDS`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+_NOW = [0]
+"""The step this rank is in."""
 
 
 def hold(fault: dict[str, Any]) -> None:
@@ -45,6 +48,20 @@ def die(fault: dict[str, Any]) -> None:
 def crash(fault: dict[str, Any]) -> None:
     """Raise what nobody expects."""
     raise RuntimeError("a planted defect")
+
+
+def drag(fault: dict[str, Any]) -> None:
+    """Make every block's forward pass last so many seconds longer, from `from` to `until` if they are given."""
+    from fsdp_pretrain.models.llama import LlamaBlock
+
+    forward = LlamaBlock.forward
+
+    def slow(self: LlamaBlock, *args: Any) -> Any:
+        if fault.get("from", 0) <= _NOW[0] < fault.get("until", 10**9):
+            time.sleep(fault["seconds"])
+        return forward(self, *args)
+
+    LlamaBlock.forward = slow  # type: ignore[method-assign]
 
 
 def rewind(fault: dict[str, Any]) -> None:
@@ -81,7 +98,7 @@ def trust(fault: dict[str, Any]) -> None:
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function for function in (hold, doze, desync, die, crash, rewind, swap, trust)
+    function.__name__: function for function in (hold, doze, desync, die, crash, drag, rewind, swap, trust)
 }
 
 
@@ -100,9 +117,10 @@ def arm(faults: list[dict[str, Any]]) -> None:
     step = Trainer.step
 
     def faulty(self: Trainer) -> None:
+        number = _NOW[0] = self.state.step + 1
         for fault in mine:
-            number = self.state.step + 1
-            if number == fault["step"] or (fault.get("on") and number > fault["step"]):
+            on = fault.get("on") and fault["step"] < number < fault.get("until", 10**9)
+            if number == fault["step"] or on:
                 KINDS[fault["kind"]](fault)
         step(self)
 

@@ -343,37 +343,11 @@ def set_eval(run: Path, **values: Any) -> None:
     (run / "config.toml").write_text(tomli_w.dumps(config))
 
 
-DEADLOCK = """
-import threading
-
-def load(**_):
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-"""
-TASK = """
-task: deadlock
-custom_dataset: !function deadlock.load
-output_type: loglikelihood_rolling
-validation_split: validation
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
-"""
-
-
-def add_deadlock(folder: Path) -> Path:
-    """A folder with a task that never gets its documents."""
-    folder.mkdir()
-    (folder / "deadlock.py").write_text(DEADLOCK)
-    (folder / "deadlock.yaml").write_text(TASK)
-    return folder
-
-
 @pytest.fixture
-def hanging(run: Path) -> Path:
+def hanging(run: Path, helpers: Any) -> Path:
     """A run whose evaluations wait for ever."""
-    tasks = add_deadlock(run / "tasks")
+    tasks = run / "tasks"
+    helpers.deadlock_task(tasks)
     set_eval(run, include=[str(tasks)], tasks=["deadlock"], deadline="0.7 s", attempts=1)
     return run
 

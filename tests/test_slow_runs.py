@@ -1,0 +1,124 @@
+"""Runs that get slower, as a whole or by one rank: real ranks, slowed by sleeps, and what the watchdog says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.watchdog import heart, page
+
+FAULTS = Path(__file__).resolve().parent / "faults.py"
+HOST = os.uname().nodename
+Slow = Callable[..., Path]
+
+
+@pytest.fixture
+def slow(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """A watched run whose ranks are slowed down by faults; its configuration."""
+
+    def make(steps: int, faults: list[dict[str, Any]], pace: dict[str, Any], **sections: dict[str, Any]) -> Path:
+        monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
+        monkeypatch.setenv("FAULT", json.dumps(faults))
+        values: dict[str, Any] = {
+            "train": {"duration": f"{steps} steps"},
+            "checkpoint": {"every": "100_000 steps"},
+            "watchdog": {"enabled": True, "interval": "0.1 s", "pace": pace},
+        }
+        config: Path = lab.config(**{**values, **sections})
+        return config
+
+    return make
+
+
+def alarms_of(lab: Any, helpers: Any, detector: str) -> list[dict[str, Any]]:
+    """Transitions of the alarms of a detector, when the agent of a run that ended has read all of it."""
+    run = lab.path / "run"
+    helpers.wait_for(lambda: not helpers.agents(run), 20, "the end of the agent")
+    return [alarm for alarm in helpers.alarms(run) if alarm["key"].partition("/")[0] == detector]
+
+
+def own_times(pids: list[int]) -> dict[int, float]:
+    """The own times in the pages of some processes, by rank."""
+    beats = [page.read(path) for path in heart.root().glob("*/rank-*.page")]
+    return {beat.rank: beat.own for beat in beats if beat is not None and beat.pid in pids and beat.window}
+
+
+@pytest.mark.parametrize("recompute", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, recompute: int) -> None:
+    """Two blocks by two micro-batches sleep 15 ms each on rank 1: that is in its own time once, and not in the other's."""
+    dragged = [{"rank": 1, "step": 0, "kind": "drag", "seconds": 0.015}]
+    config = slow(4000, dragged, {"window": 8}, parallel={"timeout": "60 s", "recompute": recompute})
+    job = lab.start(config, ranks=2)
+    pids = [rank.pid for rank in job.ranks]
+    own = helpers.wait_for(lambda: len(found := own_times(pids)) == 2 and found, what="own times")
+    typical = sorted(record["seconds"]["iteration"] for record in helpers.metrics(lab.path / "run"))
+    assert 0.060 <= own[1] - own[0] <= 0.070, own
+    assert own[0] < 0.025 and typical[len(typical) // 2] > 0.060  # the wait for rank 1 is no time of its own
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, ranks: int) -> None:
+    """Fault matrix 12: all ranks slower: nobody; then one more than the others: it alone, within four windows."""
+    window, guilty, blocks = 6, ranks - 1, 2 * 4 // ranks
+    faults = [
+        {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.040 / blocks},
+        {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.008 / blocks, "from": 25},
+        {"rank": guilty, "step": 0, "kind": "drag", "seconds": 0.012 / blocks, "from": 49, "until": 91},
+    ]
+    lab.train(slow(125, faults, {"window": window}), ranks=ranks)
+    told = alarms_of(lab, helpers, "straggler")
+    assert [(alarm["key"], alarm["state"]) for alarm in told] == [
+        (f"straggler/rank-{guilty}", "open"),
+        (f"straggler/rank-{guilty}", "resolved"),
+    ]
+    assert 8 < told[0]["facts"]["window"] <= 12
+    # half of two ranks is the median of both
+    assert told[0]["facts"]["ratio"] == pytest.approx(0.11 if ranks == 2 else 0.24, abs=0.05)
+    assert f"rank {guilty} ({HOST}) needs" in told[0]["summary"] and told[0]["severity"] == "CRIT"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slower", [0.05, 0.10])
+def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow, slower: float) -> None:
+    """Fault matrix 10: all ranks slower from step 580 to 700: told within 40 steps (5%: 48), once; then resolved."""
+    base, more = 0.1, slower * 0.11
+    faults = [
+        {"rank": "all", "step": 1, "on": True, "kind": "doze", "seconds": base},
+        {"rank": "all", "step": 580, "on": True, "until": 700, "kind": "doze", "seconds": more},
+    ]
+    lab.train(slow(800, faults, {}), ranks=2)
+    told = alarms_of(lab, helpers, "pace")
+    assert [(alarm["key"], alarm["state"]) for alarm in told] == [("pace", "open"), ("pace", "resolved")], told
+    assert 580 < told[0]["step"] <= 580 + (48 if slower == 0.05 else 40)
+    assert told[0]["facts"]["ratio"] == pytest.approx(1 + slower, abs=0.02)
+    assert 560 <= told[0]["facts"]["since"] <= 600
+    assert 700 < told[1]["step"] <= 700 + 6 * 16
+
+
+@pytest.mark.slow
+def test_a_slower_restart_names_the_new_hosts(
+    lab: Any, helpers: Any, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault matrix 30: the second start, on another host, makes steps that last 15% longer."""
+    doze = {"rank": "all", "step": 1, "on": True, "kind": "doze", "seconds": 0.03}
+    best = lab.path / "run/watchdog/pace.json"
+    lab.train(slow(130, [doze], {}), ranks=2)
+    assert not alarms_of(lab, helpers, "pace")
+    content = json.loads(best.read_text())
+    (shape,) = content
+    assert shape == "2 ranks, 8 x 32" and content[shape]["hosts"] == [HOST]
+    content[shape]["hosts"] = ["gone-7"]
+    best.write_text(json.dumps(content))
+    more = {**doze, "seconds": 0.2 * content[shape]["seconds"]}
+    allow = ("--allow", "optimizer.decay")
+    lab.train(slow(220, [doze, more], {}), ranks=2, flags=allow)
+    told = alarms_of(lab, helpers, "pace")
+    assert [(alarm["key"], alarm["state"]) for alarm in told] == [("pace/restart", "open")]
+    assert told[0]["facts"]["new"] == [HOST] and told[0]["facts"]["gone"] == ["gone-7"]
+    assert f"new since then: {HOST}" in told[0]["summary"] and told[0]["severity"] == "WARN"
+    assert told[0]["facts"]["ratio"] == pytest.approx(1.2, abs=0.1) and told[0]["step"] == 130 + 20 + 64

@@ -1,0 +1,159 @@
+"""What people hear of real runs that hang, of evaluations that do, and of numbers that go wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.endpoint import Endpoint
+
+SECRET = "T0P-s3cret"
+
+
+@pytest.fixture
+def endpoint(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    for variable in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    served = Endpoint(helpers.port())
+    monkeypatch.setenv("ALARM_WEBHOOK_URL", f"http://127.0.0.1:{served.port}/{SECRET}")
+    yield served
+    served.down()
+
+
+def steps(run: Path) -> int:
+    """Steps in the newest segment's record."""
+    found = sorted((run / "segments").glob("*/metrics.jsonl"))
+    return found[-1].read_text().count("\n") if found else 0
+
+
+def heard(endpoint: Endpoint, key: str) -> list[tuple[str, str]]:
+    """(state, severity) of the messages about an alarm."""
+    return [(body["state"], body["severity"]) for body in endpoint.bodies() if body["key"] == key]
+
+
+def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
+    lab: Any, helpers: Any, endpoint: Endpoint
+) -> None:
+    """Fault matrix 33, 48: delivered once when the endpoint is back; training goes on; the secret is nowhere."""
+    hang = {"soft": "1.5 s", "hard": "120 s"}
+    watchdog = {"enabled": True, "interval": "0.2 s", "hang": hang, "notify": {"webhook": {}}}
+    config = lab.config(train={"duration": "100_000 steps"}, checkpoint={"every": "10_000 steps"}, watchdog=watchdog)
+    run = lab.path / "run"
+    job = lab.start(config, ranks=2)
+    helpers.wait_for(lambda: steps(run) > 30, what="steps")
+    job.kill(1, signal.SIGSTOP)
+    helpers.wait_for(lambda: helpers.alarms(run, "hang"), what="the alarm")
+    time.sleep(1.5)  # one try and one more have failed
+    assert list((run / "watchdog/spool/webhook").glob("[0-9]*.json")) and not endpoint.requests
+    endpoint.up()
+    helpers.wait_for(lambda: heard(endpoint, "hang"), 20, "the message")
+    job.kill(1, signal.SIGCONT)
+    helpers.wait_for(lambda: len(heard(endpoint, "hang")) > 1, 20, "its end")
+    before = steps(run)
+    processes = [psutil.Process(pid) for pid in [*helpers.agents(run), *(rank.pid for rank in job.ranks)]]
+    shown = " ".join(part for process in processes for part in process.cmdline())
+    helpers.wait_for(lambda: steps(run) > before + 20, what="more steps")
+    job.kill(0, signal.SIGTERM)
+    assert job.wait(60) == [75, 75]
+    helpers.wait_for(lambda: not helpers.agents(run), 20, "the end of the agent")
+    assert heard(endpoint, "hang") == [("open", "CRIT"), ("resolved", "CRIT")]
+    assert {body["key"] for body in endpoint.bodies()} <= {"hang", "notify/webhook"}
+    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    assert SECRET not in shown and SECRET.encode() not in written and SECRET not in job.output()
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers: Any) -> None:
+    """Fault matrix 26, as the watchdog of the run tells it: `evaluation/STEP`, resolved when its worker has ended it."""
+    tasks = lab.path / "tasks"
+    helpers.deadlock_task(tasks)
+    evaluation = {
+        "every": "300 steps",
+        "include": [str(tasks)],
+        "tasks": ["deadlock"],
+        "deadline": "4 s",
+        "attempts": 1,
+    }
+    config = lab.config(
+        train={"duration": "100_000 steps"},
+        checkpoint={"every": "300 steps"},
+        eval=evaluation,
+        watchdog={"enabled": True, "interval": "0.2 s", "storage": {"interval": "0.2 s"}},
+    )
+    run = lab.path / "run"
+    job = lab.start(config, ranks=2)
+    told = helpers.wait_for(lambda: helpers.alarms(run, "evaluation/300"), 90, "the alarm")
+    assert (told[0]["state"], told[0]["severity"]) == ("open", "WARN")
+    assert "the evaluation of step 300 (deadlock)" in told[0]["summary"] and "longer than 4s" in told[0]["summary"]
+    before = steps(run)
+    helpers.wait_for(lambda: len(helpers.alarms(run, "evaluation/300")) == 2, 60, "its end")
+    assert helpers.alarms(run, "evaluation/300")[1]["state"] == "resolved"
+    failed = helpers.journal(run, "eval-failed")
+    assert failed[0]["step"] == 300 and "ended after 12s" in failed[0]["text"]
+    assert "deadlock.py" in (run / "watchdog/stacks/evaluation-00000300.txt").read_text()
+    assert steps(run) > before and not helpers.alarms(run, "hang")
+    job.kill(0, signal.SIGTERM)
+    assert job.wait(90) == [75, 75]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    """What verdicts and alarms read of a metrics record."""
+    return {
+        "step": step, "cursor": 8 * step, "consumed": 8 * step, "batch": 8, "lr": 1e-3, "overflow": False,
+        "skipped": False, "not_finite": None, "nonfinite_rank": None, "loss_scale": None, "replicas": None,
+        "loss": {"sum": 512 + step * 1e-9, "count": 256}, "grad_norm": 1.0, "data_digest": f"{step:016x}", **changes,
+    }  # fmt: skip
+
+
+def scales(overflows: str) -> list[dict[str, Any]]:
+    """Steps of a run in fp16; O overflows and halves the scale."""
+    found, scale = [], 2.0**16
+    for step, event in enumerate(overflows, 1):
+        found.append(record(step, loss_scale=scale, overflow=event == "O", skipped=event == "O"))
+        scale /= 2 if event == "O" else 1
+    return found
+
+
+CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str, str]]]] = {
+    "scale collapses": (scales("." * 200 + "O.O.O.O.O.O" + "." * 20), [("scale/collapse", "open", "CRIT")]),
+    "scale falls now and then": (scales(("." * 60 + "O") * 5), []),
+    "norm stands out in single steps": (
+        [record(n, grad_norm=1 + 0.1 * ((n * 7919) % 97 / 97) + (19 if n % 150 == 149 else 0)) for n in range(1, 900)],
+        [],
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_become_alarms(lab: Any, case: str) -> None:
+    """Fault matrix 44 and 49: through the trainer's verdicts and the watchdog's reading of them, from WARN on."""
+    from fsdp_pretrain.config import load
+    from fsdp_pretrain.health import Health
+    from fsdp_pretrain.watchdog.alarms import Alarms, Severity
+    from fsdp_pretrain.watchdog.leader import Numbers
+
+    records, expected = CASES[case]
+    config = load(lab.config(optimizer={"lr": 1e-3, "min_lr": None, "warmup": None, "curve": "constant"}))
+    health, told = Health(config), list[tuple[str, str, str]]()
+    alarms = Alarms(
+        lab.path / "alarms.jsonl",
+        lambda alarm, before: (
+            told.append((alarm.key, alarm.state, alarm.severity.name)) if alarm.severity > Severity.INFO else None
+        ),
+    )
+    numbers = Numbers(alarms)
+    for entry in records:
+        found = [finding.to_json() for finding in health.step(entry).findings]
+        numbers.step({**entry, "health": json.loads(json.dumps(found))})
+    assert told == expected
