@@ -73,7 +73,8 @@ class Soak:
         values["eval"]["heldout"] = str(folder / "text/heldout.jsonl")
         values["record"]["aim"] = False
         for section, changes in settings.items():
-            values[section] = {**values.get(section, {}), **changes}
+            merged = {**values.get(section, {}), **changes}
+            values[section] = {key: value for key, value in merged.items() if value is not None}
         self.config = folder / "soak.toml"
         self.config.write_text(tomli_w.dumps(values))
         (folder / "hook").mkdir()
@@ -296,14 +297,16 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
         "optimizer": {"curve": "constant", "min_lr": 3e-3},
         "checkpoint": {"every": "40 steps", "keep_last": 3, "retry": "1 s", "max_failures": 1000},
         "launch": {"restarts": 10_000, "attempts": 20, "pauses": ["0.2 s"], "end_timeout": "20 s"},
-        "watchdog": {"interval": "0.5 s", "hang": {"soft": "4 s", "hard": "8 s"}, "notify": {"webhook": {}}},
+        "watchdog": {
+            "interval": "0.5 s",
+            "hang": {"soft": "4 s", "hard": "8 s"},
+            "storage": {"interval": "2 s"},
+            "notify": {"webhook": {}},
+        },
         "eval": {"launch": False},
     }
     quick["data"] = {"sequence_length": 64, "lanes": 8, "sources": [{"name": "python", "path": str(folder / "corpus")}]}
-    soak = Soak(folder, **{name: {k: v for k, v in table.items() if v is not None} for name, table in quick.items()})
-    values = tomllib.loads(soak.config.read_text())
-    values["model"].pop("declared_params", None)
-    soak.config.write_text(tomli_w.dumps(values))
+    soak = Soak(folder, **quick)
     soak.prepare()
     endpoint = Endpoint(free_port())
     endpoint.up()
