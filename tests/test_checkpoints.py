@@ -70,6 +70,7 @@ SLOW = {"truncated", "metadata", "half-deleted"}  # noticed as the others are
 def test_damage_is_passed_over_loudly(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, damage: str
 ) -> None:
+    """Fault matrix 4 and 20: the older one is taken, and the damaged step made again, with the old one moved aside."""
     config, run = copy
     act, text = DAMAGE[damage]
     act(run / "checkpoints/step-00000030")
@@ -103,6 +104,7 @@ def test_touched_times_and_stray_files_do_not_matter(
 
 
 def test_nothing_valid_is_an_error_and_never_step_0(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
+    """Fault matrix 4: all are damaged."""
     config, run = copy
     for path in (run / "checkpoints").glob("step-*"):
         flip(path / "__0_0.distcp")
@@ -186,7 +188,7 @@ def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
 
 
 def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
-    """A neighbour fills the disk: saves fail, training goes on and says so; space returns, saving does too."""
+    """Fault matrix 1: A neighbour fills the disk: saves fail, training goes on and says so; space returns, saving does too."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "400 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
@@ -217,6 +219,7 @@ def fill(disk: Path, hog: Path, leave: int) -> None:
 def test_too_many_failed_saves_stop_with_93(
     lab: Any, helpers: Any, small_disk: Callable[[str], Path], run_command: Run
 ) -> None:
+    """Fault matrix 1: and the last checkpoint loads."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "100 steps"}, checkpoint={"every": "5 steps", "max_failures": 3, "retry": "0.1 s"}
@@ -236,7 +239,7 @@ def test_too_many_failed_saves_stop_with_93(
 
 
 def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
-    """The space is there when a save begins and gone when it writes: partial files go, training goes on."""
+    """Fault matrix 2: The space is there when a save begins and gone when it writes: partial files go, training goes on."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "4000 steps"}, checkpoint={"every": "3 steps", "max_failures": 1000, "retry": "0.1 s"}
@@ -264,7 +267,7 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str) -> None:
-    """The second rank's files end at 1000 bytes, by the kernel: every rank drops the save, and knows within a step."""
+    """Fault matrix 2 and 22: The second rank's files end at 1000 bytes, by the kernel: every rank drops the save, and knows within a step."""
     config = lab.config(
         train={"duration": "100000 steps"},
         checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},

@@ -77,7 +77,14 @@ def test_files_named_in_the_documentation_exist() -> None:
     for page in [
         "README.md",
         *PAGES,
-        *("docs/alarms.md", "docs/families.md", "docs/performance.md", "docs/incidents.md", "docs/decisions.md"),
+        *(
+            "docs/alarms.md",
+            "docs/families.md",
+            "docs/performance.md",
+            "docs/incidents.md",
+            "docs/decisions.md",
+            "docs/faults.md",
+        ),
     ]:
         text = (ROOT / page).read_text()
         for name in re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.(?:sh|sbatch|toml|md)", text):

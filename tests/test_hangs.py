@@ -271,3 +271,32 @@ def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
         "open",
         "resolved",
     ]
+
+
+def test_metrics_of_a_live_run(lab: Any, watched: Callable[..., Path]) -> None:
+    """What Prometheus scrapes is what the record says."""
+    run, page = lab.path / "run", lab.path / "metrics.prom"
+    notify = {"prometheus": {"textfile": str(page)}}
+    watchdog = {**WATCHED, "notify": notify, "storage": {"interval": "1 s"}}
+    job = lab.start(watched(watchdog=watchdog, checkpoint={"every": "20 steps"}), ranks=2)
+    wanted = ("train_step", "train_tokens_total", "loss", "loss_zscore", "grad_norm", "ckpt_last_verified_step")
+    wanted += (
+        "ckpt_write_bytes_per_second",
+        "disk_next_checkpoint_fits",
+        "rank_heartbeat_age_seconds",
+        "incidents_open",
+    )
+
+    def values() -> dict[str, float]:
+        lines = page.read_text().splitlines() if page.exists() else []
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name.partition("{")[0]: float(value) for name, value in pairs}
+
+    until(lambda: all(name in values() for name in wanted) and values()["train_step"] > 50)
+    found, record = values(), (run / "segments/0001/metrics.jsonl").read_text().splitlines()
+    last = json.loads(record[int(found["train_step"]) - 1])
+    assert found["train_tokens_total"] == last["tokens"] and found["grad_norm"] == pytest.approx(last["grad_norm"])
+    assert found["loss"] == pytest.approx(last["loss"]["sum"] / last["loss"]["count"])
+    assert found["train_step"] - 45 < found["ckpt_last_verified_step"] <= found["train_step"]
+    job.kill(0, signal.SIGTERM)
+    assert job.wait(30) == [75, 75]

@@ -138,7 +138,7 @@ def test_killed_at_every_point_of_a_save(
     background: bool,
     everybody: bool,
 ) -> None:
-    """One start after the other, each killed at the next point of its first save, the writer alone or all ranks."""
+    """Fault matrix 3: One start after the other, each killed at the next point of its first save, the writer alone or all ranks."""
     killed = chain(2, f"points-{len(points)}-{background}-{everybody}")
     mode = f"checkpoint.background={str(background).lower()}"
     job = killed.start(f"train.duration={3 * EVERY} steps", mode)
@@ -172,7 +172,7 @@ def test_killed_at_every_point_of_a_save(
 def test_killed_in_the_middle_of_a_write(
     chain: Callable[[int, str], Chain], monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
 ) -> None:
-    """The kernel kills a rank in the write that takes its shard beyond a size."""
+    """Fault matrix 3: The kernel kills a rank in the write that takes its shard beyond a size."""
     killed = chain(2, f"write-{rank}-{background}")
     mode = f"checkpoint.background={str(background).lower()}"
     job = killed.start(f"train.duration={EVERY} steps", mode)
@@ -197,7 +197,7 @@ def test_killed_in_the_middle_of_a_write(
 def test_killed_at_any_instant_of_a_save(
     chain: Callable[[int, str], Chain], helpers: Any, seed: int, kills: int
 ) -> None:
-    """kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""
+    """Fault matrix 3: kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""
     rng = random.Random(seed)
     killed = chain((2, 4, 3)[seed % 3], f"random-{seed}")
     seconds = 0.3

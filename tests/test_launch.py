@@ -246,6 +246,28 @@ def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) ->
     assert "does not divide the world size" in printed and not (job.run / "segments").exists()
 
 
+@pytest.mark.slow
+def test_a_broken_gpu_keeps_its_host_away(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+    """Fault matrix 45: saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
+    gpus, host = lab.path / "gpus.json", os.uname().nodename
+    gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1}]}))
+    hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
+    watchdog = {"enabled": True, "interval": "0.2 s", "hardware": hardware}
+    config = lab.config(train=LONG, checkpoint={"every": "1000 steps"}, launch=HASTE, watchdog=watchdog)
+    job = launch(config)
+    job.reaches(5)
+    time.sleep(1)  # so that both were seen
+    gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1, "lost": "fallen off the bus"}]}))
+    job.ends(76)
+    assert segments(job) == 1 and job.intent()["code"] == 76
+    last = helpers.metrics(job.run)[-1]["step"]
+    assert (job.run / f"checkpoints/step-{last:08d}/verified.json").exists()
+    assert (job.run / "avoid_hosts").read_text().split() == [host]
+    again = launch(config)
+    assert f"host {host} is in {job.run}/avoid_hosts" in again.ends(76)
+    assert segments(job) == 1
+
+
 def test_preflight(lab: Any, run_command: Callable[..., Any], small_disk: Callable[[str], Path], helpers: Any) -> None:
     """Fault matrix 38: a directory that cannot be written is named, exit 78, before a rank starts; and other refusals."""
     disk = small_disk("2m")

@@ -76,7 +76,7 @@ def curve(run: Path, helpers: Any) -> list[Any]:
 def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run
 ) -> None:
-    """Skipped steps and a new learning rate from step 12 on, kept by restarts with the first command."""
+    """Fault matrix 5 and 20: Skipped steps and a new learning rate from step 12 on, kept by restarts with the first command."""
     config, run = copy
     before = {r["step"]: r for r in helpers.metrics(run)}
     done = run_command(

@@ -261,6 +261,7 @@ def test_what_cannot_be_allowed(name: str, said: str) -> None:
 def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
     lab: Any, copy: tuple[Path, Path], helpers: Any
 ) -> None:
+    """Fault matrix 46: what cannot go on is refused."""
     config, run = copy
     changed = ("optimizer.lr=5e-3", "train.duration=30 steps", "train.z_loss=1e-4", "parallel.shard=1")
     output = lab.train(config, *changed, "model.ffn=96", ranks=2, expect=78)

@@ -49,6 +49,7 @@ def test_what_is_given_up_and_in_which_order(small_disk: Callable[[str], Path]) 
 
 @pytest.mark.quick
 def test_names_can_run_out_before_bytes(small_disk: Callable[[str], Path]) -> None:
+    """Fault matrix 39: before a save is begun."""
     disk = small_disk("8m,nr_inodes=12")
     assert Need(1000, 5).lacking(disk) is None
     for n in range(9):
@@ -58,6 +59,7 @@ def test_names_can_run_out_before_bytes(small_disk: Callable[[str], Path]) -> No
 
 @pytest.mark.quick
 def test_ballast_is_small_and_only_of_what_is_to_spare(small_disk: Callable[[str], Path]) -> None:
+    """Fault matrix 36: what is held back."""
     disk = small_disk("8m")
     ballast = Ballast(disk)
     ballast.take(1_000_000)
@@ -81,7 +83,7 @@ def test_pinned_checkpoints_stay(tmp_path: Path, run_command: Run) -> None:
 
 
 def test_old_checkpoints_go_before_a_save_fails(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
-    """keep_last = 50 does not fit: with pruning the run completes with fewer, without it stops with 93."""
+    """Fault matrix 1: keep_last = 50 does not fit: with pruning the run completes with fewer, without it stops with 93."""
     config = lab.config(
         train={"duration": "60 steps", "micro_batch": 8},
         checkpoint={"every": "3 steps", "keep_last": 50, "max_failures": 2, "retry": "0.1 s"},
@@ -102,7 +104,7 @@ def test_old_checkpoints_go_before_a_save_fails(lab: Any, helpers: Any, small_di
 
 
 def test_other_storage_takes_over(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
-    """The run directory cannot hold a checkpoint: they go to the fallback, and a resume finds them there."""
+    """Fault matrix 21: The run directory cannot hold a checkpoint: they go to the fallback, and a resume finds them there."""
     disk = small_disk("400k")
     config = lab.config(
         train={"duration": "20 steps"},

@@ -111,6 +111,10 @@ class Checkpoints(Detector):
         """How often a newer proved checkpoint was seen."""
         self.protected: int | None = None
         """Step of the newest proved checkpoint, or at which this start began."""
+        self.failures = 0
+        """Saves of this start that failed."""
+        self.speed: float | None = None
+        """Bytes per second of the last save."""
         self.age = 0.0
         """Seconds for which training has gone on without a newer one."""
         self._protected_tokens, self._since = 0, math.inf
@@ -244,10 +248,12 @@ class Checkpoints(Detector):
                 if self.need is None and entry.get("parameters"):
                     self.need = Need(int(_FIRST_STATE * BYTES_PER_PARAMETER * entry["parameters"]), 1 + self._world)
             elif entry["kind"] == "checkpoint" and entry.get("seconds"):
+                self.speed = float(entry["bytes"]) / max(1e-9, float(entry["seconds"]))
                 self._judge_speed(float(entry["bytes"]), float(entry["seconds"]), entry["step"] if mine else None)
                 if mine:
                     self.alarms.resolve("checkpoint-failed", f"step {entry['step']} was saved", step=entry["step"])
             elif entry["kind"] == "checkpoint-failed" and mine:
+                self.failures += 1
                 self.alarms.open(
                     "checkpoint-failed",
                     Severity.CRIT,

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterable
 from statistics import median
 from typing import Any
@@ -17,6 +18,8 @@ from ..errors import ConfigError
 from ..record.claim import Claim
 from ..record.files import RunDir, now, read_json, read_lines
 from ..record.journal import Journal
+from ..record.metrics import mean_loss
+from .accounts import Accounts
 from .alarms import Alarm, Alarms, Severity
 from .checkpoints import Checkpoints
 from .desk import alarms_file, journal_alarm, keep_alarms, serve, snapshot_file
@@ -27,13 +30,14 @@ from .message import Identity
 from .nodes import SILENT, Nodes, enter
 from .notify import Notifier, Ping
 from .ranks import Ranks
+from .robust import score
 from .sensors import sensors
 from .snapshot import Histogram, Snapshot
 from .storage import Space
 
 _OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu"))
 """Detectors whose alarms end when the ranks are started again."""
-_SNAPSHOT_SECONDS = 10.0
+_SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
 _NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
@@ -79,7 +83,8 @@ class Leader:
         self._config, self._run, self._claim = config, RunDir(config.run.dir), claim
         self._ranks, self._nodes = ranks, nodes
         self._snapshot = Snapshot(run=config.run.name, segment=segment, pass_due=10 * config.watchdog.interval.value)
-        self._steps, self._record = Histogram(), dict[str, Any]()
+        self._steps, self._record, self._skipped = Histogram(), dict[str, Any](), 0
+        self._total, self._losses = config.schedule.steps, deque[float](maxlen=128)
         self._metrics, self._offset = self._run.segment(segment) / "metrics.jsonl", 0
         self._notifier: Notifier | None = None
         self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
@@ -93,6 +98,8 @@ class Leader:
             self._ping = None
             self.alarms.open("notify", Severity.WARN, error.cause, effect="nobody is told of alarms")
         self._exporter = Exporter(section.prometheus)
+        shown = section.prometheus.port is not None or section.prometheus.textfile is not None
+        self._accounts = Accounts(self._run.path) if shown else None
         for alarm in list(self.alarms):
             if alarm.detector in _OF_A_START:
                 self.alarms.resolve(alarm.key, "the ranks were started again")
@@ -121,6 +128,8 @@ class Leader:
         for record, offset in read_lines(self._metrics, self._offset):
             self._offset, self._record = offset, record
             self._steps.observe(record["seconds"]["iteration"])
+            self._skipped += bool(record.get("skipped"))
+            self._losses.append(mean_loss(record))
             for detector in self._detectors:
                 detector.step(record)
         self._look_at_nodes()
@@ -210,7 +219,10 @@ class Leader:
         record, now = self._record, time.monotonic_ns()
         open_ = [alarm.severity.name for alarm in self.alarms]
         values: dict[str, Any] = {
-            **vars(self._snapshot),
+            "run": self._snapshot.run,
+            "segment": self._snapshot.segment,
+            "pass_due": self._snapshot.pass_due,
+            "total_steps": self._total,
             "step_seconds": self._steps,
             "step_drift": self._drift.ratio,
             "heartbeat_ages": {
@@ -220,21 +232,28 @@ class Leader:
             "open": {severity.name: open_.count(severity.name) for severity in Severity},
         }
         if record:
-            loss = record["loss"]
+            loss = mean_loss(record)
             values |= {
                 "step": record["step"],
                 "tokens": record["tokens"],
                 "world": record.get("world"),
+                "segment_steps": sum(self._steps.counts),
+                "skipped_steps": self._skipped,
                 "grad_norm": record["grad_norm"],
-                "loss": loss["sum"] / loss["count"] if loss["sum"] is not None and loss["count"] else None,
+                "loss": loss,
+                "loss_z": score(loss, self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
             }
         for detector in self._detectors:
             if isinstance(detector, Checkpoints):
                 values |= {"verified_step": detector.protected, "verified_age": detector.age}
+                values |= {"checkpoint_failures": detector.failures, "checkpoint_bytes_per_second": detector.speed}
+                if record and detector.protected is not None:
+                    behind = max(0, record["step"] - detector.protected)
+                    values["unprotected_tokens"] = behind * record["batch"] * record["sequence_length"]
             elif isinstance(detector, Space):
                 values["next_checkpoint_fits"] = detector.fit.get("checkpoints")
                 values["disk_full_in"] = detector.seconds_to_full.get("checkpoints")
-        return Snapshot(**values)
+        return Snapshot(**values, **(self._accounts.look() if self._accounts is not None else {}))
 
     def _told(self, alarm: Alarm, before: Alarm | None) -> None:
         if self._notifier is not None:
@@ -262,6 +281,8 @@ class Leader:
 
     def close(self) -> None:
         """The watch ends."""
+        if self._accounts is not None:
+            self._accounts.close()
         self._exporter.close()
         if self._notifier is not None:
             self._notifier.close()

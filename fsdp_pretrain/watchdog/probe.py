@@ -18,7 +18,7 @@ from typing import Any
 
 _PATIENCE = 5.0
 """Seconds for the helper itself to say that it heard of a kill; then it is replaced."""
-_DEAR, _COST = 0.05, 4000.0
+_DEAR, _COST = 0.2, 100.0
 """A look that takes more CPU seconds than the first comes back at most every so many times what it took."""
 
 
