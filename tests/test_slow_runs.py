@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 from fsdp_pretrain.watchdog import heart, page
+from fsdp_pretrain.watchdog.alarms import Alarms
+from fsdp_pretrain.watchdog.drift import Drift
+from fsdp_pretrain.watchdog_sections import PaceSection
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
 HOST = os.uname().nodename
@@ -122,3 +126,54 @@ def test_a_slower_restart_names_the_new_hosts(
     assert told[0]["facts"]["new"] == [HOST] and told[0]["facts"]["gone"] == ["gone-7"]
     assert f"new since then: {HOST}" in told[0]["summary"] and told[0]["severity"] == "WARN"
     assert told[0]["facts"]["ratio"] == pytest.approx(1.2, abs=0.1) and told[0]["step"] == 130 + 20 + 64
+
+
+# ---------------------------------------------------------------- records of longer runs
+
+
+def told_of(tmp_path: Path, changes: Callable[[int], dict[str, Any]], steps: int) -> list[tuple[str, int]]:
+    """(state, step) of what a run of steps around 100 ms is told of; `changes` may slow, tag or reshape a step."""
+    told = list[tuple[str, int]]()
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.state, alarm.step or 0)))
+    drift = Drift(alarms, PaceSection(), tmp_path / "pace.json", [HOST])
+    noise = random.Random(5)
+    for step in range(1, steps + 1):
+        change = changes(step)
+        iteration = 0.1 * noise.lognormvariate(0, 0.01) * change.get("times", 1.0)
+        seconds = {"iteration": iteration, "data": 0.0, "forward_backward": iteration, "optimizer": 0.0}
+        record = {"step": step, "world": 2, "batch": 8, "sequence_length": 32, "skipped": False, "beside": []}
+        drift.step({**record, "seconds": {**seconds, "checkpoint": change.get("checkpoint", 0.0)}, **change})
+    return told
+
+
+def bumps(step: int, tagged: bool) -> dict[str, Any]:
+    """Every 25 steps a save makes 5 steps 60% longer, every 400 steps an evaluation does so with 40."""
+    if step % 400 < 40:
+        return {"times": 1.6, "beside": ["eval"] if tagged else []}
+    return {"times": 1.6, **({"checkpoint": 0.02} if tagged else {})} if step % 25 < 5 else {}
+
+
+CASES: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {
+    "saves and evaluations": (lambda step: bumps(step, tagged=True), False),
+    "the same, untagged": (lambda step: bumps(step, tagged=False), True),
+    "batch ramp": (lambda step: {"times": 1 + step // 800, "batch": 8 * (1 + step // 800)}, False),
+    "sequence length": (lambda step: {"times": 2.2, "sequence_length": 64} if step > 1000 else {}, False),
+    "the same slowdown, unplanned": (lambda step: {"times": 2.2} if step > 1000 else {}, True),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_planned_is_no_incident(tmp_path: Path, case: str) -> None:
+    """Fault matrix 10, negative controls, each beside what it would be if nobody had planned it."""
+    changes, unplanned = CASES[case]
+    told = told_of(tmp_path, changes, 3000)
+    assert bool(told) == unplanned, told
+
+
+@pytest.mark.quick
+def test_a_slow_decline_is_told_before_it_is_large(tmp_path: Path) -> None:
+    """Fault matrix 29: +5% over 5,000 steps: one incident, before the run is 2.75% slower."""
+    told = told_of(tmp_path, lambda step: {"times": 1 + 0.05 * min(1.0, max(0, step - 1000) / 5000)}, 7000)
+    opened = [step for state, step in told if state == "open"]
+    assert len(opened) == 1 and (opened[0] - 1000) / 5000 * 0.05 < 0.0275

@@ -1,0 +1,375 @@
+"""Long runs with a real launcher, real ranks and a real watchdog: nothing happens, or everything does.
+
+    python tests/soak.py null --minutes 30
+    python tests/soak.py faults --minutes 30 --seed 7
+
+`null` trains the quickstart model with saves and evaluations under default settings: no alarm of WARN or above is right.
+`faults` breaks a small run every 20 to 60 seconds, one fault after the other, and then compares it with a run that
+nobody touched: the same curve to the bit, no process left, at most one page per fault, a ledger that adds up, and the
+exit codes that were promised. Exit 0 if all of that holds. The folder of the run is kept, and named at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomli_w
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from fsdp_pretrain.record.files import RunDir  # noqa: E402
+from fsdp_pretrain.record.metrics import read_metrics  # noqa: E402
+from tests.conftest import clean_environment, free_port  # noqa: E402
+from tests.endpoint import Endpoint  # noqa: E402
+
+NAN_HOOK = """
+import os
+if os.environ.get("RANK") == "1":
+    from pathlib import Path
+    from fsdp_pretrain import optim, trainer
+    step, update, now = trainer.Trainer.step, optim.step, [0]
+    def counted(self):
+        now[0] = self.state.step + 1
+        step(self)
+    def spoilt(model, *args, **kwargs):
+        if str(now[0]) in Path(os.environ["SOAK_NAN"]).read_text().split():
+            next(p for p in model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = float("nan")
+        return update(model, *args, **kwargs)
+    trainer.Trainer.step, optim.step = counted, spoilt
+"""
+"""In `sitecustomize` of the ranks: a gradient of rank 1 is NaN in the steps that a file lists, whoever trains them."""
+
+
+class Soak:
+    """A run under the launcher.
+
+    Args:
+        folder: for everything.
+        settings: sections of the configuration, over the quickstart's.
+    """
+
+    def __init__(self, folder: Path, **settings: dict[str, Any]) -> None:
+        self.folder, self.run, self.mark = folder, folder / "run", uuid.uuid4().hex
+        self.log = (folder / "launch.log").open("ab")
+        values = tomllib.loads((ROOT / "configs/runs/quickstart.toml").read_text())
+        values["run"]["dir"] = str(self.run)
+        values["data"]["sources"][0]["path"] = str(folder / "corpus")
+        values["eval"]["heldout"] = str(folder / "text/heldout.jsonl")
+        values["record"]["aim"] = False
+        for section, changes in settings.items():
+            merged = {**values.get(section, {}), **changes}
+            values[section] = {key: value for key, value in merged.items() if value is not None}
+        self.config = folder / "soak.toml"
+        self.config.write_text(tomli_w.dumps(values))
+        (folder / "hook").mkdir()
+        (folder / "hook/sitecustomize.py").write_text(NAN_HOOK)
+        self.nan = folder / "nan-steps"
+        self.nan.touch()
+        self.environment = clean_environment(SOAK=self.mark, SOAK_NAN=str(self.nan))
+        self.environment["PYTHONPATH"] = f"{folder / 'hook'}{os.pathsep}{ROOT}"
+
+    def prepare(self) -> None:
+        """The quickstart's text, tokenizer and corpus."""
+        text, tokens = self.folder / "text", self.folder / "tokenizer"
+        for arguments in (
+            ["quickstart-corpus", "--out", text],
+            ["train-tokenizer", text / "train.jsonl", "--kind", "bpe", "--vocab-size", 2048, "--out", tokens],
+            ["prepare", text / "train.jsonl", "--tokenizer", tokens, "--out", self.folder / "corpus", "--quiet"],
+        ):
+            self.command("data.cli", *arguments)
+
+    def command(self, module: str, *arguments: object) -> str:
+        """Run `python -m`; what it prints."""
+        line = [sys.executable, "-m", module, *map(str, arguments)]
+        return subprocess.run(line, env=self.environment, cwd="/", check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    def launch(self, *overrides: str) -> subprocess.Popen[bytes]:
+        """Start `fsdp-pretrain launch` with two ranks."""
+        line = ["fsdp_pretrain.cli", "launch", "--nproc-per-node", "2", str(self.config), *overrides]
+        return subprocess.Popen(
+            [sys.executable, "-m", *line],
+            env=self.environment,
+            cwd="/",
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+
+    def step(self) -> int:
+        """The last step of the newest start."""
+        for path in sorted(self.run.glob("segments/*/metrics.jsonl"), reverse=True):
+            lines = path.read_bytes().split(b"\n")
+            return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else 0
+        return 0
+
+    def processes(self) -> list[psutil.Process]:
+        """All that were started for this soak."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SOAK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """The training processes."""
+        return [process for process in self.processes() if self._has(process, "RANK")]
+
+    def agents(self) -> list[psutil.Process]:
+        """The watchdog's agents."""
+        return [process for process in self.processes() if "fsdp_pretrain.watchdog.agent" in process.cmdline()]
+
+    @staticmethod
+    def _has(process: psutil.Process, variable: str) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return variable in process.environ() and "fsdp_pretrain.train" in " ".join(process.cmdline())
+        return False
+
+    def alarms(self) -> list[dict[str, Any]]:
+        """All transitions."""
+        path = self.run / "watchdog/alarms.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def curve(self) -> list[tuple[int, float, float]]:
+        """(step, loss, gradient norm) of the kept line, unrounded."""
+        return [(r["step"], r["loss"]["sum"], r["grad_norm"]) for r in read_metrics(RunDir(self.run))]
+
+
+def wait(what: str, condition: Callable[[], Any], seconds: float) -> Any:
+    """The first true value. Raises TimeoutError."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > until:
+            raise TimeoutError(f"not within {seconds:.0f}s: {what}")
+        time.sleep(0.2)
+    return value
+
+
+def stop(job: subprocess.Popen[bytes]) -> int:
+    """Ask the launcher to save and stop; its exit code."""
+    job.send_signal(signal.SIGUSR1)
+    return job.wait(300)
+
+
+def null(folder: Path, minutes: float) -> list[str]:
+    """Train in peace; what was wrong."""
+    soak = Soak(folder, train={"duration": "1_000_000 steps"}, optimizer={"curve": "constant", "min_lr": 3e-3})
+    soak.prepare()
+    job = soak.launch()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return [f"the launcher ended with {job.wait(60 * minutes)}"]
+    steps, code = soak.step(), stop(job)
+    for alarm in soak.alarms():
+        print(f"  {alarm['severity']:4} {alarm['state']:9} {alarm['key']}: {alarm['summary']}")
+    loud = [alarm for alarm in soak.alarms() if alarm["severity"] != "INFO" and alarm["state"] == "open"]
+    evaluated = len(list(soak.run.glob("evals/step-*/*/results.json")))
+    print(f"null: {steps} steps, {evaluated} evaluations, {len(loud)} alarms of WARN or above, exit {code}")
+    wrong = [f"a false alarm: {alarm['key']}: {alarm['summary']}" for alarm in loud]
+    return wrong + ([] if code == 75 else [f"exit {code} instead of 75"]) + leaked(soak)
+
+
+def leaked(soak: Soak) -> list[str]:
+    """Processes that outlive a run."""
+    with contextlib.suppress(TimeoutError):
+        wait("the end of all processes", lambda: not soak.processes(), 60)
+    left = [f"left behind: {process.pid} {' '.join(process.cmdline())[:150]}" for process in soak.processes()]
+    for process in soak.processes():
+        process.kill()
+    return left
+
+
+# ---------------------------------------------------------------- faults
+
+
+class Breaker:
+    """Breaks a run again and again.
+
+    Attributes:
+        job: the launcher that is at work.
+        wrong: what did not hold.
+    """
+
+    def __init__(self, soak: Soak, endpoint: Endpoint, seed: int) -> None:
+        self.soak, self.endpoint, self.random = soak, endpoint, random.Random(seed)
+        self.job, self.wrong, self.done = soak.launch(), list[str](), Counter[str]()
+        self._left: list[str] = []
+
+    def kill(self) -> None:
+        """kill -9 of a rank."""
+        self.random.choice(self.soak.ranks()).kill()
+
+    def suspend(self) -> None:
+        """SIGSTOP of a rank."""
+        self.random.choice(self.soak.ranks()).suspend()
+
+    def agent(self) -> None:
+        """kill -9 of the watchdog."""
+        for agent in self.soak.agents():
+            agent.kill()
+
+    def nan(self) -> None:
+        """A gradient that is not finite, once."""
+        with self.soak.nan.open("a") as file:
+            file.write(f"{self.soak.step() + 40}\n")
+
+    def disk(self) -> None:
+        """The checkpoints' file system is full for eight seconds."""
+        hog = self.soak.run / "checkpoints/hog"
+        with hog.open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 65536)
+                file.flush()
+        time.sleep(8)
+        hog.unlink()
+
+    def terminate(self) -> None:
+        """SIGTERM of a rank: the job stops with 75, and somebody starts it again."""
+        self.random.choice(self.soak.ranks()).terminate()
+        if (code := self.job.wait(120)) != 75:
+            self.wrong.append(f"SIGTERM of a rank: exit {code} instead of 75")
+        self.job = self.soak.launch()
+
+    def webhook(self) -> None:
+        """Nobody can be told while a rank is killed."""
+        self.endpoint.down()
+        self.kill()
+        time.sleep(10)
+        self.endpoint.up()
+
+    def once(self) -> None:
+        """One fault and the recovery from it. Each kind in turn, in a random order."""
+        if not self._left:
+            self._left = ["kill", "suspend", "agent", "nan", "disk", "terminate", "webhook"]
+            self.random.shuffle(self._left)
+        name, begun, heard = self._left.pop(), time.monotonic(), len(self.endpoint.requests)
+        step = self.soak.step()
+        getattr(self, name)()
+        try:
+            wait(f"progress after {name}", lambda: self.soak.step() > step + 60 or self.job.poll() is not None, 180)
+        except TimeoutError as error:
+            self.wrong.append(str(error))
+        recovered = time.monotonic() - begun
+        time.sleep(max(0.0, self.random.uniform(20, 60) - recovered))
+        if self.job.poll() is not None:
+            self.wrong.append(f"after {name} the launcher had ended with {self.job.returncode}")
+            self.job = self.soak.launch()
+        bodies = self.endpoint.bodies()[heard:]
+        pages = [body["key"] for body in bodies if body["severity"] == "CRIT" and body["state"] == "open"]
+        if len(pages) > 1:
+            self.wrong.append(f"{len(pages)} pages for one fault ({name}): {', '.join(pages)}")
+        self.done[name] += 1
+        told = ", ".join(f"{body['key']} {body['state']}" for body in bodies) or "nothing"
+        print(f"  {name:9} at step {step:6}: on after {recovered:5.1f}s, told: {told}", flush=True)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    """A file system of its own for checkpoints; needs root."""
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def faults(folder: Path, minutes: float, seed: int) -> list[str]:
+    """Break a run for some minutes, compare it with one that was left alone; what was wrong."""
+    quick: dict[str, dict[str, Any]] = {
+        "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "declared_params": None},
+        "train": {"duration": "1_000_000 steps", "global_batch": "8 samples", "micro_batch": 2},
+        "optimizer": {"curve": "constant", "min_lr": 3e-3},
+        "checkpoint": {"every": "40 steps", "keep_last": 3, "retry": "1 s", "max_failures": 1000},
+        "launch": {"restarts": 10_000, "attempts": 20, "pauses": ["0.2 s"], "end_timeout": "20 s"},
+        "watchdog": {
+            "interval": "0.5 s",
+            "hang": {"soft": "4 s", "hard": "8 s"},
+            "storage": {"interval": "2 s"},
+            "notify": {"webhook": {}},
+        },
+        "eval": {"launch": False},
+    }
+    quick["data"] = {"sequence_length": 64, "lanes": 8, "sources": [{"name": "python", "path": str(folder / "corpus")}]}
+    soak = Soak(folder, **quick)
+    soak.prepare()
+    endpoint = Endpoint(free_port())
+    endpoint.up()
+    soak.environment["ALARM_WEBHOOK_URL"] = f"http://127.0.0.1:{endpoint.port}/alarms"
+    until = time.monotonic() + 60 * minutes
+    with small_disk(soak.run / "checkpoints"):
+        breaker = Breaker(soak, endpoint, seed)
+        wait("the first steps", lambda: soak.step() > 50, 120)
+        while time.monotonic() < until:
+            breaker.once()
+        code, wrong = stop(breaker.job), breaker.wrong
+        wrong += [] if code == 75 else [f"exit {code} instead of 75 at the end"]
+        wrong += leaked(soak)
+        wrong += judge_ledger(soak)
+        curve = soak.curve()
+        whole = untouched(soak, len(curve))
+    if curve != whole[: len(curve)]:
+        first = next((a for a, b in zip(curve, whole, strict=False) if a != b), ("none: a shorter curve",))
+        wrong.append(f"the curve differs from an untouched run, first in step {first[0]}")
+    shown = ", ".join(f"{name} {count}" for name, count in breaker.done.items())
+    pages = sum(body["severity"] == "CRIT" and body["state"] == "open" for body in endpoint.bodies())
+    starts = len(list(soak.run.glob("segments/*")))
+    print(f"faults: {sum(breaker.done.values())} ({shown}), {len(curve)} steps, {starts} starts, {pages} pages")
+    endpoint.down()
+    return wrong
+
+
+def judge_ledger(soak: Soak) -> list[str]:
+    """States of the account sum to the wall clock."""
+    found = json.loads(soak.command("fsdp_pretrain.cli", "goodput", soak.run, "--json"))
+    wall, total = found["wall_seconds"], sum(found["states"].values())
+    shares = ", ".join(f"{name} {value / wall:.1%}" for name, value in found["states"].items() if value > 0.001 * wall)
+    print(f"ledger: {wall:.1f}s: {shares}")
+    return [] if abs(total - wall) <= 0.001 * wall else [f"the ledger sums to {total:.2f}s of {wall:.2f}s"]
+
+
+def untouched(soak: Soak, steps: int) -> list[tuple[int, float, float]]:
+    """The curve of the same run without faults (those of the data and the numbers are part of it)."""
+    other, soak.run = soak.run, soak.folder / "whole"
+    settings = ("checkpoint.every='100_000 steps'", "watchdog.enabled=false", f"run.dir={soak.run}")
+    job = soak.launch(*settings)
+    try:
+        wait("the untouched run", lambda: soak.step() >= steps or job.poll() is not None, 3600)
+        stop(job)
+        return soak.curve()
+    finally:
+        soak.run = other
+
+
+def main() -> int:
+    """Soak; 0 if all invariants held."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["null", "faults"])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix=f"soak-{args.kind}-"))
+    wrong = null(folder, args.minutes) if args.kind == "null" else faults(folder, args.minutes, args.seed)
+    for line in wrong:
+        print(f"WRONG: {line}")
+    print(f"{'FAILED' if wrong else 'all invariants held'}: {folder}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
