@@ -103,7 +103,7 @@ class Agent:
             self._leader.close()
 
     def _hear_the_others(self) -> None:
-        """Wait for the last words of the other nodes. One without any, when ranks fail without a reason, is the reason."""
+        """Wait for the last words of the other nodes. One without any, when ranks just fail, is the reason."""
         intent = self._intent()
         if intent is not None and intent["code"] == Exit.COMPLETE:
             return
