@@ -35,7 +35,7 @@ from .detector import Detector
 from .hang import Hang
 from .heart import root, sweep
 from .leader import Leader, take_the_lead
-from .nodes import QUIET, Nodes, Relay
+from .nodes import Nodes, Relay
 from .page import Phase
 from .ranks import Rank, Ranks
 from .sensors import sensors
@@ -107,13 +107,13 @@ class Agent:
         intent = self._intent()
         if intent is not None and intent["code"] == Exit.COMPLETE:
             return
-        patience, begun = QUIET * self.nodes.beat, time.monotonic()
+        patience, begun = self.nodes.patience, time.monotonic()
         self._keeper = Holder(self._keeper.path, patience - self.nodes.beat)
         while not self.nodes.all_ended and time.monotonic() - begun < patience:
             self._watch_the_leader()
             time.sleep(self.nodes.beat / (4 if self._leader is not None else 1))
             self.nodes.read(all_=True, at_once=True)
-        lost = self.nodes.quiet(time.monotonic() - begun)
+        lost = self.nodes.quiet()
         if self._leader is None and all(self.nodes.name(node) in lost for node in range(self.nodes.node)):
             self._lead()
         if self._leader is None:

@@ -17,7 +17,7 @@ from typing import Any
 from ..units import human_time
 from ..watchdog_sections import HangSection
 from .alarms import Alarms, Severity
-from .nodes import QUIET, Nodes
+from .nodes import Nodes
 from .page import Phase
 from .ranks import Rank, Ranks, Standing
 from .stalls import History
@@ -133,7 +133,7 @@ class Hang:
             stall.read, stall.since = True, seconds
             stall.seen = self._signatures()
         if not stall.told:
-            waited, patience = seconds - stall.since, min((QUIET + 1) * self._nodes.beat, (hard - soft) / 3)
+            waited, patience = seconds - stall.since, min(self._nodes.patience, (hard - soft) / 3)
             stall.told = self.alarms is not None and (self._nodes.all_told or waited > patience)
             if stall.told:
                 self._tell(seconds, "stacks of all ranks are in watchdog/stacks/")

@@ -19,7 +19,7 @@ from ..record.files import now, read_json
 from .alarms import Alarm, Alarms, Severity
 from .ranks import Standing
 
-QUIET = 3
+_QUIET = 3
 """Beats without a sign after which a node that should say something is not waited for."""
 
 
@@ -141,11 +141,15 @@ class Nodes:
         reports = self.reports.values()
         return [Standing.from_json(content) for report in reports for content in report.get("stalled", [])]
 
-    def quiet(self, seconds: float | None = None) -> dict[str, float]:
-        """Hosts that gave no sign for `seconds` (default: some beats), and for how many. One that has ended is none."""
-        limit = QUIET * self.beat if seconds is None else seconds
-        quiet = {node: self.silence(node) for node in self.others if not self._says(node, "ended")}
-        return {self.name(node): silence for node, silence in quiet.items() if silence >= limit}
+    @property
+    def patience(self) -> float:
+        """Seconds after which it is known of every other node whether it still gives signs."""
+        return (_QUIET + 1) * self.beat
+
+    def quiet(self) -> dict[str, float]:
+        """Hosts that have given no sign for some beats, and for how many seconds. One that has ended is none."""
+        silences = {node: self.silence(node) for node in self.others if not self._says(node, "ended")}
+        return {self.name(node): silence for node, silence in silences.items() if silence > _QUIET * self.beat}
 
     def _says(self, node: int, what: str) -> bool:
         return bool(self.reports.get(node, {}).get(what))
@@ -153,7 +157,7 @@ class Nodes:
     @property
     def all_told(self) -> bool:
         """Whether every other node that is heard has told where its ranks stand, or has ended."""
-        waited_for = [node for node in self.others if self.silence(node) <= QUIET * self.beat]
+        waited_for = [node for node in self.others if self.silence(node) <= _QUIET * self.beat]
         return all(self._says(node, "stalled") or self._says(node, "ended") for node in waited_for)
 
     def has_ended(self, node: int) -> bool:
