@@ -188,7 +188,7 @@ def sides(lab: Any, helpers: Any, two_nodes: Callable[..., Any]) -> Iterator[Cal
     """Starts a launcher on each of two nodes, and waits until step 12 is recorded."""
     started: list[Side] = []
 
-    def start(steps_: int = 500, **options: Any) -> list[Side]:
+    def start(steps_: int = 120, **options: Any) -> list[Side]:
         config = lab.config(train={"duration": f"{steps_} steps"}, checkpoint={"every": "10 steps"}, launch=HASTE)
         lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2 * options.get("ranks", 1))
         for node in two_nodes(**{"ranks": 1, **options}):
@@ -296,7 +296,7 @@ def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side
 def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
     """All of the second node is stopped. The first names it, ends, and goes on alone if it may. When the second is
     thawed its ranks end without a trace in the run; then it takes part again."""
-    both, run = sides(3000 if nnodes == "1:2" else 500, nnodes=nnodes), lab.path / "run"
+    both, run = sides(300, nnodes=nnodes), lab.path / "run"
     name, stale = both[1].node.name, both[1].rank(1)
     frozen = time.monotonic()
     both[1].signal(signal.SIGSTOP)
