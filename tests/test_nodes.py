@@ -232,6 +232,7 @@ def starts(run: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Callable[..., list[Side]]) -> None:
     """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve goes on bitwise."""
     both, run = sides(ranks=2), lab.path / "run"
@@ -254,6 +255,7 @@ def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Call
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
 def test_a_node_dies(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
     """kill -9 of all of the second node. A job that may shrink goes on on the first; another ends with 75."""
@@ -279,6 +281,7 @@ def test_a_node_dies(lab: Any, helpers: Any, sides: Callable[..., list[Side]], n
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("mended", [True, False])
 def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side]], mended: bool) -> None:
     """gloo does not notice. Both watchdogs are heard, so the verdict is the network; all ranks are ended at the hard
@@ -308,11 +311,12 @@ def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
 def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
     """All of the second node is stopped. The first names it, ends, and goes on alone if it may. When the second is
     thawed its ranks end without a trace in the run; then it takes part again."""
-    both, run = sides(300, nnodes=nnodes), lab.path / "run"
+    both, run = sides(300 if nnodes == "1:2" else 120, nnodes=nnodes), lab.path / "run"
     name, stale = both[1].node.name, both[1].rank(1)
     frozen = time.monotonic()
     both[1].signal(signal.SIGSTOP)
