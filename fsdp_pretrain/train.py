@@ -113,9 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         heart = _heart(config)
         with mesh.connect(config.parallel) as world:
-            outcome = run(config, world, lasting, terms, heart)
-            heart.close()
-            return int(outcome)
+            return int(run(config, world, lasting, terms, heart))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
 
@@ -179,6 +177,7 @@ def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: H
             world.rank, run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, terms, heart)
         )
     finally:
+        heart.close()
         lock.release()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .notify_sections import NotifySection
 from .section import Positive, Section, Share
@@ -175,6 +175,11 @@ class WatchdogSection(Section):
     """Off: no watchdog runs, and nobody is told of anything."""
     interval: Seconds = Seconds(1)
     """Time between two looks."""
+    beat: Seconds = Seconds(5)
+    """Time between two signs of life that the watchdog of a node leaves for those of the other nodes."""
+    silent: Seconds = Seconds(60)
+    """Without a sign for so long a node's watchdog counts as gone: it is told, and if it was the one that speaks for
+    the job, the next node's does. Three times `beat` at least."""
     hang: HangSection = HangSection()
     """A `[watchdog.hang]` table."""
     pace: PaceSection = PaceSection()
@@ -188,6 +193,14 @@ class WatchdogSection(Section):
     notify: NotifySection = NotifySection()
     """A `[watchdog.notify]` table."""
 
+    @model_validator(mode="after")
+    def _check_silent(self) -> WatchdogSection:
+        if self.silent.value < 3 * self.beat.value:
+            raise ValueError(
+                f"silent = {self.silent} is less than three times beat = {self.beat}: one late sign is none"
+            )
+        return self
+
 
 class LaunchSection(Section):
     """What `fsdp-pretrain launch` does when a run ends before its time."""
@@ -200,6 +213,8 @@ class LaunchSection(Section):
     """See `restarts`."""
     pauses: Annotated[list[Seconds], Field(min_length=1)] = [Seconds(10), Seconds(60), Seconds(300)]
     """Wait before the first, second, ... restart that follows a start without progress; the last for all further."""
+    join_timeout: Seconds = Seconds(300)
+    """How long the nodes of a start wait for each other. If some do not come, the others end with exit 75."""
     end_timeout: Seconds = Seconds(60)
     """How long processes may take to end after SIGTERM before they are killed; also how long a node goes on after
     another node's part has ended."""

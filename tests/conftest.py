@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import sight
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = (
@@ -223,9 +224,16 @@ class Job:
     """The ranks of one training job, started without torchrun so that survivors can be watched."""
 
     def __init__(
-        self, zygotes: Zygotes, config: Path, overrides: tuple[str, ...], ranks: int, log: Path, flags: tuple[str, ...]
+        self,
+        zygotes: Zygotes,
+        config: Path,
+        overrides: tuple[str, ...],
+        ranks: int,
+        log: Path,
+        flags: tuple[str, ...],
+        nodes: int = 1,
     ) -> None:
-        port = free_port()
+        port, local = free_port(), ranks // nodes
         self.log = log
         self.ranks = [
             zygotes.start(
@@ -235,9 +243,10 @@ class Job:
                 *flags,
                 environment=clean_environment(
                     RANK=str(rank),
-                    LOCAL_RANK=str(rank),
+                    LOCAL_RANK=str(rank % local),
                     WORLD_SIZE=str(ranks),
-                    LOCAL_WORLD_SIZE=str(ranks),
+                    LOCAL_WORLD_SIZE=str(local),
+                    GROUP_RANK=str(rank // local),
                     MASTER_ADDR="127.0.0.1",
                     MASTER_PORT=str(port),
                 ),
@@ -305,9 +314,9 @@ class Lab:
         path.write_text(tomli_w.dumps(values))
         return path
 
-    def start(self, config: Path, *overrides: str, ranks: int = 1, flags: tuple[str, ...] = ()) -> Job:
-        """Start a training job."""
-        job = Job(self._zygotes, config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags)
+    def start(self, config: Path, *overrides: str, ranks: int = 1, flags: tuple[str, ...] = (), nodes: int = 1) -> Job:
+        """Start a training job, as if on so many nodes (their host names: `hostname.py`)."""
+        job = Job(self._zygotes, config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags, nodes)
         self._jobs.append(job)
         return job
 
@@ -385,6 +394,66 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+class Node(NamedTuple):
+    """One of two nodes that share a cable and this machine's files.
+
+    Attributes:
+        prefix: what to put before a command to run it there.
+        options: of the launcher.
+        environment: what its ranks need.
+    """
+
+    prefix: list[str]
+    options: list[str]
+    environment: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Host name."""
+        return self.prefix[3]
+
+    def cable(self, state: str) -> None:
+        """Pull it (`down`) or plug it in (`up`)."""
+        end = self.environment["GLOO_SOCKET_IFNAME"]
+        subprocess.run(["ip", "-n", self.name, "link", "set", end, state], check=True)
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[Callable[..., list[Node]]]:
+    """`two_nodes()` makes two network namespaces joined by a cable; `nnodes` and `ranks` per node for the launcher."""
+    names, hosts = [f"fsdp{os.getpid()}{end}" for end in "ab"], ["10.77.0.1", "10.77.0.2"]
+    cable = [f"fp{os.getpid() % 10**6}{end}" for end in "ab"]
+
+    def ip(*arguments: str) -> int:
+        return subprocess.run(["ip", *arguments], capture_output=True).returncode
+
+    if ip("netns", "add", names[0]):
+        pytest.skip("network namespaces need root and iproute2")
+
+    def make(*, nnodes: str = "2", ranks: int = 2) -> list[Node]:
+        ip("netns", "add", names[1])
+        assert ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1]) == 0
+        for name, host, end in zip(names, hosts, cable, strict=True):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", end)
+            assert ip("-n", name, "link", "set", end, "up") == ip("-n", name, "link", "set", "lo", "up") == 0
+        common = ["--nnodes", nnodes, "--nproc-per-node", str(ranks), "--rdzv-endpoint", hosts[0]]
+        return [
+            Node(
+                ["ip", "netns", "exec", name, "unshare", "-u", "sh", "-c", f'hostname {name}; exec "$@"', "sh"],
+                [*common, "--local-addr", host],
+                {"GLOO_SOCKET_IFNAME": end},
+            )
+            for name, host, end in zip(names, hosts, cable, strict=True)
+        ]
+
+    try:
+        yield make
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
 @pytest.fixture(scope="session")
 def run_command(zygotes: Zygotes) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run_command("data.cli", "validate", path)` runs `python -m ...` and captures its output."""
@@ -430,30 +499,7 @@ def helpers() -> Any:
 
             return [entry for entry in read(RunDir(run)) if kind in (None, entry["kind"])]
 
-        @staticmethod
-        def alarms(run: Path, key: str | None = None) -> list[dict[str, Any]]:
-            """Transitions of an alarm of a run, or of all of them, oldest first."""
-            try:
-                lines = (run / "watchdog/alarms.jsonl").read_text().splitlines()
-            except OSError:
-                return []
-            return [alarm for alarm in map(json.loads, lines) if key in (None, alarm["key"])]
-
-        @staticmethod
-        def agents(run: Path) -> list[int]:
-            """Process ids of the watchdog's agents of a run."""
-            import psutil
-
-            commands = ((process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
-            return [pid for pid, line in commands if "fsdp_pretrain.watchdog.agent" in line and str(run) in line]
-
-        @staticmethod
-        def intent(run: Path) -> dict[str, Any] | None:
-            """What the newest start that has ended said of its end."""
-            for path in sorted((run / "segments").glob("*/exit_intent.json"), reverse=True):
-                content: dict[str, Any] = json.loads(path.read_text())
-                return content
-            return None
+        alarms, agents, intent = staticmethod(sight.alarms), staticmethod(sight.agents), staticmethod(sight.intent)
 
         @staticmethod
         def deadlock_task(folder: Path) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+from sight import WATCHED, family, steps, until
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
-WATCHED = {"enabled": True, "interval": "0.2 s", "hang": {"soft": "2 s", "hard": "5 s", "save_soft": "4 s"}}
 
 
 @pytest.fixture
@@ -56,29 +56,6 @@ class Elastic:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self.process.wait()
-
-
-def family(pid: int) -> list[int]:
-    """All descendants of a process."""
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """The first true value of `what`."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return value
-
-
-def steps(run: Path) -> int:
-    """Steps in the newest segment's record."""
-    found = sorted((run / "segments").glob("*/metrics.jsonl"))
-    return found[-1].read_text().count("\n") if found else 0
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
-from fsdp_pretrain.launch.outcome import Outcome, avoid
+from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import Ended, decide
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import Seconds
@@ -333,6 +333,32 @@ def test_pauses_grow_and_progress_shortens_them() -> None:
 
     assert [pause([ended(None)] * n) for n in (1, 2, 3, 4)] == [10, 60, 300, 300]
     assert pause([ended(None), ended(None), ended(None, 10, before=5)]) == 10
+
+
+def test_nodes_that_do_not_meet_are_no_failed_start() -> None:
+    """All try for `join_timeout` in total, then 75; starts before and after count as if these had not been."""
+
+    def unmet(at: float, seconds: float) -> Ended:
+        return Ended(at, Outcome(None, "why", met=False), 0, seconds=seconds)
+
+    def code(*history: Ended) -> int | None:
+        return decide(history, LaunchSection(), asked=False, host="here", elastic=False).code
+
+    assert code(unmet(300, 300)) == code(*(unmet(70.0 * n, 60) for n in range(1, 6))) == 75
+    assert code(*(unmet(70.0 * n, 60) for n in range(1, 4))) is None
+    assert code(ended(None), unmet(60, 60), unmet(130, 60), ended(None)) is None
+    assert code(ended(None), ended(None), unmet(60, 60), ended(None)) == 93
+
+
+def test_a_launcher_knows_the_segments_of_its_host(tmp_path: Path) -> None:
+    """A node that was frozen does not take the segment for its own in which the others went on."""
+    run = RunDir(tmp_path)
+    for hosts in ({"a": 1, "b": 1}, {"a": 1}):
+        (run.new_segment() / "environment.json").write_text(json.dumps({"hosts": hosts}))
+    assert [segment_of(run, 0, host) for host in ("a", "b", "c", None)] == [2, 1, 0, 2]
+    assert segment_of(run, 1, "b") == 1
+    run.new_segment()
+    assert segment_of(run, 0, "b") == 3  # whose hosts are not known yet
 
 
 def test_a_job_that_may_shrink_goes_on_without_a_bad_host() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,42 +250,15 @@ def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupt
     assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
 
 
-@pytest.fixture
-def two_nodes() -> Iterator[list[tuple[list[str], list[str], dict[str, str]]]]:
-    """Two network namespaces joined by a cable: for each, what to put before a command, options of the launcher,
-    and its environment."""
-    names, hosts = [f"fsdp{os.getpid()}{end}" for end in "ab"], ["10.77.0.1", "10.77.0.2"]
-    cable = [f"fp{os.getpid() % 10**6}{end}" for end in "ab"]
-
-    def ip(*arguments: str) -> int:
-        return subprocess.run(["ip", *arguments], capture_output=True).returncode
-
-    if ip("netns", "add", names[0]):
-        pytest.skip("network namespaces need root and iproute2")
-    try:
-        ip("netns", "add", names[1])
-        assert ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1]) == 0
-        for name, host, end in zip(names, hosts, cable, strict=True):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "addr", "add", f"{host}/24", "dev", end)
-            assert ip("-n", name, "link", "set", end, "up") == ip("-n", name, "link", "set", "lo", "up") == 0
-        yield [
-            (
-                ["ip", "netns", "exec", name, "unshare", "-u", "sh", "-c", f'hostname {name}; exec "$@"', "sh"],
-                ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", hosts[0], "--local-addr", host],
-                {"GLOO_SOCKET_IFNAME": end},
-            )
-            for name, host, end in zip(names, hosts, cable, strict=True)
-        ]
-    finally:
-        for name in names:
-            ip("netns", "del", name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
 def test_two_nodes_over_a_network(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: list[Any], killed: bool
+    module_lab: Any,
+    long_config: Path,
+    uninterrupted: list[Any],
+    helpers: Any,
+    two_nodes: Callable[..., list[Any]],
+    killed: bool,
 ) -> None:
     """A launcher on each of two nodes that share nothing but a cable and the file system. kill -9 of a rank of the second:
     both end their part of the start, begin the next together, and the curve is the same."""
@@ -301,7 +273,7 @@ def test_two_nodes_over_a_network(
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for prefix, options, extra in two_nodes
+        for prefix, options, extra in two_nodes()
     ]
     if killed:
         helpers.wait_for(lambda: reached(run, 12, helpers) or agents[0].poll() is not None, 120, "step 12")

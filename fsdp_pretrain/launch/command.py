@@ -105,7 +105,8 @@ class Launcher:
         self._many = torchrun.most_nodes(args.nnodes) > 1
         self._first = torchrun.is_first(args)
         ending = ["--shutdown-timeout", str(max(1, int(self._settings.stop_timeout.value)))]
-        self._command = torchrun.command(args, [*ending, *options], "fsdp_pretrain.train", job)
+        join = self._settings.join_timeout.value
+        self._command = torchrun.command(args, [*ending, *options], "fsdp_pretrain.train", job, join=join)
         self._deadline = limit.deadline(args.time_limit)
         self._signals: list[int] = []
         self._grace = limit.grace(self._run, self._settings.grace)
@@ -136,13 +137,19 @@ class Launcher:
         before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
         note = self._notes / f"{len(self._history)}.json"
         child = Torchrun(self._command, torchrun.environment(os.environ, note))
-        watch = Watch(self._run, self._settings, child, before, host=self._host if self._many else None)
+        host, begun = self._host if self._many else None, time.monotonic()
+        watch = Watch(self._run, self._settings, child, before, host=host)
         code = watch.run(self._take_signal, self._on_look)
-        ended = outcome.read_outcome(self._run, before, note, code)
+
+        def read() -> Outcome:
+            return outcome.read_outcome(self._run, before, note, code, host=host, met=child.met or not self._many)
+
+        ended = read()
         if self._many and ended.segment is not None:
             self._wait_for_others(ended.segment)
-            ended = outcome.read_outcome(self._run, before, note, code)
-        self._history.append(Ended(time.monotonic(), ended, verified))
+            ended = read()
+        now = time.monotonic()
+        self._history.append(Ended(now, ended, verified, seconds=now - begun))
         if ended.code == Exit.RESUME_AVOIDING_HOSTS and self._first:
             _try_to_write(lambda: outcome.avoid(self._run, ended.avoid))
         elastic = ":" in self._args.nnodes
@@ -152,7 +159,7 @@ class Launcher:
         """Until every node's part of a segment has ended, or had time to: a next start would meet the rest of this."""
         _try_to_write(lambda: outcome.tell_ended(self._run, segment))
         hosts, until = outcome.hosts_of(self._run, segment), time.monotonic() + 2 * self._settings.end_timeout.value
-        while not hosts <= outcome.ended_hosts(self._run, segment) and time.monotonic() < until and not self._signals:
+        while hosts - outcome.gone_hosts(self._run, segment) and time.monotonic() < until and not self._signals:
             time.sleep(_LOOK)
 
     def _wait(self, seconds: float) -> None:

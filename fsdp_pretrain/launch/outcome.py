@@ -29,6 +29,7 @@ class Outcome:
         step: last step in its record, or the one it resumed from; None if it did not come so far.
         ahead: the steps after that, of which one was being trained: see `where.batches_after`.
         verified: newest step with a verified checkpoint, or 0.
+        met: whether the nodes found each other, so that there were ranks.
     """
 
     code: int | None
@@ -39,12 +40,29 @@ class Outcome:
     step: int | None = None
     ahead: tuple[dict[str, int], ...] = ()
     verified: int = 0
+    met: bool = True
 
 
 def newest_segment(run: RunDir) -> int:
     """Number of the newest segment, or 0."""
     segments = run.segments
     return int(segments[-1].name) if segments else 0
+
+
+def segment_of(run: RunDir, before: int, host: str | None) -> int:
+    """Number of the newest segment after `before` in which a host took part (None: whoever did), or `before`.
+
+    A node that was frozen, or cut off, may find that the run went on without it. A segment whose hosts are not known
+    yet counts.
+    """
+    for segment in reversed(run.segments):
+        number = int(segment.name)
+        if number <= before:
+            break
+        hosts = hosts_of(run, number)
+        if host is None or not hosts or host in hosts:
+            return number
+    return before
 
 
 def verified_step(run: RunDir) -> int:
@@ -56,7 +74,9 @@ def verified_step(run: RunDir) -> int:
     return max((item.step for item in found if item.problem is None and item.verified), default=0)
 
 
-def read_outcome(run: RunDir, before: int, note: Path, code: int) -> Outcome:
+def read_outcome(
+    run: RunDir, before: int, note: Path, code: int, *, host: str | None = None, met: bool = True
+) -> Outcome:
     """How the start that has just ended did.
 
     Args:
@@ -64,15 +84,17 @@ def read_outcome(run: RunDir, before: int, note: Path, code: int) -> Outcome:
         before: number of the newest segment when it began.
         note: where its ranks leave an exit code that was decided before there was a segment.
         code: of torchrun.
+        host: name of this host if there are others.
+        met: whether there were ranks.
     """
-    number, verified = newest_segment(run), verified_step(run)
+    number, verified = segment_of(run, before, host), verified_step(run)
     if number <= before:
         left = read_json(note)
         if left is not None:
             return Outcome(left["code"], left["reason"], verified=verified)
         if code == 0:
             return Outcome(0, "complete", verified=verified)
-        return Outcome(None, f"torchrun exit {code} before training began", verified=verified)
+        return Outcome(None, f"torchrun exit {code} before training began", verified=verified, met=met or code != 1)
     segment = run.segment(number)
     intent = read_json(segment / "exit_intent.json") or {}
     last = _last_counters(segment)
@@ -106,6 +128,12 @@ def ended_hosts(run: RunDir, number: int) -> set[str]:
     """The hosts whose part of a segment has ended."""
     folder = run.segment(number) / "ended"
     return {path.name for path in folder.glob("*")} if folder.is_dir() else set()
+
+
+def gone_hosts(run: RunDir, number: int) -> set[str]:
+    """The same, and those that the watchdog has found to be lost."""
+    intent = read_json(run.segment(number) / "exit_intent.json") or {}
+    return ended_hosts(run, number) | set(intent.get("lost") or ())
 
 
 def hosts_of(run: RunDir, number: int) -> set[str]:

@@ -16,11 +16,13 @@ _SAME_STEP = 2
 
 @dataclass(frozen=True)
 class Ended:
-    """One start: when it ended (seconds of a clock that only goes forward), how, and what was verified before it."""
+    """One start: when it ended (seconds of a clock that only goes forward), how, what was verified before it, and how
+    many seconds it took."""
 
     at: float
     outcome: Outcome
     verified_before: int
+    seconds: float = 0.0
 
     @property
     def progressed(self) -> bool:
@@ -62,6 +64,9 @@ def decide(history: Sequence[Ended], config: LaunchSection, *, asked: bool, host
         return Decision(last.code, last.reason)
     if asked or last.asked:
         return Decision(int(Exit.RESUME), last.reason if last.asked else f"asked to stop; {last.reason}")
+    if not last.met:
+        return _meet_again(history, config)
+    history = [ended for ended in history if ended.outcome.met]
     fruitless = 0
     for ended in reversed(history):
         if ended.progressed:
@@ -79,6 +84,20 @@ def decide(history: Sequence[Ended], config: LaunchSection, *, asked: bool, host
     pauses = config.pauses
     pause = pauses[min(max(0, fruitless - 1), len(pauses) - 1)].value
     return Decision(None, last.reason + place, pause)
+
+
+def _meet_again(history: Sequence[Ended], config: LaunchSection) -> Decision:
+    """The nodes did not find each other: no fault of the run. All try for as long as the one that waits longest."""
+    alone = []
+    for ended in reversed(history):
+        if ended.outcome.met:
+            break
+        alone.append(ended)
+    waited = alone[0].at - alone[-1].at + alone[-1].seconds
+    if waited >= config.join_timeout.value:
+        text = f"the nodes did not find each other within {human_time(waited)}: {history[-1].outcome.reason}"
+        return Decision(int(Exit.RESUME), text)
+    return Decision(None, f"the nodes did not find each other: {history[-1].outcome.reason}", config.pauses[0].value)
 
 
 def same_place(history: Sequence[Ended]) -> str:

@@ -26,7 +26,7 @@ LAUNCHER, NOTE = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE"
 """Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment."""
 
 _PR_SET_PDEATHSIG = 1
-_RENDEZVOUS_SECONDS = {"join_timeout": 300, "close_timeout": 30, "read_timeout": 60}
+_RENDEZVOUS_SECONDS = {"close_timeout": 30, "read_timeout": 60}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,13 +43,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def command(args: argparse.Namespace, rest: Sequence[str], module: str, arguments: Sequence[str]) -> list[str]:
+def command(
+    args: argparse.Namespace, rest: Sequence[str], module: str, arguments: Sequence[str], *, join: float = 300.0
+) -> list[str]:
     """The command line of torchrun.
 
     Args:
         args: with the options of `add_options`.
         rest: further options of torchrun.
         module: what the ranks run, with its arguments.
+        join: seconds that nodes wait for each other.
 
     Raises:
         ConfigError: several nodes and no first node, or one whose name does not resolve here.
@@ -62,7 +65,9 @@ def command(args: argparse.Namespace, rest: Sequence[str], module: str, argument
     if args.rdzv_endpoint is None:
         meeting = ["--standalone"]
     else:
-        limits = ",".join(f"{key}={value}" for key, value in _RENDEZVOUS_SECONDS.items())
+        limits = ",".join(
+            f"{key}={value}" for key, value in {"join_timeout": max(1, int(join)), **_RENDEZVOUS_SECONDS}.items()
+        )
         is_host = "true" if is_first(args) else "false"
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", _endpoint(args.rdzv_endpoint)]
         meeting += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", f"is_host={is_host},{limits}"]
@@ -177,6 +182,11 @@ class Torchrun:
         living = [rank for rank in self._ranks.values() if _lives(rank)]
         self._most = max(self._most, len(living))
         return living
+
+    @property
+    def met(self) -> bool:
+        """Whether there ever were ranks: torchrun starts them when the nodes have found each other."""
+        return self._most > 0
 
     @property
     def lost(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..errors import Exit
 from ..record.files import RunDir, read_json
 from ..watchdog_sections import LaunchSection
-from .outcome import ended_hosts, newest_segment
+from .outcome import ended_hosts, hosts_of, segment_of
 from .torchrun import Torchrun
 
 _POLL, _LOOK = 0.1, 1.0
@@ -93,16 +93,16 @@ class Watch:
         return any(time.monotonic() >= limit for limit in limits)
 
     def _look(self, done: threading.Event, on_look: Callable[[int | None], None]) -> None:
-        segment = None
         while not done.wait(_LOOK):
-            if segment is None:
-                newest = newest_segment(self._run)
-                ready = newest > self._before and (self._run.segment(newest) / "environment.json").exists()
-                segment = newest if ready else None
+            newest = segment_of(self._run, self._before, self._host)
+            ready = newest > self._before and (self._run.segment(newest) / "environment.json").exists()
+            segment = newest if ready else None
             on_look(segment)
             if segment is None:
                 continue
             intent = read_json(self._run.segment(segment) / "exit_intent.json") or {}
             self._ends_well = intent.get("code") in (Exit.COMPLETE, Exit.RESUME)
             if self._host is not None:
-                self._others_ended = bool(ended_hosts(self._run, segment) - {self._host})
+                self._others_ended = bool(
+                    (ended_hosts(self._run, segment) & hosts_of(self._run, segment)) - {self._host}
+                )

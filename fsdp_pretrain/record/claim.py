@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,16 @@ class Claim:
     Args:
         path: the file.
         token: what tells it from every other claim.
+        beat: seconds between two signs of life.
     """
 
-    def __init__(self, path: Path, token: str) -> None:
-        self.path, self._token = path, token
+    def __init__(self, path: Path, token: str, beat: float = BEAT_SECONDS) -> None:
+        self.path, self._token, self._interval = path, token, beat
         self._done = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
     @classmethod
-    def take(cls, path: Path, **facts: Any) -> Claim | None:
+    def take(cls, path: Path, *, beat: float = BEAT_SECONDS, **facts: Any) -> Claim | None:
         """Make the file, with `facts` about the holder; None if it exists. Raises OSError."""
         token = uuid.uuid4().hex
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,10 +52,10 @@ class Claim:
                     raise
         except FileExistsError:
             return None
-        return cls(path, token)
+        return cls(path, token, beat)
 
     def _beat(self) -> None:
-        while not self._done.wait(BEAT_SECONDS):
+        while not self._done.wait(self._interval):
             with contextlib.suppress(OSError):
                 os.utime(self.path)
 
@@ -115,6 +117,41 @@ def is_alive(held: dict[str, Any]) -> bool | None:
         return started is not None and abs(started - held["process_started"]) <= 1
     except (KeyError, TypeError, ValueError):
         return None
+
+
+class Holder:
+    """Judges again and again whether the holder of a claim lives; one elsewhere by its beats.
+
+    Silence is measured on the clock of this process, from its first look on, so clocks need not agree.
+
+    Args:
+        path: the claim.
+        silent: seconds without a beat after which a holder elsewhere counts as dead.
+    """
+
+    def __init__(self, path: Path, silent: float) -> None:
+        self.path, self._silent = path, silent
+        self._sign: tuple[Any, float] | None = None
+        self._since = 0.0
+
+    def lives(self, held: dict[str, Any] | None) -> bool | None:
+        """Whether it does; None as long as that is not known.
+
+        Args:
+            held: what the claim says now.
+
+        Raises:
+            OSError: there is no claim any more.
+        """
+        sign = (held and held.get("token"), self.path.stat().st_mtime)
+        alive = is_alive(held) if held is not None else None
+        if alive is not None:
+            return alive
+        before, now = self._sign, time.monotonic()
+        if sign != before:
+            self._sign, self._since = sign, now
+            return None if before is None else True
+        return False if now - self._since > self._silent else None
 
 
 def take_away(path: Path, held: dict[str, Any] | None) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import BusyError, StorageError
-from .claim import BEAT_SECONDS, Claim, is_alive, take_away
+from .claim import BEAT_SECONDS, Claim, Holder, take_away
 from .files import RunDir, read_json
 
 SILENT_SECONDS = 90.0
@@ -32,8 +32,7 @@ class RunLock:
     def __init__(self, run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> None:
         self._run, self._purpose, self._silent = run, purpose, silent
         self._claim: Claim | None = None
-        self._watched: tuple[Any, float] | None = None
-        self._since = 0.0
+        self._holder, self._waiting = Holder(run.lock, silent), False
 
     def attempt(self) -> bool:
         """Try to take it. Takes about a second; to be called again while it gives False.
@@ -54,20 +53,17 @@ class RunLock:
             return True
         held = read_json(path)
         try:
-            seen = (held and held.get("token"), path.stat().st_mtime)
+            alive = self._holder.lives(held)
         except OSError:  # released this moment
             return False
-        alive = is_alive(held) if held is not None else None
+        if alive:
+            raise self._busy(held)
         if alive is False:
             take_away(path, held)
-        elif alive or (self._watched is not None and self._watched != seen):
-            raise self._busy(held)
-        elif self._watched is None:
-            self._watched, self._since = seen, time.monotonic()
+            self._holder, self._waiting = Holder(path, self._silent), False
+        elif not self._waiting:
+            self._waiting = True
             print(f"{self.describe(held)}: waiting up to {self._silent:g}s for a sign of life from it", flush=True)
-        elif time.monotonic() - self._since > self._silent:
-            take_away(path, held)
-            self._watched = None
         else:
             time.sleep(min(_LOOK_SECONDS, self._silent / 5))
         return False

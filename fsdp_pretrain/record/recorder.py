@@ -115,6 +115,8 @@ class Recorder:
             return
         self._status_written = time.monotonic()
         try:
+            if force and self.segment != self.run.segments[-1]:
+                return  # this process was frozen, and the run went on elsewhere
             replace_file(self.run.status, json.dumps({**self._status, "heartbeat": now()}, indent=1) + "\n")
         except OSError as error:
             print(f"cannot write {self.run.status}: {error}", file=sys.stderr)
@@ -211,7 +213,7 @@ def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str, **fact
         with (segment / "exit_intent.json").open("x", encoding="utf-8") as file:
             file.write(content)
         status = read_json(run.status)
-        if status is not None:
+        if status is not None and segment == run.segments[-1]:
             state = "complete" if code == 0 else "stopped" if code == 75 else "failed"
             status.update(state=state, exit_intent={"code": code, "reason": reason})
             replace_file(run.status, json.dumps(status, indent=1) + "\n")

@@ -26,18 +26,20 @@ from typing import Any, cast
 
 from ..config import Config
 from ..errors import Exit
+from ..record.claim import Holder
 from ..record.files import RunDir, read_json
 from ..record.journal import Journal
 from ..record.recorder import write_exit_intent
 from .alarms import Alarm, Alarms, Severity
 from .blind import Blind
+from .desk import keeper
 from .detector import Detector
 from .hang import Hang
 from .heart import root, sweep
 from .leader import Leader, take_the_lead
 from .nodes import Nodes, Relay
 from .page import Phase
-from .ranks import Rank, Ranks, Standing
+from .ranks import Rank, Ranks
 from .sensors import sensors
 
 _GIVE_UP = 60.0
@@ -60,7 +62,9 @@ class Agent:
         self.directory = self.run.path / "watchdog"
         self._pages = pages
         self.ranks = Ranks(ranks, pages, launcher)
-        self.nodes = Nodes(self.directory, node, nodes, attempt=pages.name if nodes == 1 else _attempt())
+        beat, silent = config.watchdog.beat.value, config.watchdog.silent.value
+        self.nodes = Nodes(self.directory, node, nodes, _attempt(), beat=beat, silent=silent)
+        self._keeper = keeper(self.run, silent if nodes > 1 else 0.0)
         self.segment = 0
         self._relay = Relay()
         self._leader: Leader | None = None
@@ -68,9 +72,7 @@ class Agent:
         self._died: list[Rank] = []
         self._ended = False
         self._asked_to_end = False
-        self.hang = Hang(
-            config.watchdog.hang, self.ranks, None, keep=self._keep_stack, others=self._others, end=self._end_ranks
-        )
+        self.hang = Hang(config.watchdog.hang, self.ranks, self.nodes, keep=self._keep_stack, end=self._end_ranks)
 
     # ------------------------------------------------------------------ life
 
@@ -93,11 +95,43 @@ class Agent:
             if self._finished(begun):
                 break
             self._died += self.ranks.wait(interval - (time.monotonic() - start))
+        self._finish()
+        shutil.rmtree(self._pages, ignore_errors=True)
+
+    def _finish(self) -> None:
+        """The last words, and those of the other nodes: what brought the run down may be told there."""
+        self.nodes.write(self._report([], ended=True), news="ended")
         if self._leader is not None:
             self._leader.look()
+        if self.nodes.count > 1 and self.segment and not self._asked_to_end:
+            self._hear_the_others()
+        if self._leader is not None:
             self._leader.tell_the_end()
             self._leader.close()
-        shutil.rmtree(self._pages, ignore_errors=True)
+
+    def _hear_the_others(self) -> None:
+        """Wait for the last words of the other nodes. One without any, when ranks just fail, is the reason."""
+        intent = self._intent()
+        if intent is not None and intent["code"] == Exit.COMPLETE:
+            return
+        patience, begun = self.nodes.patience, time.monotonic()
+        self._keeper = Holder(self._keeper.path, patience - self.nodes.beat)
+        while not self.nodes.all_ended and time.monotonic() - begun < patience:
+            self._watch_the_leader()
+            time.sleep(self.nodes.beat / (4 if self._leader is not None else 1))
+            self.nodes.read(all_=True, at_once=True)
+        lost = self.nodes.quiet()
+        if self._leader is None and all(self.nodes.name(node) in lost for node in range(self.nodes.node)):
+            self._lead()
+        if self._leader is None:
+            return
+        self._leader.look()
+        intent = self._intent()
+        if lost and (intent is None or intent["code"] == Exit.UNEXPECTED):
+            for host, seconds in lost.items():
+                self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
+            text = f"{', '.join(lost)} is lost: nothing has been heard of it since the ranks failed"
+            self._write_intent(Exit.RESUME, text, {"suspects": [], "hosts": list(lost), "lost": list(lost)})
 
     def _tell_at_once(self, alarm: Alarm) -> None:
         if self._leader is not None:
@@ -118,27 +152,62 @@ class Agent:
             self._end_ranks("what started the ranks is gone", {}, restart=False)
         if segment := self.ranks.segment:
             self.segment = segment
-        self.nodes.read()
-        if self.nodes.leads and self._leader is None and self.segment:
-            self._lead()
+        self._look_at_nodes()
         self._look_at_the_dead()
-        was = bool(self.hang.stalled)
         if not self._ended:
             self.hang.check()
         stalled = [standing.to_json() for standing in self.hang.stalled]
-        self.nodes.write(self._report(stalled), at_once=was != bool(stalled))
+        self.nodes.write(self._report(stalled), news=(self.segment, bool(stalled), set(self._relay.open_)))
         if self._leader is not None:
             self._leader.look()
         elif self.segment:
             self._look_locally()
 
+    def _look_at_nodes(self) -> None:
+        """What the others say, who leads, and whether the run went on without this node, which was frozen then."""
+        leader, stalled = self._leader, bool(self.hang.stalled)
+        if self.nodes.read(all_=leader is not None or stalled, at_once=leader is not None and stalled):
+            self._look_for_a_later_start()
+        if leader is not None and not leader.holds:
+            self.log(
+                "another node's watchdog speaks for the job: this one was frozen, or cut off from the run directory"
+            )
+            leader.close()
+            self._leader = self.hang.alarms = None
+        if self._leader is None and self.segment and not self._ended:
+            if self.nodes.leads:
+                self._lead()
+            else:
+                self._watch_the_leader()
+
+    def _look_for_a_later_start(self) -> None:
+        segments = self.run.segments
+        newest = int(segments[-1].name) if segments else 0
+        if not self.segment or newest <= self.segment or self._ended:
+            return
+        self._ended = True
+        self.log(f"start {newest} went on without these ranks of start {self.segment}: they were ended")
+        self.ranks.kill()
+
+    def log(self, text: str) -> None:
+        """A line of the chronicle."""
+        Journal(self.run, self.segment or None).write("watchdog", f"{socket.gethostname()}: {text}")
+
+    def _watch_the_leader(self) -> None:
+        """See its claim beat, so that it need not be waited for when it has become silent."""
+        with contextlib.suppress(OSError):
+            self._keeper.lives(read_json(self._keeper.path))
+
     def _lead(self) -> None:
-        claim = take_the_lead(self.config)
+        claim = take_the_lead(self.config, self._keeper)
         if claim is None:
             return  # of an earlier agent, or of a command, for a moment
         self._leader = Leader(self.config, claim, self.ranks, self.nodes, self.segment)
         self._relay.forward(self._leader.alarms)
         self.hang.alarms = self._leader.alarms
+        if self.nodes.node:
+            before = ", ".join(self.nodes.name(node) for node in range(self.nodes.node))
+            self.log(f"the watchdog of this node speaks for the job now: {before} silent")
 
     def _look_locally(self) -> None:
         """The detectors of a node that does not lead."""
@@ -155,15 +224,12 @@ class Agent:
         """Where this node's detectors say what they find."""
         return self._leader.alarms if self._leader is not None else cast(Alarms, self._relay)
 
-    def _report(self, stalled: list[dict[str, Any]]) -> dict[str, Any]:
+    def _report(self, stalled: list[dict[str, Any]], *, ended: bool = False) -> dict[str, Any]:
         windows = {
             str(rank.number): [rank.beat.window, rank.beat.own] for rank in self.ranks.all if rank.beat is not None
         }
-        return {"segment": self.segment, "stalled": stalled, "findings": self._relay.open_, "windows": windows}
-
-    def _others(self) -> list[Standing]:
-        reports = self.nodes.reports.values()
-        return [Standing.from_json(content) for report in reports for content in report.get("stalled", [])]
+        report = {"segment": self.segment, "stalled": stalled, "findings": self._relay.open_, "windows": windows}
+        return {**report, "ended": ended}
 
     # ------------------------------------------------------------------ ranks that end
 
@@ -264,9 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
             launcher=args.launcher,
         )
         if args.again:
-            Journal(agent.run).write(
-                "watchdog", f"the agent had ended and was started again, for the {args.again}. time"
-            )
+            agent.log(f"the agent had ended and was started again, for the {args.again}. time")
         agent.live()
     return 0
 

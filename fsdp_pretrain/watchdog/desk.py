@@ -2,12 +2,13 @@
 
 The watchdog that keeps the alarms holds a claim on `RUN/watchdog/agent.json` as long as it lives. While it does, people
 leave requests in `RUN/watchdog/inbox`; while nobody does, a command takes the claim for a moment and writes itself. So
-`alarms.jsonl` has one writer at any time.
+`alarms.jsonl` has one writer at any time. The claim of a watchdog on another host is judged by its beats.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, StorageError
 from ..record import inbox
-from ..record.claim import Claim, is_alive, take_away
+from ..record.claim import BEAT_SECONDS, Claim, Holder, take_away
 from ..record.files import RunDir, now, read_json, replace_file
 from ..record.journal import Journal
 from .alarms import Alarm, Alarms, read_alarms
@@ -34,18 +35,39 @@ def snapshot_file(run: RunDir) -> Path:
     return run.path / "watchdog/snapshot.json"
 
 
-def keep_alarms(run: RunDir, purpose: str) -> Claim | None:
+def keeper(run: RunDir, silent: float = 0.0) -> Holder:
+    """Judges who has the right to write the alarms of a run.
+
+    Args:
+        run: the run directory.
+        silent: seconds without a beat after which a holder on another host counts as dead; 0: never.
+    """
+    return Holder(_claim(run), silent or math.inf)
+
+
+def keep_alarms(run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder: Holder | None = None) -> Claim | None:
     """The right to write the alarms of a run, to be released at the end; None: another process has it.
 
-    Raises OSError.
+    Args:
+        run: the run directory.
+        purpose: for the messages of others.
+        beat: seconds between two signs of life.
+        holder: who has watched the present holder so far; see `keeper`.
+
+    Raises:
+        OSError: the run directory cannot be written.
     """
-    path = run.path / "watchdog/agent.json"
-    claim = Claim.take(path, purpose=purpose)
+    path = _claim(run)
+    claim = Claim.take(path, beat=beat, purpose=purpose)
     if claim is None:
         held = read_json(path)
-        if held is not None and is_alive(held) is False:
-            take_away(path, held)
-            claim = Claim.take(path, purpose=purpose)
+        try:
+            if (holder or keeper(run)).lives(held) is not False:
+                return None
+        except FileNotFoundError:  # released this moment
+            return None
+        take_away(path, held)
+        claim = Claim.take(path, beat=beat, purpose=purpose)
     return claim
 
 
@@ -118,6 +140,10 @@ def muted_until(run: RunDir) -> float:
         return datetime.fromisoformat(str((read_json(_window(run)) or {})["until"])).timestamp()
     except (KeyError, ValueError):
         return 0.0
+
+
+def _claim(run: RunDir) -> Path:
+    return run.path / "watchdog/agent.json"
 
 
 def _window(run: RunDir) -> Path:

@@ -17,6 +17,7 @@ from typing import Any
 from ..units import human_time
 from ..watchdog_sections import HangSection
 from .alarms import Alarms, Severity
+from .nodes import Nodes
 from .page import Phase
 from .ranks import Rank, Ranks, Standing
 from .stalls import History
@@ -28,14 +29,16 @@ _LAST_WORDS = 1.0
 
 @dataclass
 class _Stall:
-    """A stall under way. Times in seconds without progress."""
+    """A stall under way. Times in seconds without progress. `read`: dumps were; `told`: the alarm was opened."""
 
     dumped: float
     dumps: int = 1
+    read: bool = False
     told: bool = False
     seen: dict[int, Any] = field(default_factory=dict)
     moved: bool = False
     patience: float = 0.0
+    since: float = 0.0
 
 
 class Hang:
@@ -44,24 +47,26 @@ class Hang:
     Args:
         section: deadlines.
         ranks: of this node.
-        alarms: where it is told; None on nodes whose standings another node's agent judges.
+        nodes: where the ranks of the other nodes stand, as far as known.
         keep: called with a rank and the text of its dump, to be kept in the run directory.
-        others: where the ranks of the other nodes stand, as far as known.
         end: ends the ranks of this node, after the reason and facts were written down.
+
+    Attributes:
+        alarms: where it is told; None on nodes whose standings another node's agent judges.
     """
 
     def __init__(
         self,
         section: HangSection,
         ranks: Ranks,
-        alarms: Alarms | None,
+        nodes: Nodes,
         *,
         keep: Callable[[int, str], None],
-        others: Callable[[], list[Standing]],
         end: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self._section, self._ranks, self.alarms = section, ranks, alarms
-        self._keep, self._others, self._end = keep, others, end
+        self._section, self._ranks, self._nodes = section, ranks, nodes
+        self._keep, self._end = keep, end
+        self.alarms: Alarms | None = None
         self._history = History(section)
         self._progress = 0
         self._steps: dict[int, tuple[int, int]] = {}
@@ -72,7 +77,7 @@ class Hang:
     @property
     def stalled(self) -> list[Standing]:
         """Where this node's ranks stand while there is a stall; else empty."""
-        if self._stall is None or not self._stall.told:
+        if self._stall is None or not self._stall.read:
             return []
         return self._standings()
 
@@ -129,12 +134,15 @@ class Hang:
             return
         stall = self._stall
         self.read()
-        if not stall.told:  # the pass after the dumps were asked for
-            stall.told = True
+        if not stall.read:  # the pass after the dumps were asked for
+            stall.read, stall.since = True, seconds
             stall.seen = self._signatures()
-            self._tell(seconds, "stacks of all ranks are in watchdog/stacks/")
-            return
-        if self.alarms is not None and self.verdict is not None and not self.verdict.suspects:
+        if not stall.told:
+            waited, patience = seconds - stall.since, min(self._nodes.patience, (hard - soft) / 3)
+            stall.told = self.alarms is not None and (self._nodes.all_told or waited > patience)
+            if stall.told:
+                self._tell(seconds, "stacks of all ranks are in watchdog/stacks/")
+        elif self.verdict is not None and not self.verdict.suspects:
             self._tell(seconds, "")  # other nodes may have said more meanwhile
         gap = min(_BETWEEN_DUMPS, (hard - soft) / 2)
         if stall.dumps == 1 and seconds - stall.dumped >= gap:
@@ -156,7 +164,9 @@ class Hang:
             stall.patience += hard
             return
         self._tell(seconds, "ended the ranks, to be started again")
-        facts = {"suspects": list(verdict.suspects), "hosts": list(verdict.hosts), "verdict": verdict.kind}
+        hosts = list(verdict.hosts)
+        facts = {"suspects": list(verdict.suspects), "hosts": hosts, "verdict": verdict.kind}
+        facts |= {"lost": hosts} if verdict.kind == "silent" else {}
         self._end(f"no progress for {human_time(seconds)}: {verdict.text}", facts)
 
     def _tell(self, seconds: float, action: str) -> None:
@@ -164,7 +174,8 @@ class Hang:
         if self.alarms is None:
             return
         phases = "/".join(sorted(phase.name.lower() for phase in self._ranks.phases))
-        facts = {"verdict": self.verdict.kind, "suspects": list(self.verdict.suspects), "seconds": round(seconds, 1)}
+        suspects, hosts = list(self.verdict.suspects), list(self.verdict.hosts)
+        facts = {"verdict": self.verdict.kind, "suspects": suspects, "hosts": hosts, "seconds": round(seconds, 1)}
         self.alarms.open(
             "hang",
             Severity.CRIT,
@@ -174,11 +185,14 @@ class Hang:
             "if it comes back, look at the stacks and take the named host out",
             step=self._step,
             **({"action": action} if action else {}),
-            facts={**facts, "ranks": [standing.to_json() for standing in [*self._standings(), *self._others()]]},
+            facts={**facts, "ranks": [standing.to_json() for standing in self._everywhere()]},
         )
 
     def _judge(self) -> Verdict:
-        return judge([*self._standings(), *self._others()])
+        return judge(self._everywhere(), self._nodes.quiet())
+
+    def _everywhere(self) -> list[Standing]:
+        return [*self._standings(), *self._nodes.standings()]
 
     def _standings(self) -> list[Standing]:
         found = [rank.standing() for rank in self._ranks.all]

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -173,7 +174,7 @@ class Agent:
 def folder(run: Path) -> Path:
     """Where the pages of this attempt are: in memory, the same for all ranks of a node, another for every attempt."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    attempt = [str(run), str(os.getppid()), *(os.environ.get(name, "") for name in names)]
+    attempt = [str(run), socket.gethostname(), str(os.getppid()), *(os.environ.get(name, "") for name in names)]
     if "MASTER_PORT" not in os.environ:
         attempt.append(str(os.getpid()))
     digest = hashlib.sha256("\n".join(attempt).encode()).hexdigest()[:16]

@@ -15,10 +15,11 @@ from typing import Any
 from ..config import Config
 from ..control import send
 from ..errors import ConfigError
-from ..record.claim import Claim
+from ..record.claim import BEAT_SECONDS, Claim, Holder
 from ..record.files import RunDir, now, read_json, read_lines
 from ..record.journal import Journal
 from ..record.metrics import mean_loss
+from ..units import human_time
 from .accounts import Accounts
 from .alarms import Alarm, Alarms, Severity
 from .checkpoints import Checkpoints
@@ -27,7 +28,7 @@ from .detector import Detector
 from .drift import Drift, Stragglers
 from .exporter import Exporter
 from .message import Identity
-from .nodes import SILENT, Nodes, enter
+from .nodes import Nodes, enter
 from .notify import Notifier, Ping
 from .ranks import Ranks
 from .robust import score
@@ -100,10 +101,10 @@ class Leader:
         self._exporter = Exporter(section.prometheus)
         shown = section.prometheus.port is not None or section.prometheus.textfile is not None
         self._accounts = Accounts(self._run.path) if shown else None
-        for alarm in list(self.alarms):
-            if alarm.detector in _OF_A_START:
-                self.alarms.resolve(alarm.key, "the ranks were started again")
         environment = read_json(self._run.segment(segment) / "environment.json") or {}
+        for alarm in list(self.alarms):  # another agent may have opened some in this start
+            if alarm.detector in _OF_A_START and alarm.opened < str(environment.get("time", "9")):
+                self.alarms.resolve(alarm.key, "the ranks were started again")
         hosts = list(environment.get("hosts") or [socket.gethostname()])
         self._drift = Drift(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
         self._stragglers = Stragglers(self.alarms, config.watchdog.pace)
@@ -147,32 +148,42 @@ class Leader:
             for rank in self._ranks.all
             if rank.beat is not None and rank.beat.window
         }
-        for node, report in self._nodes.reports.items():
+        for report in self._nodes.reports.values():
             for key, finding in report.get("findings", {}).items():
                 enter(self.alarms, key, finding)
                 found.add(key)
             for rank, (number, own) in report.get("windows", {}).items():
                 if number:
                     windows[int(rank)] = (report["host"], number, own)
-            self._judge_silence(node, report["host"])
+        for node in self._nodes.others:
+            self._judge_silence(node)
         for key in self._foreign - found:
             self.alarms.resolve(key)
         self._foreign = found
         self._stragglers.look(windows)
         self._own = {rank: own for rank, (_, _, own) in windows.items()}
 
-    def _judge_silence(self, node: int, host: str) -> None:
-        silence = self._nodes.silence(node)
-        if silence <= SILENT:
-            self.alarms.resolve(f"node/{host}", f"{host} is heard again")
+    def _judge_silence(self, node: int) -> None:
+        host = self._nodes.name(node)
+        if self._nodes.has_ended(node):
             return
+        if self._nodes.is_silent(node):
+            self.open_silence(
+                host, self._nodes.silence(node), "its node, its agent or its view of the run directory is gone"
+            )
+        else:
+            self.alarms.resolve(f"node/{host}", f"{host} is heard again")
+
+    def open_silence(self, host: str, seconds: float, effect: str) -> None:
+        """A node says nothing."""
         self.alarms.open(
             f"node/{host}",
             Severity.CRIT,
-            f"the watchdog of {host} (node {node}) has been silent for {silence:.0f}s",
-            effect="its node, its agent or its view of the run directory is gone",
-            remedy="look whether the host answers; if the run hangs it is ended and can start without it",
-            facts={"host": host},
+            f"nothing has been heard of {host} for {human_time(seconds)}",
+            effect=effect,
+            remedy="look whether the host answers; if the run hangs it is ended, and can start without it",
+            step=self._record.get("step"),
+            facts={"host": host, "seconds": round(seconds, 1)},
         )
 
     def _avoid_hosts(self) -> None:
@@ -279,8 +290,13 @@ class Leader:
             step=self._record.get("step"),
         )
 
+    @property
+    def holds(self) -> bool:
+        """Whether no other node's agent took the right to write the alarms over."""
+        return self._claim.still_mine()
+
     def close(self) -> None:
-        """The watch ends."""
+        """The watch ends, or is another's: what was to be sent waits in the spool."""
         if self._accounts is not None:
             self._accounts.close()
         self._exporter.close()
@@ -291,10 +307,11 @@ class Leader:
         self._claim.release()
 
 
-def take_the_lead(config: Config) -> Claim | None:
-    """The right to write the alarms of a run; None while another process has it."""
+def take_the_lead(config: Config, holder: Holder) -> Claim | None:
+    """The right to write the alarms of a run; None while another process, which `holder` judges, has it."""
     try:
-        return keep_alarms(RunDir(config.run.dir), "watchdog")
+        run, beat = RunDir(config.run.dir), min(config.watchdog.beat.value, BEAT_SECONDS)
+        return keep_alarms(run, "watchdog", beat=beat, holder=holder)
     except OSError:
         return None
 

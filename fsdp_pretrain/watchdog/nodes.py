@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -16,11 +17,10 @@ from typing import Any
 
 from ..record.files import now, read_json
 from .alarms import Alarm, Alarms, Severity
+from .ranks import Standing
 
-BEAT = 5.0
-"""Seconds between two beats of an agent."""
-SILENT = 60.0
-"""Seconds without a beat after which an agent counts as gone."""
+_QUIET = 3
+"""Beats without a sign after which a node that should say something is not waited for."""
 
 
 class Relay:
@@ -57,46 +57,114 @@ class Nodes:
         directory: `RUN/watchdog`.
         node, count: this node, and how many there are.
         attempt: what tells this attempt from others: files of others are of no interest.
+        beat, silent: seconds between two signs of life; without any, after which an agent counts as gone.
+
+    Attributes:
+        reports: what the others said last, by node.
     """
 
-    def __init__(self, directory: Path, node: int, count: int, attempt: str) -> None:
+    def __init__(self, directory: Path, node: int, count: int, attempt: str, *, beat: float, silent: float) -> None:
         self._directory, self.node, self.count, self._attempt = directory / "nodes", node, count, attempt
-        self._written = -BEAT
+        self.beat, self._silent = beat, silent
+        self._written = self._read = -math.inf
+        self._news: Any = None
         self._seen: dict[int, tuple[Any, float]] = {}
         self._since = time.monotonic()
         self.reports: dict[int, dict[str, Any]] = {}
 
-    def write(self, content: dict[str, Any], *, at_once: bool = False) -> None:
-        """This node's beat, every five seconds unless `at_once`."""
-        if self.count == 1 or (not at_once and time.monotonic() - self._written < BEAT):
+    @property
+    def others(self) -> list[int]:
+        """All nodes but this."""
+        return [node for node in range(self.count) if node != self.node]
+
+    def write(self, content: dict[str, Any], *, news: Any = None) -> None:
+        """This node's beat: when one is due, or when `news` is not what it was at the last."""
+        if self.count == 1 or (news == self._news and time.monotonic() - self._written < self.beat):
             return
-        self._written = time.monotonic()
+        self._written, self._news = time.monotonic(), news
         beat = {"time": now(), "attempt": self._attempt, "host": socket.gethostname(), "pid": os.getpid(), **content}
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
-            partial = self._directory / f".{self.node}.{os.getpid()}"
+            partial = self._directory / f".{self.node}.{socket.gethostname()}.{os.getpid()}"
             partial.write_text(json.dumps(beat))
             partial.replace(self._directory / f"{self.node}.json")
 
-    def read(self) -> None:
-        """Look at the other nodes' files."""
-        if self.count == 1:
+    def read(self, *, all_: bool, at_once: bool = False) -> bool:
+        """Look at the other nodes' files, once a beat unless `at_once`; whether it was done.
+
+        Args:
+            all_: at those of all; else only at those of lower number, up to one that is not silent: with many nodes,
+                only few need to know all.
+            at_once: although they were read a moment ago.
+        """
+        if self.count == 1 or (not at_once and time.monotonic() - self._read < self.beat):
+            return False
+        self._read = time.monotonic()
+        for node in self.others:
+            if not all_ and node > self.node:
+                break
+            self._read_one(node)
+            if not all_ and not self.is_silent(node):
+                break
+        return True
+
+    def _read_one(self, node: int) -> None:
+        report = read_json(self._directory / f"{node}.json")
+        if report is None or report.get("attempt") != self._attempt:
             return
-        for node in range(self.count):
-            if node == self.node:
-                continue
-            report = read_json(self._directory / f"{node}.json")
-            if report is None or report.get("attempt") != self._attempt:
-                continue
-            self.reports[node] = report
-            if node not in self._seen or self._seen[node][0] != report["time"]:
-                self._seen[node] = (report["time"], time.monotonic())
+        self.reports[node] = report
+        sign = (report["time"], report["pid"])
+        if node not in self._seen or self._seen[node][0] != sign:
+            self._seen[node] = (sign, time.monotonic())
 
     def silence(self, node: int) -> float:
         """Seconds since another node's agent gave a sign, or since this one began if it never did."""
         return time.monotonic() - (self._seen[node][1] if node in self._seen else self._since)
 
+    def is_silent(self, node: int) -> bool:
+        """Whether another node's agent counts as gone."""
+        return self.silence(node) > self._silent
+
+    def name(self, node: int) -> str:
+        """Host of another node, or its number if it was never heard."""
+        return str(self.reports[node]["host"]) if node in self.reports else f"node-{node}"
+
     @property
     def leads(self) -> bool:
         """Whether this node speaks for the job: the first whose agent is not silent."""
-        return all(self.silence(node) > SILENT for node in range(self.node))
+        return all(self.is_silent(node) for node in range(self.node))
+
+    # ------------------------------------------------------------------ a stall, an end
+
+    def standings(self) -> list[Standing]:
+        """Where the ranks of the other nodes stand that make no progress, as far as they said so."""
+        reports = self.reports.values()
+        return [Standing.from_json(content) for report in reports for content in report.get("stalled", [])]
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which it is known of every other node whether it still gives signs."""
+        return (_QUIET + 1) * self.beat
+
+    def quiet(self) -> dict[str, float]:
+        """Hosts that have given no sign for some beats, and for how many seconds. One that has ended is none."""
+        silences = {node: self.silence(node) for node in self.others if not self._says(node, "ended")}
+        return {self.name(node): silence for node, silence in silences.items() if silence > _QUIET * self.beat}
+
+    def _says(self, node: int, what: str) -> bool:
+        return bool(self.reports.get(node, {}).get(what))
+
+    @property
+    def all_told(self) -> bool:
+        """Whether every other node that is heard has told where its ranks stand, or has ended."""
+        waited_for = [node for node in self.others if self.silence(node) <= _QUIET * self.beat]
+        return all(self._says(node, "stalled") or self._says(node, "ended") for node in waited_for)
+
+    def has_ended(self, node: int) -> bool:
+        """Whether another node has said that its ranks have ended."""
+        return self._says(node, "ended")
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every other node has said that its ranks have ended."""
+        return all(self._says(node, "ended") for node in self.others)

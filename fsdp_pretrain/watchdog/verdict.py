@@ -8,8 +8,10 @@ one, those in another than most are.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..units import human_time
 from .ranks import Standing
 
 
@@ -18,7 +20,7 @@ class Verdict:
     """What a hang looks like.
 
     Attributes:
-        kind: dead, stopped, wedged, device, data, stuck, desync, network.
+        kind: dead, stopped, wedged, device, data, stuck, silent, desync, network.
         suspects: ranks that are held responsible; empty if nothing tells them from the others.
         hosts: of the suspects.
         text: one sentence.
@@ -40,8 +42,13 @@ _REASONS = {
 }
 
 
-def judge(standings: list[Standing]) -> Verdict:
-    """The verdict on ranks none of which makes progress."""
+def judge(standings: list[Standing], quiet: Mapping[str, float] | None = None) -> Verdict:
+    """The verdict on ranks none of which makes progress.
+
+    Args:
+        standings: of all nodes that told.
+        quiet: hosts that did not, and for how many seconds they have given no sign.
+    """
     kinds: dict[str, list[Standing]] = {}
     for standing in standings:
         if (kind := _kind(standing)) is not None:
@@ -50,6 +57,10 @@ def judge(standings: list[Standing]) -> Verdict:
         if found := kinds.get(kind):
             place = (found[0].reading if kind == "data" else "") or found[0].place or "an unknown place"
             return _verdict(kind, found, reason.format(place=place))
+    if quiet:
+        names = ", ".join(f"{host} for {human_time(seconds)}" for host, seconds in quiet.items())
+        text = f"nothing is heard of {names}: the node is gone, frozen, or does not see the run directory"
+        return Verdict("silent", (), tuple(quiet), text)
     groups = Counter(standing.group for standing in standings if standing.group)
     if len(groups) > 1:
         (most, size), *_ = groups.most_common()

@@ -1,0 +1,339 @@
+"""Jobs of two nodes that lose one: what the watchdogs see, say and do, who speaks for the job, and how it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sight import WATCHED, agents, alarms, family, intent, steps, until
+
+HOSTNAME = Path(__file__).resolve().parent / "hostname.py"
+NODES = {**WATCHED, "beat": "0.5 s", "silent": "3 s"}
+
+
+@pytest.fixture
+def pair(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Starts a job of two nodes with one rank each, and waits until it trains."""
+    if os.geteuid():
+        pytest.skip("host names of their own need root")
+    monkeypatch.setenv("EXECUTE_FIRST", str(HOSTNAME))
+
+    def start(**hang: str) -> Any:
+        watchdog = {**NODES, "hang": {**WATCHED["hang"], **hang}}
+        config = lab.config(watchdog=watchdog, train={"duration": "9000 steps"}, checkpoint={"every": "50 steps"})
+        job = lab.start(config, ranks=2, nodes=2)
+        until(lambda: steps(lab.path / "run") > 10)
+        return job
+
+    return start
+
+
+def agent_of(run: Path, node: int) -> int:
+    """Process id of a node's agent."""
+
+    def find() -> list[int]:
+        return [pid for pid in agents(run) if f"--node {node} " in " ".join(psutil.Process(pid).cmdline())]
+
+    return int(until(find)[0])
+
+
+def chronicle(run: Path) -> str:
+    """What the watchdogs said in it."""
+    lines = map(json.loads, (run / "journal.jsonl").read_text().splitlines())
+    return "\n".join(line["text"] for line in lines if line["kind"] == "watchdog")
+
+
+def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+    """Fault matrix 6, between nodes: one alarm with rank and host, all ranks ended, stacks of both nodes."""
+    job, run = pair(), lab.path / "run"
+    stopped = time.monotonic()
+    job.kill(1, signal.SIGSTOP)
+    (alarm,) = until(lambda: alarms(run, "hang"))
+    print(f"told after {time.monotonic() - stopped:.1f}s")
+    assert time.monotonic() - stopped < 5
+    assert alarm["facts"]["verdict"] == "stopped" and alarm["facts"]["suspects"] == [1]
+    assert f"rank 1 (node-1, pid {job.ranks[1].pid}) is stopped" in alarm["summary"]
+    assert {rank["host"] for rank in alarm["facts"]["ranks"]} == {"node-0", "node-1"}
+    assert set(job.wait(30)) <= {1, -signal.SIGKILL}  # one node is a moment earlier, and the other loses the connection
+    print(f"ended after {time.monotonic() - stopped:.1f}s")
+    found = intent(run)
+    assert (found["code"], found["suspects"], found["hosts"]) == (75, [1], ["node-1"])
+    stacks = sorted(path.name for path in (run / "watchdog/stacks").iterdir())
+    assert stacks == ["0001-rank-00000.txt", "0001-rank-00001.txt"]
+    until(lambda: not agents(run), 10)
+    assert len(alarms(run, "hang")) == 1 and not alarms(run, "node/node-1")
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+    """kill -9 of all of a node: the ranks of the other fail, and its watchdog says which node is the reason."""
+    job, run = pair(), lab.path / "run"
+    killed = time.monotonic()
+    os.kill(agent_of(run, 1), signal.SIGKILL)
+    job.kill(1)
+    (alarm,) = until(lambda: alarms(run, "node/node-1"))
+    print(f"told after {time.monotonic() - killed:.1f}s")
+    assert alarm["severity"] == "CRIT" and "nothing has been heard of node-1" in alarm["summary"]
+    job.wait(30)
+    until(lambda: not agents(run), 10)
+    found = intent(run)
+    assert (found["code"], found["lost"]) == (75, ["node-1"]) and not alarms(run, "rank-died")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+    """Fault matrix 16, between nodes: the leader tells what the other node's watchdog saw; its own rank is no suspect."""
+    job, run = pair(), lab.path / "run"
+    killed = time.monotonic()
+    job.kill(1)
+    (alarm,) = until(lambda: alarms(run, "rank-died"))
+    print(f"told after {time.monotonic() - killed:.1f}s")
+    assert "rank 1 (node-1" in alarm["summary"]
+    job.wait(30)
+    until(lambda: not agents(run), 10)
+    assert intent(run)["code"] == 75 and intent(run)["suspects"] == [1]
+    assert len(alarms(run, "rank-died")) == 1 and not alarms(run, "node/node-1")
+
+
+@pytest.mark.slow
+def test_another_node_takes_the_lead(lab: Any, pair: Callable[..., Any]) -> None:
+    """Fault matrix 24: the leader's agent is killed, and its rank stopped, which would start it again: the next node's
+    watchdog takes over and tells. Thawed, the first does not take it back, and says nothing twice."""
+    job, run = pair(hard="60 s"), lab.path / "run"
+    job.kill(0, signal.SIGSTOP)
+    killed = time.monotonic()
+    os.kill(agent_of(run, 0), signal.SIGKILL)
+    until(lambda: alarms(run, "node/node-0"))
+    print(f"taken over after {time.monotonic() - killed:.1f}s")
+    assert time.monotonic() - killed < 8
+    (hang,) = until(lambda: alarms(run, "hang"))
+    assert hang["facts"]["verdict"] == "silent" and hang["facts"]["hosts"] == ["node-0"]
+    claim = run / "watchdog/agent.json"
+    assert json.loads(claim.read_text())["host"] == "node-1" and "node-0 silent" in chronicle(run)
+    job.kill(0, signal.SIGCONT)
+    until(lambda: alarms(run, "node/node-0")[-1]["state"] == "resolved")
+    until(lambda: alarms(run, "hang")[-1]["state"] == "resolved")
+    assert json.loads(claim.read_text())["host"] == "node-1"
+    job.kill(0, signal.SIGTERM)
+    assert job.wait(30) == [75, 75]
+
+
+@pytest.mark.slow
+def test_a_frozen_leader_gives_up_the_lead(lab: Any, pair: Callable[..., Any]) -> None:
+    """Only its agent is frozen: another takes over, and when it is thawed there is still one that writes alarms."""
+    job, run = pair(), lab.path / "run"
+    first = agent_of(run, 0)
+    os.kill(first, signal.SIGSTOP)
+    until(lambda: alarms(run, "node/node-0"))
+    before = steps(run)
+    os.kill(first, signal.SIGCONT)
+    until(lambda: "this one was frozen" in chronicle(run))
+    assert json.loads((run / "watchdog/agent.json").read_text())["host"] == "node-1"
+    until(lambda: [alarm["state"] for alarm in alarms(run, "node/node-0")] == ["open", "resolved"])
+    until(lambda: steps(run) > before + 10)  # nothing of it touches training
+    job.kill(1, signal.SIGTERM)
+    assert job.wait(30) == [75, 75]
+    until(lambda: not agents(run), 10)
+    assert not (run / "watchdog/agent.json").exists() and not alarms(run, "hang")
+
+
+# ---------------------------------------------------------------------- a launcher on each of two nodes, and a cable
+
+HASTE = {"pauses": ["0.5 s"], "end_timeout": "10 s", "stop_timeout": "60 s", "join_timeout": "60 s"}
+SWITCHES = ["beat='0.5 s'", "silent='3 s'", "enabled=true", "interval='0.2 s'", "hang.soft='3 s'", "hang.hard='8 s'"]
+
+
+class Side:
+    """The launcher of one node."""
+
+    def __init__(self, node: Any, config: Path, log: Path, helpers: Any) -> None:
+        self.node, self.log = node, log
+        launch = [sys.executable, "-m", "fsdp_pretrain.cli", "launch", *node.options]
+        changes = [f"watchdog.{switch}" for switch in SWITCHES]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*node.prefix, *launch, str(config), *changes],
+                cwd="/",
+                env=helpers.environment(**node.environment),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def everything(self) -> list[int]:
+        """The launcher, torchrun, ranks and agent."""
+        return [self.process.pid, *family(self.process.pid)]
+
+    def rank(self, number: int) -> int:
+        """Process id of a rank."""
+        return next(pid for pid in family(self.process.pid) if psutil.Process(pid).environ().get("RANK") == str(number))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of it."""
+        for pid in self.everything():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def ends(self, code: int, seconds: float = 200) -> None:
+        """Wait for the exit code."""
+        assert self.process.wait(seconds) == code, self.log.read_text(errors="replace")
+
+
+@pytest.fixture
+def sides(lab: Any, helpers: Any, two_nodes: Callable[..., Any]) -> Iterator[Callable[..., list[Side]]]:
+    """Starts a launcher on each of two nodes, and waits until step 12 is recorded."""
+    started: list[Side] = []
+
+    def start(steps_: int = 120, **options: Any) -> list[Side]:
+        ranks = options.get("ranks", 1)
+        sections = {"train": {"duration": f"{steps_} steps"}, "checkpoint": {"every": "10 steps"}, "launch": HASTE}
+        config = lab.config(parallel={"shard": ranks}, **sections)
+        lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2 * ranks)
+        for node in two_nodes(**{"ranks": 1, **options}):
+            started.append(Side(node, config, lab.path / f"{node.name}.log", helpers))
+        until(lambda: steps(lab.path / "run") > 12 or started[0].process.poll() is not None, 120)
+        return started
+
+    yield start
+    for side in started:
+        side.signal(signal.SIGKILL)
+        side.process.wait()
+
+
+def lives(pid: int) -> bool:
+    """Whether a process exists and has not ended: a torchrun that waits for another node does not reap its ranks."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def same_curve(helpers: Any, lab: Any, rel: float | None = None) -> None:
+    """The run is complete, and its losses are those of the run that nothing happened to."""
+    ours, theirs = helpers.metrics(lab.path / "run"), helpers.metrics(lab.path / "whole")
+    assert [one["data_digest"] for one in ours] == [one["data_digest"] for one in theirs]
+    losses = [[one["loss"]["sum"] for one in records] for records in (ours, theirs)]
+    assert losses[0] == (losses[1] if rel is None else pytest.approx(losses[1], rel=rel))
+
+
+def starts(run: Path) -> int:
+    """How many segments there are."""
+    return len(list((run / "segments").iterdir()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Callable[..., list[Side]]) -> None:
+    """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve goes on bitwise."""
+    both, run = sides(ranks=2), lab.path / "run"
+    name, pid = both[1].node.name, both[1].rank(3)
+    stopped = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    alarm = until(lambda: alarms(run, "hang"))[0]
+    print(f"told after {time.monotonic() - stopped:.1f}s")
+    assert f"rank 3 ({name}, pid {pid}) is stopped" in alarm["summary"]
+    until(lambda: intent(run), 20)
+    print(f"ended after {time.monotonic() - stopped:.1f}s")
+    until(lambda: starts(run) == 2, 60)
+    print(f"started again after {time.monotonic() - stopped:.1f}s")
+    for side in both:
+        side.ends(0)
+    same_curve(helpers, lab)
+    assert [one["state"] for one in alarms(run, "hang")] == ["open", "resolved"] and not alarms(run, "rank-died")
+    assert len(list((run / "watchdog/stacks").glob("0001-*"))) == 4
+    assert len(helpers.journal(run, "restart")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("nnodes", ["1:2", "2"])
+def test_a_node_dies(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
+    """kill -9 of all of the second node. A job that may shrink goes on on the first; another ends with 75."""
+    both, run = sides(nnodes=nnodes), lab.path / "run"
+    name = both[1].node.name
+    killed = time.monotonic()
+    both[1].signal(signal.SIGKILL)
+    until(lambda: alarms(run, f"node/{name}"))
+    print(f"told after {time.monotonic() - killed:.1f}s")
+    assert time.monotonic() - killed < 10
+    until(lambda: (intent(run) or {}).get("lost") == [name], 10)
+    if nnodes == "2":
+        both[0].ends(75)
+        print(f"exit 75 after {time.monotonic() - killed:.1f}s")
+        assert "did not find each other" in both[0].log.read_text() and starts(run) == 1
+        return
+    until(lambda: starts(run) == 2, 90)
+    print(f"started again after {time.monotonic() - killed:.1f}s")
+    both[0].ends(0)
+    same_curve(helpers, lab, rel=1e-5)
+    assert alarms(run, f"node/{name}")[-1]["state"] == "resolved"
+    assert f"gone: {name}" in helpers.journal(run, "hosts")[-1]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mended", [True, False])
+def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side]], mended: bool) -> None:
+    """gloo does not notice. Both watchdogs are heard, so the verdict is the network; all ranks are ended at the hard
+    deadline, and start again when the cable is back, or the launchers end with 75."""
+    both, run = sides(), lab.path / "run"
+    cut = time.monotonic()
+    both[1].node.cable("down")
+    alarm = until(lambda: alarms(run, "hang"))[0]
+    print(f"told after {time.monotonic() - cut:.1f}s")
+    assert alarm["facts"]["verdict"] == "network", alarm["summary"]
+    ranks = [both[number].rank(number) for number in (0, 1)]
+    until(lambda: not any(map(lives, ranks)), 20)
+    print(f"ended after {time.monotonic() - cut:.1f}s")
+    assert intent(run)["code"] == 75 and intent(run)["verdict"] == "network"
+    if not mended:
+        for side in both:
+            side.ends(75)
+        print(f"exit 75 after {time.monotonic() - cut:.1f}s")
+        assert starts(run) == 1
+        return
+    time.sleep(5)
+    both[1].node.cable("up")
+    for side in both:
+        side.ends(0)
+    same_curve(helpers, lab)
+    assert starts(run) == 2 and [one["state"] for one in alarms(run, "hang")] == ["open", "resolved"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("nnodes", ["1:2", "2"])
+def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
+    """All of the second node is stopped. The first names it, ends, and goes on alone if it may. When the second is
+    thawed its ranks end without a trace in the run; then it takes part again."""
+    both, run = sides(300 if nnodes == "1:2" else 120, nnodes=nnodes), lab.path / "run"
+    name, stale = both[1].node.name, both[1].rank(1)
+    frozen = time.monotonic()
+    both[1].signal(signal.SIGSTOP)
+    alarm = until(lambda: alarms(run, "hang"))[0]
+    print(f"told after {time.monotonic() - frozen:.1f}s")
+    assert alarm["facts"]["verdict"] == "silent" and alarm["facts"]["hosts"] == [name], alarm["summary"]
+    until(lambda: (intent(run) or {}).get("lost") == [name], 20)
+    if nnodes == "1:2":
+        until(lambda: starts(run) == 2 and steps(run) > 5, 90)
+        print(f"started again after {time.monotonic() - frozen:.1f}s")
+    else:
+        time.sleep(5)
+    both[1].signal(signal.SIGCONT)
+    thawed = time.monotonic()
+    until(lambda: not lives(stale), 20)
+    print(f"stale ranks ended {time.monotonic() - thawed:.1f}s after the thaw")
+    for side in both:
+        side.ends(0)
+    same_curve(helpers, lab, rel=1e-5)
+    assert intent(run)["code"] == 0 and json.loads((run / "status.json").read_text())["state"] == "complete"
