@@ -93,6 +93,8 @@ class Hang:
             self._still((monotonic_ns() - since) / 1e9)
             return
         self._progress = progress
+        if self._stall is not None and Phase.END in self._ranks.phases:
+            return  # a rank that lost its peers, which were ended a moment earlier: the hang is not over
         self._learn()
         if self._stall is not None:
             self._stall, self.verdict = None, None
