@@ -36,7 +36,6 @@ class _Stall:
     read: bool = False
     told: bool = False
     seen: dict[int, Any] = field(default_factory=dict)
-    moved: bool = False
     patience: float = 0.0
     since: float = 0.0
 
@@ -154,13 +153,14 @@ class Hang:
             self._last_resort(stall, seconds, hard)
 
     def _last_resort(self, stall: _Stall, seconds: float, hard: float) -> None:
-        now = self._signatures()
-        if stall.dumps >= 2 and any(now.get(rank) != seen for rank, seen in stall.seen.items()):
+        now, verdict = self._signatures(), self._judge()
+        guilty = [rank for rank in stall.seen if rank in verdict.suspects] or list(stall.seen)
+        moved = stall.dumps >= 2 and any(now.get(rank) != stall.seen[rank] for rank in guilty)
+        if moved and seconds < self._section.longest.value:
             stall.seen = now  # something moves although nothing is said: once more, and longer
             stall.patience += hard
             stall.dumps, stall.dumped = 1, seconds
             return
-        verdict = self._judge()
         if not self._section.act:
             self._tell(seconds, "not ended: watchdog.hang.act is off")
             stall.patience += hard
