@@ -17,7 +17,9 @@ _NUMERIC = ("parallel.", "train.")
 _MACHINES = ("world", "device", "torch")
 
 
-def recall(run: RunDir, config: Config, *, segment: int, parent: int | None, step: int, exact: bool) -> Health:
+def recall(
+    run: RunDir, config: Config, *, segment: int, parent: int | None, step: int, whole: bool, exact: bool
+) -> Health:
     """What judges the steps of a start.
 
     Args:
@@ -26,9 +28,10 @@ def recall(run: RunDir, config: Config, *, segment: int, parent: int | None, ste
         segment: of this start, which has its place in the lineage.
         parent: the segment that wrote the checkpoint which this start goes on from; None is a beginning.
         step: of that checkpoint.
+        whole: the optimiser was restored as well, so that steps repeat.
         exact: operations give the same bits every time on these devices.
     """
-    repeated = _expected(run, config, segment, parent, step, exact)
+    repeated = _expected(run, config, segment, parent, step, exact) if whole else None
     return Health(config, last_metrics(run, step, HISTORY), repeated)
 
 

@@ -259,7 +259,15 @@ def _train(
     exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     world.decide(lambda: _join_line(run_dir, recorder.number, resumed.parent, state))
     health = world.decide(
-        lambda: recall(run_dir, config, segment=recorder.number, parent=resumed.parent, step=state.step, exact=exact)
+        lambda: recall(
+            run_dir,
+            config,
+            segment=recorder.number,
+            parent=resumed.parent,
+            step=state.step,
+            whole=resumed.whole,
+            exact=exact,
+        )
     )
     manager = Manager(
         world=world,

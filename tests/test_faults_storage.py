@@ -452,7 +452,8 @@ def test_a_gpu_that_breaks(watched: Watched) -> None:
     """Fault matrix 45, as the file provider tells it: saves, stops, exit 76, and says which host to avoid."""
     gpus = watched.lab.path / "gpus.json"
     show(gpus, GPUS)
-    watched.configure(watchdog={"hardware": {"provider": f"file:{gpus}", "interval": "0.2 s"}})
+    hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
+    watched.configure(checkpoint={"every": "10000 steps"}, watchdog={"hardware": hardware})
     job = watched.start()
     watched.reaches(10)
     assert not watched.warnings()

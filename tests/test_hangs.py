@@ -102,7 +102,9 @@ CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["held", *(pytest.param(case, marks=pytest.mark.slow) for case in ("busy elsewhere", "lost step"))]
+)
 def test_hangs_are_told_apart(
     lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -192,6 +194,7 @@ def test_nothing_outlives_a_killed_torchrun(
     assert helpers.intent(run)["code"] == 75 and "what started the ranks is gone" in helpers.intent(run)["reason"]
 
 
+@pytest.mark.slow
 def test_long_first_steps_and_saves_are_no_hang(
     lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +253,7 @@ def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
     ]
 
 
+@pytest.mark.slow
 def test_metrics_of_a_live_run(lab: Any, watched: Callable[..., Path]) -> None:
     """What Prometheus scrapes is what the record says."""
     run, page = lab.path / "run", lab.path / "metrics.prom"

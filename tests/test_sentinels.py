@@ -32,7 +32,7 @@ def records(module_lab: Any, helpers: Any) -> Records:
         data={"sources": [{"name": "a", "weight": 3, **source}, {"name": "b", "weight": 1, **source}]},
         train={"duration": "80 steps"},
         checkpoint={"every": "1000 steps"},
-        watchdog={"sentinels": {"learn": _LEARN}},
+        watchdog={"enabled": True, "sentinels": {"learn": _LEARN}},
     )
     module_lab.train(config)
     found: Records = helpers.metrics(module_lab.path / "run")
@@ -179,7 +179,8 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
         train={"duration": "70 steps", "global_batch": "32 samples", "micro_batch": 8},
         checkpoint={"every": "60 steps"},
         optimizer={"decay": "70 steps"},
-        watchdog={"sentinels": {"learn": 20}},
+        watchdog={"enabled": True, "sentinels": {"learn": 20}},
+        health={"rollback": False},  # or the run would leave these samples before the detector is asked
     )
     lab.train(config, "train.duration=60 steps")
     for path in (corpus / "shards").glob("*.bin"):

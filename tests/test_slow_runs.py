@@ -65,7 +65,8 @@ def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, 
     assert own[0] < 0.025 and typical[len(typical) // 2] > 0.060  # the wait for rank 1 is no time of its own
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, ranks: int) -> None:
     """Fault matrix 12: all ranks slower: nobody; then one more than the others: it alone, within four windows."""
     window, guilty, blocks = 6, ranks - 1, 2 * 4 // ranks

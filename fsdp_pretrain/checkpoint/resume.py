@@ -44,10 +44,17 @@ class Terms:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training goes on: the counters, and the segment that wrote the checkpoint (None: no segment did)."""
+    """Where training goes on.
+
+    Attributes:
+        state: the counters.
+        parent: the segment that wrote the checkpoint; None: no segment did.
+        whole: all is as it was, so the steps that follow are those that followed before.
+    """
 
     state: TrainState
     parent: int | None = None
+    whole: bool = True
 
 
 class Resume:
@@ -161,7 +168,8 @@ class Resume:
             lost={"steps": lost[0], "tokens": lost[1]},
         )
         self._recorder.status(checkpoint={"step": state.step, "consumed": state.consumed, "verified": True})
-        return Resumed(state, world.decide(checkpoint.manifest).get("segment"))
+        whole = loaded.optimizer and not reset
+        return Resumed(state, world.decide(checkpoint.manifest).get("segment"), whole)
 
     # ------------------------------------------------------------------ may it go on?
 
