@@ -1,7 +1,7 @@
 """What the watchdog costs: `python -m fsdp_pretrain.bench CONFIG --watchdog DIR`.
 
-A beat of a heart, the processor time of an agent that looks at eight ranks once a second while a step is recorded every
-second, and the ratio of step times with and without. Blocks of steps with and without take turns, so that a busy
+A beat of a heart, the processor time of an agent that looks at eight ranks once a second while they make a step every
+three, and the ratio of step times with and without. Blocks of steps with and without take turns, so that a busy
 machine spoils both alike.
 """
 
@@ -25,7 +25,7 @@ from .trainer import Trainer
 from .watchdog.heart import Agent, Heart, Watched
 from .watchdog.page import Page, Phase
 
-_BEATS, _RANKS = 200_000, 8
+_BEATS, _RANKS, _STEP = 200_000, 8, 3.0
 
 
 def measure(
@@ -124,9 +124,10 @@ def _agent(config: Config, place: Path, record: dict[str, Any], seconds: float) 
         step += 1
         for page in own:
             page.step(step)
+            page.beat(Phase.COMPUTE)
         with metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**record, "step": step, "time": now()}) + "\n")
-        time.sleep(1.0)
+        time.sleep(_STEP)
         if not before and time.monotonic() - beginning > 10:  # it has started and looked at everything once
             before, started = _cpu(process.pid), time.monotonic()
     after, elapsed = _cpu(process.pid), time.monotonic() - started

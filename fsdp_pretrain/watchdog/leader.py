@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -39,6 +40,8 @@ from .storage import Space
 _OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu"))
 """Detectors whose alarms end when the ranks are started again."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
+_ATTEND = 5
+"""Passes between two looks at requests and two snapshots for others, unless an alarm changes."""
 _NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
@@ -78,6 +81,7 @@ class Leader:
 
     Attributes:
         alarms: of the run.
+        holds: no other node's agent took the right to write the alarms over, when it was last looked at.
     """
 
     def __init__(self, config: Config, claim: Claim, ranks: Ranks, nodes: Nodes, segment: int) -> None:
@@ -88,6 +92,7 @@ class Leader:
         self._total, self._losses = config.schedule.steps, deque[float](maxlen=128)
         self._metrics, self._offset = self._run.segment(segment) / "metrics.jsonl", 0
         self._notifier: Notifier | None = None
+        self.holds, self._news = True, False
         self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
         self.alarms = Alarms(alarms_file(self._run), self._told)
         identity = Identity(run=config.run.name, path=str(self._run.path), segment=segment)
@@ -120,7 +125,7 @@ class Leader:
         )
         self._foreign, self._avoided = set[str](), set[str]()
         self._own: dict[int, float] = {}
-        self._written = -_SNAPSHOT_SECONDS
+        self._written = self._attended = -math.inf
 
     # ------------------------------------------------------------------ a pass
 
@@ -137,9 +142,12 @@ class Leader:
         now = time.monotonic()
         for detector in self._detectors:
             detector.tick(now)
-        serve(self._run, self.alarms)
-        self._avoid_hosts()
-        self._show()
+        if now - self._attended >= _ATTEND * self._config.watchdog.interval.value or self._news:
+            self._attended, self._news = now, False
+            self.holds = self._claim.still_mine()
+            serve(self._run, self.alarms)
+            self._avoid_hosts()
+            self._show()
 
     def _look_at_nodes(self) -> None:
         found = set()
@@ -267,6 +275,7 @@ class Leader:
         return Snapshot(**values, **(self._accounts.look() if self._accounts is not None else {}))
 
     def _told(self, alarm: Alarm, before: Alarm | None) -> None:
+        self._news = True
         if self._notifier is not None:
             self._notifier.told(alarm, before)
         journal_alarm(self._journal, alarm)
@@ -289,11 +298,6 @@ class Leader:
             remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
             step=self._record.get("step"),
         )
-
-    @property
-    def holds(self) -> bool:
-        """Whether no other node's agent took the right to write the alarms over."""
-        return self._claim.still_mine()
 
     def close(self) -> None:
         """The watch ends, or is another's: what was to be sent waits in the spool."""
