@@ -7,6 +7,7 @@ machine spoils both alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -131,7 +132,7 @@ def _agent(config: Config, place: Path, record: dict[str, Any], seconds: float) 
         if not before and time.monotonic() - beginning > 10:  # it has started and looked at everything once
             before, started = _cpu(process.pid), time.monotonic()
     after, elapsed = _cpu(process.pid), time.monotonic() - started
-    memory = sum(psutil.Process(pid).memory_info().rss for pid in after)
+    memory = sum(psutil.Process(pid).memory_info().rss for pid in after if psutil.pid_exists(pid))
     used = sum(value - before.get(pid, 0.0) for pid, value in after.items())
     process.terminate()
     process.wait(30)
@@ -142,8 +143,9 @@ def _cpu(pid: int) -> dict[int, float]:
     """Processor seconds of a process and its descendants, those that have ended with their parents."""
     found = {}
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        times = process.cpu_times()
-        found[process.pid] = times.user + times.system + times.children_user + times.children_system
+        with contextlib.suppress(psutil.NoSuchProcess):  # a look that has just ended
+            times = process.cpu_times()
+            found[process.pid] = times.user + times.system + times.children_user + times.children_system
     return found
 
 

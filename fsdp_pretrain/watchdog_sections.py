@@ -173,8 +173,8 @@ class WatchdogSection(Section):
 
     enabled: bool = True
     """Off: no watchdog runs, and nobody is told of anything."""
-    interval: Seconds = Seconds(1)
-    """Time between two looks."""
+    interval: Seconds = Seconds(2)
+    """Time between two looks; the end of a process is seen at once, and during a stall looks are more frequent."""
     beat: Seconds = Seconds(5)
     """Time between two signs of life that the watchdog of a node leaves for those of the other nodes."""
     silent: Seconds = Seconds(60)

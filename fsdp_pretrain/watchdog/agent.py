@@ -42,6 +42,8 @@ from .page import Phase
 from .ranks import Rank, Ranks
 from .sensors import sensors
 
+_STALLED = 0.5
+"""Seconds between two looks while nothing moves."""
 _GIVE_UP = 60.0
 """Seconds in which no rank shows itself, or after a takeover the earlier agent does not end."""
 
@@ -94,7 +96,8 @@ class Agent:
                 self.alarms.resolve(alarm.key, "the run directory answers again")
             if self._finished(begun):
                 break
-            self._died += self.ranks.wait(interval - (time.monotonic() - start))
+            pause = min(interval, _STALLED) if self.hang.is_stalled else interval
+            self._died += self.ranks.wait(pause - (time.monotonic() - start))
         self._finish()
         shutil.rmtree(self._pages, ignore_errors=True)
 

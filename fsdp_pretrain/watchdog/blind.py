@@ -19,7 +19,7 @@ from .ranks import Ranks
 
 _LEAST = 15.0
 """Seconds that a pass may always take."""
-_PASSES = 30
+_PASSES = 10
 
 
 class Blind(threading.Thread):
@@ -40,7 +40,7 @@ class Blind(threading.Thread):
     ) -> None:
         super().__init__(name="blind", daemon=True)
         self._ranks, self._interval, self._deadline, self._tell = ranks, interval, deadline, tell
-        self._allowed = max(_LEAST, _PASSES * interval) if interval >= 0.5 else _PASSES * interval
+        self._allowed = max(_LEAST if interval >= 0.5 else 5.0, _PASSES * interval)
         self._passed = time.monotonic()
         self.alarm: Alarm | None = None
 

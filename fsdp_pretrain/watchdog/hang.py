@@ -80,6 +80,11 @@ class Hang:
             return []
         return self._standings()
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the soft deadline has passed without progress since."""
+        return self._stall is not None
+
     def hard(self) -> float | None:
         """Seconds without progress after which the ranks are ended; None: they are not."""
         due = [self._history.deadlines(phase).hard for phase in self._ranks.phases]
