@@ -122,6 +122,8 @@ class Launcher:
             if not self._args.no_preflight:
                 for warning in preflight(self._config, self._run, self._args.nproc_per_node):
                     _say(f"preflight: {warning}")
+            if not self._history and self._run.begun:  # when the wait for machines was over; see `record.goodput`
+                self._journal("launch", f"launched on {self._host}")
             decision = self._start_once()
             if decision.code is not None:
                 return self._end(decision)
