@@ -194,6 +194,8 @@ def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, 
     (resumed,) = watched.helpers.wait_for(lambda: watched.helpers.journal(watched.run, "resume"), what="a resume")
     assert resumed["step"] == 100
     watched.until("disk/checkpoints", "resolved")
+    journal = watched.helpers.journal
+    watched.helpers.wait_for(lambda: len(journal(watched.run, "ready")) == 2, what="the second start")
     watched.stop(job)
 
 

@@ -96,7 +96,7 @@ def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow
         {"rank": "all", "step": 1, "on": True, "kind": "doze", "seconds": base},
         {"rank": "all", "step": 580, "on": True, "until": 700, "kind": "doze", "seconds": more},
     ]
-    lab.train(slow(800, faults, {}), ranks=2)
+    assert lab.start(slow(800, faults, {}), ranks=2).wait(400) == [0, 0]
     told = alarms_of(lab, helpers, "pace")
     assert [(alarm["key"], alarm["state"]) for alarm in told] == [("pace", "open"), ("pace", "resolved")], told
     assert 580 < told[0]["step"] <= 580 + (48 if slower == 0.05 else 40)
