@@ -46,10 +46,10 @@ def measure(trainer: Trainer, world: World, directory: Path, *, rounds: int, ste
     return {
         "rounds": rounds,
         "bytes": found[0]["bytes"],
-        "seconds": {name: _spread([r[name] for r in found]) for name in ("plain", "write", "save", "stall", "excess")},
-        "bandwidth_ratio": _spread([r["plain"] / r["write"] for r in found]),
-        "stall_share": _spread([r["stall"] / r["save"] for r in found]),
-        "excess_share": _spread([r["excess"] / r["save"] for r in found]),
+        "seconds": {name: spread([r[name] for r in found]) for name in ("plain", "write", "save", "stall", "excess")},
+        "bandwidth_ratio": spread([r["plain"] / r["write"] for r in found]),
+        "stall_share": spread([r["stall"] / r["save"] for r in found]),
+        "excess_share": spread([r["excess"] / r["save"] for r in found]),
     }
 
 
@@ -103,7 +103,7 @@ def _write_plainly(path: Path, size: int) -> float:
     return time.perf_counter() - start
 
 
-def _spread(values: list[float]) -> list[float]:
+def spread(values: list[float]) -> list[float]:
     """Median, least, most."""
     return [statistics.median(values), min(values), max(values)]
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from .bench_saves import spread
 from .config import Config
 from .mesh import World
 from .record.files import RunDir, now
@@ -80,7 +81,7 @@ def measure(
         "heartbeat_microseconds": _beat(directory),
         "agent": agent,
         "step_seconds": statistics.median(watched_ for _, watched_ in ratios),
-        "step_ratio": _spread([watched_ / without_ for without_, watched_ in ratios]),
+        "step_ratio": spread([watched_ / without_ for without_, watched_ in ratios]),
         "rounds": rounds,
     }
 
@@ -147,11 +148,6 @@ def _cpu(pid: int) -> dict[int, float]:
             times = process.cpu_times()
             found[process.pid] = times.user + times.system + times.children_user + times.children_system
     return found
-
-
-def _spread(values: list[float]) -> list[float]:
-    """Median, least, most."""
-    return [statistics.median(values), min(values), max(values)]
 
 
 def render(result: dict[str, Any]) -> str:

@@ -15,12 +15,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
+from .watchdog import robust
 from .watchdog_sections import HealthSection
 
 Severity = Literal["INFO", "WARN", "CRIT"]
 _RANK = {None: -1, "INFO": 0, "WARN": 1, "CRIT": 2}
-_SIGMA = 1.4826
-"""Median absolute deviations of a normal distribution in its standard deviation."""
 _LAST, _ENOUGH = 5, 3
 _BLOCK, _BLOCKS, _JOINED, _CHANGES = 16, 32, 4, 128
 """Steps of a block, blocks looked back on, blocks whose median is the level, changes from block to block that tell its
@@ -125,8 +124,7 @@ class Window:
         """How many spreads a value is above the median; None while too few are known."""
         if len(self._values) < self._enough:
             return None
-        middle = self.median
-        spread = _SIGMA * median(abs(known - middle) for known in self._values)
+        middle, spread = robust.spread(self._values)
         return (value - middle) / max(spread, self._floor)
 
 
@@ -156,8 +154,7 @@ class Level:
             self._changes.append(known[-1] - known[-2])
         if len(known) < 2 * _JOINED:
             return []
-        drift = median(self._changes)
-        block = _SIGMA * median(abs(change - drift) for change in self._changes) / math.sqrt(2)
+        block = robust.spread(self._changes)[1] / math.sqrt(2)
         self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
         levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
         rise, limit = levels[-1] - min(levels), max(self._least, _LEVEL_NOISE * self.noise)

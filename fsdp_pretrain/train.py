@@ -32,11 +32,13 @@ from . import changes, environment, mesh, models, optim, overrides, parallel, pl
 from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook
 from .checkpoint.manager import Manager
-from .checkpoint.resume import Resume, Terms
+from .checkpoint.resume import Resume, Resumed, Terms
+from .checkpoint.subject import Subject
 from .config import Config
 from .control import Inbox
 from .ending import record_end, say_stop
 from .errors import ConfigError, Exit, StorageError, UserError
+from .health import Health
 from .health_journal import provenance
 from .health_memory import recall
 from .launch import torchrun
@@ -229,59 +231,16 @@ def _train(
         _copy_tokenizer(packer, run_dir)
     parallel.parallelize(model, config, world)
     optimizer = optim.build(model, config.optimizer)
-    after_save, lasting_identity = _AfterSave(run_dir, config, recorder), identity(config, packer)
-    device = throughput.device_name(world.device)
-    recorder.event(
-        "start",
-        f"{config.run.name}: {config.model.family} with {human_count(parameters)} parameters "
-        f"on {world.size} x {device} ({world.replicas} replicas x {world.shards} shards), "
-        f"{config.schedule.steps:_} steps of {config.train.global_batch}",
-        parameters=parameters,
-        world=world.size,
-        replicas=world.replicas,
-        shards=world.shards,
-        device=device,
-    )
-    resume = Resume(
-        world=world,
-        run=run_dir,
-        model=model,
-        optimizer=optimizer,
-        config=config,
-        identity=lasting_identity,
-        recorder=recorder,
-        terms=terms,
-    )
-    resumed = resume()
-    if world.is_main:
-        _tell_changes(run_dir, recorder, lasting_identity["corpora"], terms.reason)
+    subject = Subject(world, run_dir, model, optimizer, config, identity(config, packer))
+    _tell_start(recorder, subject, parameters)
+    resumed = Resume(subject, recorder, terms)()
     state = resumed.state
-    exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    if world.is_main:
+        _tell_changes(run_dir, recorder, subject.identity["corpora"], terms.reason)
     world.decide(lambda: _join_line(run_dir, recorder.number, resumed.parent, state))
-    health = world.decide(
-        lambda: recall(
-            run_dir,
-            config,
-            segment=recorder.number,
-            parent=resumed.parent,
-            step=state.step,
-            whole=resumed.whole,
-            exact=exact,
-        )
-    )
-    manager = Manager(
-        world=world,
-        run=run_dir,
-        model=model,
-        optimizer=optimizer,
-        config=config,
-        identity=lasting_identity,
-        segment=recorder.number,
-        guard=lock.check,
-        protected=lambda: {*jobs.protected_steps(run_dir, config), *after_save.busy()},
-        suspicion=lambda: health.suspicion,
-        clean_until=lambda: health.clean_until,
-    )
+    health = _health(subject, recorder.number, resumed)
+    after_save = _AfterSave(run_dir, config, recorder)
+    manager = _manager(subject, recorder.number, lock, after_save, health)
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
     _list_skips(config, state, recorder)
     if world.is_main:
@@ -305,23 +264,70 @@ def _train(
         health=health,
         source_names=[source.name for source in config.data.sources],
         flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
-        peak_flops=throughput.peak_flops(device),
+        peak_flops=throughput.peak_flops(throughput.device_name(world.device)),
         heart=heart,
         beside=after_save.at_work,
         provenance=provenance(config, world.size),
     )
     if world.is_main:
         _tell_ready(recorder, config, state)
-    outcome = trainer.run()
-    asked = trainer.retreat
-    if asked is None:
-        outcome = say_stop(outcome, trainer.state.step, world, run_dir, recorder, inbox)
-    else:
-        report = world.decide(lambda: retreat(run_dir, config, asked, recorder))
-        if world.is_main:
-            say_end(run_dir, report["step"], asked, recorder)
+    outcome = _end(trainer.run(), trainer, run_dir, recorder, inbox)
     if follower is not None:
         aim.finish_follower(run_dir, follower)
+    return outcome
+
+
+def _tell_start(recorder: Recorder, subject: Subject, parameters: int) -> None:
+    world, config, device = subject.world, subject.config, throughput.device_name(subject.world.device)
+    recorder.event(
+        "start",
+        f"{config.run.name}: {config.model.family} with {human_count(parameters)} parameters "
+        f"on {world.size} x {device} ({world.replicas} replicas x {world.shards} shards), "
+        f"{config.schedule.steps:_} steps of {config.train.global_batch}",
+        parameters=parameters,
+        world=world.size,
+        replicas=world.replicas,
+        shards=world.shards,
+        device=device,
+    )
+
+
+def _health(subject: Subject, segment: int, resumed: Resumed) -> Health:
+    """What judges the steps of this start, the same on every rank."""
+    world = subject.world
+    exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    return world.decide(
+        lambda: recall(
+            subject.run,
+            subject.config,
+            segment=segment,
+            parent=resumed.parent,
+            step=resumed.state.step,
+            whole=resumed.whole,
+            exact=exact,
+        )
+    )
+
+
+def _manager(subject: Subject, segment: int, lock: RunLock, after_save: _AfterSave, health: Health) -> Manager:
+    return Manager(
+        subject,
+        segment=segment,
+        guard=lock.check,
+        protected=lambda: {*jobs.protected_steps(subject.run, subject.config), *after_save.busy()},
+        suspicion=lambda: health.suspicion,
+        clean_until=lambda: health.clean_until,
+    )
+
+
+def _end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorder, inbox: Inbox) -> Exit:
+    """Say how the loop ended; go back first if it ended for that."""
+    world, asked = trainer.world, trainer.retreat
+    if asked is None:
+        return say_stop(outcome, trainer.state.step, world, run_dir, recorder, inbox)
+    report = world.decide(lambda: retreat(run_dir, trainer.config, asked, recorder))
+    if world.is_main:
+        say_end(run_dir, report["step"], asked, recorder)
     return outcome
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, Self
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
@@ -101,38 +101,34 @@ class SampleRange(_Written):
         return f"{self.first}:{self.stop} samples"
 
 
-@dataclass(frozen=True)
-class BatchSize(Progress):
-    """A batch: so many samples, or so many tokens (which must be whole samples)."""
+class _Count(Progress):
+    """A positive whole number of something."""
 
-    UNITS = {"sample": 1, "token": 1}  # noqa: RUF012
+    EXAMPLE = ""
 
     @classmethod
-    def parse(cls, text: object) -> BatchSize:
-        """Read `"256 samples"` or `"4M tokens"`. Raises ValueError."""
-        if isinstance(text, BatchSize):
+    def parse(cls, text: object) -> Self:
+        """Read a text such as the example. Raises ValueError."""
+        if isinstance(text, cls):
             return text
-        number, unit = _parse(text, cls.UNITS, "256 samples")
+        number, unit = _parse(text, cls.UNITS, cls.EXAMPLE)
         if number != int(number) or number < 1:
             raise ValueError(f"{text!r} is not a positive whole number of {unit}s")
         return cls(int(number), unit)
 
 
-@dataclass(frozen=True)
-class Steps(Progress):
-    """A number of optimiser steps, at least one."""
+class BatchSize(_Count):
+    """A batch: so many samples, or so many tokens (which must be whole samples), as `"256 samples"`."""
+
+    UNITS = {"sample": 1, "token": 1}  # noqa: RUF012
+    EXAMPLE = "256 samples"
+
+
+class Steps(_Count):
+    """A number of optimiser steps, at least one, as `"128 steps"`."""
 
     UNITS = {"step": 1}  # noqa: RUF012
-
-    @classmethod
-    def parse(cls, text: object) -> Steps:
-        """Read `"128 steps"`. Raises ValueError."""
-        if isinstance(text, Steps):
-            return text
-        number, unit = _parse(text, cls.UNITS, "128 steps")
-        if number != int(number) or number < 1:
-            raise ValueError(f"{text!r} is not a positive whole number of steps")
-        return cls(int(number), unit)
+    EXAMPLE = "128 steps"
 
 
 @dataclass(frozen=True)

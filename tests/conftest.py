@@ -499,6 +499,7 @@ def helpers() -> Any:
 
             return [entry for entry in read(RunDir(run)) if kind in (None, entry["kind"])]
 
+        wait_for = staticmethod(sight.until)
         alarms, agents, intent = staticmethod(sight.alarms), staticmethod(sight.agents), staticmethod(sight.intent)
 
         @staticmethod
@@ -507,15 +508,5 @@ def helpers() -> Any:
             folder.mkdir()
             (folder / "deadlock.py").write_text(DEADLOCK)
             (folder / "deadlock.yaml").write_text(DEADLOCK_TASK)
-
-        @staticmethod
-        def wait_for(condition: Callable[[], Any], timeout: float = 60, what: str = "") -> Any:
-            """Poll until a condition holds; its value."""
-            deadline = time.monotonic() + timeout
-            while time.monotonic() < deadline:
-                if value := condition():
-                    return value
-                time.sleep(0.02)
-            raise AssertionError(f"not within {timeout}s: {what}")
 
     return Helpers

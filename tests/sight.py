@@ -22,12 +22,12 @@ def family(pid: int) -> list[int]:
         return []
 
 
-def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """The first true value of `what`."""
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+def until(condition: Callable[[], Any], timeout: float = 60, what: str = "") -> Any:
+    """Poll until a condition holds; its value."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout}s: {what}"
+        time.sleep(0.02)
     return value
 
 

@@ -8,30 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import __version__
 from ..config import Config
 from ..errors import StorageError, UserError
 from ..mesh import World
-from ..record.files import RunDir
 from ..state import TrainState
 from . import dcp
 from .background import Pending, Stager
 from .space import Ballast, GiveUp
 from .store import Checkpoint, Store
 from .stores import fallback, newest_clean, stores
+from .subject import Subject
 
 
 class Manager:
     """Saves one run. All ranks call its methods together.
 
     Args:
-        world: all ranks.
-        run: its directory.
-        model, optimizer: what is saved.
-        config: the run.
-        identity: see `state.identity`.
+        subject: what is saved.
         segment: number of this start.
         guard: raises BusyError when this job does not hold the run any more; asked before a save begins and before
             it is committed.
@@ -42,26 +37,21 @@ class Manager:
 
     def __init__(
         self,
+        subject: Subject,
         *,
-        world: World,
-        run: RunDir,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: Config,
-        identity: dict[str, Any],
         segment: int,
         guard: Callable[[], None],
         protected: Callable[[], Collection[int]] = tuple,
         suspicion: Callable[[], str | None] = lambda: None,
         clean_until: Callable[[], Iterable[float]] = lambda: (math.inf,),
     ) -> None:
-        self._world, self._model, self._optimizer = world, model, optimizer
-        self._stores, self._fallback = world.decide(lambda: stores(run)), fallback(config)
+        self._world, self._model, self._optimizer = subject.world, subject.model, subject.optimizer
+        self._stores, self._fallback = self._world.decide(lambda: stores(subject.run)), fallback(subject.config)
         self._store = self._stores.main
-        self._config, self._identity, self._segment = config, identity, segment
+        self._config, self._identity, self._segment = subject.config, subject.identity, segment
         self._guard, self._protected = guard, protected
         self._suspicion, self._clean_until = suspicion, clean_until
-        if config.checkpoint.background:
+        if self._config.checkpoint.background:
             self.renew()
 
     def save(self, state: TrainState, *, final: bool) -> dcp.Saved:

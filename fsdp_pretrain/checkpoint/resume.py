@@ -7,15 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..changes import DECLARED, changes, differences, refuse, undeclared
-from ..config import Config, load
+from ..config import load
 from ..errors import CheckpointError, ConfigError, Exit, StorageError
-from ..mesh import World
 from ..parallel import compute_dtype
 from ..record import lineage
-from ..record.files import RunDir
 from ..record.metrics import left_behind
 from ..record.recorder import Recorder
 from ..state import TrainState, forbidden
@@ -23,6 +20,7 @@ from ..units import human_count
 from . import dcp
 from .store import CONFIG, Checkpoint, Store
 from .stores import stores
+from .subject import Subject
 
 
 @dataclass(frozen=True)
@@ -61,29 +59,15 @@ class Resume:
     """One start's way to its state. All ranks call it together.
 
     Args:
-        world: all ranks.
-        run: the run directory.
-        model, optimizer: to be filled.
-        config: of this start.
-        identity: see `state.identity`.
+        subject: what is filled.
         recorder: where passed-over checkpoints, changes and what was restored are told.
         terms: what is allowed.
     """
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        run: RunDir,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: Config,
-        identity: dict[str, Any],
-        recorder: Recorder,
-        terms: Terms,
-    ) -> None:
-        self._world, self._run, self._model, self._optimizer = world, run, model, optimizer
-        self._config, self._identity, self._recorder, self._terms = config, identity, recorder, terms
+    def __init__(self, subject: Subject, recorder: Recorder, terms: Terms) -> None:
+        self._world, self._run = subject.world, subject.run
+        self._model, self._optimizer = subject.model, subject.optimizer
+        self._config, self._identity, self._recorder, self._terms = subject.config, subject.identity, recorder, terms
 
     def __call__(self) -> Resumed:
         """Load the newest valid checkpoint; a fresh start if there never was one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ class _ScaleGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class Decoder(nn.Module):
+class Decoder(nn.Module, ABC):
     """Base of the families.
 
     A family supplies `blocks`, `norm`, the embedding (`embed_tokens`), what its blocks need besides the hidden
@@ -80,9 +81,9 @@ class Decoder(nn.Module):
         out: Tensor = self.embedding(tokens)
         return out
 
+    @abstractmethod
     def context(self, positions: Tensor) -> tuple[object, ...]:
         """Positional arguments of each block after hidden state and mask; `positions` as in `embed_tokens`."""
-        raise NotImplementedError
 
     def mask(self, slots: Slots | None, x: Tensor) -> Mask:
         """What attention gets as mask for hidden states `x [B, S, H]`."""
@@ -91,9 +92,9 @@ class Decoder(nn.Module):
         build = block_mask if self.backend == "flex" else dense_mask
         return build(slots, x.shape[1], x.device)
 
+    @abstractmethod
     def initial(self, name: str) -> Initial:
         """How the parameter called `name` starts. Raises KeyError for a name no rule covers."""
-        raise NotImplementedError
 
     def forward(
         self,

@@ -18,6 +18,7 @@ from ..watchdog_sections import PaceSection
 from .alarms import Alarms, Severity
 from .detector import Detector
 from .pace import Change, Pace
+from .robust import spread
 
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""
@@ -167,7 +168,7 @@ class Stragglers(Detector):
             return
         typical = median(own.values())
         ratios = {rank: value / typical - 1 for rank, value in own.items()}
-        noise = 1.4826 * median(abs(ratio) for ratio in ratios.values()) if len(own) > 2 else 0.0
+        noise = spread(list(ratios.values()))[1] if len(own) > 2 else 0.0
         bound = max(self._section.straggler, 6 * noise)
         for rank, ratio in ratios.items():
             self._hits[rank] = [*self._hits.get(rank, []), ratio > bound][-4:]

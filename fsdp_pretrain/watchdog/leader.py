@@ -87,9 +87,10 @@ class Leader:
     def __init__(self, config: Config, claim: Claim, ranks: Ranks, nodes: Nodes, segment: int) -> None:
         self._config, self._run, self._claim = config, RunDir(config.run.dir), claim
         self._ranks, self._nodes = ranks, nodes
-        self._snapshot = Snapshot(run=config.run.name, segment=segment, pass_due=10 * config.watchdog.interval.value)
+        self._fixed = {"run": config.run.name, "segment": segment, "total_steps": config.schedule.steps}
+        self._fixed |= {"pass_due": 10 * config.watchdog.interval.value}
         self._steps, self._record, self._skipped = Histogram(), dict[str, Any](), 0
-        self._total, self._losses = config.schedule.steps, deque[float](maxlen=128)
+        self._losses = deque[float](maxlen=128)
         self._metrics, self._offset = self._run.segment(segment) / "metrics.jsonl", 0
         self._notifier: Notifier | None = None
         self.holds, self._news = True, False
@@ -238,10 +239,7 @@ class Leader:
         record, now = self._record, time.monotonic_ns()
         open_ = [alarm.severity.name for alarm in self.alarms]
         values: dict[str, Any] = {
-            "run": self._snapshot.run,
-            "segment": self._snapshot.segment,
-            "pass_due": self._snapshot.pass_due,
-            "total_steps": self._total,
+            **self._fixed,
             "step_seconds": self._steps,
             "step_drift": self._drift.ratio,
             "heartbeat_ages": {

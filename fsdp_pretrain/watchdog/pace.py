@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from .robust import spread
+
 _LEAST_NOISE = 0.0015
 """Deviation of block medians below which nothing is believed; as a logarithm, like all bounds here."""
 _SLACK, _LIMIT = (0.015, 1.0), (0.045, 5.0)
@@ -127,8 +129,8 @@ class Pace:
     def _adopt(self, blocks: list[_Block]) -> None:
         """The baseline, and how much blocks vary about it."""
         values = [block.value for block in blocks]
-        self._baseline = self._level = median(values)
-        deviation = 1.4826 * median(abs(value - self._baseline) for value in values)
+        self._baseline, deviation = spread(values)
+        self._level = self._baseline
         self._noise = max(deviation, _LEAST_NOISE)
         self._sum, self._recent, self._settling, self.ratio = 0.0, [], 0, 1.0
 
