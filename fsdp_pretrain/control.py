@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+from .errors import Interrupted
 from .record import inbox
 from .record.files import RunDir
 
 VERBS = ("stop", "save")
 _POLL_INTERVAL = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def send(run: RunDir, verb: str, **more: Any) -> None:
@@ -46,6 +48,17 @@ class Requests:
     avoid_hosts: tuple[str, ...] = ()
 
 
+def interrupt_on_signal() -> None:
+    """Until an inbox listens: let SIGTERM, SIGINT and SIGUSR1 raise Interrupted in the main thread."""
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise Interrupted(f"{signal.Signals(number).name} before training began")
+
+
 class Inbox:
     """Collects requests on one rank.
 
@@ -65,7 +78,7 @@ class Inbox:
 
     def listen(self) -> None:
         """Turn SIGTERM, SIGINT and SIGUSR1 into a request to stop; a second SIGINT interrupts at once."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in _SIGNALS:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .control import Inbox
-from .errors import Exit, UserError
+from .errors import Exit, Interrupted, UserError
 from .mesh import World
 from .record.files import RunDir
 from .record.recorder import Recorder, write_exit_intent
@@ -24,6 +24,10 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
     """
     try:
         return train()
+    except Interrupted as asked:  # no intent: torchrun sends SIGTERM too, when another rank has died of something
+        recorder.ended(str(asked), code=int(asked.exit))
+        recorder.status(force=True, state="stopped")
+        raise
     except BaseException as error:
         known = isinstance(error, UserError)
         code = int(error.exit) if isinstance(error, UserError) else int(Exit.UNEXPECTED)

@@ -55,6 +55,23 @@ class UserError(Exception):
         return self
 
 
+class Interrupted(BaseException):
+    """A start was asked to end before it trained, when there is nothing to save.
+
+    No Exception: whoever gets around failures, as a resume does around checkpoints that cannot be read, must not get
+    around this.
+
+    Args:
+        cause: who asked.
+    """
+
+    exit: Exit = Exit.RESUME
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+        super().__init__(cause)
+
+
 def shortened(problems: list[str], limit: int = 20) -> str:
     """Problems as lines of a report, the first `limit` of them."""
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []

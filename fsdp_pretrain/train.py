@@ -35,9 +35,9 @@ from .checkpoint.manager import Manager
 from .checkpoint.resume import Resume, Resumed, Terms
 from .checkpoint.subject import Subject
 from .config import Config
-from .control import Inbox
+from .control import Inbox, interrupt_on_signal
 from .ending import record_end, say_stop
-from .errors import ConfigError, Exit, StorageError, UserError
+from .errors import ConfigError, Exit, Interrupted, StorageError, UserError
 from .health import Health
 from .health_journal import provenance
 from .health_memory import recall
@@ -106,6 +106,15 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if arguments is None else arguments)
     torchrun.die_with_launcher()
     warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
+    try:
+        interrupt_on_signal()
+        return _start(args)
+    except Interrupted as asked:
+        print(f"stopped: {asked}", file=sys.stderr, flush=True)
+        return int(asked.exit)
+
+
+def _start(args: argparse.Namespace) -> int:
     try:
         allowed = changes.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)

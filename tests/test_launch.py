@@ -183,6 +183,30 @@ def test_stops_are_not_started_again(
     assert job.intent()["code"] == 75
 
 
+def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+    """Nothing is lost, so nobody is alarmed: 75, and no death, hang or traceback is told of."""
+    folder = lab.path / "hook"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os, pathlib, time\n"
+        "if 'RANK' in os.environ:\n"
+        "    from fsdp_pretrain.checkpoint.resume import Resume\n"
+        "    def call(self):\n"
+        f"        pathlib.Path({str(lab.path)!r}, 'loads-' + os.environ['RANK']).touch()\n"
+        "        time.sleep(100)\n"
+        "    Resume.__call__ = call\n"
+    )
+    config = lab.config(launch=HASTE, watchdog={"enabled": True, "interval": "0.1 s"})
+    job = launch(config, PYTHONPATH=f"{folder}:{Path(__file__).resolve().parent.parent}")
+    helpers.wait_for(lambda: len(list(lab.path.glob("loads-*"))) == 2, 60, "ranks that load")
+    job.process.send_signal(signal.SIGTERM)
+    assert "stopped: SIGTERM before training began" in job.ends(75)
+    assert "Interrupted" not in job.output()  # torchrun has a traceback of its own for every exit but 0
+    helpers.wait_for(lambda: not helpers.agents(job.run), 20, "the end of the agent")
+    assert not helpers.alarms(job.run) and segments(job) == 1
+    assert "SIGTERM before training began" in helpers.journal(job.run)[-1]["text"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "torchrun"])
 def test_no_process_outlives_its_parent(launch: Callable[..., Launched], lab: Any, helpers: Any, victim: str) -> None:
