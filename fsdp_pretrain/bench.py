@@ -203,7 +203,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=5, help="steps before (default: 5)")
     parser.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
     parser.add_argument("--watchdog", type=Path, metavar="DIR", help="time what the watchdog costs instead")
-    parser.add_argument("--rounds", type=int, default=5, help="of --saves and --watchdog (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="of --saves (default: 5)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     config = load(args.config, args.overrides)
@@ -216,7 +216,7 @@ def main() -> int:
             result = bench_saves.measure(trainer, world, args.saves, rounds=args.rounds, steps=args.steps)
         elif args.watchdog:
             result = bench_watchdog.measure(
-                build, config, world, args.watchdog, rounds=args.rounds, steps=args.steps, seconds=60
+                build, config, world, args.watchdog, steps=args.steps, warmup=args.warmup, seconds=60
             )
         else:
             result = bench(config, world, steps=args.steps, warmup=args.warmup)

@@ -1,14 +1,15 @@
 """What the watchdog costs: `python -m fsdp_pretrain.bench CONFIG --watchdog DIR`.
 
 A beat of a heart, the processor time of an agent that looks at eight ranks once a second while they make a step every
-three, and the ratio of step times with and without. Blocks of steps with and without take turns, so that a busy
-machine spoils both alike.
+three, and the ratio of step times with and without: of neighbouring steps, each first every other time, so that
+a busy machine spoils both alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -19,7 +20,6 @@ from typing import Any
 
 import psutil
 
-from .bench_saves import spread
 from .config import Config
 from .mesh import World
 from .record.files import RunDir, now
@@ -36,8 +36,8 @@ def measure(
     world: World,
     directory: Path,
     *,
-    rounds: int,
     steps: int,
+    warmup: int,
     seconds: float,
 ) -> dict[str, Any]:
     """Measure; the figures, the same on every rank but for the beat. Collective.
@@ -47,8 +47,8 @@ def measure(
         config: the run; its directory is replaced.
         world: all ranks.
         directory: a folder on any storage; what is written there is removed again.
-        rounds: pairs of blocks, after one that does not count.
-        steps: of a block.
+        steps: pairs of them.
+        warmup: pairs before that do not count.
         seconds: for which the agent is watched.
     """
     place = directory / f"bench-watchdog-{os.getppid()}"
@@ -69,7 +69,7 @@ def measure(
     try:
         without, _ = build(config, world, Heart())
         watched, records = build(config, world, heart)
-        ratios = [_round(without, watched, steps) for _ in range(rounds + 1)][1:]
+        pairs = [_pair((without, watched), (n % 2, 1 - n % 2)) for n in range(warmup + steps)][warmup:]
         heart.close()
         record = records.records[-1]
         agent = world.decide(lambda: _agent(config, place, record, seconds))
@@ -80,9 +80,10 @@ def measure(
     return {
         "heartbeat_microseconds": _beat(directory),
         "agent": agent,
-        "step_seconds": statistics.median(watched_ for _, watched_ in ratios),
-        "step_ratio": spread([watched_ / without_ for without_, watched_ in ratios]),
-        "rounds": rounds,
+        "step_seconds": statistics.median(wall for _, (wall, _) in pairs),
+        "step_ratio": _interval([b[0] / a[0] for a, b in pairs]),
+        "processor_ratio": _interval([b[1] / a[1] for a, b in pairs]),
+        "pairs": steps,
     }
 
 
@@ -100,16 +101,22 @@ def _beat(directory: Path) -> float:
     return min(found)
 
 
-def _round(without: Trainer, watched: Trainer, steps: int) -> tuple[float, float]:
-    """Median step of a block without and of one with, a step of each in turn."""
-    found: tuple[list[float], list[float]] = ([], [])
-    for _ in range(steps):
-        for trainer, times in zip((without, watched), found, strict=True):
-            start = time.perf_counter()
-            trainer.step()
-            trainer.collect(keep=0)
-            times.append(time.perf_counter() - start)
-    return statistics.median(found[0]), statistics.median(found[1])
+def _pair(trainers: tuple[Trainer, Trainer], order: tuple[int, int]) -> list[tuple[float, float]]:
+    """A step of each trainer, in this order; (wall, processor) seconds of the first's and of the second's."""
+    found = [(0.0, 0.0)] * 2
+    for which in order:
+        wall, used = time.perf_counter(), time.process_time()
+        trainers[which].step()
+        trainers[which].collect(keep=0)
+        found[which] = (time.perf_counter() - wall, time.process_time() - used)
+    return found
+
+
+def _interval(ratios: list[float]) -> list[float]:
+    """Median, and the 95% interval of it: order statistics of the binomial distribution, for any distribution."""
+    ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
+    low, high = math.floor(len(ratios) / 2 - half), math.ceil(len(ratios) / 2 + half)
+    return [statistics.median(ordered), ordered[max(0, low)], ordered[min(len(ratios) - 1, high)]]
 
 
 def _agent(config: Config, place: Path, record: dict[str, Any], seconds: float) -> dict[str, float]:
@@ -152,13 +159,14 @@ def _cpu(pid: int) -> dict[int, float]:
 
 def render(result: dict[str, Any]) -> str:
     """The figures for people."""
-    agent, (middle, low, high) = result["agent"], result["step_ratio"]
+    agent = result["agent"]
+    wall, used = ("{:.4f} [{:.4f} to {:.4f}]".format(*result[name]) for name in ("step_ratio", "processor_ratio"))
     return "\n".join(
         [
             f"beat of a heart             {result['heartbeat_microseconds']:.2f} us",
             f"agent of {agent['ranks']} ranks            {agent['core_share']:.3%} of a core over "
             f"{agent['seconds']:.0f}s, {agent['memory_bytes'] / 2**20:.0f} MiB with its helpers",
-            f"steps with / without        {middle:.4f} [{low:.4f} to {high:.4f}] in {result['rounds']} rounds, "
-            f"steps of {result['step_seconds']:.3g}s",
+            f"steps with / without        {wall} in {result['pairs']} pairs of {result['step_seconds']:.3g}s",
+            f"their processor time         {used}",
         ]
     )

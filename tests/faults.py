@@ -19,6 +19,8 @@ from typing import Any
 
 _NOW = [0]
 """The step this rank is in."""
+_ENDED = [0.0]
+"""When the last step that had to wait ended."""
 
 
 def hold(fault: dict[str, Any]) -> None:
@@ -31,6 +33,23 @@ def hold(fault: dict[str, Any]) -> None:
 def doze(fault: dict[str, Any]) -> None:
     """Sleep in Python, as code that waits for something of its own."""
     time.sleep(fault.get("seconds", 600))
+
+
+def wait(fault: dict[str, Any]) -> None:
+    """Let every step take so many seconds, from `from` to `until` if they are given, as if a device were at work: the
+    noise of the machine in what is shorter does not show."""
+    from fsdp_pretrain import optim
+
+    update = optim.step
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        updated = update(*args, **kwargs)
+        if fault.get("from", 0) <= _NOW[0] < fault.get("until", 10**9):
+            time.sleep(max(0.0, _ENDED[0] + fault["seconds"] - time.monotonic()))
+            _ENDED[0] = time.monotonic()
+        return updated
+
+    optim.step = slow
 
 
 def desync(fault: dict[str, Any]) -> None:
@@ -98,7 +117,7 @@ def trust(fault: dict[str, Any]) -> None:
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function for function in (hold, doze, desync, die, crash, drag, rewind, swap, trust)
+    function.__name__: function for function in (hold, doze, wait, desync, die, crash, drag, rewind, swap, trust)
 }
 
 

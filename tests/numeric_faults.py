@@ -1,8 +1,9 @@
 """Numeric faults in a training rank, executed before it starts (`EXECUTE_FIRST` names this file, see `zygote.py`).
 
 `FAULT` says which, as JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` is every step
-from there on. A gradient or a loss becomes NaN; `nudge` changes one parameter of the rank before the step; `repeat` hands
-out the batch before again; `kill` ends the rank before the step, as a machine would.
+from there on, rank `"all"` is every rank. A gradient or a loss becomes NaN; `grow` makes all gradients `times` as large;
+`nudge` changes one parameter of the rank before the step; `repeat` hands out the batch before again; `kill` ends the rank
+before the step, as a machine would.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ now = 0
 def here() -> bool:
     """Whether this rank is to be hit in this step."""
     due = now >= FAULT["from"] if "from" in FAULT else now in FAULT["steps"]
-    return due and int(os.environ["RANK"]) == FAULT["rank"]
+    return due and FAULT["rank"] in (int(os.environ["RANK"]), "all")
 
 
 def step(self: Any) -> None:
@@ -49,6 +50,9 @@ def optimise(model: Any, *args: Any, **kwargs: Any) -> Any:
             if gradient.numel():
                 gradient.view(-1)[0] = float("nan")
                 break
+    if FAULT["kind"] == "grow" and here():
+        for parameter in model.parameters():
+            parameter.grad.mul_(FAULT["times"])
     return optimise_really(model, *args, **kwargs)
 
 

@@ -274,3 +274,49 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
     repeated = found(helpers.metrics(run))
     assert [key for _, key in repeated] == ["replay/step"] * len(repeated)  # against the bad repetition, if anything
     lab.train(config, ranks=2)
+
+
+# ---------------------------------------------------------------- what is only told
+
+
+def told(lab: Any, helpers: Any) -> list[tuple[str, str, int]]:
+    """(key, severity, step) of what the watchdog opened, when it has read all of a run that ended."""
+    run = lab.path / "run"
+    helpers.wait_for(lambda: not helpers.agents(run), 20, "the end of the agent")
+    return [(each["key"], each["severity"], each["step"]) for each in helpers.alarms(run) if each["state"] == "open"]
+
+
+WATCHED = {"enabled": True, "interval": "0.2 s"}
+
+
+def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, helpers: Any, fault: Any) -> None:
+    """Fault matrix 44: every other step of an fp16 run overflows on one rank; what is lost is steps, not weights."""
+    bad = list(range(41, 60, 2))
+    fault("gradient", rank=1, steps=bad)
+    scale = {"first": 1024.0, "window": 1000, "hysteresis": 1, "min": 1e-6}
+    train = {"precision": "fp16", "duration": "64 steps", "loss_scale": scale}
+    lab.train(lab.config(train=train, health=HEALTH, watchdog=WATCHED), ranks=2)
+    records = helpers.metrics(lab.path / "run")
+    assert [record["step"] for record in records if record["overflow"]] == bad
+    ((key, severity, step),) = [each for each in told(lab, helpers) if each[0].startswith("scale")]
+    assert (key, severity) == ("scale/collapse", "CRIT") and 41 < step < 59
+    losses = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
+    assert max(losses[40:]) < max(losses[:40])
+    assert not helpers.journal(lab.path / "run", "health-rollback")
+
+
+def test_single_steps_of_large_gradients_are_noted_and_no_more(lab: Any, helpers: Any, fault: Any) -> None:
+    """Fault matrix 49: the norm stands out in four single steps; clipping does what it is for."""
+    steps = [150, 200, 250, 300]
+    fault("grow", rank="all", times=100.0, steps=steps)
+    calm = {"lr": 1e-3, "min_lr": None, "curve": "constant"}
+    train = {"duration": "310 steps", "global_batch": "32 samples", "micro_batch": 16}
+    config = lab.config(optimizer=calm, train=train, health={"quiet": "40 steps"}, watchdog=WATCHED)
+    lab.train(config, ranks=2)
+    records = helpers.metrics(lab.path / "run")
+    assert not any(record["skipped"] for record in records)
+    assert set(steps) <= {step for step, key in found(records, key="gradient/norm", resolved=False)}
+    heard = told(lab, helpers)
+    assert {("gradient/norm", "INFO", step) for step in steps} <= set(heard)
+    assert {severity for key, severity, _ in heard if not key.startswith(("pace", "straggler"))} == {"INFO"}
+    assert not helpers.journal(lab.path / "run", "health-rollback")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +24,9 @@ from .robust import spread
 
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""
+_AMONG, _OVER_TIME, _KNOWN, _KEPT = 6, 3, 7, 16
+"""Deviations among ranks, and from window to window, that a straggler is above the others; independent changes from
+which the latter is known, and windows it is taken from."""
 _FIRST, _BEST = 64, 512
 """Steps after a restart that are compared, and those whose median is the best of a start."""
 
@@ -142,8 +147,9 @@ class Drift(Detector):
 class Stragglers(Detector):
     """Opens `straggler/...` for a rank, or a whole host, that keeps needing more time of its own than the others.
 
-    Wall time tells nothing: all ranks wait for the slowest. Their own time does (reference: rule of three of the last
-    four windows, at least 2% and six median deviations over the median).
+    Wall time tells nothing: all ranks wait for the slowest. Their own time does: in three of the last four windows so
+    far over the median of all that neither the differences among ranks nor those from window to window explain it. The
+    latter are all there is on few ranks; they are taken from changes, so that one that stays slow does not hide itself.
 
     Args:
         alarms: where it is told.
@@ -153,7 +159,7 @@ class Stragglers(Detector):
     def __init__(self, alarms: Alarms, section: PaceSection) -> None:
         super().__init__(alarms)
         self._section = section
-        self._hits: dict[int, list[bool]] = {}
+        self._ratios: dict[int, list[float]] = {}
         self._window = 0
         self._open: set[str] = set()
 
@@ -168,12 +174,23 @@ class Stragglers(Detector):
             return
         typical = median(own.values())
         ratios = {rank: value / typical - 1 for rank, value in own.items()}
-        noise = spread(list(ratios.values()))[1] if len(own) > 2 else 0.0
-        bound = max(self._section.straggler, 6 * noise)
-        for rank, ratio in ratios.items():
-            self._hits[rank] = [*self._hits.get(rank, []), ratio > bound][-4:]
-        slow = {rank for rank, hits in self._hits.items() if sum(hits) >= 3}
+        self._ratios = {rank: [*self._ratios.get(rank, []), ratio][-_KEPT:] for rank, ratio in ratios.items()}
+        among = spread(list(ratios.values()))[1] if len(own) > 2 else 0.0
+        slow = self._slow(max(self._section.straggler, _AMONG * among))
         self._tell(slow, {rank: host for rank, (host, _, _) in windows.items()}, ratios)
+
+    def _slow(self, bound: float) -> set[int]:
+        """The ranks that were above the bound, and above the noise of time, in three of the last four windows."""
+        changes = {rank: [b - a for a, b in pairwise(known)] for rank, known in self._ratios.items()}
+        pooled = [change for each in changes.values() for change in each]
+        if len(pooled) * (len(changes) - 1) < _KNOWN * len(changes):  # the ratios of n ranks have n - 1 degrees
+            return set()
+        noise = {rank: max(spread(pooled)[1], spread(each)[1] if each else 0.0) for rank, each in changes.items()}
+        return {
+            rank
+            for rank, known in self._ratios.items()
+            if sum(ratio > max(bound, _OVER_TIME * noise[rank] / math.sqrt(2)) for ratio in known[-4:]) >= 3
+        }
 
     def _tell(self, slow: set[int], hosts: dict[int, str], ratios: dict[int, float]) -> None:
         found: dict[str, tuple[str, float]] = {}
