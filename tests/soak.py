@@ -231,10 +231,12 @@ class Breaker:
     def disk(self) -> None:
         """The checkpoints' file system is full for eight seconds."""
         hog = self.soak.run / "checkpoints/hog"
-        with hog.open("wb") as file, contextlib.suppress(OSError):
+        with (
+            hog.open("wb", buffering=0) as file,
+            contextlib.suppress(OSError),
+        ):  # a buffer would fail at the end once more
             while True:
                 file.write(b"\0" * 65536)
-                file.flush()
         time.sleep(8)
         hog.unlink()
 
