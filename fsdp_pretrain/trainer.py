@@ -216,13 +216,16 @@ class Trainer:
             self.repeats = self._is_spoilt_again(self._spoilt, self._reread)
         return Exit.RESUME
 
-    def _is_spoilt_again(self, before: TrainState, reread: Reread) -> bool:
-        """Whether the step after `before` is not finite again, from its batch; changes no parameter. Collective.
+    def _is_spoilt_again(self, before: TrainState, reread: Reread) -> bool | None:
+        """Whether the step after `before` is not finite again, from its batch; None if that cannot be read.
 
-        The parameters are those it had, but for steps that were in flight: what is in the data, or in the state, shows
-        again; what a device did wrong does not.
+        Collective; changes no parameter. The parameters are those it had, but for steps that were in flight: what is in
+        the data, or in the state, shows again; what a device did wrong does not.
         """
-        batch = self.world.together(lambda: reread(before))
+        try:
+            batch = self.world.together(lambda: reread(before))
+        except DataError:
+            return None
         self._seed_dropout(before.step + 1)
         samples = sum(packed.learning_samples(micro) for micro in batch.micro)
         counts = self.world.sum_(torch.tensor([batch.targets, samples], device=self.world.device))
