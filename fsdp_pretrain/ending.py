@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from .control import Inbox
 from .errors import Exit, Interrupted, UserError
+from .health import Retreat
 from .mesh import World
 from .record.files import RunDir
 from .record.recorder import Recorder, write_exit_intent
@@ -59,6 +61,34 @@ def say_stop(outcome: Exit, step: int, world: World, run_dir: RunDir, recorder: 
         outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(asked.avoid_hosts)}
     recorder.ended(f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
     recorder.status(force=True, state=state, exit_intent={"code": int(outcome), "reason": reason})
+    if world.is_main:
+        write_exit_intent(run_dir, recorder.segment, int(outcome), reason, **facts)
+    return outcome
+
+
+def say_suspicion(asked: Retreat, rank: int | None, world: World, run_dir: RunDir, recorder: Recorder) -> Exit:
+    """Write down that steps were not finite for a reason that is not in their data; what to exit with. Collective.
+
+    No sample is to be left then, and the weights are those before: the next start goes on from the last checkpoint,
+    without the host if that is known and there are others.
+
+    Args:
+        asked: what would have been gone back for.
+        rank: whose loss it was; None if that is not known.
+        world: all ranks.
+        run_dir: the run directory.
+        recorder: of this start.
+    """
+    hosts = world.gather(socket.gethostname())
+    host = None if rank is None else hosts[rank]
+    who = "of one of the ranks" if host is None else f"of rank {rank} on {host}"
+    reason = f"{asked.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
+    outcome, facts = Exit.RESUME, dict[str, object](restart=True)
+    if host is not None and len(set(hosts)) > 1:
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host]}
+    recorder.event("health-again", reason, step=asked.end, rank=rank, suspect=host, repeats=False)
+    recorder.ended(f"{reason}, exit {int(outcome)}", step=asked.end, code=int(outcome))
+    recorder.status(force=True, state="stopped", exit_intent={"code": int(outcome), "reason": reason})
     if world.is_main:
         write_exit_intent(run_dir, recorder.segment, int(outcome), reason, **facts)
     return outcome

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .changes import FREE, changes
 from .config import Config, load
 from .errors import UserError
@@ -45,8 +47,11 @@ def _expected(run: RunDir, config: Config, segment: int, parent: int | None, ste
         from_here = node.segment == parent or (node.parent, node.step) == (parent, step)
         if node.segment >= segment or not from_here:
             continue
-        records = {record["step"]: record for record in tail(run.segment(node.segment) / "metrics.jsonl", step + 1)}
-        records = {number: records[number] for number in range(step + 1, step + 1 + REPEATED) if number in records}
+        records = dict[int, dict[str, Any]]()
+        for record in tail(run.segment(node.segment) / "metrics.jsonl", step + 1):
+            if record["step"] > step + REPEATED or record["not_finite"] is not None:
+                break  # what a device spoilt once comes out otherwise, and so does all that follows
+            records[record["step"]] = record
         if not records:
             continue
         try:

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from data.loader import Loader, check_batches
+from data.loader import Loader, StepBatch, check_batches
 from data.mapping import now_reading
 from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
@@ -36,7 +37,7 @@ from .checkpoint.resume import Resume, Resumed, Terms
 from .checkpoint.subject import Subject
 from .config import Config
 from .control import Inbox, interrupt_on_signal
-from .ending import record_end, say_stop
+from .ending import record_end, say_stop, say_suspicion
 from .errors import ConfigError, Exit, Interrupted, StorageError, UserError
 from .health import Health
 from .health_journal import provenance
@@ -265,7 +266,7 @@ def _train(
         model=model,
         optimizer=optimizer,
         scaler=_loss_scaler(config, world, state, recorder),
-        data=_loader(config, packer, world, run_dir, state),
+        data=_loader(config, packer, world, run_dir, state, compares=world.is_main and config.watchdog.enabled),
         saves=Saves(config, world, manager, after_save if world.is_main else _nothing, recorder, state.step),
         recorder=recorder,
         inbox=inbox,
@@ -277,6 +278,7 @@ def _train(
         heart=heart,
         beside=after_save.at_work,
         provenance=provenance(config, world.size),
+        reread=partial(_read_again, config, world, run_dir),
     )
     if world.is_main:
         _tell_ready(recorder, config, state)
@@ -334,6 +336,11 @@ def _end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorder, i
     world, asked = trainer.world, trainer.retreat
     if asked is None:
         return say_stop(outcome, trainer.state.step, world, run_dir, recorder, inbox)
+    if trainer.repeats is False:
+        return say_suspicion(asked, trainer.spoilt_rank, world, run_dir, recorder)
+    if trainer.repeats:
+        text = f"the same step from the same batch was not finite again: {asked.cause}"
+        recorder.event("health-again", text, step=asked.end, repeats=True)
     report = world.decide(lambda: retreat(run_dir, trainer.config, asked, recorder))
     if world.is_main:
         say_end(run_dir, report["step"], asked, recorder)
@@ -405,9 +412,10 @@ def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:
     shutil.copyfile(source, run_dir.tokenizer / source.name)
 
 
-def _loader(config: Config, packer: Packer, world: World, run_dir: RunDir, state: TrainState) -> Loader:
-    watchdog = config.watchdog
-    compares = world.is_main and watchdog.enabled
+def _loader(
+    config: Config, packer: Packer, world: World, run_dir: RunDir, state: TrainState, *, compares: bool
+) -> Loader:
+    path = run_dir.path / "watchdog/unigrams.json"
     return Loader(
         packer,
         config.schedule.batch,
@@ -422,8 +430,14 @@ def _loader(config: Config, packer: Packer, world: World, run_dir: RunDir, state
         across_documents=config.data.loss_across_documents,
         infilling=open_infilling(config, packer),
         pin=world.device.type == "cuda",
-        unigrams=Unigrams(run_dir.path / "watchdog/unigrams.json", watchdog.sentinels.learn) if compares else None,
+        unigrams=Unigrams(path, config.watchdog.sentinels.learn) if compares else None,
     )
+
+
+def _read_again(config: Config, world: World, run_dir: RunDir, before: TrainState) -> StepBatch:
+    """This rank's share of the batch after a state, by a packer that nobody else uses. Raises DataError."""
+    loader = _loader(config, open_packer(config), world, run_dir, before, compares=False)
+    return loader.build(before.cursor, before.consumed)
 
 
 def _loss_scaler(config: Config, world: World, state: TrainState, recorder: Recorder) -> optim.LossScaler | None:

@@ -22,16 +22,15 @@ from .control import Inbox
 from .errors import DataError, Exit, UserError
 from .health import Health, Retreat
 from .health_journal import Provenance, tell
-from .marks import between, mark, to_host
+from .marks import mark, to_host
 from .mesh import World
 from .models import Decoder, packed
 from .models.loss import IGNORE
 from .own_time import OwnTime
-from .record.metrics import json_number
 from .record.recorder import Recorder
 from .saves import Saves
 from .state import TrainState
-from .throughput import memory_in_use
+from .step_records import Issued, StepRecords
 from .watchdog.heart import Heart
 from .watchdog.page import Phase
 
@@ -71,21 +70,8 @@ class DataStream(Protocol):
         """A batch of the shape due at these counters, with nothing to learn."""
 
 
-@dataclass
-class _Issued:
-    """A step that was issued to the device and whose numbers are on their way."""
-
-    state: TrainState
-    lr: float
-    ramps: dict[str, float]
-    marks: list[Any]
-    own: list[Any] | None
-    host_data: float
-    host_checkpoint: float
-    counts: Tensor
-    sums: Tensor
-    ready: torch.cuda.Event | None
-    data: dict[str, Any]
+Reread = Callable[[TrainState], StepBatch]
+"""The batch that follows a state."""
 
 
 @dataclass
@@ -118,9 +104,13 @@ class Trainer:
         heart: tells the watchdog what this rank does.
         beside: names of what runs on this node beside training just now.
         provenance: the documents of a batch, for the journal.
+        reread: this rank's share of a batch once more, while `data` may be preparing others.
 
     Attributes:
         retreat: what the run ended for, if it shall go back to an earlier checkpoint.
+        repeats: whether the last step that was not finite was so again when it was repeated before the end; None if
+            that was not asked.
+        spoilt_rank: the rank whose loss it was, if it was one's alone.
     """
 
     def __init__(
@@ -143,18 +133,31 @@ class Trainer:
         heart: Heart | None = None,
         beside: Callable[[], list[str]] = list,
         provenance: Provenance | None = None,
+        reread: Reread | None = None,
     ) -> None:
         self.config, self.schedule, self.world = config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.recorder, self.inbox = saves, recorder, inbox
         self.state, self._sources = state, source_names
-        self._flops, self._peak, self._heart = flops_per_token, peak_flops, heart or Heart()
+        self._heart = heart or Heart()
+        self._records = StepRecords(
+            config,
+            world,
+            source_names,
+            scaled=scaler is not None,
+            flops_per_token=flops_per_token,
+            peak_flops=peak_flops,
+        )
         self._own, self._beside = OwnTime(model, world.device, config.watchdog.pace.window, self._heart), beside
         self._health, self._provenance = health, provenance
         self.retreat: Retreat | None = None
+        self.repeats: bool | None = None
+        self.spoilt_rank: int | None = None
+        self._reread, self._collected = reread, state
+        self._spoilt: TrainState | None = None
         self._first = state.step
-        self._issued: deque[_Issued] = deque()
+        self._issued: deque[Issued] = deque()
         self._verdict = Verdict()
         self._last_mark = mark(self.world.device)
         self._documents = self._quarantined = 0
@@ -209,7 +212,32 @@ class Trainer:
         """End without saving: what was trained since the incident is to be left."""
         self.saves.give_up()
         self.retreat = retreat
+        if retreat.key == "loss/nonfinite" and self._spoilt is not None and self._reread is not None:
+            self.repeats = self._is_spoilt_again(self._spoilt, self._reread)
         return Exit.RESUME
+
+    def _is_spoilt_again(self, before: TrainState, reread: Reread) -> bool | None:
+        """Whether the step after `before` is not finite again, from its batch; None if that cannot be read.
+
+        Collective; changes no parameter. The parameters are those it had, but for steps that were in flight: what is in
+        the data, or in the state, shows again; what a device did wrong does not.
+        """
+        try:
+            batch = self.world.together(lambda: reread(before))
+        except DataError:
+            return None
+        self._seed_dropout(before.step + 1)
+        samples = sum(packed.learning_samples(micro) for micro in batch.micro)
+        counts = self.world.sum_(torch.tensor([batch.targets, samples], device=self.world.device))
+        sums = self._accumulate(batch, counts)
+
+        def skip(norm: Tensor) -> Tensor:
+            self._sum_and_judge(sums, norm)
+            return torch.ones_like(norm)
+
+        parts = len(batch.micro)
+        optim.step(self.model, self.optimizer, lr=0.0, clip=0.0, scaler=self.scaler, parts=parts, skip=skip)
+        return bool((sums[-3] + sums[-1] > 0).item())
 
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, clip, update."""
@@ -222,18 +250,9 @@ class Trainer:
         ramps = self.schedule.ramps_at(state.consumed)
         self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
         counts = self._sum_counts(batch)
-        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
-        # size and divided by the number of targets, or of samples with targets, of all ranks.
-        factor = self.world.size / counts[1 if self.config.data.by_sequence else 0].float()
-        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
-            factor *= self.scaler.scale * len(batch.micro)
-        sums = torch.zeros(2 * len(self._sources) + 5, dtype=torch.float64, device=self.world.device)
         marks = [self._last_mark, mark(self.world.device)]
         self._own.begin()
-        for index, micro in enumerate(batch.micro):
-            self._heart.beat(Phase.COMPUTE)
-            parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
-            self._micro_step(micro, factor, sums)
+        sums = self._accumulate(batch, counts)
         marks.append(mark(self.world.device))
         self._heart.beat(Phase.OPTIMIZER)
         update = optim.step(
@@ -253,8 +272,27 @@ class Trainer:
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
         data = {"shares": batch.shares, "epochs": batch.epochs, **facts}
         own = self._own.end()
-        self._issued.append(_Issued(state, lr, ramps, marks, own, waited, seconds, host_counts, host_sums, ready, data))
+        self._issued.append(Issued(state, lr, ramps, marks, own, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark = state, marks[-1]
+
+    def _accumulate(self, batch: StepBatch, counts: Tensor) -> Tensor:
+        """Run a batch's micro-batches, which leaves their gradients; what was measured, see `_micro_step`.
+
+        Args:
+            batch: this rank's share.
+            counts: of all ranks, targets and samples with targets first.
+        """
+        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
+        # size and divided by the number of targets, or of samples with targets, of all ranks.
+        factor = self.world.size / counts[1 if self.config.data.by_sequence else 0].float()
+        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
+            factor *= self.scaler.scale * len(batch.micro)
+        sums = torch.zeros(2 * len(self._sources) + 5, dtype=torch.float64, device=self.world.device)
+        for index, micro in enumerate(batch.micro):
+            self._heart.beat(Phase.COMPUTE)
+            parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
+            self._micro_step(micro, factor, sums)
+        return sums
 
     def _sum_and_judge(self, sums: Tensor, norm: Tensor) -> Tensor | None:
         """Sum over the ranks what the step measured, before the optimiser acts on it.
@@ -374,7 +412,12 @@ class Trainer:
             self._verdict.saved = max(self._verdict.saved, saved)
             self._verdict.overdue |= overdue > 0
             self._own.add(issued.own, issued.host_data)
-            record = self._record(issued)
+            record = self._records.of(issued)
+            self._documents += record["documents"]
+            self._quarantined += record["quarantined"]
+            if record["not_finite"] is not None:
+                self._spoilt, self.spoilt_rank = self._collected, record["nonfinite_rank"]
+            self._collected = issued.state
             judgement = self._health.step(record)
             record["health"] = [finding.to_json() for finding in judgement.findings]
             self.recorder.step(record, target=self._target_step())
@@ -387,77 +430,6 @@ class Trainer:
     def _raise_data_error(self) -> None:
         if self._data_error is not None:
             raise self._data_error
-
-    def _record(self, issued: _Issued) -> dict[str, Any]:
-        """The metrics record of a step (design, section 5)."""
-        state, length = issued.state, self.config.data.sequence_length
-        targets, samples, documents, separators, adjacent, digest, quarantined, *more = issued.counts.tolist()
-        checksums = more[5:]
-        self._documents += documents
-        self._quarantined += quarantined
-        norm, scale, skipped, *sums, means, penalties, ranks, numbers, norms = issued.sums.tolist()
-        losses, learned = sums[: len(self._sources)], sums[len(self._sources) :]
-        penalty = {"sum": json_number(self.config.train.z_loss * penalties), "count": targets}
-        seconds = self._seconds(issued)
-        rate = state.batch * length / seconds["iteration"]
-        clip = self.config.train.grad_clip
-        return {
-            "step": state.step,
-            "consumed": state.consumed,
-            "cursor": state.cursor,
-            "tokens": state.consumed * length,
-            "loss": {"sum": json_number(sum(losses)), "count": targets},
-            "loss_sequence": {"sum": json_number(means), "count": samples},
-            "z_loss": penalty if self.config.train.z_loss else None,
-            "sources": {
-                name: {"sum": json_number(loss), "count": int(count)}
-                for name, loss, count in zip(self._sources, losses, learned, strict=True)
-            },
-            "grad_norm": None if norms else json_number(norm),
-            "clip": min(1.0, clip / (norm + 1e-6)) if clip and not norms else 1.0,
-            "loss_scale": None if self.scaler is None else scale,
-            "overflow": skipped > 0 and self.scaler is not None,
-            "skipped": skipped > 0,
-            "not_finite": "loss" if ranks else "gradients" if norms else None,
-            "nonfinite_rank": int(numbers) if ranks == 1 else None,
-            "replicas": replicas.compare(checksums, self.world.shards) if checksums else None,
-            "lr": issued.lr,
-            "ramps": {"lr": issued.lr, "batch": state.batch, "shares": issued.data["shares"], **issued.ramps},
-            "batch": state.batch,
-            "sequence_length": length,
-            "mixture": {
-                n: count / targets if targets else 0.0 for n, count in zip(self._sources, learned, strict=True)
-            },
-            "epochs": issued.data["epochs"],
-            "data_digest": f"{digest % 2**64:016x}",
-            "data_distance": issued.data["data_distance"],
-            "documents": documents,
-            "separators": separators,
-            "adjacent_specials": adjacent,
-            "quarantined": quarantined,
-            "data_read": issued.data["data_read"],
-            "beside": issued.data["beside"],
-            "world": self.world.size,
-            "seconds": seconds,
-            "tokens_per_second": rate,
-            "mfu": rate * self._flops / (self._peak * self.world.size) if self._peak else None,
-            "memory_bytes": memory_in_use(self.world.device),
-        }
-
-    def _seconds(self, issued: _Issued) -> dict[str, float]:
-        """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
-        before, start, middle, end = issued.marks
-        gap = between(before, start)
-        checkpoint = min(issued.host_checkpoint, gap)
-        data = min(issued.host_data, gap - checkpoint)
-        return {
-            "iteration": between(before, end),
-            "data": data,
-            "forward_backward": between(start, middle),
-            "optimizer": between(middle, end),
-            "checkpoint": checkpoint,
-            "other": gap - checkpoint - data,
-        }
 
     def _check_quarantined(self, step: int) -> None:
         """Raise DataError if too many documents fail the packer's checks."""

@@ -3,7 +3,7 @@
 `FAULT` says which, as JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` is every step
 from there on, rank `"all"` is every rank. A gradient or a loss becomes NaN; `grow` makes all gradients `times` as large;
 `nudge` changes one parameter of the rank before the step; `repeat` hands out the batch before again; `kill` ends the rank
-before the step, as a machine would.
+before the step, as a machine would. `hosts` are names of the ranks' hosts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ def losses(*args: Any, **kwargs: Any) -> Any:
     return measured
 
 
+if "hosts" in FAULT:
+    socket.gethostname = lambda: FAULT["hosts"][int(os.environ["RANK"])]
 whole_step, trainer.Trainer.step = trainer.Trainer.step, step  # type: ignore[method-assign]
 optimise_really, optim.step = optim.step, optimise
 losses_really, packed.losses = packed.losses, losses
