@@ -56,6 +56,8 @@ def interrupt_on_signal() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
+    for later in _SIGNALS:  # torchrun sends SIGTERM to the ranks that have not ended yet: they are to end in order
+        signal.signal(later, signal.default_int_handler if later == signal.SIGINT else signal.SIG_IGN)
     raise Interrupted(f"{signal.Signals(number).name} before training began")
 
 
