@@ -1,7 +1,7 @@
 """What the watchdog costs: `python -m fsdp_pretrain.bench CONFIG --watchdog DIR`.
 
-A beat of a heart, the processor time of an agent that looks at eight ranks once a second while they make a step every
-three, and the ratio of step times with and without: of neighbouring steps, each first every other time, so that
+A beat of a heart, the processor time of an agent of eight ranks under the run's settings while they make a step every
+three seconds, and the ratio of step times with and without: of neighbouring steps, each first every other time, so that
 a busy machine spoils both alike.
 """
 

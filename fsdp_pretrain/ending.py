@@ -55,18 +55,14 @@ def say_stop(outcome: Exit, step: int, world: World, run_dir: RunDir, recorder: 
     """
     asked = inbox.take()
     reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({asked.reason or 'another rank'})"
-    state = "complete" if outcome is Exit.COMPLETE else "stopped"
     facts: dict[str, object] = {"asked": outcome is Exit.RESUME}
     if outcome is Exit.RESUME and asked.avoid_hosts:
         outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(asked.avoid_hosts)}
-    recorder.ended(f"{reason} after step {step:_}, exit {int(outcome)}", step=step, code=int(outcome))
-    recorder.status(force=True, state=state, exit_intent={"code": int(outcome), "reason": reason})
-    if world.is_main:
-        write_exit_intent(run_dir, recorder.segment, int(outcome), reason, **facts)
+    _say(outcome, f"{reason} after step {step:_}", reason, step, world, run_dir, recorder, **facts)
     return outcome
 
 
-def say_suspicion(asked: Retreat, rank: int | None, world: World, run_dir: RunDir, recorder: Recorder) -> Exit:
+def say_suspicion(asked: Retreat, world: World, run_dir: RunDir, recorder: Recorder) -> Exit:
     """Write down that steps were not finite for a reason that is not in their data; what to exit with. Collective.
 
     No sample is to be left then, and the weights are those before: the next start goes on from the last checkpoint,
@@ -74,21 +70,28 @@ def say_suspicion(asked: Retreat, rank: int | None, world: World, run_dir: RunDi
 
     Args:
         asked: what would have been gone back for.
-        rank: whose loss it was; None if that is not known.
         world: all ranks.
         run_dir: the run directory.
         recorder: of this start.
     """
     hosts = world.gather(socket.gethostname())
-    host = None if rank is None else hosts[rank]
-    who = "of one of the ranks" if host is None else f"of rank {rank} on {host}"
+    host = None if asked.rank is None else hosts[asked.rank]
+    who = "of one of the ranks" if host is None else f"of rank {asked.rank} on {host}"
     reason = f"{asked.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
     outcome, facts = Exit.RESUME, dict[str, object](restart=True)
     if host is not None and len(set(hosts)) > 1:
         outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host]}
-    recorder.event("health-again", reason, step=asked.end, rank=rank, suspect=host, repeats=False)
-    recorder.ended(f"{reason}, exit {int(outcome)}", step=asked.end, code=int(outcome))
-    recorder.status(force=True, state="stopped", exit_intent={"code": int(outcome), "reason": reason})
-    if world.is_main:
-        write_exit_intent(run_dir, recorder.segment, int(outcome), reason, **facts)
+    recorder.event("health-again", reason, step=asked.end, rank=asked.rank, suspect=host, repeats=False)
+    _say(outcome, reason, reason, asked.end, world, run_dir, recorder, **facts)
     return outcome
+
+
+def _say(
+    outcome: Exit, text: str, reason: str, step: int, world: World, run_dir: RunDir, recorder: Recorder, **facts: object
+) -> None:
+    """An end that was decided: `text` into the journal, `reason` into `status.json` and, with `facts`, the intent."""
+    code, state = int(outcome), "complete" if outcome is Exit.COMPLETE else "stopped"
+    recorder.ended(f"{text}, exit {code}", step=step, code=code)
+    recorder.status(force=True, state=state, exit_intent={"code": code, "reason": reason})
+    if world.is_main:
+        write_exit_intent(run_dir, recorder.segment, code, reason, **facts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .config import Config
@@ -43,6 +43,9 @@ class Retreat:
         start, end: its first and last step.
         first, stop: the samples [first, stop) of those steps and of the margins around them.
         target: the checkpoint to go back to should be of no later step than this.
+        before: of steps that were not finite, (cursor, consumed) before the last; None of others.
+        rank: the one whose loss was not finite then, if it was one alone.
+        repeats: whether that step was not finite again when it was repeated; None if it was not repeated.
     """
 
     key: str
@@ -52,6 +55,9 @@ class Retreat:
     first: int
     stop: int
     target: int
+    before: tuple[int, int] | None = None
+    rank: int | None = None
+    repeats: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,10 @@ class Health:
         cause = f"{len(near)} of the last {_NEAR} steps were not finite, the last {row} in a row; {what}"
         found = self._nonfinite.seen("CRIT", step, cause)
         if self._config.rollback:
-            return found, self._retreat(self._nonfinite.key, cause, near[-row] if row > 1 else near[0]), None
+            retreat = self._retreat(self._nonfinite.key, cause, near[-row] if row > 1 else near[0])
+            cursor = dict(self._cursors).get(step - 1)
+            before = None if cursor is None else (cursor, record["consumed"] - record["batch"])
+            return found, replace(retreat, before=before, rank=rank), None
         error = NumericError(cause, effect="they were skipped, the weights are those before", remedy=_ADVICE)
         return found, None, error.on_all_ranks()
 

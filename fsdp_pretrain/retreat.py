@@ -60,6 +60,12 @@ def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> 
     raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
 
 
+def came_back(run: RunDir, asked: Retreat) -> bool:
+    """Whether steps near these were taken for a device's fault already: what comes back at one place is none."""
+    told = [entry for entry in journal.read(run) if entry["kind"] == "health-again" and not entry["repeats"]]
+    return any(abs(entry["step"] - asked.end) <= _SAME for entry in told)
+
+
 def say_end(run: RunDir, step: int, asked: Retreat, recorder: Recorder) -> None:
     """Record the end of a start that was rolled back to `step`: the next one is wanted at once."""
     reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)

@@ -50,7 +50,7 @@ from .record.files import RunDir, read_json, replace_file, seconds_of
 from .record.lock import RunLock
 from .record.milestones import milestones
 from .record.recorder import Recorder, Silent
-from .retreat import retreat, say_end
+from .retreat import came_back, retreat, say_end
 from .rollback import finish
 from .saves import Saves
 from .state import TrainState, identity
@@ -278,7 +278,7 @@ def _train(
         heart=heart,
         beside=after_save.at_work,
         provenance=provenance(config, world.size),
-        reread=partial(_read_again, config, world, run_dir),
+        reread=partial(_read_again, config, world, run_dir, state),
     )
     if world.is_main:
         _tell_ready(recorder, config, state)
@@ -336,11 +336,12 @@ def _end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorder, i
     world, asked = trainer.world, trainer.retreat
     if asked is None:
         return say_stop(outcome, trainer.state.step, world, run_dir, recorder, inbox)
-    if trainer.repeats is False:
-        return say_suspicion(asked, trainer.spoilt_rank, world, run_dir, recorder)
-    if trainer.repeats:
-        text = f"the same step from the same batch was not finite again: {asked.cause}"
-        recorder.event("health-again", text, step=asked.end, repeats=True)
+    if asked.repeats is False and not world.decide(lambda: came_back(run_dir, asked)):
+        return say_suspicion(asked, world, run_dir, recorder)
+    if asked.repeats is not None:
+        found = "not finite again" if asked.repeats else "finite, as it was found before, and came back all the same"
+        text = f"the same step from the same batch was {found}: {asked.cause}"
+        recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
     report = world.decide(lambda: retreat(run_dir, trainer.config, asked, recorder))
     if world.is_main:
         say_end(run_dir, report["step"], asked, recorder)
@@ -434,10 +435,11 @@ def _loader(
     )
 
 
-def _read_again(config: Config, world: World, run_dir: RunDir, before: TrainState) -> StepBatch:
-    """This rank's share of the batch after a state, by a packer that nobody else uses. Raises DataError."""
-    loader = _loader(config, open_packer(config), world, run_dir, before, compares=False)
-    return loader.build(before.cursor, before.consumed)
+def _read_again(
+    config: Config, world: World, run_dir: RunDir, state: TrainState, cursor: int, consumed: int
+) -> StepBatch:
+    """This rank's share of the batch at some counters, by a packer that nobody else uses. Raises DataError."""
+    return _loader(config, open_packer(config), world, run_dir, state, compares=False).build(cursor, consumed)
 
 
 def _loss_scaler(config: Config, world: World, state: TrainState, recorder: Recorder) -> optim.LossScaler | None:

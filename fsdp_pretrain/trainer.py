@@ -70,8 +70,8 @@ class DataStream(Protocol):
         """A batch of the shape due at these counters, with nothing to learn."""
 
 
-Reread = Callable[[TrainState], StepBatch]
-"""The batch that follows a state."""
+Reread = Callable[[int, int], StepBatch]
+"""(cursor, consumed) before a batch -> this rank's share of it."""
 
 
 @dataclass
@@ -104,13 +104,10 @@ class Trainer:
         heart: tells the watchdog what this rank does.
         beside: names of what runs on this node beside training just now.
         provenance: the documents of a batch, for the journal.
-        reread: this rank's share of a batch once more, while `data` may be preparing others.
+        reread: gives a batch once more, while `data` may be preparing others.
 
     Attributes:
         retreat: what the run ended for, if it shall go back to an earlier checkpoint.
-        repeats: whether the last step that was not finite was so again when it was repeated before the end; None if
-            that was not asked.
-        spoilt_rank: the rank whose loss it was, if it was one's alone.
     """
 
     def __init__(
@@ -150,12 +147,8 @@ class Trainer:
             peak_flops=peak_flops,
         )
         self._own, self._beside = OwnTime(model, world.device, config.watchdog.pace.window, self._heart), beside
-        self._health, self._provenance = health, provenance
+        self._health, self._provenance, self._reread = health, provenance, reread
         self.retreat: Retreat | None = None
-        self.repeats: bool | None = None
-        self.spoilt_rank: int | None = None
-        self._reread, self._collected = reread, state
-        self._spoilt: TrainState | None = None
         self._first = state.step
         self._issued: deque[Issued] = deque()
         self._verdict = Verdict()
@@ -211,22 +204,23 @@ class Trainer:
     def _end_for(self, retreat: Retreat) -> Exit:
         """End without saving: what was trained since the incident is to be left."""
         self.saves.give_up()
-        self.retreat = retreat
-        if retreat.key == "loss/nonfinite" and self._spoilt is not None and self._reread is not None:
-            self.repeats = self._is_spoilt_again(self._spoilt, self._reread)
+        self.retreat = replace(retreat, repeats=self._is_spoilt_again(retreat))
         return Exit.RESUME
 
-    def _is_spoilt_again(self, before: TrainState, reread: Reread) -> bool | None:
-        """Whether the step after `before` is not finite again, from its batch; None if that cannot be read.
+    def _is_spoilt_again(self, retreat: Retreat) -> bool | None:
+        """Whether the last step that was not finite is so again, from its batch; None if that cannot be found out.
 
         Collective; changes no parameter. The parameters are those it had, but for steps that were in flight: what is in
         the data, or in the state, shows again; what a device did wrong does not.
         """
+        before, reread = retreat.before, self._reread
+        if before is None or reread is None:
+            return None
         try:
-            batch = self.world.together(lambda: reread(before))
+            batch = self.world.together(lambda: reread(*before))
         except DataError:
             return None
-        self._seed_dropout(before.step + 1)
+        self._seed_dropout(retreat.end)
         samples = sum(packed.learning_samples(micro) for micro in batch.micro)
         counts = self.world.sum_(torch.tensor([batch.targets, samples], device=self.world.device))
         sums = self._accumulate(batch, counts)
@@ -415,9 +409,6 @@ class Trainer:
             record = self._records.of(issued)
             self._documents += record["documents"]
             self._quarantined += record["quarantined"]
-            if record["not_finite"] is not None:
-                self._spoilt, self.spoilt_rank = self._collected, record["nonfinite_rank"]
-            self._collected = issued.state
             judgement = self._health.step(record)
             record["health"] = [finding.to_json() for finding in judgement.findings]
             self.recorder.step(record, target=self._target_step())

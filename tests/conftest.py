@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import sight
+from endpoint import SECRET, Endpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = (
@@ -510,3 +511,14 @@ def helpers() -> Any:
             (folder / "deadlock.yaml").write_text(DEADLOCK_TASK)
 
     return Helpers
+
+
+@pytest.fixture
+def endpoint(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    """Where the webhook `[watchdog.notify.webhook]` of a test's runs goes; down until `up` is called."""
+    for variable in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    served = Endpoint(helpers.port())
+    monkeypatch.setenv("ALARM_WEBHOOK_URL", f"http://127.0.0.1:{served.port}/{SECRET}")
+    yield served
+    served.down()

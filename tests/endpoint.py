@@ -8,6 +8,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+SECRET = "T0P-s3cret"
+"""In the address of the webhook that tests configure."""
+
 
 class Endpoint:
     """A web server that can be down, slow or broken.

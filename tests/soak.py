@@ -231,10 +231,8 @@ class Breaker:
     def disk(self) -> None:
         """The checkpoints' file system is full for eight seconds."""
         hog = self.soak.run / "checkpoints/hog"
-        with (
-            hog.open("wb", buffering=0) as file,
-            contextlib.suppress(OSError),
-        ):  # a buffer would fail at the end once more
+        # without a buffer, which would fail once more at the end
+        with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(b"\0" * 65536)
         time.sleep(8)

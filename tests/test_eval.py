@@ -220,7 +220,9 @@ def test_a_killed_worker_is_taken_over(
 ) -> None:
     """kill -9 in the middle of an evaluation: the next worker sees that the owner is dead and does the job."""
     worker = start_command("eval.cli", "watch", run, "--once")
-    helpers.wait_for(lambda: list(run.glob("evals/**/claim.json")), what="a claim")
+    helpers.wait_for(
+        lambda: [claim for claim in run.glob("evals/**/claim.json") if claim.stat().st_size], what="a claim"
+    )
     worker.signal(signal.SIGKILL)
     assert worker.wait(10) == -signal.SIGKILL
     assert list(run.glob("evals/**/claim.json"))

@@ -164,6 +164,20 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
 
 
 @pytest.mark.slow
+def test_what_comes_back_is_no_fault_of_a_device(lab: Any, helpers: Any, fault: Any) -> None:
+    """The same steps are bad again after the next start has trained up to them: they are left after all."""
+    config = lab.config(health=HEALTH, checkpoint={"every": "12 steps"})
+    fault("loss", rank=1, steps=[14, 15])
+    lab.train(config, ranks=2, expect=75)
+    run = lab.path / "run"
+    assert not helpers.journal(run, "health-rollback")
+    output = lab.train(config, ranks=2, expect=75)
+    (back,) = helpers.journal(run, "health-rollback")
+    assert (back["start"], back["end"], back["to"]) == (14, 15, 12), output
+    assert [entry["repeats"] for entry in helpers.journal(run, "health-again")] == [False, False]
+
+
+@pytest.mark.slow
 def test_a_device_that_computes_nonsense_costs_its_host(lab: Any, helpers: Any, fault: Any) -> None:
     """As below, with a host for every rank: the next start is to do without that one."""
     fault("loss", rank=1, steps=[14, 15], hosts=["sound-1", "odd-2"])

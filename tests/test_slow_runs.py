@@ -111,13 +111,9 @@ def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_slowdown_that_comes_and_goes_is_three_messages(
-    lab: Any, helpers: Any, slow: Slow, monkeypatch: pytest.MonkeyPatch
+    lab: Any, helpers: Any, slow: Slow, endpoint: Endpoint
 ) -> None:
     """Fault matrix 34 with real ranks: four times 20% slower for 48 steps. (The digest comes after an hour.)"""
-    for variable in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(variable, raising=False)
-    endpoint = Endpoint(helpers.port())
-    monkeypatch.setenv("ALARM_WEBHOOK_URL", f"http://127.0.0.1:{endpoint.port}/alarms")
     endpoint.up()
     usual, turns = {"rank": "all", "step": 0, "kind": "wait"}, range(560, 1200, 160)
     faults = [{**usual, "until": 560, "seconds": 0.2}]
@@ -129,7 +125,6 @@ def test_a_slowdown_that_comes_and_goes_is_three_messages(
     told = alarms_of(lab, helpers, "pace")
     assert [alarm["state"] for alarm in told] == ["open", "resolved"] * len(turns)
     helpers.wait_for(lambda: len(endpoint.bodies()) >= 3, 20, "the messages")
-    endpoint.down()
     kinds = [body["kind"] for body in endpoint.bodies() if body["key"] == "pace"]
     assert kinds == ["open", "resolved", "flapping"], kinds
 

@@ -178,11 +178,15 @@ def must_stay(made: dict[int, dict[str, Any]], keep_last: int, every: list[str],
     return stay & set(made)
 
 
-def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> None:
-    """Make the saves, applying the policy after each as a run does; compare what is there every time."""
+def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> tuple[set[int], set[int]]:
+    """Make the saves, applying the policy after each as a run does; compare what is there every time.
+
+    Returns:
+        The steps that are there in the end, and those that were deleted.
+    """
     config = run_config(keep_last, every)
     made: dict[int, dict[str, Any]] = {}
-    last = {"step": 0, "consumed": 0, "tokens": 0}
+    last, deleted = {"step": 0, "consumed": 0, "tokens": 0}, set[int]()
     for save in saves:
         consumed = last["consumed"] + save.batch
         new = {"step": last["step"] + 1, "consumed": consumed, "tokens": consumed * 32}
@@ -198,9 +202,11 @@ def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> N
         gone = store.retain(keep_last, lambda found: kept_for_ever(config, found.manifest()), protected)
         stay = must_stay(made, keep_last, every, protected)
         assert {found.step for found in gone} == set(made) - stay
+        deleted |= set(made) - stay
         made = {step: made[step] for step in stay}
         assert set(steps(store)) == stay and checkpoint.path.exists()
         assert sum(facts["verified"] for facts in made.values()) >= 2 or not gone
+    return set(steps(store)), deleted
 
 
 def run_config(keep_last: int, every: list[str]) -> Config:
@@ -229,7 +235,8 @@ SAVES = st.builds(
 @given(keep_last=st.integers(2, 4), every=st.lists(st.sampled_from(INTERVALS), unique=True), saves=st.lists(SAVES, max_size=25))  # fmt: skip
 def test_any_saves_leave_exactly_the_policy(keep_last: int, every: list[str], saves: list[Save]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        play(Store(Path(folder)), keep_last, every, saves)
+        left, deleted = play(Store(Path(folder)), keep_last, every, saves)
+        assert left | deleted == set(range(1, len(saves) + 1)) and not left & deleted
 
 
 def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +254,10 @@ def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.Mo
     ]
     for start in range(0, 500, 50):
         every = rng.sample(INTERVALS, rng.randrange(3))
-        play(Store(store.directory / str(start)), rng.randrange(2, 5), every, saves[start : start + 50])
+        part = saves[start : start + 50]
+        left, deleted = play(Store(store.directory / str(start)), rng.randrange(2, 5), every, part)
+        assert left | deleted == set(range(1, 51)) and not left & deleted
+        assert deleted and len(left) >= 2
 
 
 def test_a_commit_that_cannot_be_made_durable_is_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,26 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.endpoint import Endpoint
-
-SECRET = "T0P-s3cret"
-
-
-@pytest.fixture
-def endpoint(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    for variable in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(variable, raising=False)
-    served = Endpoint(helpers.port())
-    monkeypatch.setenv("ALARM_WEBHOOK_URL", f"http://127.0.0.1:{served.port}/{SECRET}")
-    yield served
-    served.down()
+from tests.endpoint import SECRET, Endpoint
 
 
 def steps(run: Path) -> int:

@@ -100,7 +100,7 @@ def read_outcome(
     last = _last_counters(segment)
     return Outcome(
         intent.get("code"),
-        intent.get("reason", f"died without a word (torchrun exit {code})"),
+        intent.get("reason", f"ended without a word (torchrun exit {code})"),
         asked=bool(intent.get("asked")),
         avoid=tuple(intent.get("avoid_hosts", ())),
         segment=number,
