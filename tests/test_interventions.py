@@ -303,7 +303,8 @@ def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -
 def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) -> None:
     """Fault matrix 5 and 19: killed after its checkpoint, the run repeats steps to the bit and says nothing; with a batch
     repeated it is stopped."""
-    config = lab.config(health=HEALTH)
+    saves = {"every": "10 steps", "background": False}  # that of step 10 is there when the run is killed
+    config = lab.config(health=HEALTH, checkpoint=saves)
     fault("kill", rank=1, steps=[15])
     job = lab.start(config, ranks=2)
     helpers.wait_for(lambda: job.ranks[1].poll() is not None, what="the kill")
