@@ -169,7 +169,8 @@ def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, 
     """Fault matrix 1 and 39: told before the save that would fail; nothing half-written; 93; the last one loads."""
     disk = small_disk(size)
     watched.run = disk / "run"
-    watched.configure(checkpoint={"every": "100 steps", "max_failures": 2, "keep_last": 2, "ballast": False})
+    saves = {"every": "100 steps", "max_failures": 2, "retry": "2 s", "keep_last": 2, "ballast": False}
+    watched.configure(checkpoint=saves)  # several looks between the first failure and the end
     job = watched.start()
     watched.helpers.wait_for(watched.saved, what="a checkpoint")
     left = []

@@ -84,7 +84,9 @@ def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -
     }
 
 
-def saves(watch: Watch, run: Path, every: str = "100 steps", **section: Any) -> Checkpoints:
+def saves(
+    watch: Watch, run: Path, every: str = "100 steps", reached: Callable[[], int] = int, **section: Any
+) -> Checkpoints:
     (run / "control").mkdir(parents=True, exist_ok=True)
     values = {"interval": Seconds(60), **section}
     return Checkpoints(
@@ -95,6 +97,7 @@ def saves(watch: Watch, run: Path, every: str = "100 steps", **section: Any) -> 
         segment=2,
         stores=[run / "checkpoints", run / "elsewhere"],
         every=Progress.parse(every),
+        reached=reached,
     )
 
 
@@ -251,6 +254,18 @@ def test_time_to_full_is_foreseen(watch: Watch, per_hour: float, warns: bool) ->
         assert left == pytest.approx((3e12 - per_hour * hours[-1]) / per_hour, rel=0.3)
 
 
+@pytest.mark.parametrize(("per_second", "warns"), [(1e6, False), (1e9, True)], ids=str)
+def test_what_seconds_show_says_nothing_of_tomorrow(watch: Watch, per_second: float, warns: bool) -> None:
+    """A checkpoint every second and 40 GB free: full in half a minute is told, a trend towards half a day is not."""
+    checkpoints = saves(watch, Path("/nowhere"))
+    space = Space(watch.alarms, StorageSection(), watch.looks, [("checkpoints", Path("/nowhere"), True)], checkpoints)
+    space.places[0].look = Scripted([40e9 - per_second * second for second in range(12)])  # type: ignore[assignment]
+    for second in range(12):
+        checkpoints.completed += 1
+        space.tick(second)
+    assert bool(watch.said()) is warns and bool(space.seconds_to_full) is warns
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 
@@ -302,10 +317,34 @@ def test_age_in_slow_and_fast_runs(watch: Watch, tmp_path: Path, seconds: float,
         checkpoints.step(record(step, seconds))
     watch.advance()
     watch.advance(age)
-    checkpoints.step(record(50, seconds))
+    checkpoints.step(record(50 + int(age / seconds) if age > 100 else 50, seconds))
     watch.advance(61 if age > 100 else 0)
     assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == said
     assert bool(watch.told) is bool(said)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_steps_that_take_long_are_not_lost(watch: Watch, tmp_path: Path, written: bool) -> None:
+    """A standstill of many intervals in which no checkpoint was due; what was trained since counts, recorded or not."""
+    reached = 50
+    checkpoints = saves(watch, tmp_path / "run", reached=lambda: reached)
+    watch.detectors = [checkpoints]
+    for step in range(1, 51):
+        checkpoints.step(record(step))
+    watch.advance()
+    for _ in range(10):
+        watch.advance(100)
+        reached += 5
+        if written:
+            checkpoints.step(record(reached))
+    assert not watch.told
+    reached += 400
+    if written:
+        checkpoints.step(record(reached))
+    watch.advance(61)
+    assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == ["stop"]
+    (told,) = watch.told
+    assert told.severity is Severity.CRIT and told.effect.startswith("500 steps")
 
 
 def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch, small_disk: Disk) -> None:

@@ -67,6 +67,7 @@ class Checkpoints(Detector):
         every: `checkpoint.every`.
         verify: checkpoints are verified after they were written (`checkpoint.verify`); else whole ones count.
         pids: processes of the ranks on this node, now.
+        reached: the newest step that a rank of this node has begun; known also when the record cannot be written.
     """
 
     def __init__(
@@ -81,9 +82,10 @@ class Checkpoints(Detector):
         every: Progress,
         verify: bool = True,
         pids: Callable[[], list[int]] = list,
+        reached: Callable[[], int] = int,
     ) -> None:
         super().__init__(alarms)
-        self._pids = pids
+        self._pids, self._reached = pids, reached
         self._section, self._looks, self._run, self._segment = section, looks, run, segment
         self._stores, self._every, self._which = stores, every, "verified" if verify else "newest"
         deadline = section.deadline.value
@@ -165,7 +167,7 @@ class Checkpoints(Detector):
     # ------------------------------------------------------------------ how old the newest is
 
     def _judge_age(self, now: float) -> None:
-        """From the first step that no proved checkpoint holds; a run that makes no steps loses none."""
+        """From the first step that no proved checkpoint holds; a run that makes few steps loses few, however long."""
         record = self._last
         if not record or self.protected is None:
             return
@@ -173,17 +175,20 @@ class Checkpoints(Detector):
             self._since, self.age = now, 0.0
         self._since = min(self._since, now)
         self.age = now - self._since
-        interval = self._steps_between(record) * median(self._steps)
+        between = self._steps_between(record)
+        interval = between * median(self._steps)
+        made = max(record["step"], self._reached()) - self.protected
         late = max(_LATE * interval + self._longest_save(), self._section.interval.value)
-        if self.age <= late:
+        if self.age <= late or made <= _LATE * between:
             self._asked.clear()
             self.alarms.resolve("checkpoint-age", f"step {self.protected} is verified", step=record["step"])
             return
-        limit = self._section.max_unprotected.value
+        intervals = min(self.age / interval, made / between)
+        over = self.age > max(self._section.max_unprotected.value, late)
         action = ""
-        if self.age > min(_TOO_LATE * interval, max(limit, late)):
+        if over or intervals > _TOO_LATE:
             action = self._ask("stop")
-        elif self.age > _VERY_LATE * interval:
+        elif intervals > _VERY_LATE:
             action = self._ask("save")
         tokens = record["tokens"] - self._protected_tokens
         causes = sorted(
@@ -191,10 +196,10 @@ class Checkpoints(Detector):
         )
         self.alarms.open(
             "checkpoint-age",
-            Severity.CRIT if self.age > min(_VERY_LATE * interval, max(limit, late)) else Severity.WARN,
-            f"no checkpoint was verified for {human_time(self.age)}, {self.age / interval:.1f} intervals"
+            Severity.CRIT if over or intervals > _VERY_LATE else Severity.WARN,
+            f"no checkpoint was verified for {human_time(self.age)}, {intervals:.1f} intervals"
             + (f" (see {', '.join(causes)})" if causes else ""),
-            effect=f"{record['step'] - self.protected} steps, {human_count(tokens)} tokens and "
+            effect=f"{made} steps, {human_count(tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
             remedy="mend the storage, or name another (checkpoint.fallback_dir)",
             step=record["step"],

@@ -123,6 +123,7 @@ class Leader:
             host=socket.gethostname(),
             devices=len(ranks.all) if "cpu" not in str(environment.get("device", "cpu")) else 0,
             pids=ranks.pids,
+            reached=ranks.reached,
         )
         self._foreign, self._avoided = set[str](), set[str]()
         self._own: dict[int, float] = {}

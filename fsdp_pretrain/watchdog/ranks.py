@@ -199,6 +199,10 @@ class Ranks:
         """Their processes."""
         return [rank.beat.pid for rank in self.alive if rank.beat is not None]
 
+    def reached(self) -> int:
+        """The newest step that any has begun; 0 before."""
+        return max((rank.beat.step for rank in self.all if rank.beat is not None), default=0)
+
     @property
     def seen(self) -> bool:
         """Whether any has shown itself."""

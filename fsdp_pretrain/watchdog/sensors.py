@@ -38,6 +38,7 @@ def sensors(
     leads: bool = True,
     devices: int = 0,
     pids: Callable[[], list[int]] = list,
+    reached: Callable[[], int] = int,
 ) -> list[Detector]:
     """The detectors of one node.
 
@@ -50,6 +51,7 @@ def sensors(
         leads: this node watches what the whole run has in common: checkpoints, the data, the run directory.
         devices: GPUs that ranks use on this node; 0 if unknown.
         pids: processes of the ranks on this node, now.
+        reached: the newest step that a rank of this node has begun.
     """
     watchdog, looks = config.watchdog, Looks()
     corpora = {source.name: source.path for source in config.data.sources}
@@ -57,7 +59,7 @@ def sensors(
     found: list[Detector] = [mounts, Host(alarms, host=host, pids=pids)]
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
     if leads:
-        checkpoints = _checkpoints(config, run, alarms, looks, segment, pids)
+        checkpoints = _checkpoints(config, run, alarms, looks, segment, pids, reached)
         other = fallback(config)
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
         places += [("fallback", other.directory, True)] if other is not None else []
@@ -77,7 +79,13 @@ def sensors(
 
 
 def _checkpoints(
-    config: Config, run: RunDir, alarms: Alarms, looks: Looks, segment: int, pids: Callable[[], list[int]]
+    config: Config,
+    run: RunDir,
+    alarms: Alarms,
+    looks: Looks,
+    segment: int,
+    pids: Callable[[], list[int]],
+    reached: Callable[[], int],
 ) -> Checkpoints:
     places = [store.directory for store in stores(run).all]
     other = fallback(config)
@@ -93,6 +101,7 @@ def _checkpoints(
         every=config.checkpoint.every,
         verify=config.checkpoint.verify,
         pids=pids,
+        reached=reached,
     )
 
 

@@ -24,6 +24,8 @@ _FEW, _ENOUGH = 3, 4
 _SPARE_FILES = 100
 _DAY, _SHORT = 86400.0, 6 * 3600.0
 _LEAST_SAMPLES, _IN_A_ROW = 6, 3
+_REACH = 100.0
+"""A trend is continued for so many times as long as it was seen: what a minute shows says nothing of tomorrow."""
 
 
 @dataclass
@@ -156,10 +158,10 @@ class Space(Detector):
         for window in (_DAY, _SHORT):
             recent = [sample for sample in samples if sample[0] >= now - window]
             if len(recent) >= _LEAST_SAMPLES:
-                rates.append(slope(recent))
-        rate = min(rates, default=0.0)
+                rates.append((slope(recent), recent[-1][0] - recent[0][0]))
+        rate, seen = min(rates, default=(0.0, 0.0))
         self.seconds_to_full.pop(name, None)
-        if rate < 0:
+        if rate < 0 and found["free"] / -rate <= _REACH * seen:
             self.seconds_to_full[name] = found["free"] / -rate
         soon = self.seconds_to_full.get(name, _DAY) < _DAY
         self._soon_full[name] = self._soon_full[name] + 1 if soon else 0
