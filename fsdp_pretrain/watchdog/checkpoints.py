@@ -178,12 +178,12 @@ class Checkpoints(Detector):
         between = self._steps_between(record)
         interval = between * median(self._steps)
         made = max(record["step"], self._reached()) - self.protected
+        intervals = min(self.age / interval, made / between)
         late = max(_LATE * interval + self._longest_save(), self._section.interval.value)
-        if self.age <= late or made <= _LATE * between:
+        if self.age <= late or intervals <= _LATE:
             self._asked.clear()
             self.alarms.resolve("checkpoint-age", f"step {self.protected} is verified", step=record["step"])
             return
-        intervals = min(self.age / interval, made / between)
         over = self.age > max(self._section.max_unprotected.value, late)
         action = ""
         if over or intervals > _TOO_LATE:
