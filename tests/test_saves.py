@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp_pretrain import mesh
+from fsdp_pretrain.checkpoint.background import Stager
 from fsdp_pretrain.checkpoint.space import Ballast, Need, make_room
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, describe_file
 from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.sections import ParallelSection
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -121,6 +126,31 @@ def test_other_storage_takes_over(lab: Any, helpers: Any, small_disk: Callable[[
 
 
 # ---------------------------------------------------------------------- beside training
+
+
+@pytest.mark.quick
+def test_every_copy_of_the_state_is_made_into_the_same_memory() -> None:
+    """It shares none with the live state, and is as large as this rank's share of it."""
+    with mesh.connect(ParallelSection()) as world:
+        ones = torch.ones(6, 2048, device=world.device)
+        weight, step = distribute_tensor(ones, world.mesh, (Replicate(), Shard(0))), torch.zeros((), device=ones.device)
+        stager, addresses = Stager(world.device), set()
+        for number in (1.0, 2.0, 3.0):
+            step.fill_(number)
+            weight.to_local().fill_(number)
+            copy = stager.copy({"model": {"w": weight}, "optim": {"w": {"step": step, "exp_avg": weight}}})
+            step.fill_(9.0)
+            weight.to_local().fill_(9.0)
+            counted, copied = copy["optim"]["w"]["step"], copy["model"]["w"]
+            assert isinstance(copied, DTensor) and (copied.device_mesh, copied.placements, copied.shape) == (
+                *(weight.device_mesh, weight.placements, weight.shape),
+            )
+            tensors = [counted, copied.to_local(), copy["optim"]["w"]["exp_avg"].to_local()]
+            for tensor in tensors:
+                assert tensor.device.type == "cpu" and (tensor == number).all()
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
+        assert len(addresses) == 1 and len(set(*addresses)) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -158,6 +158,31 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
     assert all(record["loss"]["sum"] > 0 for record in records.records)
 
 
+def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world: Any) -> None:
+    """The same memory every time, and the copy does not change when training goes on at once."""
+    from fsdp_pretrain import bench
+    from fsdp_pretrain.checkpoint import dcp
+    from fsdp_pretrain.checkpoint.background import Stager
+    from fsdp_pretrain.config import load
+
+    trainer, _ = bench.build(load(config), world)
+    stager, addresses = Stager(world.device), set()
+    for _ in range(3):
+        trainer.step()
+        live = dcp.state_dict(trainer.model, trainer.optimizer)["model"]
+        copy = stager.copy(dcp.state_dict(trainer.model, trainer.optimizer))["model"]
+        expected = {name: tensor.to_local().cpu() for name, tensor in live.items()}
+        trainer.step()
+        for name, tensor in copy.items():
+            local = tensor.to_local()
+            assert local.equal(expected[name]) and not local.equal(live[name].to_local().cpu()), name
+            assert local.is_pinned() or local.nbytes < 4096, name
+            assert local.untyped_storage().nbytes() == local.nbytes, name
+        addresses.add(tuple(tensor.to_local().data_ptr() for tensor in copy.values()))
+    trainer.collect(keep=0)
+    assert len(addresses) == 1
+
+
 def test_flash_attention_takes_our_shapes() -> None:
     """bf16, causal, grouped keys and values: the flash kernel accepts it, so SDPA will choose it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
