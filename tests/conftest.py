@@ -96,12 +96,17 @@ def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: 
     return path
 
 
+def python_path(*folders: object) -> str:
+    """PYTHONPATH with these folders and this checkout first; the packages that it carries already stay."""
+    return os.pathsep.join(map(str, filter(None, (*folders, ROOT, os.environ.get("PYTHONPATH")))))
+
+
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment of a user's shell: this checkout, no rank variables."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "PYTEST")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     environment.update(
-        PYTHONPATH=str(ROOT),
+        PYTHONPATH=python_path(),
         PYTHONSAFEPATH="1",
         OMP_NUM_THREADS="1",
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
@@ -477,6 +482,7 @@ def helpers() -> Any:
         jsonl = staticmethod(write_jsonl)
         corpus = staticmethod(write_tokens)
         environment = staticmethod(clean_environment)
+        python_path = staticmethod(python_path)
         port = staticmethod(free_port)
 
         @staticmethod

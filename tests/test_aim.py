@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -155,7 +154,7 @@ time.sleep(600)
     return process
 
 
-def test_asking_for_aim_without_having_it_is_refused(lab: Any) -> None:
+def test_asking_for_aim_without_having_it_is_refused(lab: Any, helpers: Any) -> None:
     """Found out before training starts, not at its end."""
     blocker = lab.path / "site/aim"
     blocker.mkdir(parents=True)
@@ -166,9 +165,8 @@ def test_asking_for_aim_without_having_it_is_refused(lab: Any) -> None:
         "from fsdp_pretrain import train\n"
         f"sys.exit(train.main([{str(lab.config(record={'aim': True}))!r}]))\n"
     )
-    from fsdp_pretrain import __file__ as package
-
-    environment = {**os.environ, "PYTHONPATH": str(Path(package).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=helpers.environment()
+    )
     assert done.returncode == 78, done.stderr
     assert "aim is not installed" in done.stderr and "fsdp-pretrain aim RUN" in done.stderr

@@ -228,20 +228,22 @@ def test_packages_with_common_names_are_empty() -> None:
     assert not (ROOT / "tests/__init__.py").exists()
 
 
-def test_torch_free_modules_do_not_import_torch() -> None:
+def test_torch_free_modules_do_not_import_torch(helpers: Any) -> None:
     heavy = {"torch", "lm_eval", "aim"}
     code = f"import sys\nfor m in {TORCH_FREE!r}: __import__(m)\nassert not {heavy!r} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", env=helpers.environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("intruder", ["data.py", "data/packer_of_another.py", "eval.py"])
-def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, intruder: str) -> None:
+def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, helpers: Any, intruder: str) -> None:
     (tmp_path / intruder).parent.mkdir(exist_ok=True)
     (tmp_path / intruder).write_text("")
     if "/" in intruder:
         (tmp_path / "data/__init__.py").write_text("")
-    environment = {"PATH": "/usr/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environment = helpers.environment(PYTHONPATH=helpers.python_path(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", "import fsdp_pretrain"], env=environment, cwd="/", capture_output=True, text=True
     )
@@ -249,9 +251,10 @@ def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, intruder: s
     assert str(tmp_path) in done.stderr and "PYTHONSAFEPATH" in done.stderr
 
 
-def test_the_guard_does_not_mind_a_folder_called_data(tmp_path: Path) -> None:
+def test_the_guard_does_not_mind_a_folder_called_data(tmp_path: Path, helpers: Any) -> None:
     (tmp_path / "data").mkdir()
-    done = subprocess.run([sys.executable, "-c", "import fsdp_pretrain"], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    environment = helpers.environment(PYTHONSAFEPATH="")
+    done = subprocess.run([sys.executable, "-c", "import fsdp_pretrain"], env=environment, cwd=tmp_path)
     assert done.returncode == 0
 
 

@@ -118,8 +118,8 @@ def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
         "if 'RANK' in os.environ and 'fsdp_pretrain.train' in ' '.join(sys.orig_argv):\n"
         f"    import runpy; runpy.run_path({str(FAULTS)!r})\n"
     )
-    environment = helpers.environment(FAULT=json.dumps({"kind": "gradient", "rank": 1, "from": 14}))
-    environment["PYTHONPATH"] += f":{lab.path}"
+    fault = json.dumps({"kind": "gradient", "rank": 1, "from": 14})
+    environment = helpers.environment(FAULT=fault, PYTHONPATH=helpers.python_path(lab.path))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),

@@ -113,10 +113,10 @@ def segments(job: Launched) -> int:
     return len(list((job.run / "segments").iterdir()))
 
 
-def dies_at(path: Path, cursor: int) -> dict[str, str]:
-    """Environment in which rank 1 dies of a defect when it has read the batch that ends at a cursor."""
-    (path / "fault").mkdir()
-    (path / "fault/sitecustomize.py").write_text(
+def dies_at(folder: Path, cursor: int) -> Path:
+    """A folder for PYTHONPATH: rank 1 dies of a defect when it has read the batch that ends at a cursor."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    from data import loader\n"
@@ -127,7 +127,7 @@ def dies_at(path: Path, cursor: int) -> dict[str, str]:
         "        return batch\n"
         "    loader.Loader.__next__ = fail\n"
     )
-    return {"PYTHONPATH": f"{path / 'fault'}:{Path(__file__).resolve().parent.parent}"}
+    return folder
 
 
 def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
@@ -197,7 +197,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched],
         "    Resume.__call__ = call\n"
     )
     config = lab.config(launch=HASTE, watchdog={"enabled": True, "interval": "0.1 s"})
-    job = launch(config, PYTHONPATH=f"{folder}:{Path(__file__).resolve().parent.parent}")
+    job = launch(config, PYTHONPATH=helpers.python_path(folder))
     helpers.wait_for(lambda: len(list(lab.path.glob("loads-*"))) == 2, 60, "ranks that load")
     job.process.send_signal(signal.SIGTERM)
     assert "stopped: SIGTERM before training began" in job.ends(75)
@@ -247,7 +247,7 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(
 ) -> None:
     """Fault matrix 17: three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE)
-    job = launch(config, **dies_at(lab.path, cursor=13 * 8))
+    job = launch(config, PYTHONPATH=helpers.python_path(dies_at(lab.path / "fault", cursor=13 * 8)))
     printed = job.ends(93)
     assert segments(job) == 4  # the first made a checkpoint, the three others none
     intent = job.intent()
