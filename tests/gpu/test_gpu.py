@@ -183,6 +183,27 @@ def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world:
     assert len(addresses) == 1
 
 
+def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world: Any, tmp_path: Path) -> None:
+    from fsdp_pretrain import bench
+    from fsdp_pretrain.checkpoint import dcp
+    from fsdp_pretrain.checkpoint.background import Pending, Stager
+    from fsdp_pretrain.checkpoint.store import Store
+    from fsdp_pretrain.config import load
+
+    trainer, _ = bench.build(load(config), world)
+    trainer.step()
+    trainer.collect(keep=0)
+    copy = Stager(world.device).copy(dcp.state_dict(trainer.model, trainer.optimizer))
+    writers, store, busy = world.on(world.new_group()), Store(tmp_path / "checkpoints"), torch.cuda.Event()
+    torch.cuda._sleep(40_000_000_000)  # cycles, 20 seconds and more
+    busy.record()
+    contents = {"state": copy, "train_state": "{}\n", "config": "", "facts": {"step": 1}}
+    pending = Pending(lambda: dcp.save(writers, store, 1, **contents, verify=True))
+    assert pending.wait(120) and pending.result().checkpoint.verified
+    assert not busy.query()
+    torch.cuda.synchronize()
+
+
 def test_flash_attention_takes_our_shapes() -> None:
     """bf16, causal, grouped keys and values: the flash kernel accepts it, so SDPA will choose it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
