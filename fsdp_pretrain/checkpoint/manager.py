@@ -65,9 +65,13 @@ class Manager:
         return self._save(self._world, state, final, tensors, self._suspicion())
 
     def begin(self, state: TrainState) -> Pending[dcp.Saved]:
-        """Copy the state, and do the same as `save` in the background; training may go on when this returns."""
+        """Copy the state, and do the same as `save` in the background; training may go on when this returns.
+
+        Raises:
+            ConfigError: on every rank, if host memory for the copy cannot be had on any.
+        """
         self._world.decide(self._guard)
-        tensors = self._stager.copy(dcp.state_dict(self._model, self._optimizer))
+        tensors = self._world.together(lambda: self._stager.copy(dcp.state_dict(self._model, self._optimizer)))
         world, suspicion = self._world.on(self._writers), self._suspicion()
         return Pending(lambda: self._save(world, state, False, tensors, suspicion))
 

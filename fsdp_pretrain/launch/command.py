@@ -104,9 +104,11 @@ class Launcher:
         self._run, self._notes, self._host = RunDir(config.run.dir), notes, socket.gethostname()
         self._many = torchrun.most_nodes(args.nnodes) > 1
         self._first = torchrun.is_first(args)
-        ending = ["--shutdown-timeout", str(max(1, int(self._settings.stop_timeout.value)))]
         join = self._settings.join_timeout.value
-        self._command = torchrun.command(args, [*ending, *options], "fsdp_pretrain.train", job, join=join)
+        self._command = torchrun.command(args, options, "fsdp_pretrain.train", job, join=join)
+        # When a rank has ended, torchrun gives the others so long; that of torch 2.11 always 30 s, and knows no option.
+        ending = str(max(1, int(self._settings.stop_timeout.value)))
+        self._environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": ending, **os.environ}
         self._deadline = limit.deadline(args.time_limit)
         self._signals: list[int] = []
         self._grace = limit.grace(self._run, self._settings.grace)
@@ -138,7 +140,7 @@ class Launcher:
         """One start to its end, and what follows."""
         before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
         note = self._notes / f"{len(self._history)}.json"
-        child = Torchrun(self._command, torchrun.environment(os.environ, note))
+        child = Torchrun(self._command, torchrun.environment(self._environment, note))
         host, begun = self._host if self._many else None, time.monotonic()
         watch = Watch(self._run, self._settings, child, before, host=host)
         code = watch.run(self._take_signal, self._on_look)
