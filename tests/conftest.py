@@ -18,8 +18,12 @@ from typing import Any, NamedTuple
 import pytest
 import sight
 from endpoint import SECRET, Endpoint
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
+# Zygotes and tests fork, so neither pyarrow's allocator nor a progress bar shall start a thread.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+tqdm.monitor_interval = 0
 WORDS = (
     *"the run writes every checkpoint before it reads a shard and the loss falls while the mesh of ranks sums".split(),
     *"its gradients over replicas def return import class self None True data = ( ) [ ] : . , 0 1 2 3 state".split(),
@@ -128,7 +132,7 @@ IMPORTS = {
     "fsdp_pretrain": ["fsdp_pretrain.train", "fsdp_pretrain.cli", "fsdp_pretrain.bench", "tokenizers", "torch._dynamo"],
     "eval": ["eval.cli", "eval.checkpoints", "eval.harness", "eval.samples", "eval.tasks", "datasets", "torch._dynamo"],
 }
-QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 
 class Process:
