@@ -134,6 +134,8 @@ def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helper
     """Fault matrix 16, 11: kill -9 of a rank: a new start goes on; SIGUSR1 to the launcher saves, stops, exits 75."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE))
     job.reaches(12)
+    (torchrun_process,) = psutil.Process(job.process.pid).children()
+    assert torchrun_process.environ()["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "60"  # launch.stop_timeout
     killed = time.monotonic()
     job.ranks()[1].kill()
     helpers.wait_for(lambda: helpers.journal(job.run, "restart"), 30, "a restart")
