@@ -96,12 +96,11 @@ def _driver() -> str | None:
 
 def _git_state() -> dict[str, Any] | None:
     """Commit of this program's checkout and whether it was changed; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    # Without the locks that `git status` takes to refresh the index: a rank that is killed would leave one behind.
+    git = ["git", "-C", Path(__file__).resolve().parent.parent, "--no-optional-locks"]
     try:
-        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            ["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True
-        )
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return {
