@@ -208,8 +208,8 @@ def _write(
     # DCP holds on to the tensors of a file until it is written: what is fetched gets a file for each.
     writer = FileSystemWriter(attempt, single_file_per_rank=fetch is None, sync_files=True, overwrite=False)
     if not any(tensor.is_cuda for tensor in _flatten(state).values()):
-        # Nothing to copy ahead from a GPU. DCP would wait between tensors for all that training has queued there, and
-        # always on the first GPU, since this thread may not be the one that chose the rank's own.
+        # A copy in host memory. To copy ahead from a GPU, DCP would wait between tensors for all that training has
+        # queued; and for GPU 0 in every process, since that is the current device of a new thread.
         writer.per_thread_copy_ahead = 0
     delivering = _Delivering(world, fetch) if fetch else None
     writer.fs = files
