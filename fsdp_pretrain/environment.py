@@ -97,7 +97,7 @@ def _driver() -> str | None:
 def _git_state() -> dict[str, Any] | None:
     """Commit of this program's checkout and whether it was changed; None outside a checkout."""
     # Without the locks that `git status` takes to refresh the index: a rank that is killed would leave one behind.
-    git = ["git", "-C", Path(__file__).resolve().parent.parent, "--no-optional-locks"]
+    git = ["git", "-C", str(Path(__file__).resolve().parent.parent), "--no-optional-locks"]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
