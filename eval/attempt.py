@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.record.files import RunDir, now, read_json
 from fsdp_pretrain.units import human_time
 
@@ -35,6 +35,10 @@ _PR_SET_PDEATHSIG = 1
 
 class EvaluationError(Exception):
     """The evaluation did not give results; the message says why."""
+
+
+class RefusedError(ConfigError):
+    """The tasks cannot be evaluated as they are asked for, or not here, whatever the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def apart(work: Callable[[], dict[str, Any]], limit: Limits, stacks: Path, late:
         late: called with a text when the deadline has passed.
 
     Raises:
-        EvaluationError: it raised, died, or took too long.
+        RefusedError: it raised that.
+        EvaluationError: it raised anything else, died, or took too long.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -104,6 +109,8 @@ def apart(work: Callable[[], dict[str, Any]], limit: Limits, stacks: Path, late:
             f"its process was ended by signal {-code}" if code < 0 else f"its process ended with {code}"
         )
     answer = json.loads(said)
+    if "refused" in answer:
+        raise RefusedError(**answer["refused"])
     if "failed" in answer:
         raise EvaluationError(answer["failed"])
     return answer["value"]
@@ -162,6 +169,8 @@ def _work(work: Callable[[], dict[str, Any]], into: int, dumps: Any, parent: int
         answer = {"value": work()}
     except KeyboardInterrupt:
         os._exit(130)
+    except RefusedError as error:
+        answer = {"refused": {"cause": error.cause, "effect": error.effect, "remedy": error.remedy}}
     except UserError as error:
         answer = {"failed": error.cause}
     except BaseException as error:  # anything a task or model can raise must not stop the other evaluations

@@ -17,6 +17,7 @@ from fsdp_pretrain.console import Command
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit
 from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
 
+from .attempt import RefusedError
 from .jobs import due_jobs, task_set, watch_once
 
 
@@ -155,16 +156,16 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
         import lm_eval
         from lm_eval import evaluator
     except ImportError:
-        raise ConfigError("lm-eval is not installed", remedy="pip install 'fsdp-pretrain[eval]'") from None
+        raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     from .checkpoints import read_checkpoint
     from .harness import CheckpointLM
     from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
 
     start = time.perf_counter()
     section = config.eval
+    tasks = load_tasks(section.tasks, section.heldout, section.include)
     model, trained = read_checkpoint(checkpoint, section.device)
     tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
-    tasks = load_tasks(section.tasks, section.heldout, section.include)
     data = trained.data
     adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
     found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)

@@ -26,9 +26,9 @@ from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.record.claim import BEAT_SECONDS, Claim, is_alive, take_away
 from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
-from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.record.journal import Journal, read
 
-from .attempt import EvaluationError, Limits, apart, limits
+from .attempt import EvaluationError, Limits, RefusedError, apart, limits
 
 _SILENT_SECONDS = 120.0
 
@@ -165,6 +165,9 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
 
     Returns:
         (evaluated, failed).
+
+    Raises:
+        RefusedError: the tasks cannot be evaluated, whatever the checkpoint. That is no attempt: everything stays due.
     """
     journal = Journal(run)
     evaluated = failed = 0
@@ -177,7 +180,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
                 if held is None:
                     continue
                 stacks = run.path / "watchdog/stacks" / f"evaluation-{jobs[0].checkpoint.step:08d}.txt"
-                ok = _evaluate(held, evaluate, journal, config.eval.attempts, limit, stacks)
+                ok = _evaluate(run, held, evaluate, journal, config.eval.attempts, limit, stacks)
                 evaluated, failed = evaluated + ok, failed + (not ok)
                 if not ok:
                     tried.discard(jobs[0].folder)  # tried again until `attempts` are used up
@@ -186,7 +189,9 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
     return evaluated, failed
 
 
-def _evaluate(held: Work, evaluate: Any, journal: Journal, attempts: int, limit: Limits, stacks: Path) -> bool:
+def _evaluate(
+    run: RunDir, held: Work, evaluate: Any, journal: Journal, attempts: int, limit: Limits, stacks: Path
+) -> bool:
     job, step = held.job, held.job.checkpoint.step
     start = time.perf_counter()
     try:
@@ -196,6 +201,10 @@ def _evaluate(held: Work, evaluate: Any, journal: Journal, attempts: int, limit:
             stacks,
             late=lambda text: journal.write("eval-late", f"the evaluation {text}", step=step),
         )
+    except RefusedError as refused:
+        if all(entry["text"] != refused.cause for entry in read(run) if entry["kind"] == "eval-refused"):
+            journal.write("eval-refused", refused.cause, step=step)  # every worker from now on would say the same
+        raise
     except EvaluationError as failed:
         reason = str(failed)
         count = note_failure(job, reason)

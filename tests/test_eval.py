@@ -20,7 +20,7 @@ pytest.importorskip("lm_eval")
 import torch
 
 from eval import jobs
-from eval.attempt import Limits, limits
+from eval.attempt import Limits, RefusedError, limits
 from eval.checkpoints import read_checkpoint
 from eval.harness import CheckpointLM
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
@@ -127,6 +127,47 @@ def test_generation_stops_where_it_should(adapter: CheckpointLM) -> None:
     assert " " not in text
     (longer,) = adapter.generate_until([Request("the run", {"max_gen_toks": 7})], disable_tqdm=True)
     assert 0 < len(adapter.tok_encode(longer)) <= 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False, "temperature": 0.0, "top_p": 0.95, "top_k": 40},  # of sampling, which is off
+        {"temperature": 0.0, "num_beams": 1, "repetition_penalty": 1.0, "until": [""]},
+        {"do_sample": None, "seed": 7},
+    ],
+)
+def test_greedy_options_are_accepted(adapter: CheckpointLM, options: dict[str, Any]) -> None:
+    prompts = ["the run writes", "gradients over"]
+    plain = adapter.generate_until([Request(prompt, {"max_gen_toks": 6}) for prompt in prompts], disable_tqdm=True)
+    same = adapter.generate_until([Request(prompt, {"max_new_tokens": 6, **options}) for prompt in prompts], True)
+    assert same == plain and all(plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.95}, ["do_sample=True", "temperature=0.7", "top_p=0.95"]),
+        ({"temperature": 0.2}, ["temperature=0.2"]),  # lm-eval samples then
+        ({"do_sample": False, "num_beams": 4, "repetition_penalty": 1.2}, ["num_beams=4", "repetition_penalty=1.2"]),
+        ({"max_length": 100, "bad_words_ids": [[3]]}, ["max_length=100", "bad_words_ids=[[3]]"]),
+    ],
+)
+def test_options_that_are_not_done_are_refused_by_name(
+    adapter: CheckpointLM, options: dict[str, Any], named: list[str]
+) -> None:
+    """Before the first answer: what is generated greedily is not what such a task scores."""
+    with pytest.raises(RefusedError) as refused:
+        adapter.generate_until([Request("the run", {"until": [" "]}), Request("the run", {"until": [" "], **options})])
+    assert all(part in refused.value.cause for part in named) and "until" not in refused.value.cause
+
+
+def test_an_answer_has_as_many_tokens_as_in_lm_eval(adapter: CheckpointLM) -> None:
+    """lm-eval's adapter for transformers ends after 256."""
+    (text,) = adapter.generate_until([Request("the", {"until": ["\0"]})], disable_tqdm=True)
+    (exactly,) = adapter.generate_until([Request("the", {"until": ["\0"], "max_gen_toks": 256})], disable_tqdm=True)
+    (fewer,) = adapter.generate_until([Request("the", {"until": ["\0"], "max_gen_toks": 255})], disable_tqdm=True)
+    assert text == exactly and text.startswith(fewer) and len(text) > len(fewer)
 
 
 def test_a_tokenizer_of_another_run_is_refused(trained: Path, tmp_path: Path, run_command: Run) -> None:
@@ -292,6 +333,55 @@ def test_an_evaluation_that_fails_is_tried_again_then_given_up(run: Path, helper
     assert len(entries) == 6 and "cuda:7" in entries[0]["text"]
     assert sum("given up" in entry["text"] for entry in entries) == 3
     assert "evaluated 0, failed 0" in run_command("eval.cli", "watch", run, "--once").stdout
+
+
+SAMPLED = """
+task: sampled
+custom_dataset: !function sampled.load
+output_type: generate_until
+validation_split: validation
+doc_to_text: "{{text}}"
+doc_to_target: "{{text}}"
+generation_kwargs: {do_sample: true, temperature: 0.8, until: []}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> Path:
+    """A folder for `eval.include` with a task whose answers are to be drawn at random."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "sampled.yaml").write_text(SAMPLED)
+    (folder / "sampled.py").write_text(
+        "def load(**_):\n"
+        "    from datasets import Dataset\n"
+        "    return {'validation': Dataset.from_list([{'text': 'the run'}])}\n"
+    )
+    return folder
+
+
+def test_a_task_that_samples_is_refused_before_the_model_is_read(
+    trained: Path, sampled: Path, run_command: Run
+) -> None:
+    tasks = ["--tasks", "heldout_bpb,sampled", "--include", sampled]
+    done = run_command("eval.cli", "run", trained, *tasks, "--device", "cuda:7")
+    assert done.returncode == 78 and "task sampled asks for do_sample=True, temperature=0.8" in done.stderr
+    assert "cuda:7" not in done.stderr and done.stdout == ""
+
+
+def test_tasks_that_are_refused_end_the_worker_and_use_up_no_attempt(
+    run: Path, sampled: Path, helpers: Any, run_command: Run
+) -> None:
+    """Every checkpoint would fail alike: the worker says so once and ends, and all stay due for mended tasks."""
+    set_eval(run, include=[str(sampled)], tasks=["sampled"])
+    for once in ([], ["--once"]):
+        done = run_command("eval.cli", "watch", run, *once)
+        assert done.returncode == 78 and "task sampled asks for do_sample=True" in done.stderr, done
+    (told,) = helpers.journal(run, "eval-refused")
+    assert told["step"] == 10 and "do_sample=True, temperature=0.8" in told["text"]
+    assert not helpers.journal(run, "eval-failed") and not list(run.glob("evals/**/*.json"))
+    assert len(jobs.due_jobs(RunDir(run), load(run / "config.toml"))) == 3
 
 
 @pytest.mark.parametrize(
