@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from fsdp_pretrain.arguments import add_run, check_begun, positive
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
@@ -37,7 +39,7 @@ def main() -> int:
     parser.add_argument("--tasks", help="comma-separated task names (default: the run's eval.tasks)")
     parser.add_argument("--heldout", type=Path, help="held-out documents for the bundled tasks (default: the run's)")
     parser.add_argument("--include", type=Path, action="append", default=[], help="directory with lm-eval task files")
-    parser.add_argument("--limit", type=int, help="documents per task")
+    parser.add_argument("--limit", type=positive, help="documents per task")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run")
     parser.add_argument("--out", type=Path, help="write results.json here (default: only print)")
@@ -48,14 +50,14 @@ def main() -> int:
         "Evaluate every due checkpoint of a run exactly once; any number of workers may run.",
         "fsdp-eval watch runs/quickstart --once",
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
+    add_run(parser)
     parser.add_argument(
         "--once",
         action="store_true",
         help="stop when nothing is due (for cron and Slurm); else keep watching",
     )
     parser.add_argument("--wait", action="store_true", help="with --once: also wait for what other workers hold")
-    parser.add_argument("--interval", type=float, default=60.0, help="seconds between looks (default: 60)")
+    parser.add_argument("--interval", type=positive, default=60, help="seconds between looks (default: 60)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
     parser = command.verb(
         "samples",
@@ -63,17 +65,17 @@ def main() -> int:
         "The loss of every sample of a step, computed again from a checkpoint, highest first, with its documents.",
         "fsdp-eval samples runs/quickstart/run --step 120",
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--step", type=int, required=True, help="optimiser step, from 1")
+    add_run(parser)
+    parser.add_argument("--step", type=positive, required=True, help="optimiser step, from 1")
     parser.add_argument("--checkpoint", type=int, help="step of the checkpoint to use (default: newest before --step)")
     parser.add_argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
-    parser.add_argument("--top", type=int, default=10, help="samples to show (default: 10)")
+    parser.add_argument("--top", type=positive, default=10, help="samples to show (default: 10)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser = command.verb(
         "report", _report, "All results of a run, oldest first.", "fsdp-eval report runs/quickstart/run"
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
+    add_run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per result, each on its line")
     return command.run()
 
@@ -94,9 +96,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    run = RunDir(args.run)
-    if not run.config.is_file():
-        raise ConfigError(f"{args.run} is not a run directory: it has no config.toml")
+    run = args.run
     failed_in_all, held = 0, -1
     while True:
         config = load(run.config)
@@ -117,18 +117,20 @@ def _watch(args: argparse.Namespace) -> int:
 def _samples(args: argparse.Namespace) -> int:
     from . import samples
 
-    run = RunDir(args.run)
-    if not run.segments:
-        raise ConfigError(f"{args.run} is not a run directory: it has no segments/")
-    result = samples.sample_losses(run, args.step, checkpoint=args.checkpoint, segment=args.segment, device=args.device)
+    result = samples.sample_losses(
+        args.run, args.step, checkpoint=args.checkpoint, segment=args.segment, device=args.device
+    )
     print(json.dumps(result, indent=1) if args.json else samples.render(result, top=args.top))
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
-    found = [read_json(path) for path in sorted(RunDir(args.run).evals.glob("step-*/*/results.json"))]
-    for results in found:
-        if results is not None:
+    found = sorted(args.run.evals.glob("step-*/*/results.json"))
+    for path in found:
+        results = read_json(path)
+        if results is None:
+            print(f"warning: {path} is damaged", file=sys.stderr)
+        else:
             print(json.dumps(results) if args.json else table(results))
     if not found:
         print("no results yet", file=sys.stderr)
@@ -136,9 +138,14 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _find(path: Path, step: int | None) -> Checkpoint:
-    if path.name.startswith("step-"):
-        return Store(path.parent).find(int(path.name.removeprefix("step-")))
-    found = stores(RunDir(path))
+    """The checkpoint that the arguments of `run` name. Raises ConfigError, CheckpointError."""
+    if named := re.fullmatch(r"step-(\d+)", path.name):
+        if step is not None:
+            raise ConfigError(f"{path} is one checkpoint already: --step {step} chooses one of a run directory")
+        return Store(path.parent).find(int(named[1]))
+    run = RunDir(path)
+    check_begun(run)
+    found = stores(run)
     checkpoint = found.find(step) if step is not None else found.newest()
     if checkpoint is None:
         raise CheckpointError(f"{found.directory} holds no checkpoint that looks whole")

@@ -6,15 +6,14 @@ import argparse
 import json
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from .arguments import add_run
 from .config import load
 from .console import Command
 from .errors import ConfigError
-from .record.files import RunDir
 from .units import Seconds, human_time
 from .watchdog.alarms import Alarm, Severity, read_alarms
 from .watchdog.channels import Channel, DeliveryError, make_channels
@@ -64,18 +63,6 @@ def add(command: Command) -> None:
     add_run(parser)
     parser.add_argument("--test", action="store_true", help="really send; secrets come from your environment")
     parser.add_argument("--json", action="store_true")
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """The argument RUN of a verb."""
-    parser.add_argument("run", type=_run_dir, metavar="RUN", help="run directory")
-
-
-def _run_dir(text: str) -> RunDir:
-    run = RunDir(Path(text))
-    if not run.begun:
-        raise argparse.ArgumentTypeError(f"{text} is not a run directory (it has no segments/)")
-    return run
 
 
 def _duration(text: str) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import tomli_w
 from tqdm import tqdm
 
+from .arguments import check_begun
 from .checkpoint.hf_layout import read_model
 from .checkpoint.store import CONFIG, Checkpoint, verify_files
 from .checkpoint.stores import Stores, stores
@@ -111,8 +112,7 @@ def _unpin(args: argparse.Namespace) -> int:
 
 
 def _stores(run: RunDir) -> Stores:
-    if not run.begun:
-        raise ConfigError(f"{run.path} is not a run directory (it has no segments/)")
+    check_begun(run)
     return stores(run)
 
 

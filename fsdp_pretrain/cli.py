@@ -16,7 +16,7 @@ from tqdm import tqdm
 from data.opening import data_at
 
 from . import alarms_cli, branch, checkpoints_cli, where
-from .alarms_cli import add_run as _add_run
+from .arguments import add_run, positive
 from .config import load
 from .config_reference import reference
 from .console import Command, byte_count
@@ -68,8 +68,8 @@ def _add_plan(command: Command) -> None:
     )
     parser.add_argument("config", help="TOML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--world-size", type=_positive, help="check and describe this number of ranks")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8, help="ranks of a node (default: 8)")
+    parser.add_argument("--world-size", type=positive, help="check and describe this number of ranks")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, help="ranks of a node (default: 8)")
     parser.add_argument("--device", help="name of the device as its driver gives it, or `cpu`: its memory and peak")
     parser.add_argument("--device-memory", type=byte_count, help="warn if a rank needs more, such as 80GiB")
     parser.add_argument(
@@ -88,7 +88,7 @@ def _add_status(command: Command) -> None:
         "How a run is doing. Exit 0 ok, 1 warning, 2 alert.",
         "fsdp-pretrain status runs/quickstart/run",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("--json", action="store_true")
 
 
@@ -100,8 +100,8 @@ def _add_rollback(command: Command) -> None:
         "any point, the same command or the next start finishes it. Training then goes on with its usual command.",
         "fsdp-pretrain rollback runs/quickstart/run --to 200 --skip-steps 241:260 --set optimizer.lr=5e-4",
     )
-    _add_run(parser)
-    parser.add_argument("--to", type=_positive, required=True, metavar="STEP", help="step of a checkpoint")
+    add_run(parser)
+    parser.add_argument("--to", type=positive, required=True, metavar="STEP", help="step of a checkpoint")
     _add_branch(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything and show it, change nothing")
 
@@ -113,8 +113,8 @@ def _add_fork(command: Command) -> None:
         "A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed.",
         "fsdp-pretrain fork runs/quickstart/run --at 200 runs/quickstart/text --set data.seed=42",
     )
-    _add_run(parser)
-    parser.add_argument("--at", type=_positive, required=True, metavar="STEP", help="step of a checkpoint")
+    add_run(parser)
+    parser.add_argument("--at", type=positive, required=True, metavar="STEP", help="step of a checkpoint")
     parser.add_argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run")
     _add_branch(parser)
 
@@ -126,7 +126,7 @@ def _add_control(command: Command) -> None:
         "Ask the running job to save a checkpoint, or to save and stop.",
         "fsdp-pretrain control runs/quickstart/run save",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("action", choices=VERBS)
 
 
@@ -138,13 +138,13 @@ def _add_where(command: Command) -> None:
         "digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU.",
         "fsdp-pretrain where runs/quickstart/run --step 120 --text",
     )
-    _add_run(parser)
-    parser.add_argument("--step", type=_positive, required=True, help="optimiser step, from 1")
-    parser.add_argument("--before", type=_positive, default=0, metavar="K", help="also the K steps before it")
-    parser.add_argument("--after", type=_positive, default=0, metavar="K", help="also the K steps after it")
+    add_run(parser)
+    parser.add_argument("--step", type=positive, required=True, help="optimiser step, from 1")
+    parser.add_argument("--before", type=positive, default=0, metavar="K", help="also the K steps before it")
+    parser.add_argument("--after", type=positive, default=0, metavar="K", help="also the K steps after it")
     parser.add_argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
     parser.add_argument("--rank", type=int, help="only the samples of this rank")
-    parser.add_argument("--world", type=_positive, help="split over so many ranks (default: as it was trained)")
+    parser.add_argument("--world", type=positive, help="split over so many ranks (default: as it was trained)")
     parser.add_argument("--sample", type=int, help="only the sample with this index")
     parser.add_argument("--text", action="store_true", help="show the text of every piece")
     parser.add_argument("--ids", action="store_true", help="show the token ids, the last of which is only a label")
@@ -158,8 +158,14 @@ def _add_journal(command: Command) -> None:
         "The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes.",
         "fsdp-pretrain journal runs/quickstart/run --kind changed --kind stop --since '24 h'",
     )
-    _add_run(parser)
-    parser.add_argument("--kind", action="append", help="only entries of this kind, such as stop; repeatable")
+    add_run(parser)
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=journal.KINDS,
+        metavar="KIND",
+        help=f"only entries of this kind; repeatable; one of {', '.join(sorted(journal.KINDS))}",
+    )
     parser.add_argument(
         "--since", type=_since, metavar="TIME", help="only entries after a UTC time (2026-06-01T12:00) or within '24 h'"
     )
@@ -175,7 +181,7 @@ def _add_goodput(command: Command) -> None:
         "and how often to save.",
         "fsdp-pretrain goodput runs/quickstart/run",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("--json", action="store_true")
 
 
@@ -183,9 +189,9 @@ def _add_note(command: Command) -> None:
     parser = command.verb(
         "note", _note, "Add a line to the chronicle.", 'fsdp-pretrain note runs/quickstart/run "new switch"'
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("text")
-    parser.add_argument("--step", type=_positive, help="that it is about")
+    parser.add_argument("--step", type=positive, help="that it is about")
     parser.add_argument("--author", default=journal.who(), help="who says so (default: you)")
 
 
@@ -196,7 +202,7 @@ def _add_aim(command: Command) -> None:
         "Build, or bring up to date, the Aim run of a record.",
         "fsdp-pretrain aim runs/quickstart/run",
     )
-    _add_run(parser)
+    add_run(parser)
 
 
 def _add_branch(parser: argparse.ArgumentParser) -> None:
@@ -215,13 +221,6 @@ def _steps(text: str) -> tuple[int, int]:
     if not (colon and first.isdecimal() and last.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:LAST")
     return int(first), int(last)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
 
 
 def _plan(args: argparse.Namespace) -> int:

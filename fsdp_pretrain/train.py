@@ -30,13 +30,13 @@ from data.unigrams import Unigrams
 from eval import jobs
 
 from . import changes, environment, mesh, models, optim, overrides, parallel, plan, throughput
+from .arguments import parse_trainer
 from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook
 from .checkpoint.manager import Manager
 from .checkpoint.resume import Resume, Resumed, Terms
 from .checkpoint.subject import Subject
 from .config import Config
-from .console import Parser
 from .control import Inbox, interrupt_on_signal
 from .ending import record_end, say_stop, say_suspicion
 from .errors import ConfigError, Exit, Interrupted, StorageError, UserError
@@ -62,50 +62,9 @@ from .watchdog.heart import Heart, Watched
 from .watchdog.page import Phase
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(
-        prog="python -m fsdp_pretrain.train",
-        description="Train, or continue training, the run of a configuration. Start it with torchrun.",
-        epilog="example:\n"
-        "  torchrun --nproc-per-node 4 -m fsdp_pretrain.train configs/runs/quickstart.toml optimizer.lr=1e-3",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", help="TOML file, see docs/config.md")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="replace values of the file, e.g. train.duration='50 steps'",
-    )
-    parser.add_argument(
-        "--allow-fresh",
-        action="store_true",
-        help="start from step 0 although the run directory holds (only invalid) checkpoints",
-    )
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY",
-        help="this change of what is learned is meant (docs/config.md marks such keys `declared`); a table allows all "
-        "its keys; repeatable, and may stay in the command",
-    )
-    parser.add_argument(
-        "--reset-optimizer",
-        type=int,
-        metavar="STEP",
-        help="when resuming from the checkpoint of STEP, keep weights, data position and schedules, and begin the "
-        "optimiser's moments anew; without effect after later checkpoints, so it may stay in the command",
-    )
-    parser.add_argument("--reason", default="", help="why this start differs from the last; for the chronicle")
-    return parser.parse_intermixed_args(arguments)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the job; the exit code."""
-    args = parse(sys.argv[1:] if arguments is None else arguments)
+    args = parse_trainer(sys.argv[1:] if arguments is None else arguments)
     torchrun.die_with_launcher()
     warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
     try:

@@ -111,6 +111,8 @@ def test_the_journal_is_searched_and_followed(
     assert kinds("--since", "2100-01-01") == []
     refused = run_command(CLI, "journal", tmp_path, "--since", "yesterday")
     assert refused.returncode == 78 and "neither a time" in refused.stderr
+    refused = run_command(CLI, "journal", tmp_path, "--kind", "stops")
+    assert refused.returncode == 78 and "'stops' (choose from" in refused.stderr and "'stop'" in refused.stderr
     out = tmp_path / "out"
     following = start_command(CLI, "journal", tmp_path, "--follow", "--kind", "alarm", log=out)
     writer.write("alarm", "first")

@@ -36,6 +36,25 @@ def test_a_mistake_in_the_arguments_is_no_finding(run_command: Run, module: str,
 
 
 @pytest.mark.parametrize(
+    "verb",
+    [
+        *("status", "alarms", "ack {} hang", "mute {} 2h why", "notify", "rollback {} --to 2", "fork {} --at 2 NEW"),
+        *("control {} save", "where {} --step 2", "journal", "goodput", "note {} text", "aim", "doctor --run {}"),
+        *(f"checkpoints {{}} {action}" for action in ("list", "verify", "pin 2", "unpin 2", "export 2 OUT")),
+        *(f"eval {rest}" for rest in ("run", "watch {} --once", "samples {} --step 2", "report")),
+    ],
+)
+def test_a_path_that_is_no_run_is_refused_by_every_verb(run_command: Run, tmp_path: Path, verb: str) -> None:
+    """Exit 78 with the path, not an empty answer and 0, and not the 2 of an alert."""
+    module = "eval.cli" if verb.startswith("eval ") else "fsdp_pretrain.cli"
+    words = verb.removeprefix("eval ").split()
+    words = [tmp_path if word == "{}" else word for word in (words if "{}" in words else [*words, "{}"])]
+    done = run_command(module, *words)
+    assert done.returncode == 78 and f"{tmp_path} is not a run directory" in done.stderr, done
+    assert done.stdout == "" and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("number", "path", "code", "said"),
     [
         (errno.ENOSPC, "/data/out", 93, "cannot use /data/out: No space left on device\n  remedy: free space"),

@@ -41,6 +41,7 @@ LEVELS = [
         "fsdp_pretrain.checkpoint.space",
         "fsdp_pretrain.checkpoint.store",
         "fsdp_pretrain.checkpoint.stores",
+        "fsdp_pretrain.arguments",
         "fsdp_pretrain.control",
         "fsdp_pretrain.watchdog",
         "data.corpus",

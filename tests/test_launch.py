@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.launch import limit, torchrun
+from fsdp_pretrain.launch import limit, outcome, torchrun
 from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import Ended, decide
 from fsdp_pretrain.record.files import RunDir
@@ -268,6 +268,38 @@ def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) ->
     job = launch(lab.config(parallel={"shard": 3}, launch=HASTE))
     printed = job.ends(78)
     assert "does not divide the world size" in printed and not (job.run / "segments").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ([], ["--reset-optimiser", "4"], "unrecognized arguments: --reset-optimiser 4"),
+        (["--nproc-per-node", "two"], [], "'two' is neither a number of ranks nor"),
+    ],
+)
+def test_a_mistake_in_the_arguments_starts_nothing(
+    lab: Any, run_command: Callable[..., Any], options: list[str], arguments: list[str], said: str
+) -> None:
+    done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 1, *options, lab.config(), *arguments)
+    assert done.returncode == 78 and said in done.stderr and "launch: exit" not in done.stderr
+    assert not (lab.path / "run").exists()
+
+
+def test_options_of_torchrun_that_it_does_not_know_are_no_failed_start(tmp_path: Path) -> None:
+    from torch.distributed.run import parse_args
+
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--nosuch", "x.py"])
+    assert isinstance(ended.value.code, int)
+    refused = outcome.read_outcome(RunDir(tmp_path), 0, tmp_path / "note", ended.value.code)
+    assert refused.code == 78 and "torchrun does not know" in refused.reason
+    assert decide([Ended(0.0, refused, 0)], LaunchSection(), asked=False, host="a", elastic=False).code == 78
+
+
+def test_a_reason_is_no_setting(lab: Any, run_command: Callable[..., Any]) -> None:
+    arguments = [lab.config(), "--reason", "optimizer.lr=3 was too much", "optimizer.lr=1e-3"]
+    done = run_command("fsdp_pretrain.cli", "launch", "--print-run", *arguments)
+    assert (done.returncode, done.stdout) == (0, f"{lab.path / 'run'}\n"), done.stderr
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from ..errors import CheckpointError, StorageError, shortened
 from ..mesh import World
 from ..optim import state_by_name
 from ..record.files import replace_file
+from ..record.journal import Kind
 from ..units import human_bytes
 from .digest import StateDigest, state_digest
 from .space import GiveUp, Need, make_room
@@ -45,6 +46,8 @@ from .store import (
 )
 
 T = TypeVar("T")
+Note = tuple[Kind, str]
+"""For the journal: the kind of entry, and a text."""
 METADATA = ".metadata"
 _FILES_BESIDE = 8
 """Files of a checkpoint besides one per rank: metadata, manifest, and those that replace them atomically."""
@@ -126,7 +129,7 @@ class Saved:
         seconds: from the beginning of writing to the end of reading back.
         stalled: seconds for which training waited.
         deleted: steps whose checkpoints retention removed afterwards.
-        notes: what else should be told: (kind of entry, text).
+        notes: what else should be told.
     """
 
     checkpoint: Checkpoint
@@ -134,7 +137,7 @@ class Saved:
     seconds: float
     stalled: float = 0.0
     deleted: tuple[int, ...] = ()
-    notes: tuple[tuple[str, str], ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 def save(
@@ -183,7 +186,7 @@ def save(
         _verify_after_save(world, store, checkpoint)
         checkpoint = world.decide(lambda: store.mark_verified(checkpoint))
     size = sum(entry.bytes for entry in files)
-    notes = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
+    notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
     return Saved(checkpoint, size, time.perf_counter() - start, notes=notes)
 
 

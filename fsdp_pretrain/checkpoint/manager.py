@@ -118,7 +118,10 @@ class Manager:
             if self._fallback is None:
                 raise
             saved = save(self._fallback, [])
-            note = ("checkpoint-fallback", f"{saved.checkpoint.path} instead of the run directory: {error.cause}")
+            note: dcp.Note = (
+                "checkpoint-fallback",
+                f"{saved.checkpoint.path} instead of the run directory: {error.cause}",
+            )
             saved = replace(saved, notes=(note, *saved.notes))
         return self._tidy(saved) if world.is_main else saved
 
@@ -130,7 +133,7 @@ class Manager:
                 Ballast(self._store.directory).take(saved.bytes)
             return replace(saved, deleted=self._retain(policy.keep_last))
         except (OSError, UserError) as error:
-            note = ("checkpoint-room", f"old checkpoints could not be deleted: {error}")
+            note: dcp.Note = ("checkpoint-room", f"old checkpoints could not be deleted: {error}")
             return replace(saved, notes=(*saved.notes, note))
 
     def _sacrifices(self) -> GiveUp:

@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from ..arguments import parse_trainer
 from ..config import Config
 from ..console import Command
 from ..errors import ConfigError, Exit
 from ..overrides import load_run
 from ..record.files import RunDir
-from ..record.journal import Journal
+from ..record.journal import Journal, Kind
 from ..units import Seconds, human_time
 from . import limit, outcome, torchrun
 from .outcome import Outcome
@@ -77,7 +78,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _launch(args: argparse.Namespace) -> int:
     options, job = split(args.passed_on)
-    config, _ = load_run(job[0], [text for text in job[1:] if "=" in text and not text.startswith("-")])
+    asked = parse_trainer(job)  # a mistake ends it here, before every rank would find it
+    config, _ = load_run(asked.config, asked.overrides)
     if args.print_run:
         print(config.run.dir)
         return 0
@@ -221,7 +223,7 @@ class Launcher:
             self._journal("avoid-hosts", f"start again without {', '.join(hosts)}", hosts=hosts)
         return decision.code
 
-    def _journal(self, kind: str, text: str, **data: object) -> None:
+    def _journal(self, kind: Kind, text: str, **data: object) -> None:
         """An entry, from one of the nodes."""
         if self._first:
             journal = Journal(self._run)

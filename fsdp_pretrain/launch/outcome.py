@@ -14,6 +14,7 @@ from ..config import load
 from ..errors import Exit, UserError
 from ..record.files import RunDir, last_lines, now, read_json, replace_file
 from ..where import IN_FLIGHT, batches_after
+from .torchrun import WRONG_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ def read_outcome(
             return Outcome(left["code"], left["reason"], verified=verified)
         if code == 0:
             return Outcome(0, "complete", verified=verified)
+        if code == WRONG_OPTIONS:
+            return Outcome(int(Exit.REFUSED), "torchrun does not know one of its options", verified=verified)
         return Outcome(None, f"torchrun exit {code} before training began", verified=verified, met=met or code != 1)
     segment = run.segment(number)
     intent = read_json(segment / "exit_intent.json") or {}

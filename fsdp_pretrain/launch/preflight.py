@@ -47,7 +47,7 @@ def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
         raise error
     offset = _write_test(run.path)
     _write_test(run.checkpoints)
-    _check_devices(nproc)
+    check_devices(nproc)
     _check_space(config, run)
     return [*_look_at_clock(offset), *_look_at_memory(config, run, nproc)]
 
@@ -86,7 +86,8 @@ def gpu_count() -> int:
     return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
-def _check_devices(nproc: str) -> None:
+def check_devices(nproc: str) -> None:
+    """Raise ConfigError if this node shows fewer GPUs than ranks, or none for `gpu`."""
     gpus = gpu_count()
     if nproc == "gpu" and not gpus:
         raise ConfigError(

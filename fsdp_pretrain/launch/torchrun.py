@@ -25,6 +25,9 @@ from ..errors import ConfigError
 LAUNCHER, NOTE = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE"
 """Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment."""
 
+WRONG_OPTIONS = 2
+"""Exit code of a torchrun that does not know one of its options."""
+
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_SECONDS = {"close_timeout": 30, "read_timeout": 60}
 
@@ -33,7 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those options of torchrun that the launcher fills in or reads; all others pass through."""
     options = parser.add_argument_group("torchrun options (any other is passed on as it is)")
     options.add_argument("--nnodes", default="1", help="number of nodes, or MIN:MAX (default: 1)")
-    options.add_argument("--nproc-per-node", "--nproc_per_node", default="gpu", help="ranks per node (default: gpu)")
+    options.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=_ranks,
+        default="gpu",
+        help="ranks per node: a number, gpu, cpu or auto (default: gpu)",
+    )
     options.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST[:PORT]", help="first node; the same on every node"
     )
@@ -41,6 +50,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--local-addr", "--local_addr", help="address of this node, if its host name means another to the others"
     )
+
+
+def _ranks(text: str) -> str:
+    if text not in ("gpu", "cpu", "auto") and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of ranks nor gpu, cpu or auto")
+    return text
 
 
 def command(

@@ -11,10 +11,22 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .files import AppendFile, RunDir, now, read_lines
 
+Kind = Literal[
+    "start", "ready", "resume", "changed", "overrides", "skip", "optimizer", "loss-scale", "control",
+    "milestone", "stop",
+    "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-fallback", "checkpoint-late",
+    "checkpoint-rejected", "checkpoint-room", "on-commit-failed", "import", "rollback", "fork",
+    "health", "health-again", "health-rollback", "health-skip", "data-read",
+    "launch", "restart", "hosts", "avoid-hosts",
+    "eval", "eval-failed", "eval-late", "eval-refused",
+    "alarm", "mute", "watchdog", "note", "aim-stopped",
+]  # fmt: skip
+"""What an entry is about."""
+KINDS: tuple[str, ...] = get_args(Kind)
 _POLL_SECONDS = 0.5
 
 
@@ -31,11 +43,11 @@ class Journal:
         self._lines = AppendFile(run.journal, durable=True)
         self._chronicle = AppendFile(run.chronicle)
 
-    def write(self, kind: str, text: str, **data: Any) -> None:
+    def write(self, kind: Kind, text: str, **data: Any) -> None:
         """Add an entry.
 
         Args:
-            kind: short stable name, such as `start` or `checkpoint`.
+            kind: what it is about.
             text: one sentence for people.
             data: the facts, JSON values.
         """

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..units import human_bytes, human_count, human_time
 from .files import AppendFile, RunDir, now, read_json, replace_file
-from .journal import Journal
+from .journal import Journal, Kind
 from .metrics import mean_loss
 
 _STATUS_INTERVAL = 1.0
@@ -53,12 +53,12 @@ class Recorder:
         print(text, flush=True)
         self._log.write(f"{now()} {text}")
 
-    def event(self, kind: str, text: str, **data: Any) -> None:
+    def event(self, kind: Kind, text: str, **data: Any) -> None:
         """An entry in the journal, shown on the console too."""
         self._journal.write(kind, text, **data)
         self.say(f"[{kind}] {text}")
 
-    def note(self, kind: str, text: str, **data: Any) -> None:
+    def note(self, kind: Kind, text: str, **data: Any) -> None:
         """An entry in the journal alone, on any rank: what one rank may meet alone, and has shown already."""
         self._journal.write(kind, text, **data)
 
@@ -139,7 +139,7 @@ class Silent(Recorder):
     def __init__(self, run: RunDir, segment: Path) -> None:
         self.run, self.number = run, int(segment.name)
 
-    def note(self, kind: str, text: str, **data: Any) -> None:
+    def note(self, kind: Kind, text: str, **data: Any) -> None:
         """An entry in the journal, which is opened for it: notes are rare, and ranks are many."""
         journal = Journal(self.run, self.number)
         journal.write(kind, text, **data)
@@ -148,7 +148,7 @@ class Silent(Recorder):
     def say(self, text: str) -> None:
         """Nothing."""
 
-    def event(self, kind: str, text: str, **data: Any) -> None:
+    def event(self, kind: Kind, text: str, **data: Any) -> None:
         """Nothing."""
 
     def step(self, record: dict[str, Any], *, target: int) -> None:
