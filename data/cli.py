@@ -36,7 +36,7 @@ def main() -> int:
         "quickstart-corpus",
         _quickstart_corpus,
         "Write a real corpus from what every Python installation carries (no download).",
-        "fsdp-data quickstart-corpus --out /tmp/text",
+        "fsdp-data quickstart-corpus --out runs/quickstart/text",
     )
     parser.add_argument("--out", type=Path, required=True, help="directory for train.jsonl and heldout.jsonl")
     return command.run()
@@ -66,7 +66,8 @@ def _add_prepare(command: Command) -> None:
         "prepare",
         _prepare,
         "Tokenise text into a corpus of token shards. Interrupted runs continue where they stopped.",
-        "fsdp-data prepare /tmp/text/train.jsonl --tokenizer /tmp/tokenizer --out /tmp/corpus",
+        "fsdp-data prepare runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n"
+        "    --out runs/quickstart/corpus",
     )
     _add_input_arguments(parser)
     parser.add_argument(
@@ -95,7 +96,8 @@ def _add_import(command: Command) -> None:
         "import",
         _import,
         "Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped.",
-        "fsdp-data import /data/megatron --tokenizer /tmp/tokenizer --separators trailing --out /tmp/corpus",
+        "fsdp-data import runs/quickstart/corpus/shards --tokenizer runs/quickstart/tokenizer --separators none \\\n"
+        "    --out runs/quickstart/adopted",
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="token files, or directories of them")
     parser.add_argument(
@@ -122,7 +124,8 @@ def _add_train_tokenizer(command: Command) -> None:
         "train-tokenizer",
         _train_tokenizer,
         "Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer.",
-        "fsdp-data train-tokenizer /tmp/text/train.jsonl --kind bpe --vocab-size 4096 --out /tmp/tokenizer",
+        "fsdp-data train-tokenizer runs/quickstart/text/train.jsonl --kind bpe --vocab-size 1024 \\\n"
+        "    --out runs/quickstart/tokenizer-1k",
     )
     _add_input_arguments(parser)
     parser.add_argument("--kind", choices=("bpe", "sentencepiece"), required=True)
@@ -138,7 +141,7 @@ def _add_validate(command: Command) -> None:
         "validate",
         _validate,
         "Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors.",
-        "fsdp-data validate /tmp/corpus --json",
+        "fsdp-data validate runs/quickstart/corpus --json",
     )
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="DIR", help="corpora, or token files without a manifest"
@@ -170,7 +173,7 @@ def _add_inspect(command: Command) -> None:
         "inspect",
         _inspect,
         "Show what a corpus holds, or one of its documents.",
-        "fsdp-data inspect /tmp/corpus --doc 7",
+        "fsdp-data inspect runs/quickstart/corpus --doc 7",
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--doc", type=int, help="number of the document to show, counted over all shards")
@@ -182,7 +185,7 @@ def _add_bench(command: Command) -> None:
         "bench",
         _bench,
         "Time the packer on a corpus, or on a synthetic one.",
-        "fsdp-data bench /tmp/corpus --sequence-length 2048",
+        "fsdp-data bench runs/quickstart/corpus --sequence-length 2048",
     )
     parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="corpus (default: a synthetic one)")
     parser.add_argument("--tokens", type=_tokens, default=10**8, help="size of the synthetic corpus (default: 100M)")

@@ -30,7 +30,7 @@ def main() -> int:
         "run",
         _run,
         "Evaluate one checkpoint (of a run: the newest) and print the scores.",
-        "fsdp-eval run runs/quickstart --tasks heldout_bpb,heldout_choice",
+        "fsdp-eval run runs/quickstart/run --tasks heldout_bpb,heldout_choice",
     )
     parser.add_argument(
         "path", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory, or a step-N directory in it"
@@ -48,7 +48,7 @@ def main() -> int:
         "watch",
         _watch,
         "Evaluate every due checkpoint of a run exactly once; any number of workers may run.",
-        "fsdp-eval watch runs/quickstart --once",
+        "fsdp-eval watch runs/quickstart/run --once",
     )
     add_run(parser)
     parser.add_argument(
@@ -63,7 +63,7 @@ def main() -> int:
         "samples",
         _samples,
         "The loss of every sample of a step, computed again from a checkpoint, highest first, with its documents.",
-        "fsdp-eval samples runs/quickstart/run --step 120",
+        "fsdp-eval samples runs/quickstart/run --step 260",
     )
     add_run(parser)
     parser.add_argument("--step", type=positive, required=True, help="optimiser step, from 1")
@@ -89,9 +89,9 @@ def _run(args: argparse.Namespace) -> int:
         settings["include"] = args.include
     section = config.eval.model_copy(update=settings)
     results = evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer)
-    if args.out:
-        replace_file(args.out, json.dumps(results, indent=1, default=str) + "\n")
     print(json.dumps(results, indent=1, default=str) if args.json else table(results))
+    if args.out:  # last: what cannot be written was at least shown
+        replace_file(args.out, json.dumps(results, indent=1, default=str) + "\n")
     return 0
 
 

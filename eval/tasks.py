@@ -45,11 +45,15 @@ def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Pat
     """lm-eval's task objects for task names, groups nested, ready for its `evaluate`.
 
     Raises:
-        RefusedError: a task does not exist, lacks its held-out documents, or asks for what is not done here.
+        RefusedError: a task or a directory does not exist, or a task lacks its held-out documents or asks for what is
+            not done here.
         DataError: the held-out file cannot be used.
     """
     from lm_eval.tasks import TaskManager, get_task_dict
 
+    missing = [str(path) for path in include if not path.is_dir()]
+    if missing:
+        raise RefusedError(f"there is no directory {', '.join(missing)} to take tasks from (eval.include, --include)")
     others = [name for name in names if name not in BUNDLED]
     paths = [str(path) for path in include]
     manager = TaskManager(include_path=paths or None, include_defaults=False)

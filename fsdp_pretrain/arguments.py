@@ -50,7 +50,7 @@ def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m fsdp_pretrain.train",
         description="Train, or continue training, the run of a configuration. Start it with torchrun.",
         epilog="example:\n"
-        "  torchrun --nproc-per-node 4 -m fsdp_pretrain.train configs/runs/quickstart.toml optimizer.lr=1e-3",
+        "  torchrun --nproc-per-node 4 -m fsdp_pretrain.train configs/runs/quickstart.toml train.micro_batch=2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -194,7 +194,7 @@ def main() -> int:
         prog="python -m fsdp_pretrain.bench",
         description=__doc__,
         epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
-        "  python -m fsdp_pretrain.bench configs/bench/saves.toml --saves /tmp --steps 5 --warmup 2",
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config")

@@ -111,6 +111,11 @@ def prepare(
     before = overrides.apply(run.config, (), standing)
     added = standing.add([_absolute(text, load(run.config, [text])) for text in changes], [skip] if skip else [])
     after = overrides.apply(run.config, place, added)
+    if after.schedule.total <= state.consumed < before.schedule.total:
+        raise ConfigError(
+            f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
+            effect=f"nothing would be trained after step {state.step}, from which it is to go on",
+        )
     packer = open_packer(after)
     changed = forbidden(content["identity"], identity(after, packer), state.cursor)
     refuse(str(checkpoint.path), changed, [], state.cursor)
@@ -130,7 +135,7 @@ def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRan
     """The samples of steps `first` to `last` inclusive, by the run's own record. Raises ConfigError."""
     if not state.step < first <= last:
         raise ConfigError(
-            f"--skip-steps {first}:{last} with a return to step {state.step}: the steps to skip must come after it, "
+            f"--skip-steps {first}:{last}, going on from step {state.step}: the steps to skip must come after that, "
             "in order",
             remedy=f"go back to a checkpoint before step {first}" if first <= last else "write FIRST:LAST",
         )

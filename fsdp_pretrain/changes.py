@@ -210,9 +210,11 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[Change], cur
     parts, remedies = [], []
     if forbidden:
         parts.append(f"{where} was trained with another model or other data:\n    " + "\n    ".join(forbidden))
+        if any(text.startswith("data.sources") for text in forbidden):
+            remedies.append(f'the mixture may change from a place that is still ahead: start = "{cursor} samples"')
         remedies.append(
-            "restore these settings or corpora, or start a new run in another run.dir; a change of the mixture "
-            f'needs a place that is still ahead, such as start = "{cursor} samples" of a source'
+            "restore these settings or corpora, or train a new run from the weights alone: "
+            f"fsdp-pretrain checkpoints NEW_RUN import {where} --config CONFIG run.dir=NEW_RUN"
         )
     if declared:
         lines = "\n    ".join(change.text for change in declared)
@@ -223,6 +225,6 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[Change], cur
     if parts:
         raise ConfigError(
             "\n".join(parts),
-            effect="resuming would continue a different run under the same name" if forbidden else "nothing was done",
+            effect="going on from it would be another training with its past" if forbidden else "nothing was done",
             remedy="\n          ".join(remedies),
         )

@@ -38,7 +38,7 @@ def add(command: Command) -> None:
     parser = add_verb(actions, "list", _list, "List them by what names and sizes tell.", f"{example} list")
     parser.add_argument("--json", action="store_true")
 
-    parser = add_verb(actions, "verify", _verify, "Read them back and compare every checksum.", f"{example} verify 400")
+    parser = add_verb(actions, "verify", _verify, "Read them back and compare every checksum.", f"{example} verify 300")
     parser.add_argument("step", type=int, nargs="?", help="verify only this one (default: all)")
     parser.add_argument("--json", action="store_true")
 
@@ -46,7 +46,7 @@ def add(command: Command) -> None:
         ("pin", _pin, "Keep a checkpoint whatever the retention policy says."),
         ("unpin", _unpin, "Leave a pinned checkpoint to the retention policy again."),
     ):
-        parser = add_verb(actions, verb, act, text, f"{example} {verb} 400")
+        parser = add_verb(actions, verb, act, text, f"{example} {verb} 300")
         parser.add_argument("step", type=int, help="step of the checkpoint")
         parser.add_argument("--json", action="store_true")
 
@@ -55,7 +55,7 @@ def add(command: Command) -> None:
         "export",
         _export,
         "Write a checkpoint of any mesh as a folder that transformers loads: safetensors, config.json, tokenizer.",
-        f"{example} export 400 hf/quickstart --dtype bf16",
+        f"{example} export 300 runs/quickstart/hf --dtype bf16",
     )
     parser.add_argument("step", type=int, help="step of the checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; must not exist")
@@ -72,7 +72,8 @@ def add(command: Command) -> None:
         _import,
         "Make the first checkpoint (step 0) of a new run from the weights of a Hugging Face folder, or of a checkpoint "
         "of another run, to train them on. RUN is created; optimiser, counters and data begin anew.",
-        "fsdp-pretrain checkpoints runs/continued import /models/llama --config runs/continued.toml",
+        "fsdp-pretrain checkpoints runs/quickstart/warm import runs/quickstart/hf \\\n"
+        "    --config configs/runs/quickstart.toml run.name=warm run.dir=runs/quickstart/warm",
     )
     parser.add_argument(
         "source", type=Path, metavar="SOURCE", help="folder with config.json and safetensors, or checkpoints/step-..."
@@ -207,5 +208,5 @@ def _with_torch(name: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"weights are converted with torch, which is not installed ({error.name})",
-            remedy="pip install 'fsdp-pretrain[train]'",
+            remedy="in the checkout: pip install -e '.[train]'",
         ) from None

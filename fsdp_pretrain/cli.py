@@ -10,6 +10,7 @@ import time
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -17,7 +18,7 @@ from data.opening import data_at
 
 from . import alarms_cli, branch, checkpoints_cli, where
 from .arguments import add_run, positive
-from .config import load
+from .config import Config, load
 from .config_reference import reference
 from .console import Command, byte_count
 from .control import VERBS, send
@@ -29,7 +30,7 @@ from .record import aim, goodput, journal
 from .record.files import stamp
 from .rollback import rollback
 from .status import inspect, render
-from .units import Seconds
+from .units import Progress, Seconds
 
 
 def main() -> int:
@@ -111,7 +112,7 @@ def _add_fork(command: Command) -> None:
         "fork",
         _fork,
         "A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed.",
-        "fsdp-pretrain fork runs/quickstart/run --at 200 runs/quickstart/text --set data.seed=42",
+        "fsdp-pretrain fork runs/quickstart/run --at 200 runs/quickstart/cooler --set optimizer.lr=1e-3",
     )
     add_run(parser)
     parser.add_argument("--at", type=positive, required=True, metavar="STEP", help="step of a checkpoint")
@@ -224,18 +225,13 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from .units import Progress
-
     if args.seconds_per_step is not None and (args.world_size is None or args.seconds_per_step <= 0):
         raise ConfigError("--seconds-per-step needs a positive time and --world-size")
+    if args.world_size is None and (args.device or args.device_memory):
+        raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
     if args.at is not None:
-        try:
-            step = config.schedule.batch.step_at(config.schedule.samples(Progress.parse(args.at)))
-        except ValueError as error:
-            raise ConfigError(f"--at: {error}") from None
-        row = config.schedule.at(max(1, step))
-        row = {**row, **data_at(config, int(row["consumed"])), "sequence_length": config.data.sequence_length}
+        row = _schedule_at(config, args.at)
         print(json.dumps(row, indent=1) if args.json else "\n".join(f"{key:16} {value}" for key, value in row.items()))
         return 0
     try:
@@ -243,7 +239,7 @@ def _plan(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(
             f"plan counts parameters with torch, which is not installed ({error.name})",
-            remedy="pip install 'fsdp-pretrain[train]'",
+            remedy="in the checkout: pip install -e '.[train]'",
         ) from None
     if args.seconds_per_step is not None:
         rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
@@ -258,6 +254,23 @@ def _plan(args: argparse.Namespace) -> int:
     )
     print(json.dumps(result, indent=1) if args.json else plan.render(result))
     return 0
+
+
+def _schedule_at(config: Config, text: str) -> dict[str, Any]:
+    """The schedule at a point of the run such as `43680 steps`. Raises ConfigError."""
+    schedule = config.schedule
+    try:
+        samples = schedule.samples(Progress.parse(text))
+    except ValueError as error:
+        raise ConfigError(f"--at: {error}") from None
+    if not 0 < samples <= schedule.total:
+        raise ConfigError(
+            f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
+            f"{schedule.steps:_} steps: {schedule.total:_} samples, "
+            f"{schedule.total * schedule.sequence_length:_} tokens"
+        )
+    row = schedule.at(schedule.batch.step_at(samples))
+    return {**row, **data_at(config, int(row["consumed"])), "sequence_length": config.data.sequence_length}
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -333,7 +346,7 @@ def _since(text: str) -> str:
 def _goodput(args: argparse.Namespace) -> int:
     found = goodput.goodput(args.run, partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None))
     if found is None:
-        raise ConfigError(f"{args.run.path} was never started")
+        raise ConfigError(f"there is nothing to count: {args.run.path} was never started")
     print(json.dumps(found, indent=1) if args.json else goodput.render(found))
     return 0
 

@@ -122,7 +122,7 @@ def _intent(
     length = branch.after.data.sequence_length
     lost = left_behind(run, step, branch.state.consumed * length)
     text = f"back to step {step:_}" + (f"; {said}" if said else "")
-    text += f"; {lost[0]:_} steps ({human_count(lost[1])} tokens) are left" if lost[0] else ""
+    text += f"; {lost[0]:_} steps ({human_count(lost[1])} tokens) are left behind" if lost[0] else ""
     moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report["abandoned"])
     return {
         "id": uuid.uuid4().hex[:8],
@@ -130,7 +130,7 @@ def _intent(
         "segment": int(segments[-1].name) + 1 if segments else 1,
         "lineage": {"parent": branch.segment, "step": step, "kind": "rollback", "reason": reason}
         | {"request": request, "report": report},
-        "aside": [*report["abandoned"], *(str(run.evals / name) for name in _later(run.evals, step))],
+        "aside": [*report["abandoned"], *(f"../evals/{name}" for name in _later(run.evals, step))],
         "overrides": branch.overrides.to_toml(),
         "config": branch.after.to_toml(),
         "lost": {"steps": lost[0], "tokens": lost[1]},

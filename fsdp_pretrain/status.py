@@ -67,7 +67,8 @@ def inspect(run: RunDir) -> Report:
     """Look at a run directory."""
     status = read_json(run.status)
     if status is None:
-        return Report("unknown", False, [(ALERT, f"{run.status} is missing or damaged: the job never got far")])
+        what = "is damaged" if run.status.exists() else "is missing: no job was started here, or none came far"
+        return Report("unknown", False, [(ALERT, f"{run.status} {what}")], {"run": str(run.path)})
     report = Report(str(status.get("state", "unknown")), False, facts=dict(status))
     _look_at_life(report, status)
     if run.rollback.exists():
@@ -130,7 +131,7 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: dict[str, Any]) ->
     report.facts["verified_checkpoint"] = {
         "step": good[-1].step,
         "age_seconds": round(_age(manifest["committed"]), 1),
-        "steps_behind": int(status.get("step") or 0) - good[-1].step,
+        "steps_behind": max(0, int(status.get("step") or 0) - good[-1].step),
         "bytes": size,
         "path": str(good[-1].path),
     }
@@ -250,13 +251,12 @@ def render(report: Report) -> str:
         )
     if "since_last_look" in facts:
         since = facts["since_last_look"]
-        lines.append(
-            f"  progress    {since['steps']:_} steps in the {human_time(since['seconds'])} since the last look"
-        )
+        done = f"{since['steps']:_} steps" if since["steps"] >= 0 else f"went back {-since['steps']:_} steps"
+        lines.append(f"  progress    {done} in the {human_time(since['seconds'])} since the last look")
     if facts.get("heartbeat_age_seconds") is not None:
         lines.append(
-            f"  heartbeat   {human_time(facts['heartbeat_age_seconds'])} ago, "
-            f"{facts.get('host')} pid {facts.get('pid')}"
+            f"  heartbeat   {human_time(facts['heartbeat_age_seconds'])} ago, {facts.get('host')}"
+            + (f" pid {facts['pid']}" if facts.get("pid") else "")
         )
     checkpoint = facts.get("verified_checkpoint")
     if checkpoint:

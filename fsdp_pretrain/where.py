@@ -235,7 +235,7 @@ def describe_step(
     if size % world:
         raise ConfigError(f"the batch of step {number}, {size} samples, does not split over {world} ranks")
     if rank is not None and not 0 <= rank < world:
-        raise ConfigError(f"there is no rank {rank} of {world}")
+        raise ConfigError(f"there is no rank {rank}: step {number} is split over ranks 0 to {world - 1}")
     if sample is not None and sample not in indices:
         raise ConfigError(f"step {number} has no sample {sample}; it has {indices[0]} to {indices[-1]}")
     share = size // world

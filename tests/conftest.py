@@ -169,9 +169,14 @@ class Zygotes:
         self._zygotes: dict[str, subprocess.Popen[str]] = {}
 
     def start(
-        self, module: str, *arguments: object, environment: dict[str, str] | None = None, log: Path | None = None
+        self,
+        module: str,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+        cwd: Path = Path("/"),
     ) -> Process:
-        """Run a module from `/`; with `log`, both outputs are appended there."""
+        """Run a module; with `log`, both outputs are appended there."""
         zygote = self._zygote(module.partition(".")[0])
         self._started += 1
         files = self._folder / str(self._started)
@@ -182,6 +187,7 @@ class Zygotes:
             "out": str(log or files.with_suffix(".out")),
             "err": str(log or files.with_suffix(".err")),
             "exit": str(files.with_suffix(".exit")),
+            "cwd": str(cwd),
         }
         assert zygote.stdin is not None and zygote.stdout is not None
         zygote.stdin.write(json.dumps(request) + "\n")
@@ -203,10 +209,10 @@ class Zygotes:
         return self._zygotes[package]
 
     def run(
-        self, module: str, *arguments: object, timeout: float = 120, **extra: str
+        self, module: str, *arguments: object, timeout: float = 120, cwd: Path = Path("/"), **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a module from `/` to its end and capture what it says."""
-        process = self.start(module, *arguments, environment=clean_environment(**extra))
+        """Run a module to its end and capture what it says."""
+        process = self.start(module, *arguments, environment=clean_environment(**extra), cwd=cwd)
         try:
             code = process.wait(timeout)
         finally:

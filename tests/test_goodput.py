@@ -17,6 +17,7 @@ from fsdp_pretrain.record.attempts import unread_bytes
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.goodput import State, goodput, render
 from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.units import human_time
 
 LENGTH, BATCH = 32, 8
 BEGIN = 1_700_000_000.0
@@ -131,10 +132,10 @@ class Script:
     def queue(self, seconds: float) -> None:
         self.spend(seconds, State.QUEUED)
 
-    def roll_back(self, step: int) -> None:
+    def roll_back(self, step: int, reason: str = "spike") -> None:
         parent, self.saved = self.number, step
         self.number += 1
-        self.join(parent, "rollback", reason="spike")
+        self.join(parent, "rollback", reason=reason)
 
     def check(self, **others: float) -> dict[str, Any]:
         """The account agrees with the truth, state by state; `others`: truth about the steps."""
@@ -189,6 +190,17 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     assert failure["recovery_seconds"] == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
     assert (back["cause"], back["step"]) == ("spike", 60)
     assert found["mtti_seconds"] == pytest.approx(available / 3, rel=1e-4)
+
+
+@pytest.mark.quick
+def test_a_rollback_without_a_reason_is_not_explained_by_how_the_start_before_ended(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(10)
+    script.stop(0, down=0.0)
+    script.roll_back(5, reason="")
+    (back,) = script.check(step_kept=5 * 2.0, data_wait=5 * 0.1)["incidents"]
+    assert back["cause"] == "no reason was given" and not back["over"]
 
 
 @pytest.mark.quick
@@ -417,4 +429,6 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     assert reached[-2:] == ["80% of the run", "90% of the run"]
     shown = run_command("fsdp_pretrain.cli", "goodput", run).stdout
     assert "interrupted every" in shown and "recommended interval" in shown
+    account = dict(line.split()[:2] for line in shown.splitlines()[1 : len(states) + 1])
+    assert account == {name: human_time(seconds) for name, seconds in states.items()}  # seconds of a short run too
     assert f"goodput {found['goodput']:.1%}" in run_command("fsdp_pretrain.cli", "status", run).stdout

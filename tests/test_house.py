@@ -290,13 +290,3 @@ def test_forked_commands_are_those_of_a_user(arguments: list[str], run_command: 
     )
     forked = run_command(*arguments)
     assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
-
-
-@pytest.mark.parametrize("module", ["fsdp_pretrain.cli", "data.cli", "eval.cli"])
-def test_every_verb_shows_an_example(module: str, run_command: Any) -> None:
-    listing = run_command(module, "--help").stdout
-    verbs = [line.split()[0] for line in listing.splitlines() if line.startswith("    ") and line[4] != " "]
-    assert len(verbs) >= 3
-    for verb in verbs:
-        shown = run_command(module, verb, "--help")
-        assert shown.returncode == 0 and "example:" in shown.stdout, verb

@@ -79,9 +79,8 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     """Fault matrix 5 and 20: Skipped steps and a new learning rate from step 12 on, kept by restarts with the first command."""
     config, run = copy
     before = {r["step"]: r for r in helpers.metrics(run)}
-    done = run_command(
-        CLI, "rollback", run, "--to", 12, "--skip-steps", "15:17", "--set", "optimizer.lr=5e-3", "--reason", "spike"
-    )
+    decided = ["--skip-steps", "15:17", "--set", "optimizer.lr=5e-3", "--reason", "spike"]
+    done = run_command(CLI, "rollback", run.name, "--to", 12, *decided, cwd=run.parent)
     assert done.returncode == 0, done.stderr
     assert "optimizer.lr: 0.01 -> 0.005" in done.stdout and "112:136" in done.stdout
     assert [c.step for c in Store(run / "checkpoints").scan()] == [6, 12]
@@ -157,7 +156,8 @@ def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], ru
         (12, {"changes": ["optimizer.min_lr=1"]}, "is above optimizer.lr"),
         (12, {"changes": ["data.seed=7"]}, "data.seed: 1234 -> 7"),
         (12, {"changes": ["data.skip=[]"]}, "--skip-steps"),
-        (12, {"skip_steps": (10, 14)}, "must come after it"),
+        (12, {"changes": ["train.duration=10 steps"]}, "ends the run at step 10"),
+        (12, {"skip_steps": (10, 14)}, "must come after that"),
         (12, {"skip_steps": (20, 30)}, "no step 30 on the kept line"),
         (18, {}, "its bytes are not the ones that were written"),
     ],

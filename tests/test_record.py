@@ -193,6 +193,17 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
     assert json.loads(done.stdout)["step"] == 2
 
 
+def test_status_after_a_rollback(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record = recorder(run)
+    record.step(metric(9), target=10)
+    assert "progress" not in render(inspect(run))  # the first look
+    record.status(force=True, step=4)
+    assert "progress    went back 5 steps in the " in render(inspect(run))
+    record.status(force=True, step=6)
+    assert "progress    2 steps in the " in render(inspect(run))
+
+
 def test_status_of_nothing(tmp_path: Path, run_command: Any) -> None:
     refused = run_command("fsdp_pretrain.cli", "status", tmp_path)
     assert refused.returncode == 78 and "is not a run directory" in refused.stderr

@@ -45,7 +45,7 @@ def add(command: Command) -> None:
         "Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. "
         "Exit 0 complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, "
         "93 a person must look.",
-        "fsdp-pretrain launch --nproc-per-node 4 configs/runs/quickstart.toml optimizer.lr=1e-3\n"
+        "fsdp-pretrain launch --nproc-per-node 4 configs/runs/quickstart.toml train.micro_batch=2\n"
         "  fsdp-pretrain launch --nnodes 16 --rdzv-endpoint node001 my-run.toml   # the same on every node",
     )
     parser.set_defaults(passed_on=[])

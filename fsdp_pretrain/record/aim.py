@@ -35,9 +35,9 @@ def check_installed() -> None:
     """Raise ConfigError if aim is not there."""
     if importlib.util.find_spec("aim") is None:
         raise ConfigError(
-            "record.aim is on, but aim is not installed",
-            remedy="pip install 'fsdp-pretrain[aim]' (Python 3.11 or 3.12), or set record.aim=false; "
-            "`fsdp-pretrain aim RUN` builds the same view later",
+            "aim is not installed",
+            remedy="in the checkout: pip install -e '.[aim]' (Python 3.11 or 3.12); or train with record.aim=false and "
+            "build the same view later, wherever aim is, with `fsdp-pretrain aim RUN`",
         )
 
 
@@ -141,9 +141,11 @@ def rebuild(run: RunDir) -> tuple[Path, int]:
         (repository, records tracked).
 
     Raises:
-        ConfigError: aim is not installed, or the repository cannot be written.
+        ConfigError: aim is not installed, the run was never started, or the repository cannot be written.
     """
     check_installed()
+    if not run.config.is_file():
+        raise ConfigError(f"there is nothing to show: {run.path} was never started")
     try:
         mirror = Mirror(run)
         count = mirror.sync()

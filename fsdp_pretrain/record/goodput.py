@@ -188,7 +188,7 @@ def _judge(history: History, attempt: Attempt, after: Attempt | None) -> Inciden
         step=int(attempt.steps.step[-1]),
         time=attempt.progress,
         kind="rollback" if rollbacks else "failure",
-        cause=reason or attempt.cause,
+        cause=reason or ("no reason was given" if attempt.clean else attempt.cause),
     )
 
 
@@ -373,7 +373,7 @@ def render(found: dict[str, Any]) -> str:
     lines = [f"{found['begin'][:19]} to {found['end'][:19]} UTC: {human_time(wall)}"]
     for state, meaning in MEANING.items():
         seconds = states[state]
-        lines.append(f"  {state:13} {seconds / 3600:>10.3f} h {seconds / max(wall, 1e-9):>7.2%}  {meaning}")
+        lines.append(f"  {state:13} {human_time(seconds):>8} {seconds / max(wall, 1e-9):>7.2%}  {meaning}")
     lines.append(
         f"goodput {found['goodput']:.2%}; {found['runtime_goodput']:.2%} without the queue; "
         f"ETTR {found['ettr']:.2%} ({found['ettr_queued']:.2%} with the queue)"
@@ -384,7 +384,9 @@ def render(found: dict[str, Any]) -> str:
         f"{human_count(found['tokens_per_day'])} tokens a day{mfu}"
     )
     for incident in found["incidents"]:
-        over = f"{human_time(incident['recovery_seconds'])} to go on" if incident["over"] else "not over"
+        over = (
+            f"{human_time(incident['recovery_seconds'])} to go on" if incident["over"] else "training has not gone on"
+        )
         lines.append(
             f"  {incident['time'][:19]} {incident['kind']} after step {incident['step']:_}: {incident['cause']}; "
             f"{over}, {incident['lost_steps']:_} steps lost, cost {human_time(incident['cost_seconds'])}"
@@ -402,14 +404,17 @@ def _render_saves(found: dict[str, Any]) -> list[str]:
     saves, interval, unprotected = found["saves"], found["interval"], found["unprotected"]
     lines = []
     if saves["seconds"] is not None:
-        block = "" if saves["block_seconds"] is None else f", training waits {saves['block_seconds']:.2f}s for each"
-        lines.append(f"{saves['count']:_} saves of {saves['seconds']:.2f}s{block}")
+        waits = saves["block_seconds"]
+        block = "" if waits is None else f", training waits {human_time(waits)} for each"
+        lines.append(f"{saves['count']:_} saves of {human_time(saves['seconds'])}{block}")
     configured = interval["configured_seconds"]
     if configured is not None:
+        over = unprotected["over_interval"]
+        unit, size = ("h", 3600) if over >= 3600**2 else ("min", 60) if over >= 60**2 else ("s", 1)
         lines.append(
             f"saves are due every {human_time(configured)}; the longest stretch without one was "
             f"{human_time(unprotected['longest_seconds'])} "
-            f"(unprotected integral {unprotected['over_interval'] / 3600**2:.3g} h x h)"
+            f"(unprotected integral {human_count(over / size**2)} {unit} x {unit})"
         )
     if interval["seconds"] is not None:
         lines.append(
