@@ -20,6 +20,7 @@ from .watchdog.channels import Channel, DeliveryError, make_channels
 from .watchdog.desk import acknowledge, alarms_file, mute, muted_until
 from .watchdog.message import Identity, test_note
 
+_LONGEST_WINDOW = 366 * 86_400.0
 _EXAMPLE = "runs/quickstart/run"
 
 
@@ -67,9 +68,12 @@ def add(command: Command) -> None:
 
 def _duration(text: str) -> float:
     try:
-        return float(Seconds.parse(text).value)
+        seconds = float(Seconds.parse(text).value)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if seconds > _LONGEST_WINDOW:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than a year")
+    return seconds
 
 
 def _alarms(args: argparse.Namespace) -> int:

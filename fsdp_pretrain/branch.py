@@ -156,7 +156,7 @@ def _cursor(run: RunDir, step: int) -> int:
 
 
 def schedule_from(config: Config, state: TrainState) -> list[dict[str, Any]]:
-    """The schedule after so many more steps from a checkpoint on; ends with the run."""
+    """The schedule 1, 10, 100 and 1000 steps after a checkpoint, as far as the run goes."""
     rows, schedule, consumed, cursor = [], config.schedule, state.consumed, state.cursor
     skips = open_skips(config)
     for ahead in range(1, _AHEAD[-1] + 1):

@@ -71,7 +71,7 @@ def add(command: Command) -> None:
         "import",
         _import,
         "Make the first checkpoint (step 0) of a new run from the weights of a Hugging Face folder, or of a checkpoint "
-        "of another run, to train them on. RUN is created; optimiser, counters and data begin anew.",
+        "of another run, to train them on. RUN is created; optimiser, counters and data start from the beginning.",
         "fsdp-pretrain checkpoints runs/quickstart/warm import runs/quickstart/hf \\\n"
         "    --config configs/runs/quickstart.toml run.name=warm run.dir=runs/quickstart/warm",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from datetime import UTC, datetime
@@ -145,7 +146,7 @@ def _add_where(command: Command) -> None:
     parser.add_argument("--after", type=positive, default=0, metavar="K", help="also the K steps after it")
     parser.add_argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
     parser.add_argument("--rank", type=int, help="only the samples of this rank")
-    parser.add_argument("--world", type=positive, help="split over so many ranks (default: as it was trained)")
+    parser.add_argument("--world", type=positive, help="split over this many ranks (default: as it was trained)")
     parser.add_argument("--sample", type=int, help="only the sample with this index")
     parser.add_argument("--text", action="store_true", help="show the text of every piece")
     parser.add_argument("--ids", action="store_true", help="show the token ids, the last of which is only a label")
@@ -170,7 +171,7 @@ def _add_journal(command: Command) -> None:
     parser.add_argument(
         "--since", type=_since, metavar="TIME", help="only entries after a UTC time (2026-06-01T12:00) or within '24 h'"
     )
-    parser.add_argument("--follow", action="store_true", help="go on with what is added, until interrupted")
+    parser.add_argument("--follow", action="store_true", help="keep showing what is added, until interrupted")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
 
@@ -225,7 +226,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if args.seconds_per_step is not None and (args.world_size is None or args.seconds_per_step <= 0):
+    if args.seconds_per_step is not None and (args.world_size is None or not 0 < args.seconds_per_step < math.inf):
         raise ConfigError("--seconds-per-step needs a positive time and --world-size")
     if args.world_size is None and (args.device or args.device_memory):
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")

@@ -67,8 +67,7 @@ def inspect(run: RunDir) -> Report:
     """Look at a run directory."""
     status = read_json(run.status)
     if status is None:
-        what = "is damaged" if run.status.exists() else "is missing: no job was started here, or none came far"
-        return Report("unknown", False, [(ALERT, f"{run.status} {what}")], {"run": str(run.path)})
+        return Report("unknown", False, [(ALERT, f"{run.status} is missing or damaged: the job never got far")])
     report = Report(str(status.get("state", "unknown")), False, facts=dict(status))
     _look_at_life(report, status)
     if run.rollback.exists():
@@ -131,7 +130,7 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: dict[str, Any]) ->
     report.facts["verified_checkpoint"] = {
         "step": good[-1].step,
         "age_seconds": round(_age(manifest["committed"]), 1),
-        "steps_behind": max(0, int(status.get("step") or 0) - good[-1].step),
+        "steps_behind": int(status.get("step") or 0) - good[-1].step,
         "bytes": size,
         "path": str(good[-1].path),
     }

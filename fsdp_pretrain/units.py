@@ -5,6 +5,7 @@ A bare number is rejected everywhere a duration is expected: unit mistakes in sc
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,7 +170,9 @@ def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """Seconds as `3h12m`, `2d04h`, `45s`."""
+    """Seconds as `3h12m`, `2d04h`, `45s`; infinite ones, since a time that is not known, in words."""
+    if math.isinf(seconds):
+        return "an unknown time"
     whole = int(seconds)
     if whole < 60:
         return f"{seconds:.3g}s" if seconds < 10 else f"{whole}s"

@@ -479,8 +479,9 @@ def test_torchrun_gets_what_it_needs() -> None:
         torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "nowhere.invalid")
     with pytest.raises(ConfigError, match="without --rdzv-endpoint"):
         torchrun_arguments("--nnodes", "3")
-    with pytest.raises(ConfigError, match="neither a number"):
-        torchrun_arguments("--nnodes", "x")
+    for wrong in ("x", "0", "3:2", "1:2:3"):
+        with pytest.raises(ConfigError, match="neither a number"):
+            torchrun_arguments("--nnodes", wrong)
     variables = torchrun.environment({"OMP_NUM_THREADS": "7", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"})
     assert (variables["OMP_NUM_THREADS"], variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]) == ("7", "1")
     assert variables["PYTHONSAFEPATH"] == "1"

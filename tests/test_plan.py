@@ -72,6 +72,7 @@ def test_plan_shows_the_shrink(lab: Any, run_command: Run) -> None:
         (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide the world size 4"]),
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
         (["--device", "NVIDIA A100-SXM4-80GB"], ["what a rank needs: give --world-size as well"]),
+        (["--seconds-per-step", "nan", "--world-size", "2"], ["--seconds-per-step needs a positive time"]),
         (["train.duration=100"], ["bare number has no unit"]),
         (["--at", "soon"], ["--at: not a quantity"]),
         (["--at", "21 steps"], ["after the end of the run, which has 20 steps: 160 samples, 5_120 tokens"]),

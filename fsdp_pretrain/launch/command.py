@@ -54,7 +54,7 @@ def add(command: Command) -> None:
         "--time-limit",
         type=_seconds,
         metavar="TIME",
-        help="end, saved, before so much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
+        help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
     )
     parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
     parser.add_argument("--no-preflight", action="store_true", help="start without looking at storage and devices")

@@ -43,7 +43,10 @@ def add(command: Command) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of the check, as `fsdp_pretrain.doctor` takes them too."""
     parser.add_argument(
-        "--slow", type=float, default=1.15, help="a matrix product of so many times the median is slow (default: 1.15)"
+        "--slow",
+        type=float,
+        default=1.15,
+        help="a matrix product that takes this many times the median is slow (default: 1.15)",
     )
     parser.add_argument("--slow-sum", type=float, default=1.5, help="the same of sums (default: 1.5)")
     parser.add_argument("--megabytes", type=float, help="size of what is summed (default: 256, on CPU 1)")

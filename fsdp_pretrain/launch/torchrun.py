@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -95,10 +96,10 @@ def command(
 
 def most_nodes(nnodes: str) -> int:
     """Of `--nnodes N` or `MIN:MAX`, the larger. Raises ConfigError."""
-    try:
-        return max(int(part) for part in nnodes.split(":"))
-    except ValueError:
-        raise ConfigError(f"--nnodes {nnodes} is neither a number nor MIN:MAX") from None
+    found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nnodes)
+    if found is None or int(found[2] or found[1]) < int(found[1]):
+        raise ConfigError(f"--nnodes {nnodes} is neither a number of nodes nor MIN:MAX")
+    return int(found[2] or found[1])
 
 
 def is_first(args: argparse.Namespace) -> bool:

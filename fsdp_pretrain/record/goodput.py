@@ -147,7 +147,7 @@ def account(history: History) -> tuple[_Ledger, list[Incident]]:
 
 
 def _launch(history: History, attempt: Attempt, after: float) -> float:
-    """When the launch of a start began: with its launcher, if it was told of, else with its process."""
+    """When the launch of a start began: with its launcher, if the journal names it, else with its process."""
     return next((time for time in history.launches if after <= time <= attempt.connected), attempt.launched)
 
 
