@@ -36,6 +36,7 @@ from .checkpoint.manager import Manager
 from .checkpoint.resume import Resume, Resumed, Terms
 from .checkpoint.subject import Subject
 from .config import Config
+from .console import Parser
 from .control import Inbox, interrupt_on_signal
 from .ending import record_end, say_stop, say_suspicion
 from .errors import ConfigError, Exit, Interrupted, StorageError, UserError
@@ -63,7 +64,7 @@ from .watchdog.page import Phase
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m fsdp_pretrain.train",
         description="Train, or continue training, the run of a configuration. Start it with torchrun.",
         epilog="example:\n"

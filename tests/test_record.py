@@ -195,7 +195,7 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
 
 def test_status_of_nothing(tmp_path: Path, run_command: Any) -> None:
     refused = run_command("fsdp_pretrain.cli", "status", tmp_path)
-    assert refused.returncode == 2 and "is not a run directory" in refused.stderr
+    assert refused.returncode == 78 and "is not a run directory" in refused.stderr
     (tmp_path / "segments").mkdir()
     assert run_command("fsdp_pretrain.cli", "status", tmp_path).returncode == ALERT
 
