@@ -161,7 +161,8 @@ class DataSection(Section):
     """How long a read from a corpus may take before it counts as hanging: then the mirror is used, or the run ends with
     exit 75. Default a third of `parallel.timeout`, since the other ranks wait meanwhile."""
     max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
-    """Share of documents that may fail the inline checks, and so be left out of the loss, before the run is refused."""
+    """Share of documents (of their stretches in the samples) that may fail the inline checks, and so be left out of the
+    loss, before the run is refused."""
 
     @property
     def row(self) -> int:
