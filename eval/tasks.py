@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from data.corpus import Corpus
-from data.inputs import Unit, kind_of, read_documents
+from data.inputs import plan_shards, read_documents
 from data.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, DataError
 
@@ -31,8 +31,9 @@ def read_heldout(path: Path) -> list[str]:
     """Texts of a held-out file (JSONL with `text`, parquet, or plain text). Raises DataError."""
     if not path.is_file():
         raise DataError(f"there is no held-out file {path}", remedy="eval.heldout must name a file of documents")
-    unit = Unit(str(path), kind_of(path), 0, path.stat().st_size, 0)
-    texts = [document.text for document in read_documents(unit, "text", lines=False) if document.text.strip()]
+    units = [unit for shard in plan_shards([path], None, lines=False) for unit in shard]
+    documents = (document for unit in units for document in read_documents(unit, "text", lines=False))
+    texts = [document.text for document in documents if document.text.strip()]
     if not texts:
         raise DataError(f"{path} holds no documents")
     return texts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import re
 import sys
@@ -82,6 +83,8 @@ class Command:
         return run_guarded(lambda: self._run(arguments))
 
     def _run(self, arguments: Sequence[str] | None) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # text and file names may hold what a terminal cannot show
+            sys.stdout.reconfigure(errors="backslashreplace")
         parsed, unknown = self._parser.parse_known_args(arguments)
         if hasattr(parsed, "passed_on"):  # a verb that gives them to another command
             parsed.passed_on = unknown
@@ -147,7 +150,15 @@ def _drop_output() -> None:
 
 def byte_count(text: str) -> int:
     """An amount of bytes on the command line: `512MB`, `80GiB`. Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
-    if not match:
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
+    if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB or 80GiB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    return size
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, on the command line. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)

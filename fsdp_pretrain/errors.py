@@ -6,8 +6,10 @@ is a defect of ours and keeps its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -70,6 +72,17 @@ class Interrupted(BaseException):
     def __init__(self, cause: str) -> None:
         self.cause = cause
         super().__init__(cause)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give errors of the operating system the file they concern; those of reading, writing and closing lack it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def shortened(problems: list[str], limit: int = 20) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,6 +84,17 @@ def test_output_that_cannot_be_written(helpers: Any, shared_corpus: Path) -> Non
     assert done.returncode == 93
     assert done.stderr.startswith("error: cannot use standard output: No space left on device\n  remedy: ")
     assert len(done.stderr.splitlines()) == 2
+
+
+def test_output_that_cannot_be_shown(helpers: Any, shared_corpus: Path) -> None:
+    """Text with what the encoding of standard output does not have."""
+    lines = (shared_corpus / "train.jsonl").read_text().splitlines()
+    number = next(n for n, line in enumerate(lines) if not json.loads(line)["text"].isascii())
+    done = command(
+        *("-m", "data.cli", "inspect", shared_corpus / "corpus", "--doc", number),
+        capture_output=True, env=helpers.environment(PYTHONIOENCODING="ascii"),
+    )  # fmt: skip
+    assert done.returncode == 0 and ("\\xe9" in done.stdout or "\\u6587" in done.stdout), done.stderr
 
 
 def test_a_run_that_may_not_be_read(helpers: Any, tmp_path: Path) -> None:

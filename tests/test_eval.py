@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tomli_w
 
@@ -154,6 +156,11 @@ def test_run_command_and_its_figures(
         "eval.cli", "run", trained / "checkpoints/step-00000010", "--tasks", "heldout_bpb", "--limit", "5", "--json"
     )
     assert json.loads(step10.stdout)["scores"]["heldout_bpb"]["bits_per_byte"] > expected  # it learned since
+
+
+def test_held_out_documents_may_be_parquet(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["one", " ", "two", "three"]}), tmp_path / "heldout.parquet", row_group_size=2)
+    assert read_heldout(tmp_path / "heldout.parquet") == ["one", "two", "three"]
 
 
 def test_questions_are_real_and_fair(shared_corpus: Path) -> None:

@@ -28,6 +28,7 @@ LEVELS = [
     ["fsdp_pretrain.config"],
     ["fsdp_pretrain.changes"],
     [
+        "data.splitting",
         "fsdp_pretrain.config_reference",
         "fsdp_pretrain.record",
         "data.mapping",
@@ -35,10 +36,11 @@ LEVELS = [
         "data.shards",
         "data.reading",
         "data.tokenizer",
-        "data.inputs",
+        "data.files",
     ],
     [
         "fsdp_pretrain.checkpoint.space",
+        "data.inputs",
         "fsdp_pretrain.checkpoint.store",
         "fsdp_pretrain.checkpoint.stores",
         "fsdp_pretrain.control",
