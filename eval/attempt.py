@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any, NoReturn
 
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record.files import RunDir, now, read_json
+from fsdp_pretrain.record.files import RunDir, make_directory, now, read_json
 from fsdp_pretrain.units import human_time
 
 _TIMES_TYPICAL, _TIMES_DEADLINE = 3.0, 3.0
@@ -139,7 +139,7 @@ class _Child:
         text = os.pread(self._dumps.fileno(), size - self._kept, self._kept).decode(errors="replace")
         self._kept = size
         with suppress(OSError):
-            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self._stacks.parent)
             with self._stacks.open("a", encoding="utf-8") as file:
                 file.write(f"# {now()} pid {self._pid}\n{text or 'no answer: the process is stopped'}\n")
 

@@ -15,6 +15,7 @@ from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config import Config, load
 from fsdp_pretrain.console import Command
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit
+from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
 
 from .jobs import due_jobs, task_set, watch_once
@@ -98,6 +99,8 @@ def _watch(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run} is not a run directory: it has no config.toml")
     failed_in_all, held = 0, -1
     while True:
+        if (known := run_id.read(run.path)) is not None:
+            run_id.bind(run.path, known)
         config = load(run.config)
         if config.eval.every is None:
             raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")

@@ -25,7 +25,7 @@ from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
 from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.record.claim import BEAT_SECONDS, Claim, is_alive, take_away
-from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
+from fsdp_pretrain.record.files import RunDir, make_directory, now, read_json, replace_file
 from fsdp_pretrain.record.journal import Journal
 
 from .attempt import EvaluationError, Limits, apart, limits
@@ -115,7 +115,7 @@ def claim(job: Job, limit: Limits | None = None) -> Iterator[Work | None]:
     Args:
         limit: how long it may take, for others to see.
     """
-    job.folder.mkdir(parents=True, exist_ok=True)
+    make_directory(job.folder)
     path = job.folder / "claim.json"
     _drop_if_stale(path)
     mine = Claim.take(path, **({} if limit is None else {"deadline": limit.deadline}))
@@ -241,7 +241,7 @@ def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
         ).rstrip(os.pathsep),
         OMP_NUM_THREADS=str(config.eval.threads),
     )
-    run.evals.mkdir(parents=True, exist_ok=True)
+    make_directory(run.evals)
     with (run.evals / "log").open("ab") as log:
         return subprocess.Popen(
             ["nice", "-n", "19", sys.executable, "-m", "eval.cli", "watch", str(run.path), "--once"],

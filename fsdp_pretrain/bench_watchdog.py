@@ -22,6 +22,7 @@ import psutil
 
 from .config import Config
 from .mesh import World
+from .record import run_id
 from .record.files import RunDir, now
 from .trainer import Trainer
 from .watchdog.heart import Agent, Heart, Watched
@@ -55,7 +56,9 @@ def measure(
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
     if world.is_main:
         (place / "segments/0001").mkdir(parents=True)
+        run_id.give(place)
     world.barrier()
+    run_id.bind(place, run_id.read(place))
     heart = Watched(
         config,
         rank=world.rank,

@@ -6,6 +6,7 @@ to all ranks by the sum that every step makes anyway, so all act after the same 
 
 from __future__ import annotations
 
+import errno
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -22,13 +23,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def send(run: RunDir, verb: str, **more: Any) -> None:
-    """Leave a request for the job of a run. Raises OSError.
+    """Leave a request for the job of a run. Raises OSError, also if there is no run.
 
     Args:
         run: the run directory.
         verb: one of `VERBS`.
         more: with `stop`: `reason`, and `avoid_hosts`, a list of hosts that the next start should do without.
     """
+    if not run.begun:
+        raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
     inbox.leave(run.control, verb=verb, **more)
 
 

@@ -46,8 +46,8 @@ class UserError(Exception):
             lines.append(f"  remedy: {self.remedy}")
         return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[type[UserError], str, str, str]]:
-        return _rebuild, (type(self), self.cause, self.effect, self.remedy)
+    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[type[UserError], str, str, str, Exit]]:
+        return _rebuild, (type(self), self.cause, self.effect, self.remedy, self.exit)
 
     def on_all_ranks(self) -> UserError:
         """This error, marked as raised on every rank alike."""
@@ -78,8 +78,10 @@ def shortened(problems: list[str], limit: int = 20) -> str:
     return "\n    ".join([*problems[:limit], *more])
 
 
-def _rebuild(kind: type[UserError], cause: str, effect: str, remedy: str) -> UserError:
-    return kind(cause, effect=effect, remedy=remedy)
+def _rebuild(kind: type[UserError], cause: str, effect: str, remedy: str, code: Exit) -> UserError:
+    error = kind(cause, effect=effect, remedy=remedy)
+    error.exit = code
+    return error
 
 
 class ConfigError(UserError):
@@ -106,6 +108,12 @@ class BusyError(UserError):
 
 class StorageError(UserError):
     """Storage failed so often or so long that going on would be unprotected training."""
+
+    exit = Exit.NEEDS_PERSON
+
+
+class RunGoneError(UserError):
+    """The run directory is not where it was: its mount is gone, or somebody removed or replaced it."""
 
     exit = Exit.NEEDS_PERSON
 

@@ -18,7 +18,7 @@ from typing import Any
 from .branch import Branch, prepare, sentence
 from .checkpoint.store import Store, directory_name, sync_directory, verify_files
 from .errors import BusyError, CheckpointError, ConfigError, StorageError
-from .record import journal, lineage
+from .record import journal, lineage, run_id
 from .record.claim import is_alive
 from .record.files import AppendFile, RunDir, now, read_json, read_lines, replace_file
 from .record.lock import hold
@@ -66,6 +66,7 @@ def fork(
     try:
         with hold(building, "fork"):
             _clear(building)
+            run_id.give(building.checkpoints, run_id.give(building.path))
             linked = _copy(parent, branch, building)
             _open(parent, branch, building, sentence(report, reason))
         sync_directory(building.path)

@@ -92,6 +92,24 @@ def go_back(
     return {**report, "done": "now"}
 
 
+def leave_all(run: RunDir) -> list[str]:
+    """Move all checkpoints and evaluations aside, for a run that begins again at step 0 in its directory.
+
+    Returns:
+        Names of the checkpoints; of those in a fallback, their paths.
+
+    Raises:
+        StorageError: one cannot be moved.
+    """
+    checkpoints, evals = _later_checkpoints(run, -1), _later(run.evals, -1)
+    try:
+        _move_aside([run.checkpoints / name for name in checkpoints], mark := uuid.uuid4().hex[:8])
+        _move_aside([run.evals / name for name in evals], mark)
+    except OSError as error:
+        raise StorageError(f"cannot move the old checkpoints aside: {error}") from None
+    return checkpoints
+
+
 def _later(folder: Path, step: int) -> list[str]:
     """Names in a folder that belong to steps after `step`."""
     if not folder.is_dir():

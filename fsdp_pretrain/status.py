@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from .checkpoint.expected import missing
 from .checkpoint.stores import stores
 from .config import load
 from .errors import UserError
@@ -22,7 +23,7 @@ from .watchdog.alarms import Severity, read_alarms
 from .watchdog.desk import alarms_file, snapshot_file
 
 OK, WARN, ALERT = 0, 1, 2
-_ENDED = ("complete", "stopped", "failed")
+_ENDED = ("complete", "incomplete", "stopped", "failed")
 _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
@@ -34,7 +35,8 @@ class Report:
     """What `status` found.
 
     Attributes:
-        state: starting, running, saving, complete, stopped, failed, or unknown.
+        state: starting, running, saving, complete, incomplete (it was complete, and its last checkpoint is missing),
+            stopped, failed, or unknown.
         running: whether a job seems to be alive.
         level: 0 ok, 1 warning, 2 alert.
         problems: (level, text).
@@ -55,11 +57,11 @@ class Report:
         """For `--json`."""
         problems = [{"level": level, "text": text} for level, text in self.problems]
         return {
+            **self.facts,
             "state": self.state,
             "running": self.running,
             "level": self.level,
             "problems": problems,
-            **self.facts,
         }
 
 
@@ -113,10 +115,14 @@ def _look_at_life(report: Report, status: dict[str, Any]) -> None:
 def _look_at_checkpoints(report: Report, run: RunDir, status: dict[str, Any]) -> None:
     found = stores(run)
     try:
+        lost = None if run.rollback.exists() else missing(run)
         checkpoints = found.scan()
     except UserError as error:
         report.problems.append((ALERT, error.cause))
         return
+    if lost is not None:
+        report.state = "incomplete" if report.state == "complete" else report.state
+        report.problems.append((ALERT, f"{lost.text}: is a mount missing, or were checkpoints deleted?"))
     good = [checkpoint for checkpoint in checkpoints if checkpoint.problem is None and checkpoint.verified]
     for checkpoint in checkpoints:
         if checkpoint.problem is not None:

@@ -11,7 +11,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError, StorageError, shortened
 from ..mesh import World
 from ..optim import state_by_name
-from ..record.files import replace_file
+from ..record.files import make_directory, replace_file
 from ..units import human_bytes
 from .digest import StateDigest, state_digest
 from .space import GiveUp, Need, make_room
@@ -72,6 +72,9 @@ class _HashingFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.written: list[FileEntry] = []
+
+    def mkdir(self, path: Any) -> None:
+        make_directory(Path(path))
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -190,7 +193,7 @@ def save(
 def _begin(store: Store, step: int, need: Need, give_up: GiveUp) -> tuple[Path, list[str]]:
     """Make sure that the checkpoint fits before a byte of it is written."""
     try:
-        store.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(store.directory)
     except OSError as error:
         raise StorageError(f"cannot create {store.directory}: {error.strerror}") from None
     given_up = list(make_room(store.directory, need, give_up))
@@ -221,11 +224,10 @@ def _write(
     outcomes = world.gather((failure, files.written))
     failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
     if failures:
-        free = shutil.disk_usage(attempt.parent).free
-        raise StorageError(
-            f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]} "
-            f"({human_bytes(free)} free)"
-        )
+        free = ""
+        with suppress(OSError):  # the directory may be gone
+            free = f" ({human_bytes(shutil.disk_usage(attempt.parent).free)} free)"
+        raise StorageError(f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]}{free}")
     world.decide(lambda: _check_complete(attempt))
     digest = delivering.digest() if delivering else state_digest(world, _flatten(state))
     return [entry for _, written in outcomes for entry in written], digest

@@ -20,6 +20,7 @@ from ..config import Config, load
 from ..errors import CheckpointError, ConfigError, DataError, shortened
 from ..mesh import Alone
 from ..model_sections import AnyModel
+from ..record import run_id
 from ..record.files import RunDir
 from ..record.journal import Journal
 from ..state import TrainState, identity
@@ -94,6 +95,8 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
     Raises:
         StorageError: the checkpoint cannot be written.
     """
+    known = run_id.give(run.path)
+    run_id.give(run.checkpoints, known)
     state = TrainState()
     shape = {"size": 1, "replicas": 1, "shards": 1}
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())

@@ -28,8 +28,8 @@ class Manager:
     Args:
         subject: what is saved.
         segment: number of this start.
-        guard: raises BusyError when this job does not hold the run any more; asked before a save begins and before
-            it is committed.
+        guard: raises BusyError when this job does not hold the run any more, RunGoneError when the run directory is
+            gone; asked on every rank before a save begins, and on rank 0 before it is committed.
         protected: steps that retention must spare for now (pending evaluations).
         suspicion: why what is saved now should not be gone back to, or None; see `Health.suspicion`.
         clean_until: steps before which retention keeps a checkpoint that is not suspect; see `Health.clean_until`.
@@ -58,15 +58,15 @@ class Manager:
         """Write, commit and verify a checkpoint, then apply the retention policy.
 
         Raises:
-            StorageError: on every rank; BusyError if another job took the run over.
+            StorageError: on every rank; BusyError if another job took the run over; RunGoneError.
         """
-        self._world.decide(self._guard)
+        self._world.together(self._guard)
         tensors = dcp.state_dict(self._model, self._optimizer)
         return self._save(self._world, state, final, tensors, self._suspicion())
 
     def begin(self, state: TrainState) -> Pending[dcp.Saved]:
         """Copy the state, and do the same as `save` in the background; training may go on when this returns."""
-        self._world.decide(self._guard)
+        self._world.together(self._guard)
         tensors = self._stager.copy(dcp.state_dict(self._model, self._optimizer))
         world, suspicion = self._world.on(self._writers), self._suspicion()
         return Pending(lambda: self._save(world, state, False, tensors, suspicion))

@@ -28,7 +28,7 @@ class Terms:
     """What the person who starts a run allows.
 
     Attributes:
-        fresh: step 0 although there are (only invalid) checkpoints.
+        fresh: step 0 although there are (only invalid) checkpoints, or the record says that there were some.
         changes: keys and tables of the configuration that may differ though that changes what is learned.
         reset_optimizer: step of the checkpoint from which on the optimiser begins anew.
         reason: why this start differs from the last, for the chronicle.
@@ -47,11 +47,13 @@ class Resumed:
     Attributes:
         state: the counters.
         parent: the segment that wrote the checkpoint; None: no segment did.
+        checkpoint: step of the checkpoint that was loaded; None: none was.
         whole: all is as it was, so the steps that follow are those that followed before.
     """
 
     state: TrainState
     parent: int | None = None
+    checkpoint: int | None = None
     whole: bool = True
 
 
@@ -105,7 +107,7 @@ class Resume:
         """Move a checkpoint aside if a rollback left its line while its storage was away; why it was."""
         segment = checkpoint.manifest().get("segment")
         known = lineage.nodes(self._run)
-        left = None if segment is None else lineage.left_by_rollback(known, segment, checkpoint.step)
+        left = None if segment is None else lineage.left_on_purpose(known, segment, checkpoint.step)
         if left is None:
             return None
         try:
@@ -153,7 +155,7 @@ class Resume:
         )
         self._recorder.status(checkpoint={"step": state.step, "consumed": state.consumed, "verified": True})
         whole = loaded.optimizer and not reset
-        return Resumed(state, world.decide(checkpoint.manifest).get("segment"), whole)
+        return Resumed(state, world.decide(checkpoint.manifest).get("segment"), state.step, whole)
 
     # ------------------------------------------------------------------ may it go on?
 

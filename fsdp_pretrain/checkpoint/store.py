@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from ..errors import CheckpointError, StorageError
-from ..record.files import now, read_json, replace_file
+from ..record.files import make_directory, now, read_json, replace_file
 
 MANIFEST, VERIFIED, TRAIN_STATE, CONFIG = "manifest.json", "verified.json", "train_state.json", "config.toml"
 PINNED = "pinned.json"
@@ -161,7 +161,7 @@ class Store(Shelf):
         """
         path = self.directory / f"{directory_name(step)}.writing-{uuid.uuid4().hex[:12]}"
         try:
-            path.mkdir(parents=True)
+            make_directory(path)
         except OSError as error:
             raise StorageError(f"cannot create {path}: {error.strerror}") from None
         return path

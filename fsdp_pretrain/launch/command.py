@@ -22,8 +22,10 @@ from ..config import Config
 from ..console import Command
 from ..errors import ConfigError, Exit
 from ..overrides import load_run
+from ..record import run_id
 from ..record.files import RunDir
 from ..record.journal import Journal
+from ..record.run_id import Memory
 from ..units import Seconds, human_time
 from . import limit, outcome, torchrun
 from .outcome import Outcome
@@ -94,7 +96,7 @@ class Launcher:
         options: further options of torchrun.
         job: configuration file and arguments of the trainer.
         config: what they come to.
-        notes: a directory for the ranks' exit notes.
+        notes: a directory for the ranks' notes.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Launcher:
     ) -> None:
         self._args, self._config, self._settings = args, config, config.launch
         self._run, self._notes, self._host = RunDir(config.run.dir), notes, socket.gethostname()
+        self._seen = notes / "seen.json"
         self._many = torchrun.most_nodes(args.nnodes) > 1
         self._first = torchrun.is_first(args)
         ending = ["--shutdown-timeout", str(max(1, int(self._settings.stop_timeout.value)))]
@@ -114,11 +117,13 @@ class Launcher:
         self._history: list[Ended] = []
 
     def run(self) -> int:
-        """Start until there is a reason to end; the exit code. Raises UserError from the checks before a start."""
+        """Start until there is a reason to end; the exit code. Raises UserError from the checks around a start."""
         limit.check_grace(self._run, self._settings.grace)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
+        self._take_up_the_run()
         while True:
+            self._check_place()
             if not self._args.no_preflight:
                 for warning in preflight(self._config, self._run, self._args.nproc_per_node):
                     _say(f"preflight: {warning}")
@@ -134,11 +139,24 @@ class Launcher:
                     Decision(int(Exit.RESUME), f"asked to stop before it was started again: {self._asked}")
                 )
 
+    def _take_up_the_run(self) -> None:
+        """Remember the run directory that there is, if there is one: no start may find another in its place."""
+        known = run_id.read(self._run.path)
+        if known is not None:
+            Memory(self._seen).remember(run_id=known)
+
+    def _check_place(self) -> None:
+        """Raise RunGoneError if the run directory is not what the starts so far have seen."""
+        memory = Memory(self._seen)
+        if memory.seen is not None:
+            run_id.bind(self._run.path, memory.seen.run_id)
+        memory.check(self._run.path, lambda: outcome.newest_segment(self._run))
+
     def _start_once(self) -> Decision:
         """One start to its end, and what follows."""
         before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
         note = self._notes / f"{len(self._history)}.json"
-        child = Torchrun(self._command, torchrun.environment(os.environ, note))
+        child = Torchrun(self._command, torchrun.environment(os.environ, note, self._seen))
         host, begun = self._host if self._many else None, time.monotonic()
         watch = Watch(self._run, self._settings, child, before, host=host)
         code = watch.run(self._take_signal, self._on_look)
@@ -147,6 +165,8 @@ class Launcher:
             return outcome.read_outcome(self._run, before, note, code, host=host, met=child.met or not self._many)
 
         ended = read()
+        if ended.code != Exit.COMPLETE:
+            self._check_place()
         if self._many and ended.segment is not None:
             self._wait_for_others(ended.segment)
             ended = read()

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,9 +22,12 @@ from pathlib import Path
 import psutil
 
 from ..errors import ConfigError
+from ..record.claim import process_start, this_process
+from ..watchdog.heart import root
 
-LAUNCHER, NOTE = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE"
-"""Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment."""
+LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
+"""Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment; file for
+what its starts have seen of the run, see `record.run_id.Memory`."""
 
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_SECONDS = {"close_timeout": 30, "read_timeout": 60}
@@ -106,8 +110,14 @@ def _endpoint(text: str) -> str:
     return text if ":" in text else f"{text}:29400"
 
 
-def environment(base: Mapping[str, str], note: Path | None = None) -> dict[str, str]:
-    """The environment of torchrun and its ranks: `base`, and what the trainer wants of it."""
+def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | None = None) -> dict[str, str]:
+    """The environment of torchrun and its ranks: `base`, and what the trainer wants of it.
+
+    Args:
+        base: variables to begin with.
+        note: the file for `leave_note`.
+        seen: the file for `seen_note`.
+    """
     return {
         "OMP_NUM_THREADS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -115,7 +125,7 @@ def environment(base: Mapping[str, str], note: Path | None = None) -> dict[str, 
         "PYTHONSAFEPATH": "1",  # `data` and `eval` are common names: never import them from a working directory
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's restarts do not recover without it
         LAUNCHER: str(os.getpid()),
-        **({} if note is None else {NOTE: str(note)}),
+        **{name: str(path) for name, path in ((NOTE, note), (SEEN, seen)) if path is not None},
     }
 
 
@@ -153,6 +163,23 @@ def leave_note(code: int, reason: str) -> bool:
     with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
         file.write(json.dumps({"code": code, "reason": reason}))
     return True
+
+
+def seen_note() -> Path | None:
+    """From a rank: the file in which starts under one launcher, or else one torchrun, note what they have seen.
+
+    None if nothing started this process that could start another.
+    """
+    if SEEN in os.environ:
+        return Path(os.environ[SEEN])
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    agent, namespace = os.getppid(), re.sub(r"\D", "", str(this_process()["namespace"]))
+    for left in root().glob(f"torchrun-{namespace}-*.json"):  # by agents that have ended
+        pid, started = (int(part) for part in left.stem.split("-")[2:])
+        if round(process_start(pid) or 0) != started:
+            left.unlink(missing_ok=True)
+    return root() / f"torchrun-{namespace}-{agent}-{process_start(agent) or 0:.0f}.json"
 
 
 class Torchrun:

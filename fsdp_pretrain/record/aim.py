@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, UserError
-from . import lineage
+from . import lineage, run_id
 from .files import RunDir, read_json, read_lines, replace_file
 from .journal import Journal
 
@@ -71,7 +71,7 @@ class Mirror:
         same = known.get("repo") == str(self._repo) and (self._repo / ".aim").is_dir()
         nodes = lineage.nodes(run)
         self._line = lineage.line(nodes)
-        if same and any(node.kind == "rollback" and node.segment > known.get("segment", 0) for node in nodes):
+        if same and any(node.kind in lineage.LEAVING and node.segment > known.get("segment", 0) for node in nodes):
             left = aim.Repo(str(self._repo)).request_props(known["hash"], read_only=False)
             left.name, left.archived = f"{left.name} (left by a rollback)", True
             same = False  # points cannot be taken out of an Aim run
@@ -231,6 +231,7 @@ def main() -> int:
     args = parser.parse_args()
     run = RunDir(args.run)
     if args.follow:
+        run_id.bind(run.path, run_id.read(run.path))
         _follow(run)
     try:
         rebuild(run)

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from .files import now, read_json
+from .files import make_directory, now, read_json
 
 BEAT_SECONDS = 10.0
 
@@ -41,7 +41,7 @@ class Claim:
     def take(cls, path: Path, *, beat: float = BEAT_SECONDS, **facts: Any) -> Claim | None:
         """Make the file, with `facts` about the holder; None if it exists. Raises OSError."""
         token = uuid.uuid4().hex
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         try:
             with path.open("x", encoding="utf-8") as file:
                 try:

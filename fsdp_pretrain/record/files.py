@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from . import run_id
+
 _WAITING_LINES = 100_000
 
 
@@ -107,7 +109,8 @@ class RunDir:
         existing = self.segments
         number = int(existing[-1].name) + 1 if existing else 1
         path = self.segment(number)
-        path.mkdir(parents=True)
+        make_directory(path.parent)
+        path.mkdir()
         return path
 
 
@@ -133,7 +136,7 @@ class AppendFile:
         """Try to write what is waiting. Whether everything is written."""
         try:
             if self._descriptor is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(self._path.parent)
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             while self._waiting:
                 written = os.write(self._descriptor, self._waiting[0])
@@ -191,9 +194,22 @@ def last_lines(path: Path, tail: int = 1 << 18) -> list[dict[str, Any]]:
     return [line for line, _ in read_lines(path, max(0, size - tail))]  # the first, cut, is passed over as damaged
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory with what is missing above it. Raises OSError.
+
+    A run directory that this process is bound to is never made: one that is gone must not come back empty.
+    """
+    bound = run_id.require(path)
+    if bound is None:
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    for level in reversed([level for level in (path, *path.parents) if bound in level.parents]):
+        level.mkdir(exist_ok=True)
+
+
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file atomically and durably. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}")
     try:
         with partial.open("wb") as file:

@@ -17,6 +17,9 @@ from typing import Any
 from .files import RunDir, now, read_json, replace_file
 
 LINEAGE = "lineage.json"
+LEAVING = ("rollback", "fresh")
+"""Kinds of segments by which a person, or an automatic rollback, leaves what was trained after the step they begin at.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Node:
         segment: its number.
         parent: the segment it goes on from; None for a beginning.
         step: the last step it takes over from its parent; its own begin after that.
-        kind: `start`, `rollback` or `fork`.
+        kind: `start`, `fresh` (a start at step 0 by --allow-fresh), `rollback` or `fork`.
         facts: further entries of the file.
     """
 
@@ -89,20 +92,20 @@ def holds(parts: Iterable[Part], segment: int, step: int) -> bool:
     return any(part.segment == segment and part.after < step <= part.until for part in parts)
 
 
-def left_by_rollback(known: Iterable[Node], segment: int, step: int) -> Node | None:
-    """The last rollback after `segment`, if what that segment had trained up to `step` was not kept by it."""
+def left_on_purpose(known: Iterable[Node], segment: int, step: int) -> Node | None:
+    """The last node of a kind in `LEAVING` after `segment`, if it left what that segment had trained up to `step`."""
     table = {node.segment: node for node in known}
-    last = max((node.segment for node in table.values() if node.kind == "rollback"), default=-1)
+    last = max((node.segment for node in table.values() if node.kind in LEAVING), default=-1)
     if last < segment or holds(line(table.values(), last), segment, step):
         return None
     return table[last]
 
 
 def drop_abandoned(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Journal entries about steps without those that a later rollback or fork left behind."""
+    """Journal entries about steps without those that a later rollback, fork or new beginning left behind."""
     kept: list[dict[str, Any]] = []
     for entry in entries:
-        if entry.get("kind") in ("rollback", "fork"):
+        if entry.get("kind") in ("rollback", "fork", "fresh"):
             kept = [old for old in kept if old.get("step", 0) <= entry["step"]]
         kept.append(entry)
     return kept

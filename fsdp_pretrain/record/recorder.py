@@ -44,7 +44,7 @@ class Recorder:
             "started": now(),
             "total_steps": total_steps,
         }
-        self._status_written = -math.inf
+        self._status_written, self._status_fails = -math.inf, False
         self._steps_shown = 0
         self._ahead: list[tuple[int, str]] = []
 
@@ -115,11 +115,14 @@ class Recorder:
             return
         self._status_written = time.monotonic()
         try:
-            if force and self.segment != self.run.segments[-1]:
-                return  # this process was frozen, and the run went on elsewhere
+            if force and self.run.segments[-1:] != [self.segment]:
+                return  # this process was frozen, and the run went on elsewhere; or the run directory is gone
             replace_file(self.run.status, json.dumps({**self._status, "heartbeat": now()}, indent=1) + "\n")
+            self._status_fails = False
         except OSError as error:
-            print(f"cannot write {self.run.status}: {error}", file=sys.stderr)
+            if not self._status_fails:  # once, and not every second
+                print(f"cannot write {self.run.status}: {error.strerror}", file=sys.stderr)
+            self._status_fails = True
 
     def close(self) -> None:
         """Write what waits and close the files."""
@@ -213,7 +216,7 @@ def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str, **fact
         with (segment / "exit_intent.json").open("x", encoding="utf-8") as file:
             file.write(content)
         status = read_json(run.status)
-        if status is not None and segment == run.segments[-1]:
+        if status is not None and run.segments[-1:] == [segment]:
             state = "complete" if code == 0 else "stopped" if code == 75 else "failed"
             status.update(state=state, exit_intent={"code": code, "reason": reason})
             replace_file(run.status, json.dumps(status, indent=1) + "\n")

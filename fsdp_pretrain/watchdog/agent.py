@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..config import Config
-from ..errors import Exit
+from ..errors import Exit, StorageError
+from ..record import run_id
 from ..record.claim import Holder
-from ..record.files import RunDir, read_json
+from ..record.files import RunDir, make_directory, read_json
 from ..record.journal import Journal
 from ..record.recorder import write_exit_intent
 from .alarms import Alarm, Alarms, Severity
@@ -44,6 +45,8 @@ from .sensors import sensors
 
 _STALLED = 0.5
 """Seconds between two looks while nothing moves."""
+_ABSENT = 10.0
+"""Seconds for which a run directory may be gone, as when it is mounted again, before the ranks are asked to stop."""
 _GIVE_UP = 60.0
 """Seconds in which no rank shows itself, or after a takeover the earlier agent does not end."""
 
@@ -74,6 +77,9 @@ class Agent:
         self._died: list[Rank] = []
         self._ended = False
         self._asked_to_end = False
+        self._absent_since: float | None = None
+        self._stop_asked = False
+        self._bind()
         self.hang = Hang(config.watchdog.hang, self.ranks, self.nodes, keep=self._keep_stack, end=self._end_ranks)
 
     # ------------------------------------------------------------------ life
@@ -153,8 +159,11 @@ class Agent:
         self.ranks.look()
         if self.ranks.launcher_gone and self.ranks.alive and not self._ended:
             self._end_ranks("what started the ranks is gone", {}, restart=False)
-        if segment := self.ranks.segment:
+        if run_id.bound_to(self.run.path) is None:
+            self._bind()
+        if (segment := self.ranks.segment) and segment != self.segment:
             self.segment = segment
+            run_id.bind(self.run.checkpoints, run_id.read(self.run.checkpoints))
         self._look_at_nodes()
         self._look_at_the_dead()
         if not self._ended:
@@ -165,6 +174,48 @@ class Agent:
             self._leader.look()
         elif self.segment:
             self._look_locally()
+        self._look_at_the_directory()
+
+    def _bind(self) -> None:
+        """Take the id of the run directory from the ranks; until they know it, nothing is written there."""
+        known = run_id.read(self._pages)
+        run_id.bind(self.run.path, known)
+        if known is None:
+            return
+        with contextlib.suppress(OSError):
+            make_directory(self.directory)
+            with (self.directory / "agent.log").open("ab") as log:
+                for stream in (sys.stdout, sys.stderr):
+                    os.dup2(log.fileno(), stream.fileno())
+
+    def _look_at_the_directory(self) -> None:
+        """No save can succeed without the run directory: when it stays away it is told, and the ranks asked to stop."""
+        try:
+            directory = run_id.lost()
+        except StorageError:  # it does not answer, which is told of mounts
+            return
+        if directory is None:
+            self._absent_since = None
+            self.alarms.resolve("run-directory", f"{self.run.path} is there again")
+            return
+        if self._absent_since is None:
+            self._absent_since = time.monotonic()
+        if time.monotonic() - self._absent_since < _ABSENT:
+            return
+        act = self.config.watchdog.storage.act
+        error = run_id.gone(directory)
+        self.alarms.open(
+            "run-directory",
+            Severity.CRIT,
+            error.cause,
+            effect="nothing can be saved or recorded; a save that is due ends the run with exit 93",
+            remedy=error.remedy,
+            action="asked the ranks to stop" if act else "",
+        )
+        if act and not self._stop_asked and not self._ended and Phase.END not in self.ranks.phases:
+            self._stop_asked = True
+            for rank in self.ranks.alive[:1]:
+                rank.signal(signal.SIGUSR1)
 
     def _look_at_nodes(self) -> None:
         """What the others say, who leads, and whether the run went on without this node, which was frozen then."""
@@ -286,7 +337,7 @@ class Agent:
         """Add a dump to `RUN/watchdog/stacks`."""
         path = self.directory / "stacks" / f"{self.segment:04d}-rank-{rank:05d}.txt"
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
 

@@ -16,6 +16,7 @@ from typing import Any
 from ..config import Config
 from ..control import send
 from ..errors import ConfigError
+from ..record import run_id
 from ..record.claim import BEAT_SECONDS, Claim, Holder
 from ..record.files import RunDir, now, read_json, read_lines
 from ..record.journal import Journal
@@ -37,7 +38,7 @@ from .sensors import sensors
 from .snapshot import Histogram, Snapshot
 from .storage import Space
 
-_OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu"))
+_OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
 """Detectors whose alarms end when the ranks are started again."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
 _ATTEND = 5
@@ -146,7 +147,7 @@ class Leader:
             detector.tick(now)
         if now - self._attended >= _ATTEND * self._config.watchdog.interval.value or self._news:
             self._attended, self._news = now, False
-            self.holds = self._claim.still_mine()
+            self.holds = self._claim.still_mine() or run_id.lost() is not None  # gone with the run directory: nobody's
             serve(self._run, self.alarms)
             self._avoid_hosts()
             self._show()

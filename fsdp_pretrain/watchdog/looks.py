@@ -25,7 +25,7 @@ from ..record.files import RunDir, read_json, read_lines
 _PROBE_BYTES = 64 * 1024
 _SAMPLE = 64
 _ENTRIES = 40
-_KINDS = ("start", "checkpoint", "checkpoint-failed")
+_KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing")
 
 
 def space(path: str, attempts: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..record.files import now, read_json
+from ..record.files import make_directory, now, read_json
 from .alarms import Alarm, Alarms, Severity
 from .ranks import Standing
 
@@ -84,7 +84,7 @@ class Nodes:
         self._written, self._news = time.monotonic(), news
         beat = {"time": now(), "attempt": self._attempt, "host": socket.gethostname(), "pid": os.getpid(), **content}
         with contextlib.suppress(OSError):
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             partial = self._directory / f".{self.node}.{socket.gethostname()}.{os.getpid()}"
             partial.write_text(json.dumps(beat))
             partial.replace(self._directory / f"{self.node}.json")
