@@ -395,6 +395,53 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+class Removable:
+    """A mounted file system that goes away under those who use it, and comes back with all that was on it.
+
+    Args:
+        path: where it is mounted.
+        kept: a second place, by which it outlives being unmounted from the first.
+    """
+
+    def __init__(self, path: Path, kept: Path) -> None:
+        self.path, self._kept = path, kept
+        for place in (path, kept):
+            place.mkdir(parents=True, exist_ok=True)
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(kept)], capture_output=True
+        ).returncode:
+            pytest.skip("mounting a tmpfs needs root")
+        self.bring_back()
+
+    def take_away(self) -> None:
+        """Unmount it as busy as it is: an empty directory is left."""
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+    def bring_back(self) -> None:
+        """Mount it again."""
+        subprocess.run(["mount", "--bind", str(self._kept), str(self.path)], check=True)
+
+    def close(self) -> None:
+        """Unmount it everywhere."""
+        for place in (self.path, self._kept):
+            while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
+                pass
+
+
+@pytest.fixture
+def removable(tmp_path: Path) -> Iterator[Callable[[Path], Removable]]:
+    """`removable(path)` mounts a file system there that can be taken away."""
+    made: list[Removable] = []
+
+    def mount(path: Path) -> Removable:
+        made.append(Removable(path, tmp_path / f"kept-{len(made)}"))
+        return made[-1]
+
+    yield mount
+    for one in made:
+        one.close()
+
+
 class Node(NamedTuple):
     """One of two nodes that share a cable and this machine's files.
 

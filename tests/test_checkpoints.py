@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -121,6 +122,95 @@ def test_nothing_valid_is_an_error_and_never_step_0(lab: Any, copy: tuple[Path, 
         flags=("--allow-fresh",),
     )
     assert helpers.metrics(run)[-1]["step"] == 5
+
+
+def test_a_record_without_its_checkpoints_never_begins_at_step_0(
+    lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run
+) -> None:
+    """Fault matrix 51: they are gone without a trace, but the record knows of them: 93, however often. With
+    --allow-fresh another line begins, and nothing of the old one is on it, not even if it comes back."""
+    config, run = copy
+    for path in (run / "checkpoints").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    status = run_command("fsdp_pretrain.cli", "status", run)
+    assert status.returncode == 2 and "INCOMPLETE" in status.stdout and "step 40 was saved" in status.stdout
+    before = sorted(run.rglob("*"))
+    for _ in range(2):
+        output = lab.train(config, f"run.dir={run}", ranks=2, expect=93)
+        assert "a checkpoint of step 40 was saved, and there is none" in output and output.count("error:") == 1
+        assert "--allow-fresh" in output and f"{run}/checkpoints" in output
+        assert sorted(run.rglob("*")) == before
+    shorter = (f"run.dir={run}", "train.duration=12 steps", "optimizer.decay=40 steps")
+    lab.train(config, *shorter, ranks=2, flags=("--allow-fresh",))
+    (fresh,) = helpers.journal(run, "fresh")
+    assert fresh["lost"] == {"steps": 40, "tokens": 40 * 8 * 32} and not helpers.journal(run, "resume")
+    assert [(record["step"], record["segment"]) for record in helpers.metrics(run)] == [(n + 1, 2) for n in range(12)]
+    status = run_command("fsdp_pretrain.cli", "status", run)
+    assert status.returncode == 0 and ": COMPLETE" in status.stdout
+    account = json.loads(run_command("fsdp_pretrain.cli", "goodput", run, "--json").stdout)
+    assert (account["tokens"], account["tokens_lost"]) == (12 * 8 * 32, 40 * 8 * 32)
+    assert json.loads(run_command("fsdp_pretrain.cli", "where", run, "--step", 3, "--json").stdout)["segment"] == 2
+    shutil.copytree(trained / "checkpoints/step-00000030", run / "checkpoints/step-00000030")
+    output = lab.train(config, *shorter, ranks=2)
+    assert "passed over step-00000030: segment 2 went back to step 0" in output
+    assert helpers.journal(run, "resume")[-1]["step"] == 12 and not helpers.journal(run, "checkpoint-missing")
+
+
+def test_a_missing_checkpoint_is_told_once(lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run) -> None:
+    """The newest is gone, an older one is there: loud, and training goes on. What was moved aside is not missed."""
+    config, run = copy
+    status = run_command("fsdp_pretrain.cli", "status", run)
+    assert status.returncode == 2 and "step 40 was saved, and the newest there is of step 30" in status.stdout
+    output = lab.train(config, f"run.dir={run}", ranks=2)
+    assert "[checkpoint-missing] the record says that a checkpoint of step 40 was saved" in output
+    assert helpers.journal(run, "resume")[-1]["step"] == 30
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    (run / "checkpoints/abandoned").mkdir()
+    (run / "checkpoints/step-00000040").rename(run / "checkpoints/abandoned/step-00000040-by-hand")
+    lab.train(config, f"run.dir={run}", ranks=2)
+    assert len(helpers.journal(run, "checkpoint-missing")) == 1
+
+
+def test_a_crash_before_the_first_checkpoint_starts_again(lab: Any, helpers: Any, run_command: Run) -> None:
+    """Nobody is needed for that, and the chronicle says what is lost."""
+    config, run = lab.config(train={"duration": "4000 steps"}, checkpoint={"every": "4000 steps"}), lab.path / "run"
+    job = lab.start(config)
+    helpers.wait_for(lambda: run.exists() and len(helpers.metrics(run)) >= 3, what="steps")
+    job.kill()
+    job.wait()
+    steps = helpers.metrics(run)[-1]["step"]
+    job = lab.start(config)
+    (fresh,) = helpers.wait_for(lambda: helpers.journal(run, "fresh"), what="another start")
+    assert fresh["lost"]["steps"] == steps and "no checkpoint had been saved" in fresh["text"]
+    helpers.wait_for(lambda: [one["segment"] for one in helpers.metrics(run)][:1] == [2], what="a step")
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    job.kill(0, signal.SIGTERM)
+    assert job.wait() == [75], job.output()
+
+
+@pytest.mark.parametrize(("rank", "begun"), [(0, True), (1, True), (1, False)])
+def test_a_host_that_does_not_see_the_run_is_named(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, copy: tuple[Path, Path], rank: int, begun: bool
+) -> None:
+    """Fault matrix 51: the mount is missing on one host, where the directory is empty: 93, and nothing changes."""
+    config, run = copy
+    if not begun:
+        shutil.rmtree(run)
+    first = lab.path / "first.py"
+    first.write_text(
+        "import ctypes, os, subprocess\n"
+        f"if os.environ['RANK'] == '{rank}':\n"
+        "    if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):\n"
+        "        raise PermissionError('mounts of its own need root')\n"
+        "    subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
+        f"    subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', {str(run.parent)!r}], check=True)\n"
+    )
+    monkeypatch.setenv("EXECUTE_FIRST", str(first))
+    before = sorted(run.rglob("*"))
+    output = lab.train(config, f"run.dir={run}", ranks=2, expect=93)
+    assert f"the run directory {run} is gone on {os.uname().nodename}: there is no such directory" in output
+    assert ("rank 1: " in output) == (rank == 1) and output.count("error:") == 1
+    assert sorted(run.rglob("*")) == (before if begun else [run / "run_id"])
 
 
 def test_weights_and_optimiser_come_back_to_the_bit(

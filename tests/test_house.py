@@ -48,7 +48,7 @@ LEVELS = [
         "data.skip",
         "data.quickstart",
     ],
-    ["fsdp_pretrain.checkpoint.stores"],
+    ["fsdp_pretrain.checkpoint.stores", "fsdp_pretrain.checkpoint.expected"],
     [
         "fsdp_pretrain.status",
         "fsdp_pretrain.watchdog.looks",
@@ -106,7 +106,7 @@ LEVELS = [
             "fsdp_pretrain.retreat",
         ),
     ],
-    ["fsdp_pretrain.trainer", "fsdp_pretrain.checkpoints_cli", "fsdp_pretrain.alarms_cli"],
+    ["fsdp_pretrain.trainer", "fsdp_pretrain.starting", "fsdp_pretrain.checkpoints_cli", "fsdp_pretrain.alarms_cli"],
     ["fsdp_pretrain.cli"],
     ["eval", "fsdp_pretrain.bench_saves", "fsdp_pretrain.bench_watchdog"],
     ["fsdp_pretrain.train", "fsdp_pretrain.bench", "fsdp_pretrain.doctor"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
 from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import Ended, decide
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.files import RunDir, read_lines
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog_sections import LaunchSection
 
@@ -35,13 +36,23 @@ class Launched:
         config: file.
         arguments: of the trainer.
         options: of the launcher.
+        run: its directory, if it is not the one that the configuration of a lab has.
         extra: variables of the environment.
     """
 
     def __init__(
-        self, lab: Any, helpers: Any, config: Path, *arguments: str, options: tuple[str, ...] = (), **extra: str
+        self,
+        lab: Any,
+        helpers: Any,
+        config: Path,
+        *arguments: str,
+        options: tuple[str, ...] = (),
+        run: Path | None = None,
+        **extra: str,
     ) -> None:
-        self.run, self.log, self._helpers = lab.path / config.stem, lab.path / f"launch-{time.monotonic_ns()}", helpers
+        arguments = arguments if run is None else (f"run.dir={run}", *arguments)
+        self.run, self._helpers = run or lab.path / config.stem, helpers
+        self.log = lab.path / f"launch-{time.monotonic_ns()}"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [
@@ -268,6 +279,153 @@ def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) ->
     job = launch(lab.config(parallel={"shard": 3}, launch=HASTE))
     printed = job.ends(78)
     assert "does not divide the world size" in printed and not (job.run / "segments").exists()
+
+
+class Gone:
+    """Ways in which a run directory goes away, and comes back.
+
+    Args:
+        how: its mount, or the one of what is above it or of its checkpoints, is taken away; or it is removed, or moved.
+        path: the run directory.
+        mount: the fixture `removable`.
+    """
+
+    def __init__(self, how: str, path: Path, mount: Callable[[Path], Any]) -> None:
+        self.how, self.run, self._aside = how, path, path.with_name("aside")
+        mounted = {"above": path.parent, "itself": path, "checkpoints": path / "checkpoints"}
+        self._mount = mount(mounted[how]) if how in mounted else None
+
+    def take_away(self) -> None:
+        """It goes."""
+        if self._mount is not None:
+            self._mount.take_away()
+        elif self.how == "moved":
+            self.run.rename(self._aside)
+        else:
+            subprocess.run(["cp", "-r", self.run, self._aside])  # files that it replaces meanwhile may be missed
+            while self.run.exists():  # what is written meanwhile makes it fail
+                shutil.rmtree(self.run, ignore_errors=True)
+
+    def left(self) -> list[Path]:
+        """What is in its place."""
+        return [*(self.run if self._mount is None else self._mount.path).rglob("*")]
+
+    def bring_back(self) -> None:
+        """It comes back as it was."""
+        if self._mount is not None:
+            self._mount.bring_back()
+        else:
+            self._aside.rename(self.run)
+
+
+SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("itself", "checkpoints", "removed", "moved")]
+
+
+@pytest.mark.parametrize("how", ["above", *SLOW_WAYS])
+def test_a_run_directory_that_is_gone_is_not_begun_again(
+    launch: Callable[..., Launched],
+    lab: Any,
+    helpers: Any,
+    removable: Callable[[Path], Any],
+    run_command: Callable[..., Any],
+    how: str,
+) -> None:
+    """Fault matrix 51: 93 at the next save, nothing is in its place, and when it is back the same command goes on."""
+    run = lab.path / "disk/run"
+    directory = Gone(how, run, removable)
+    config = lab.config(train=LONG, checkpoint={"every": "40 steps"}, launch=HASTE)
+    job = launch(config, run=run)
+    helpers.wait_for(lambda: run.exists() and helpers.journal(run, "checkpoint"), 120, "a checkpoint")
+    job.reaches(helpers.journal(run, "checkpoint")[-1]["step"] + 10)
+    directory.take_away()
+    printed = job.ends(93)
+    where = run / "checkpoints" if how == "checkpoints" else run
+    assert f"directory {where} is gone on {os.uname().nodename}" in printed and "is mounted on that host" in printed
+    assert "begins at step 0" not in printed and "follows in" not in printed and "IndexError" not in printed
+    assert directory.left() == []
+    directory.bring_back()
+
+    def trained(segment: int) -> dict[int, tuple[float, float]]:
+        records = read_lines(run / f"segments/{segment:04d}/metrics.jsonl")
+        return {record["step"]: (record["loss"]["sum"], record["grad_norm"]) for record, _ in records}
+
+    again = launch(config, run=run)
+    helpers.wait_for(lambda: len(trained(2)) > 5, 120, "another start")
+    again.process.send_signal(signal.SIGUSR1)
+    again.ends(75)
+    (resume,) = helpers.journal(run, "resume")
+    first, second = trained(1), trained(2)
+    both = first.keys() & second.keys()
+    assert min(second) == resume["step"] + 1 > 40 and min(both) == min(second)
+    assert all(first[step] == second[step] for step in both)
+    assert run_command("fsdp_pretrain.cli", "status", run, "--json").returncode == 1  # stopped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["above", "checkpoints"])
+def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
+    launch: Callable[..., Launched], lab: Any, helpers: Any, removable: Callable[[Path], Any], endpoint: Any, how: str
+) -> None:
+    """Fault matrix 51: long before the next save; the message goes out though the run directory takes nothing."""
+    run = lab.path / "disk/run"
+    directory = Gone(how, run, removable)
+    endpoint.up()
+    watchdog = {"enabled": True, "interval": "0.2 s", "notify": {"webhook": {}}}
+    config = lab.config(train=LONG, checkpoint={"every": "3000 steps"}, launch=HASTE, watchdog=watchdog)
+    job = launch(config, run=run)
+    job.reaches(10)
+    helpers.wait_for((run / "watchdog/snapshot.json").exists, 60, "a watchdog that speaks for the run")
+    directory.take_away()
+    assert "is gone on" in job.ends(93)
+    helpers.wait_for(lambda: not helpers.agents(run), 60, "the end of the watchdog")
+    assert directory.left() == []
+    assert "run-directory" in {body["key"] for body in endpoint.bodies()}
+
+
+@pytest.mark.slow
+def test_a_launcher_does_not_accept_less_than_it_has_seen(
+    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any]
+) -> None:
+    """Somebody deletes the newest checkpoint under a live run, and a rank dies: an older one is not taken in silence."""
+    job = launch(lab.config(train=LONG, checkpoint={"every": "100_000 steps"}, launch=HASTE))
+    for count in (1, 2):
+        job.reaches(5)
+        assert run_command("fsdp_pretrain.cli", "control", job.run, "save").returncode == 0
+        helpers.wait_for(lambda count=count: len(helpers.journal(job.run, "checkpoint")) == count, 60, "a checkpoint")
+    older, newest = (entry["step"] for entry in helpers.journal(job.run, "checkpoint"))
+    shutil.rmtree(job.run / f"checkpoints/step-{newest:08d}")
+    job.ranks()[1].kill()
+    printed = job.ends(93)
+    assert f"a checkpoint of step {newest} was saved" in printed and f"--to {older}" in printed
+    assert run_command("fsdp_pretrain.cli", "rollback", job.run, "--to", older).returncode == 0  # says that it is meant
+    again = launch(lab.path / "run.toml")
+    again.reaches(older + 5)
+    again.process.terminate()
+    again.ends(75)
+    assert helpers.journal(job.run, "resume")[-1]["step"] == older
+    assert not helpers.journal(job.run, "checkpoint-missing")
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(
+    lab: Any, helpers: Any, removable: Callable[[Path], Any]
+) -> None:
+    """Fault matrix 51, without the launcher: the ranks that torchrun starts again know what those before them had."""
+    run, disk = lab.path / "disk/run", removable(lab.path / "disk")
+    config, log = lab.config(train=LONG, checkpoint={"every": "40 steps"}), lab.path / "log"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "2", "-m", "fsdp_pretrain.train", str(config), f"run.dir={run}"]
+    with log.open("wb") as out:
+        job = subprocess.Popen(command, cwd="/", env=helpers.environment(), stdout=out, stderr=out)
+    try:
+        helpers.wait_for(lambda: run.exists() and helpers.journal(run, "checkpoint"), 120, "a checkpoint")
+        disk.take_away()
+        assert job.wait(240) == 1
+    finally:
+        job.kill()
+    printed = log.read_text()
+    assert printed.count(f"error: the run directory {run} is gone") == 3, printed  # at the save, and at two restarts
+    assert not [*disk.path.rglob("*")]
 
 
 @pytest.mark.slow

@@ -20,12 +20,14 @@ import pytest
 
 from data.opening import open_packer
 from fsdp_pretrain import overrides
+from fsdp_pretrain.checkpoint.expected import missing
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.config import load
 from fsdp_pretrain.errors import BusyError, UserError
 from fsdp_pretrain.fork import fork
 from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import RunDir, read_json, replace_file
+from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.lock import RunLock, hold
 from fsdp_pretrain.record.metrics import read_metrics
 from fsdp_pretrain.rollback import finish, rollback
@@ -376,6 +378,9 @@ class Simulation:
         shutil.copyfile(self.run.config, attempt / "config.toml")
         facts = {"segment": segment, **vars(state)}
         store.commit(attempt, [describe_file(p) for p in attempt.iterdir()], facts)
+        journal = Journal(self.run, segment)
+        journal.write("checkpoint", "", step=step)
+        journal.close()
 
     def branch(self, verb: str) -> None:
         """A rollback or fork to any checkpoint, killed somewhere or not, and then repeated."""
@@ -415,6 +420,7 @@ class Simulation:
         assert all(c.problem is None and c.step <= len(self.kept) for c in checkpoints)
         parts = lineage.line(lineage.nodes(self.run))
         assert all(lineage.holds(parts, c.manifest()["segment"], c.step) for c in checkpoints)
+        assert missing(self.run) is None  # what the record says was saved on the kept line is there
         assert not self.run.rollback.exists() and not self.run.lock.exists()
         assert not list(self.path.glob("*.forking"))
 

@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 
-from fsdp_pretrain.record import lineage
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.control import send
+from fsdp_pretrain.errors import RunGoneError, StorageError
+from fsdp_pretrain.record import lineage, run_id
+from fsdp_pretrain.record.claim import Claim
 from fsdp_pretrain.record.files import AppendFile, RunDir, read_json, read_lines, replace_file
 from fsdp_pretrain.record.journal import Journal, read
 from fsdp_pretrain.record.metrics import find_step, read_metrics
 from fsdp_pretrain.record.recorder import Recorder, write_exit_intent
+from fsdp_pretrain.record.run_id import Memory
 from fsdp_pretrain.status import ALERT, OK, WARN, inspect, render
 
 pytestmark = pytest.mark.quick
@@ -96,6 +101,68 @@ def metric(step: int, **changes: Any) -> dict[str, Any]:
 
 def recorder(run: RunDir) -> Recorder:
     return Recorder(run, run.new_segment(), name="x", console_every=2, total_steps=10)
+
+
+WRITERS: dict[str, Callable[[RunDir], object]] = {
+    "status": lambda run: replace_file(run.status, "{}"),
+    "segment": lambda run: run.new_segment(),
+    "lineage": lambda run: lineage.record(run.segment(1), parent=None, step=0, kind="start"),
+    "journal": lambda run: Journal(run).write("note", "not lost: it waits"),
+    "lock": lambda run: Claim.take(run.lock),
+    "request": lambda run: send(run, "stop"),
+    "checkpoint": lambda run: Store(run.checkpoints).begin(5),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("left", ["nothing", "empty", "another run"])
+def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, left: str
+) -> None:
+    """Fault matrix 51: a mount point that lost its mount stays empty, whatever this process writes."""
+    monkeypatch.setattr(run_id, "_bound", {})
+    run = RunDir(tmp_path / "run")
+    known = run_id.give(run.path)
+    assert run_id.give(run.path) == known
+    run_id.bind(run.path, known)
+    run.new_segment()
+    WRITERS[writer](run)  # as long as it is there
+    run.path.rename(tmp_path / "away")
+    if left != "nothing":
+        run.path.mkdir()
+    if left == "another run":
+        run_id.give(run.path)
+    before = sorted(tmp_path.rglob("*"))
+    if writer == "journal":
+        WRITERS[writer](run)
+    else:
+        with pytest.raises((OSError, StorageError)):
+            WRITERS[writer](run)
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(RunGoneError, match="mounted") as refused:
+        run_id.check()
+    assert str(run.path) in str(refused.value) and refused.value.exit == 93
+
+
+def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> None:
+    """A run directory that has gone back to an earlier state, as a snapshot does, is as bad as one that is gone."""
+    run, note = RunDir(tmp_path / "run"), tmp_path / "notes/seen.json"
+    first = Memory(note)
+    first.check(run.path, lambda: 0)  # nothing was seen
+    first.remember(run_id=run_id.give(run.path))
+    first.remember(segment=3, checkpoint=40)
+    Memory(note, active=False).remember(segment=9)
+    second = Memory(note)
+    assert second.seen == first.seen
+    second.check(run.path, lambda: 3)
+    with pytest.raises(RunGoneError, match="its newest segment is 2, but segment 3 has been there"):
+        second.check(run.path, lambda: 2)
+    (run.path / "run_id").unlink()
+    with pytest.raises(RunGoneError, match="the directory is empty"):
+        second.check(run.path, lambda: 3)
+    note.write_text("{")
+    with pytest.raises(StorageError, match="cannot read"):
+        Memory(note)
 
 
 def test_restarts_make_one_curve(tmp_path: Path) -> None:

@@ -157,6 +157,23 @@ def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_lin
     assert helpers.journal(run, "resume")[-1]["step"] == 18
 
 
+def test_a_fallback_that_is_not_mounted_is_missed(
+    lab: Any, spread: tuple[Path, Path, Path], helpers: Any, run_command: Run
+) -> None:
+    """The record knows what was in it: told by `status`; without another checkpoint 93; when it is back all is well."""
+    config, run, other = spread
+    other.rename(other.with_name("unmounted"))
+    status = run_command(CLI, "status", run)
+    assert status.returncode == 2 and "step 24 was saved, and the newest there is of step 6" in status.stdout
+    (run / "checkpoints/step-00000006").rename(run / "kept")
+    output = lab.train(config, expect=93)
+    assert "a checkpoint of step 24 was saved, and there is none" in output and "checkpoint.fallback_dir" in output
+    (run / "kept").rename(run / "checkpoints/step-00000006")
+    other.with_name("unmounted").rename(other)
+    lab.train(config)
+    assert helpers.journal(run, "resume")[-1]["step"] == 24 and not helpers.journal(run, "checkpoint-missing")
+
+
 def test_a_fallback_that_is_no_longer_configured_is_still_known(
     lab: Any, spread: tuple[Path, Path, Path], helpers: Any
 ) -> None:
@@ -340,6 +357,9 @@ def test_a_run_begins_with_the_weights_of_another(
     done = run_command(CLI, "checkpoints", new, "import", source, "--config", config, *changed, "--json", timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["padded_rows"] == 88
+    (new / "checkpoints").rename(new / "kept")
+    assert "a checkpoint of step 0 was saved, and there is none" in lab.train(config, *changed[:-1], expect=93)
+    (new / "kept").rename(new / "checkpoints")
     lab.train(config, *changed[:-1])
     (entry,) = helpers.journal(new, "resume")
     assert entry["step"] == 0 and not entry["optimizer"] and "the optimiser starts fresh" in entry["text"]

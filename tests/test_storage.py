@@ -87,7 +87,8 @@ def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -
 def saves(
     watch: Watch, run: Path, every: str = "100 steps", reached: Callable[[], int] = int, **section: Any
 ) -> Checkpoints:
-    (run / "control").mkdir(parents=True, exist_ok=True)
+    for name in ("segments", "control"):
+        (run / name).mkdir(parents=True, exist_ok=True)
     values = {"interval": Seconds(60), **section}
     return Checkpoints(
         watch.alarms,
