@@ -337,8 +337,9 @@ class CheckpointSection(Section):
     fallback_dir: FilePath | None = None
     """Directory on other storage that takes the checkpoints while the run directory cannot."""
     on_commit: str | None = None
-    """Shell command run for every new checkpoint, for copies elsewhere: `"rsync -a {path} backup:ckpt/"`. Runs beside
-    training, which neither waits for it nor fails with it; meanwhile the checkpoint is not deleted."""
+    """Shell command run for every new checkpoint, for copies elsewhere: `'rsync -a "$1" backup:ckpt/'`. `$1` is the
+    checkpoint's path and `$2` its step; the environment has them as `CHECKPOINT_PATH` and `CHECKPOINT_STEP`. Runs
+    beside training, which neither waits for it nor fails with it; meanwhile the checkpoint is not deleted."""
     background: bool = True
     """Write while training goes on, from a copy in host memory (as large as a rank's share of the checkpoint). The last
     save of a start, and the one after a failure, are made while training waits."""

@@ -31,7 +31,7 @@ from eval import jobs
 
 from . import changes, environment, mesh, models, optim, overrides, parallel, plan, throughput
 from .checkpoint.dcp import Saved
-from .checkpoint.hook import CommitHook
+from .checkpoint.hook import CommitHook, refuse_path_in_text
 from .checkpoint.manager import Manager
 from .checkpoint.resume import Resume, Resumed, Terms
 from .checkpoint.subject import Subject
@@ -119,6 +119,7 @@ def _start(args: argparse.Namespace) -> int:
     try:
         allowed = changes.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
+        refuse_path_in_text(config)
         terms = Terms(args.allow_fresh, allowed | lasting.keys, args.reset_optimizer, args.reason)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")

@@ -178,6 +178,31 @@ def test_a_command_for_every_checkpoint(lab: Any, helpers: Any) -> None:
     assert (copies / "step-00000010/manifest.json").read_text()
 
 
+def test_a_path_is_never_a_command(lab: Any, helpers: Any) -> None:
+    """Whatever it holds: it is a parameter. Where an older configuration makes it text, such a path is refused."""
+    out, marker, path = (
+        lab.path / "out",
+        lab.path / "executed",
+        lab.path / 'it\'s a "run" $(touch executed);`touch executed`',
+    )
+    config = lab.config(
+        train={"duration": "4 steps"},
+        checkpoint={
+            "every": "4 steps",
+            "on_commit": f'cd {lab.path} && printf "%s\\n" "$1" $2 "$CHECKPOINT_PATH" $CHECKPOINT_STEP > part && mv part out',
+        },
+    )
+    lab.train(config, f"run.dir={path}")
+    helpers.wait_for(out.exists, what="the command")
+    assert out.read_text().splitlines() == [str(path / "checkpoints/step-00000004"), "4"] * 2
+    again = lab.config(
+        "again", train={"duration": "4 steps"}, checkpoint={"on_commit": f'cd {lab.path}; echo "{{path}}"'}
+    )
+    output = lab.train(again, f"run.dir={path.with_name(path.name + '2')}", expect=78)
+    assert "checkpoint.on_commit has {path}" in output and 'write "$1"' in output and output.count("error:") == 1
+    assert not marker.exists() and not Path("/executed").exists()
+
+
 def test_a_command_that_hangs_or_fails_harms_nothing(lab: Any, helpers: Any) -> None:
     """Hanging ones keep their checkpoints and are not piled up; failing ones are lines in the journal."""
     config = lab.config(
