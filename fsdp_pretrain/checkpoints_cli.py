@@ -13,6 +13,7 @@ import tomli_w
 from tqdm import tqdm
 
 from .checkpoint.hf_layout import read_model
+from .checkpoint.metadata import wrong_metadata
 from .checkpoint.store import CONFIG, Checkpoint, verify_files
 from .checkpoint.stores import Stores, stores
 from .config import load
@@ -158,7 +159,7 @@ def _describe(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
 def _read_back(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
     row = _describe(found, checkpoint)
     if checkpoint.problem is None:
-        wrong = verify_files(checkpoint.path, checkpoint.files())
+        wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_metadata(checkpoint.path)
         row |= {"state": "damaged", "problem": wrong[0]} if wrong else {"state": "verified"}
     return row
 

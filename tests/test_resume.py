@@ -346,7 +346,10 @@ def test_a_run_begins_with_the_weights_of_another(
     first, model = helpers.metrics(new)[0], models.build(load(config, ["model.vocab_multiple=600"]).model)
     assert first["cursor"] == 8 and first["lr"] == 1e-3 / 4
     assert "imported" in stores(RunDir(new)).find(0).manifest()
-    weights, imported = Weights(stores(RunDir(run)).find(18)), Weights(stores(RunDir(new)).find(0))
+    weights, imported = (
+        Weights(checkpoint, models.build(load(checkpoint.path / "config.toml").model))
+        for checkpoint in (stores(RunDir(run)).find(18), stores(RunDir(new)).find(0))
+    )
     assert set(imported.shapes) == set(model.state_dict())
     for name in imported.shapes:
         assert torch.equal(imported[name][: weights.shapes[name][0]], weights[name]), name

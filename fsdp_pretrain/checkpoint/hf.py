@@ -90,7 +90,7 @@ def export_checkpoint(
     length = config.data.sequence_length
     content = to_hf(config.model, sequence_length=length, eod=tokenizer.eod, dtype=type_name)
     _verify(checkpoint)
-    stored = dcp.Weights(checkpoint)
+    stored = dcp.Weights(checkpoint, models.build(config.model))
     pieces = [_piece(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)]
     files = _deal(pieces, shard_bytes)
     facts = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}

@@ -17,7 +17,7 @@ from data.packer import Packer
 from .. import __version__, models
 from ..changes import differences
 from ..config import Config, load
-from ..errors import CheckpointError, ConfigError, DataError, shortened
+from ..errors import CheckpointError, ConfigError, DataError
 from ..mesh import Alone
 from ..model_sections import AnyModel
 from ..record.files import RunDir
@@ -184,16 +184,7 @@ class _Checkpoint:
     def __init__(self, checkpoint: Checkpoint, theirs: AnyModel, ours: AnyModel) -> None:
         self.parameters: dict[str, Tensor] = models.build(ours).state_dict()
         self.padded = ours.rows - theirs.rows
-        self._stored = dcp.Weights(checkpoint)
-        wanted = {name: tuple(tensor.shape) for name, tensor in models.build(theirs).state_dict().items()}
-        problems = [
-            f"{name}: {self._stored.shapes.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in "
-            "the model"
-            for name in sorted({*wanted, *self._stored.shapes})
-            if wanted.get(name) != self._stored.shapes.get(name)
-        ]
-        if problems:
-            raise CheckpointError(f"{checkpoint.path} does not fit its model:\n    " + shortened(problems))
+        self._stored = dcp.Weights(checkpoint, models.build(theirs))
 
     def read(self, name: str) -> Tensor:
         """A parameter in fp32, with the rows that the checkpoint has. Raises CheckpointError."""

@@ -81,20 +81,27 @@ class Resume:
         found = world.decide(lambda: stores(self._run))
         world.decide(found.sweep)
         passed_over: list[str] = []
+        partly = False
         for checkpoint in reversed(world.decide(found.scan)):
             problem = checkpoint.problem or world.decide(partial(self._set_aside, checkpoint))
             problem = problem or next(iter(dcp.verify(world, checkpoint)), None)
             if problem is None:
-                return self._load(checkpoint, passed_over)
+                try:
+                    return self._load(checkpoint, passed_over)
+                except dcp.UnreadableError as unreadable:
+                    problem, partly = unreadable.cause, True
+                    self._optimizer.state.clear()  # the one before may hold weights alone
             text = f"{checkpoint.path.name}: {problem}"
             passed_over.append(text)
             self._recorder.event("checkpoint-rejected", f"passed over {text}", step=checkpoint.step)
-        if passed_over and not self._terms.fresh:
+        if passed_over and (partly or not self._terms.fresh):  # a fresh start needs the initial values, untouched
             error = CheckpointError(
                 f"{found.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
                 + "\n    ".join(passed_over),
                 effect="starting again from step 0 would throw the run away without a word",
-                remedy="restore a checkpoint, or pass --allow-fresh to begin again in this directory",
+                remedy="move those that cannot be read out of the directory, then start again with --allow-fresh"
+                if partly and self._terms.fresh
+                else "restore a checkpoint, or pass --allow-fresh to begin again in this directory",
             )
             error.exit = Exit.NEEDS_PERSON
             raise error.on_all_ranks()
