@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 from tqdm import tqdm
 
-from .checkpoint.hf_layout import read_model
+from .checkpoint.hf_layout import ACCEPTABLE, read_model
 from .checkpoint.metadata import wrong_metadata
 from .checkpoint.store import CONFIG, Checkpoint, verify_files
 from .checkpoint.stores import Stores, stores
@@ -82,6 +82,13 @@ def add(command: Command) -> None:
         nargs="+",
         metavar=("CONFIG", "key=value"),
         help="configuration of the run, whose run.dir is RUN, and values to replace in it",
+    )
+    parser.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        choices=ACCEPTABLE,
+        help="go on although: " + "; ".join(f"{name}: {text}" for name, text in ACCEPTABLE.items()),
     )
     parser.add_argument("--show-model", action="store_true", help="only print the [model] section that fits")
     parser.add_argument("--json", action="store_true")
@@ -187,8 +194,12 @@ def _import(args: argparse.Namespace) -> int:
     if args.config is None:
         raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
     config = load(args.config[0], args.config[1:])
-    importer = _with_torch("importing").import_checkpoint if native else _with_torch("hf").import_folder
-    done = importer(args.run, args.source, config)
+    if native and args.accept:
+        raise ConfigError(f"--accept {args.accept[0]} is for Hugging Face folders; {args.source} is a checkpoint")
+    if native:
+        done = _with_torch("importing").import_checkpoint(args.run, args.source, config)
+    else:
+        done = _with_torch("hf").import_folder(args.run, args.source, config, args.accept)
     checkpoint = done.saved.checkpoint
     if args.json:
         facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}

@@ -17,7 +17,7 @@ from data.packer import Packer
 from .. import __version__, models
 from ..changes import differences
 from ..config import Config, load
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError, shortened
 from ..mesh import Alone
 from ..model_sections import AnyModel
 from ..record.files import RunDir
@@ -42,7 +42,10 @@ class Source(Protocol):
     padded: int
 
     def read(self, name: str) -> Tensor:
-        """A parameter in fp32, with the rows that the source has. Raises OSError, CheckpointError."""
+        """A parameter in fp32, with the rows that the source has. Raises DataError, CheckpointError."""
+
+    def called(self, name: str) -> str:
+        """What the source calls a parameter."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,10 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
         said: what is known of its tokenizer.
 
     Raises:
+        DataError: weights are not finite.
         StorageError: the checkpoint cannot be written.
     """
+    _refuse_not_finite(source, where)
     state = TrainState()
     shape = {"size": 1, "replicas": 1, "shards": 1}
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
@@ -135,6 +140,18 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
     journal.write("import", text, step=0, folder=str(where.resolve()), padded=source.padded)
     journal.close()
     return Imported(saved, source.padded, said)
+
+
+def _refuse_not_finite(source: Source, where: Path) -> None:
+    """Raise DataError, naming all tensors with NaN or infinite values; everything is read for it."""
+    bar = tqdm(source.parameters, desc="checking values", unit="tensors", delay=2, disable=None)
+    wrong = sorted({source.called(name) for name in bar if not source.read(name).isfinite().all()})
+    if wrong:
+        raise DataError(
+            f"{where} has tensors with values that are NaN, or infinite in fp32:\n    " + shortened(wrong),
+            effect="every loss of a training from them would be NaN",
+            remedy="take the weights from before they were damaged",
+        )
 
 
 # ------------------------------------------------------------------------ another run's checkpoint
@@ -189,3 +206,7 @@ class _Checkpoint:
     def read(self, name: str) -> Tensor:
         """A parameter in fp32, with the rows that the checkpoint has. Raises CheckpointError."""
         return self._stored[name].float()
+
+    def called(self, name: str) -> str:
+        """The name: it is the same."""
+        return name
