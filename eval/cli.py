@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit
 from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
 
 from .jobs import due_jobs, task_set, watch_once
+from .tasks import BUNDLED
 
 
 def main() -> int:
@@ -35,7 +37,13 @@ def main() -> int:
     parser.add_argument("--step", type=int, help="step of the run's checkpoint to use")
     parser.add_argument("--tasks", help="comma-separated task names (default: the run's eval.tasks)")
     parser.add_argument("--heldout", type=Path, help="held-out documents for the bundled tasks (default: the run's)")
-    parser.add_argument("--include", type=Path, action="append", default=[], help="directory with lm-eval task files")
+    parser.add_argument(
+        "--include",
+        type=Path,
+        action="append",
+        default=[],
+        help="directory with lm-eval task files, which are programs; those of the configuration are not used",
+    )
     parser.add_argument("--limit", type=int, help="documents per task")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run")
@@ -82,8 +90,15 @@ def _run(args: argparse.Namespace) -> int:
     config = load(checkpoint.path / "config.toml")
     settings: dict[str, Any] = {"tasks": args.tasks.split(",")} if args.tasks else {}
     settings |= {key: getattr(args, key) for key in ("heldout", "limit", "device") if getattr(args, key) is not None}
-    if args.include:
-        settings["include"] = args.include
+    settings["include"] = args.include
+    foreign = set(settings.get("tasks", config.eval.tasks)) - set(BUNDLED)
+    if config.eval.include and foreign and not args.include:
+        folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in config.eval.include)
+        raise ConfigError(
+            f"the configuration of {checkpoint.path} names folders of task files: they are not used here",
+            effect="task files are programs: who made the checkpoint would choose what runs here",
+            remedy=f"if you trust them, add: {folders}",
+        )
     section = config.eval.model_copy(update=settings)
     results = evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer)
     if args.out:
@@ -158,7 +173,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
         raise ConfigError("lm-eval is not installed", remedy="pip install 'fsdp-pretrain[eval]'") from None
     from .checkpoints import read_checkpoint
     from .harness import CheckpointLM
-    from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
+    from .tasks import load_tasks, scores, unigram_bits_per_byte
 
     start = time.perf_counter()
     section = config.eval

@@ -84,6 +84,7 @@ def test_files_named_in_the_documentation_exist() -> None:
             "docs/incidents.md",
             "docs/decisions.md",
             "docs/faults.md",
+            "docs/trust.md",
         ),
     ]:
         text = (ROOT / page).read_text()
