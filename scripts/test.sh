@@ -15,5 +15,5 @@ mypy
 if [ "$#" -eq 0 ]; then
     set -- -m "not slow and not gpu"
 fi
-# Two files at a time: most tests wait for processes they have started. TEST_WORKERS=0 for one after the other.
-exec python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"
+# Three files at a time: many tests wait for processes they have started. TEST_WORKERS=0 for one after the other.
+exec python -m pytest --numprocesses "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"

@@ -29,8 +29,8 @@ WORDS = (
 )
 
 
-# Files that take longest, longest first: two workers that begin with them end together.
-LONG = ("training", "launch", "docs", "checkpoints", "lineage", "saves", "aim", "reading", "eval", "data_changes")
+# Files that take longest, longest first: workers that begin with them end together.
+LONG = "docs training interventions launch hangs checkpoints eval saves kills prepare aim".split()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -137,7 +137,7 @@ class Process:
         exit_code = self._files.with_suffix(".exit")
         return int(exit_code.read_text()) if exit_code.exists() else None
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = sight.PATIENCE) -> int:
         """Exit code; raises TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -203,7 +203,7 @@ class Zygotes:
         return self._zygotes[package]
 
     def run(
-        self, module: str, *arguments: object, timeout: float = 120, **extra: str
+        self, module: str, *arguments: object, timeout: float = sight.PATIENCE, **extra: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a module from `/` to its end and capture what it says."""
         process = self.start(module, *arguments, environment=clean_environment(**extra))
@@ -256,7 +256,7 @@ class Job:
             for rank in range(ranks)
         ]
 
-    def wait(self, timeout: float = 150) -> list[int]:
+    def wait(self, timeout: float = sight.PATIENCE) -> list[int]:
         """Exit codes of all ranks."""
         deadline = time.monotonic() + timeout
         try:
@@ -373,6 +373,26 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
     laboratory = Lab(tmp_path_factory.mktemp("lab"), shared_corpus, zygotes)
     yield laboratory
     laboratory.close()
+
+
+@pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Path]]:
+    """`gates(5, 9)`: runs that start from now on wait before these steps until the files that it returns exist, so that
+    they do not end before the test has done something to them. `gates()`: they do not wait any more."""
+    made: list[Path] = []
+
+    def make(*steps: int) -> list[Path]:
+        new = [tmp_path / f"gate-{len(made) + number}" for number in range(len(steps))]
+        made.extend(new)
+        faults = [
+            {"rank": "all", "step": step, "kind": "await_file", "path": str(path)}
+            for step, path in zip(steps, new, strict=True)
+        ]
+        monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/faults.py"))
+        monkeypatch.setenv("FAULT", json.dumps(faults))
+        return new
+
+    return make
 
 
 @pytest.fixture

@@ -50,16 +50,18 @@ def followers(run: Path) -> list[psutil.Process]:
 
 def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, run_command: Callable[..., Any]) -> None:
     config = lab.config(record={"aim": True})
-    lab.train(config, "train.duration=10 steps", "optimizer.decay=20 steps")
-    lab.train(config)
     run = lab.path / "run"
+    for duration in ("10 steps", "20 steps"):
+        lab.train(config, f"train.duration={duration}", "optimizer.decay=20 steps")
+        helpers.wait_for(
+            lambda: not followers(run), what="the end of the follower"
+        )  # which a busy machine leaves behind
     assert not helpers.journal(run, "aim-stopped"), helpers.journal(run, "aim-stopped")
     expected = {record["step"]: record["loss"]["sum"] / record["loss"]["count"] for record in helpers.metrics(run)}
     live = read_back(run / "aim")
     assert live['loss {"source": "all"}'] == pytest.approx(expected)
     assert set(live["grad_norm {}"]) == set(expected)
     assert 'seconds {"part": "data"}' in live and 'loss {"source": "text"}' not in live
-    assert not followers(run)
 
     shutil.rmtree(run / "aim")  # losing the view loses nothing
     rebuilt = run_command("fsdp_pretrain.cli", "aim", run)
@@ -98,12 +100,17 @@ DURING: dict[str, Callable[[Path], None]] = {
 }
 
 
-DAMAGE = ["deleted", "locked"], ["a-file", "follower-killed", "read-only", "cannot-be-made"]
+DAMAGE = ["deleted"], ["locked", "a-file", "follower-killed", "read-only", "cannot-be-made"]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE[1])])
 def test_damage_to_the_repository_is_one_journal_line(
-    lab: Any, helpers: Any, reference: list[Any], damage: str, small_disk: Callable[[str], Path]
+    lab: Any,
+    helpers: Any,
+    reference: list[Any],
+    damage: str,
+    small_disk: Callable[[str], Path],
+    gates: Callable[..., list[Path]],
 ) -> None:
     """Training is bitwise what it is without Aim, ends with 0, and the journal has exactly one line about it."""
     run, repo, holder = lab.path / "run", lab.path / "aim", None
@@ -122,21 +129,25 @@ def test_damage_to_the_repository_is_one_journal_line(
         "read-only",
     ):  # once whole, then another process holds the very Aim run, or nothing can write
         lab.train(config, "train.duration=5 steps", "optimizer.decay=150 steps")
+        helpers.wait_for(lambda: not followers(run), what="the end of the first follower")
         if damage == "locked":
             holder = hold(run, repo)
         else:
             subprocess.run(["mount", "-o", "remount,ro,size=50m", str(repo.parent)], check=True)
+    if damage in DURING:
+        (gate,) = gates(100)
     job = lab.start(config)
     if damage in DURING:
         helpers.wait_for(lambda: (repo / ".aim").exists() and (run / "aim.json").exists(), what="the mirror")
         DURING[damage](repo)
+        gate.touch()
     assert job.wait() == [0], job.output()
+    helpers.wait_for(lambda: not followers(run), what="the end of the follower")
     if holder is not None:
         holder.kill()
     assert helpers.losses(run) == reference
     lines = helpers.journal(run, "aim-stopped")
     assert len(lines) == 1 and "training goes on" in lines[0]["text"], lines
-    assert not followers(run)
 
 
 def hold(run: Path, repo: Path) -> subprocess.Popen[str]:

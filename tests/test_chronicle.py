@@ -119,7 +119,7 @@ def test_the_journal_is_searched_and_followed(
     helpers.wait_for(lambda: "second" in out.read_text(), what="the second alarm")
     assert "checkpoint" not in out.read_text()
     following.signal(2)
-    assert following.wait(10) == 130
+    assert following.wait() == 130
 
 
 @pytest.mark.parametrize(

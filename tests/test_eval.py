@@ -203,7 +203,7 @@ def test_every_due_checkpoint_exactly_once_by_many_workers(
     run: Path, helpers: Any, run_command: Run, start_command: Callable[..., Any]
 ) -> None:
     workers = [start_command("eval.cli", "watch", run, "--once") for _ in range(3)]
-    assert [worker.wait(200) for worker in workers] == [0, 0, 0], [worker.output() for worker in workers]
+    assert [worker.wait() for worker in workers] == [0, 0, 0], [worker.output() for worker in workers]
     assert set(results(run)) == {10, 20, 30}
     entries = helpers.journal(run, "eval")
     assert sorted(entry["step"] for entry in entries) == [10, 20, 30]
@@ -224,9 +224,9 @@ def test_a_killed_worker_is_taken_over(
         lambda: [claim for claim in run.glob("evals/**/claim.json") if claim.stat().st_size], what="a claim"
     )
     worker.signal(signal.SIGKILL)
-    assert worker.wait(10) == -signal.SIGKILL
+    assert worker.wait() == -signal.SIGKILL
     assert list(run.glob("evals/**/claim.json"))
-    assert run_command("eval.cli", "watch", run, "--once", timeout=200).returncode == 0
+    assert run_command("eval.cli", "watch", run, "--once").returncode == 0
     assert set(results(run)) == {10, 20, 30}
 
 
@@ -319,13 +319,14 @@ def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any
     lab.train(lab.config("with", **common, eval=scheduled), ranks=2)
     run = lab.path / "with"
     assert json.loads((run / "status.json").read_text())["state"] == "complete"
-    assert run_command("eval.cli", "watch", run, "--once", "--wait", timeout=200).returncode == 0
+    assert run_command("eval.cli", "watch", run, "--once", "--wait").returncode == 0
     assert set(results(run)) == {10, 20, 30}, (run / "evals/log").read_text()
     assert sorted(entry["step"] for entry in helpers.journal(run, "eval")) == [10, 20, 30]
     lab.train(lab.config("without", **common), ranks=2)
     assert helpers.losses(run) == helpers.losses(lab.path / "without")
 
 
+@pytest.mark.slow
 def test_a_crashing_evaluation_does_not_touch_training(lab: Any, helpers: Any) -> None:
     heldout = lab.path / "heldout.jsonl"
     heldout.write_text("not json\n")
@@ -359,15 +360,15 @@ def test_an_evaluation_that_hangs_is_ended_with_its_stack(
 ) -> None:
     """Fault matrix 26: a dead-lock in an evaluation: its stack at the deadline, its end later, then the next one."""
     worker = start_command("eval.cli", "watch", hanging, "--once")
-    assert worker.wait(60) == 1, worker.output()
+    assert worker.wait() == 1, worker.output()
     failed = helpers.journal(hanging, "eval-failed")
     assert [(entry["step"], entry["failures"]) for entry in failed] == [(10, 1), (20, 1), (30, 1)]
     assert all("(given up): ended after 2.1s" in entry["text"] for entry in failed)
     late = helpers.journal(hanging, "eval-late")
     assert len(late) == 3 and "its stack is in" in late[0]["text"]
-    dumps = (hanging / "watchdog/stacks/evaluation-00000030.txt").read_text()
-    assert dumps.count("most recent call first") == 2  # at the deadline and at the end
-    assert 'deadlock.py", line 7 in load' in dumps
+    dumps = [path.read_text() for path in (hanging / "watchdog/stacks").glob("evaluation-*.txt")]
+    assert [text.count("most recent call first") for text in dumps] == [2] * 3  # at the deadline and at the end
+    assert any('deadlock.py", line 7 in load' in text for text in dumps)
     assert not list(hanging.glob("evals/**/claim*"))
 
 
@@ -395,7 +396,7 @@ def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
     assert "ended by signal 9" in failed[0]["text"] and failed[0]["failures"] == 1
     (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="the second try")
     worker.signal(signal.SIGKILL)
-    helpers.wait_for(lambda: not child.is_running(), 10, what="its end")
+    helpers.wait_for(lambda: not child.is_running(), what="its end")
 
 
 @pytest.mark.quick

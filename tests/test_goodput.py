@@ -375,16 +375,18 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
     assert earliest - 0.05 <= BEGIN + sum(shorter["states"].values()) <= script.lines[cut - 1][0] + 0.05
 
 
-def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any) -> None:
+def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any, gates: Any) -> None:
     """Fault matrix 46, in part: kill -9 and resume on two ranks, with another learning rate; every second is named."""
     began = time.time()
     config = lab.config(train={"duration": "60 steps"}, checkpoint={"every": "10 steps"})
+    gates(29)
     job = lab.start(config, ranks=2)
     run = lab.path / "run"
     helpers.wait_for(lambda: len(helpers.journal(run, "checkpoint")) >= 2, what="two saves")
     helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] >= 25, what="step 25")
     job.kill()
     job.wait()
+    gates()
     recorded = helpers.metrics(run)[-1]["step"]
     writer = Journal(RunDir(run))
     writer.write("restart", "rank 0 died by SIGKILL")  # as the launcher says it

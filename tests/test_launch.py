@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from sight import PATIENCE, PATIENT
 
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
@@ -24,7 +25,7 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog_sections import LaunchSection
 
-HASTE = {"pauses": ["0.1 s"], "end_timeout": "5 s", "stop_timeout": "60 s"}
+HASTE = {"pauses": ["0.1 s"], "end_timeout": "30 s", "stop_timeout": "120 s"}
 
 
 class Launched:
@@ -57,7 +58,7 @@ class Launched:
 
     def reaches(self, step: int) -> None:
         """Wait until a step is recorded."""
-        self._helpers.wait_for(lambda: self.step >= step or self.process.poll() is not None, 60, f"step {step}")
+        self._helpers.wait_for(lambda: self.step >= step or self.process.poll() is not None, what=f"step {step}")
         assert self.process.poll() is None, self.output()
 
     @property
@@ -78,7 +79,7 @@ class Launched:
     def ends(self, code: int) -> str:
         """Wait for the exit code; what was printed."""
         try:
-            assert self.process.wait(240) == code, self.output()
+            assert self.process.wait(2 * PATIENCE) == code, self.output()
         finally:
             self.process.kill()
         return self.output()
@@ -131,15 +132,18 @@ def dies_at(path: Path, cursor: int) -> dict[str, str]:
 
 
 def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
-    """Fault matrix 16, 11: kill -9 of a rank: a new start goes on; SIGUSR1 to the launcher saves, stops, exits 75."""
-    job = launch(lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE))
+    """Fault matrix 16, 11: kill -9 of a rank is told with its number, and a new start goes on; SIGUSR1 to the launcher
+    saves, stops, exits 75."""
+    config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
+    job = launch(config)
     job.reaches(12)
-    killed = time.monotonic()
     job.ranks()[1].kill()
-    helpers.wait_for(lambda: helpers.journal(job.run, "restart"), 30, "a restart")
-    assert time.monotonic() - killed < 20
+    helpers.wait_for(lambda: helpers.journal(job.run, "restart"), what="a restart")
     (restart,) = helpers.journal(job.run, "restart")
-    assert restart["attempt"] == 2 and restart["code"] in (None, 1) and restart["last_step"] >= 10
+    assert restart["attempt"] == 2 and restart["code"] in (1, 75) and restart["last_step"] >= 10
+    assert "rank 1" in helpers.wait_for(lambda: helpers.alarms(job.run, "rank-died"))[0]["summary"]
+    died = json.loads((job.run / "segments/0001/exit_intent.json").read_text())
+    assert (died["code"], died["suspects"]) == (75, [1]) and died["restart"]
     job.reaches(restart["last_step"] + 5)
     job.process.send_signal(signal.SIGUSR1)
     job.ends(75)
@@ -171,18 +175,19 @@ def test_stops_are_not_started_again(
         for rank in job.ranks():
             rank.suspend()  # so that nothing is saved
         job.process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        helpers.wait_for(lambda: "asking the ranks" in job.output(), what="the first to be heard")
         job.process.send_signal(signal.SIGINT)
     printed = job.ends(75)
     assert segments(job) == 1
     if how == "twice":
-        assert "ending at once" in printed and not psutil.wait_procs(family, timeout=10)[1]
+        assert "ending at once" in printed and not psutil.wait_procs(family, timeout=PATIENCE)[1]
         return
     last = helpers.metrics(job.run)[-1]["step"]
     assert (job.run / f"checkpoints/step-{last:08d}/verified.json").exists()
     assert job.intent()["code"] == 75
 
 
+@pytest.mark.slow
 def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
     """Nothing is lost, so nobody is alarmed: 75, and no death, hang or traceback is told of."""
     folder = lab.path / "hook"
@@ -193,16 +198,16 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched],
         "    from fsdp_pretrain.checkpoint.resume import Resume\n"
         "    def call(self):\n"
         f"        pathlib.Path({str(lab.path)!r}, 'loads-' + os.environ['RANK']).touch()\n"
-        "        time.sleep(100)\n"
+        "        time.sleep(1000)\n"
         "    Resume.__call__ = call\n"
     )
     config = lab.config(launch=HASTE, watchdog={"enabled": True, "interval": "0.1 s"})
     job = launch(config, PYTHONPATH=f"{folder}:{Path(__file__).resolve().parent.parent}")
-    helpers.wait_for(lambda: len(list(lab.path.glob("loads-*"))) == 2, 60, "ranks that load")
+    helpers.wait_for(lambda: len(list(lab.path.glob("loads-*"))) == 2, what="ranks that load")
     job.process.send_signal(signal.SIGTERM)
     assert "stopped: SIGTERM before training began" in job.ends(75)
     assert "Interrupted" not in job.output()  # torchrun has a traceback of its own for every exit but 0
-    helpers.wait_for(lambda: not helpers.agents(job.run), 20, "the end of the agent")
+    helpers.wait_for(lambda: not helpers.agents(job.run), what="the end of the agent")
     assert not helpers.alarms(job.run) and segments(job) == 1
     assert "SIGTERM before training began" in helpers.journal(job.run)[-1]["text"]
 
@@ -216,12 +221,12 @@ def test_no_process_outlives_its_parent(launch: Callable[..., Launched], lab: An
     family, ranks = job.family(), job.ranks()
     if victim == "launcher":
         job.process.kill()
-        assert not psutil.wait_procs(family, timeout=10)[1]
+        assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
         return
     (torchrun,) = [one for one in psutil.Process(job.process.pid).children() if one not in ranks]
     torchrun.kill()
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
-    helpers.wait_for(lambda: segments(job) == 2, 60, "a second start")
+    assert not psutil.wait_procs(ranks, timeout=PATIENCE)[1]
+    helpers.wait_for(lambda: segments(job) == 2, what="a second start")
     job.process.terminate()
     job.ends(75)
 
@@ -235,8 +240,8 @@ def test_a_torchrun_that_does_not_end_is_killed(launch: Callable[..., Launched],
     (torchrun,) = [one for one in psutil.Process(job.process.pid).children() if one not in ranks]
     torchrun.suspend()
     ranks[0].kill()
-    assert not psutil.wait_procs([torchrun, *ranks], timeout=20)[1]
-    helpers.wait_for(lambda: segments(job) == 2, 60, "a second start")
+    assert not psutil.wait_procs([torchrun, *ranks], timeout=PATIENCE)[1]
+    helpers.wait_for(lambda: segments(job) == 2, what="a second start")
     job.process.terminate()
     job.ends(75)
 
@@ -280,7 +285,6 @@ def test_a_broken_gpu_keeps_its_host_away(launch: Callable[..., Launched], lab: 
     config = lab.config(train=LONG, checkpoint={"every": "1000 steps"}, launch=HASTE, watchdog=watchdog)
     job = launch(config)
     job.reaches(5)
-    time.sleep(1)  # so that both were seen
     gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1, "lost": "fallen off the bus"}]}))
     job.ends(76)
     assert segments(job) == 1 and job.intent()["code"] == 76

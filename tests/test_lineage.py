@@ -450,10 +450,8 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
     assert [p.name for p in (run / "segments").iterdir()] == ["0001"]
     first.kill()
     first.wait()
-    start = time.monotonic()
     second = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "resume"), what="a start after kill -9")
-    assert time.monotonic() - start < 20
     (run / "lock.json").write_text(
         (run / "lock.json").read_text().replace('"token": "', '"token": "x')
     )  # frozen, taken
@@ -468,9 +466,9 @@ def test_locks_of_other_hosts_are_watched(tmp_path: Path, capsys: pytest.Capture
         json.dumps({"token": "t", "host": "elsewhere", "pid": 5, "purpose": "training", "time": "then"})
     )
     os.utime(run.lock, (1, 1))  # its clock may be wrong: only changes count
-    lock = RunLock(run, "rollback", silent=5)
+    lock = RunLock(run, "rollback", silent=50)
     assert not lock.attempt() and not lock.attempt()
-    assert "waiting up to 5s" in capsys.readouterr().out
+    assert "waiting up to 50s" in capsys.readouterr().out
     os.utime(run.lock, (2, 2))
     assert "held by training on host elsewhere, pid 5, since then" in refused(lock.attempt)
     with hold(run, "rollback", silent=0.2) as held:  # silent: taken over

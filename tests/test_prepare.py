@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from sight import PATIENCE
 
 from data.corpus import Corpus, read_manifest
 from data.inputs import find_files, plan_shards, read_documents
@@ -152,7 +153,7 @@ def test_ctrl_c_says_so_and_loses_nothing(tmp_path: Path, shared_corpus: Path, h
     helpers.wait_for(lambda: list((tmp_path / "out").glob("shards/*.json")), what="a shard")
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "Traceback" not in errors and "interrupted" in errors
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sight import PATIENCE
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.config import load
@@ -43,7 +44,7 @@ class Watch:
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
         """Move the clock, and let looks come back until none but so many are under way."""
         self.now += seconds
-        quiet, end = 0, time.monotonic() + 20
+        quiet, end = 0, time.monotonic() + PATIENCE
         while quiet < 2:
             assert time.monotonic() < end, f"{self.looks.waiting} looks do not come back"
             for detector in self.detectors:
@@ -456,7 +457,7 @@ def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
 def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> int | None:
     """What the watchdog's process does beside a real run, to its end; the exit code."""
     found = sensors(load(run.config), run, watch.alarms, segment=1, host="here", pids=lambda: [job.ranks[0].pid])
-    offset, end, code = 0, time.monotonic() + 90, None
+    offset, end, code = 0, time.monotonic() + PATIENCE, None
     while code is None and time.monotonic() < end:
         code = job.ranks[0].poll()
         for record, behind in read_lines(run.segment(1) / "metrics.jsonl", offset):

@@ -38,7 +38,7 @@ from .hang import Hang
 from .heart import root, sweep
 from .leader import Leader, take_the_lead
 from .nodes import Nodes, Relay
-from .page import Phase
+from .page import Beat, Phase
 from .ranks import Rank, Ranks
 from .sensors import sensors
 
@@ -151,12 +151,16 @@ class Agent:
 
     def _look(self) -> None:
         self.ranks.look()
-        if self.ranks.launcher_gone and self.ranks.alive and not self._ended:
-            self._end_ranks("what started the ranks is gone", {}, restart=False)
         if segment := self.ranks.segment:
             self.segment = segment
+        died = self._take_the_dead()
+        # The kernel kills the ranks of a torchrun that is killed, and all may be seen at once. When one dies by itself,
+        # the others fail and say so.
+        if self.ranks.launcher_gone and not self._ended and (self.ranks.alive or len(died) == len(self.ranks.all)):
+            reason = "what started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
+            self._end_ranks(reason, {}, restart=False)
         self._look_at_nodes()
-        self._look_at_the_dead()
+        self._look_at_the_dead(died)
         if not self._ended:
             self.hang.check()
         stalled = [standing.to_json() for standing in self.hang.stalled]
@@ -236,28 +240,33 @@ class Agent:
 
     # ------------------------------------------------------------------ ranks that end
 
-    def _look_at_the_dead(self) -> None:
+    def _take_the_dead(self) -> list[Beat]:
+        """The last beats of the ranks that have ended since this was last asked, and did not say why."""
+        died, self._died = [(rank, rank.beat) for rank in self._died if rank.beat is not None], []
+        return [
+            beat
+            for rank, beat in died
+            if beat.segment != 0 and beat.phase is not Phase.END and not self._explained(rank)
+        ]
+
+    def _look_at_the_dead(self, died: list[Beat]) -> None:
         """Ranks that ended without saying why: told, and the run's intent is to be resumed."""
-        died, self._died = self._died, []
-        for rank in died:
-            beat = rank.beat
-            if self._ended or beat is None or beat.phase is Phase.END or beat.segment == 0 or self._explained(rank):
-                continue
-            host = socket.gethostname()
-            text = f"rank {rank.number} ({host}, pid {beat.pid}) died in step {beat.step} without a word"
-            broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
-            code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
-            facts = {"suspects": [rank.number], "hosts": [host], **({"avoid_hosts": broken} if broken else {})}
-            self._write_intent(code, text, facts)
-            self.alarms.open(
-                "rank-died",
-                Severity.CRIT,
-                text + _killed_for_memory(),
-                effect="the other ranks cannot go on",
-                remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
-                step=beat.step,
-                facts={"rank": rank.number, "host": host},
-            )
+        if self._ended or not died:
+            return
+        host, ranks, text = socket.gethostname(), [beat.rank for beat in died], _deaths(died)
+        broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
+        code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
+        facts = {"suspects": ranks, "hosts": [host], **({"avoid_hosts": broken} if broken else {})}
+        self._write_intent(code, text, facts)
+        self.alarms.open(
+            "rank-died",
+            Severity.CRIT,
+            text + _killed_for_memory(),
+            effect="the other ranks cannot go on",
+            remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
+            step=max(beat.step for beat in died),
+            facts={"ranks": ranks, "host": host},
+        )
 
     def _explained(self, rank: Rank) -> bool:
         """Whether the run has said why it ends, other than by what its death did to another rank."""
@@ -289,6 +298,13 @@ class Agent:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
+
+
+def _deaths(died: list[Beat]) -> str:
+    host = socket.gethostname()
+    return "; ".join(
+        f"rank {beat.rank} ({host}, pid {beat.pid}) died in step {beat.step} without a word" for beat in died
+    )
 
 
 def _attempt() -> str:

@@ -89,8 +89,9 @@ class Alarms:
     def __iter__(self) -> Iterator[Alarm]:
         return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
 
-    def open(self, key: str, severity: Severity, summary: str, **more: Any) -> Alarm:
-        """An incident is there: opened, or brought up to date. Told when it is new or its severity rises."""
+    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> Alarm:
+        """An incident is there: opened, or brought up to date. Told when it is new, its severity rises, or it is
+        `revised`: what was told of it is not what is known now."""
         before, time = self._known.get(key), now()
         if before is None or before.state == "resolved":
             count = 1 if before is None else before.count + 1
@@ -99,7 +100,7 @@ class Alarms:
             worst = max(severity, before.severity)
             state: State = "open" if worst > before.severity else before.state
             alarm = replace(before, severity=worst, state=state, summary=summary, **more)
-            if worst == before.severity:
+            if worst == before.severity and not revised:
                 self._known[key] = alarm  # the same incident with newer numbers: nothing to write or tell
                 return alarm
             alarm = replace(alarm, changed=time)

@@ -29,8 +29,9 @@ class Relay:
     def __init__(self) -> None:
         self.open_: dict[str, dict[str, Any]] = {}
 
-    def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
+    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
         """An incident is there."""
+        del revised
         self.open_[key] = {"severity": severity.name, "summary": summary, **more}
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
@@ -136,10 +137,22 @@ class Nodes:
 
     # ------------------------------------------------------------------ a stall, an end
 
-    def standings(self) -> list[Standing]:
-        """Where the ranks of the other nodes stand that make no progress, as far as they said so."""
-        reports = self.reports.values()
-        return [Standing.from_json(content) for report in reports for content in report.get("stalled", [])]
+    def standings(self, since: float) -> list[Standing]:
+        """Where the ranks of the other nodes stand that make no progress, as far as they have said so.
+
+        Args:
+            since: of `time.monotonic()`, when the stall began: an older report is of an earlier one.
+        """
+        told = [self.reports[node] for node in self.others if self._has_told(node, since)]
+        return [Standing.from_json(content) for report in told for content in report["stalled"]]
+
+    def untold(self, since: float) -> list[str]:
+        """Hosts that are heard, and have not said since then where their ranks stand, or that they have ended."""
+        waited_for = [node for node in self.others if self.silence(node) <= _QUIET * self.beat]
+        return [self.name(node) for node in waited_for if not self._has_told(node, since) and not self.has_ended(node)]
+
+    def _has_told(self, node: int, since: float) -> bool:
+        return self._says(node, "stalled") and self._seen[node][1] >= since
 
     @property
     def patience(self) -> float:
@@ -153,12 +166,6 @@ class Nodes:
 
     def _says(self, node: int, what: str) -> bool:
         return bool(self.reports.get(node, {}).get(what))
-
-    @property
-    def all_told(self) -> bool:
-        """Whether every other node that is heard has told where its ranks stand, or has ended."""
-        waited_for = [node for node in self.others if self.silence(node) <= _QUIET * self.beat]
-        return all(self._says(node, "stalled") or self._says(node, "ended") for node in waited_for)
 
     def has_ended(self, node: int) -> bool:
         """Whether another node has said that its ranks have ended."""
