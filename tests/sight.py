@@ -28,6 +28,15 @@ def family(pid: int) -> list[int]:
         return []
 
 
+def rank_of(pid: int) -> int | None:
+    """Number of the rank that a process is; None of any other, which may have ended meanwhile."""
+    try:
+        number = psutil.Process(pid).environ().get("RANK")
+    except psutil.NoSuchProcess:
+        return None
+    return None if number is None else int(number)
+
+
 def until(condition: Callable[[], Any], timeout: float = PATIENCE, what: str = "") -> Any:
     """Poll until a condition holds; its value."""
     deadline = time.monotonic() + timeout

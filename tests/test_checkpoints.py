@@ -191,7 +191,7 @@ def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_dis
     """Fault matrix 1: A neighbour fills the disk: saves fail, training goes on and says so; space returns, saving does too."""
     disk = small_disk("12m")
     config = lab.config(
-        train={"duration": "400 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
+        train={"duration": "40_000 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
     )
     run, hog = disk / "run", disk / "hog"
     job = lab.start(config, f"run.dir={run}", ranks=2)
@@ -204,9 +204,9 @@ def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_dis
     helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] > at + 10, what="training going on")
     hog.unlink()
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint")[-1]["step"] > at, what="a checkpoint after the alarm")
-    assert not list((run / "checkpoints").glob("*writing*"))
     job.kill(0, 15)
     assert job.wait() == [75, 75], job.output()
+    assert not list((run / "checkpoints").glob("*writing*"))
 
 
 def fill(disk: Path, hog: Path, leave: int) -> None:
@@ -266,13 +266,15 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
 
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str) -> None:
+def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault matrix 2 and 22: The second rank's files end at 1000 bytes, by the kernel: every rank drops the save, and knows within a step."""
     config = lab.config(
         train={"duration": "100000 steps"},
-        checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},
+        checkpoint={"every": "2 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},
     )
     run = lab.path / "run"
+    monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("faults.py")))  # steps are longer than a look here
+    monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 0, "kind": "wait", "seconds": 0.3}))
     job = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
     resource.prlimit(job.ranks[1].pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

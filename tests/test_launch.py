@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sight import PATIENCE, PATIENT
+from sight import PATIENCE, PATIENT, rank_of
 
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
@@ -73,8 +73,8 @@ class Launched:
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks, in order."""
-        found = [one for one in self.family() if "RANK" in one.environ()]
-        return sorted(found, key=lambda one: int(one.environ()["RANK"]))
+        found = {number: one for one in self.family() if (number := rank_of(one.pid)) is not None}
+        return [found[number] for number in sorted(found)]
 
     def ends(self, code: int) -> str:
         """Wait for the exit code; what was printed."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sight import PATIENCE, WATCHED, agents, alarms, family, hang, intent, steps, until
+from sight import PATIENCE, WATCHED, agents, alarms, family, hang, intent, rank_of, steps, until
 
 HOSTNAME = Path(__file__).resolve().parent / "hostname.py"
 NODES = {**WATCHED, "beat": "0.5 s", "silent": "3 s"}
@@ -42,7 +42,9 @@ def agent_of(run: Path, node: int) -> int:
     """Process id of a node's agent."""
 
     def find() -> list[int]:
-        return [pid for pid in agents(run) if f"--node {node} " in " ".join(psutil.Process(pid).cmdline())]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [pid for pid in agents(run) if f"--node {node} " in " ".join(psutil.Process(pid).cmdline())]
+        return []
 
     return int(until(find)[0])
 
@@ -190,7 +192,7 @@ class Side:
 
     def rank(self, number: int) -> int:
         """Process id of a rank."""
-        return next(pid for pid in family(self.process.pid) if psutil.Process(pid).environ().get("RANK") == str(number))
+        return next(pid for pid in family(self.process.pid) if rank_of(pid) == number)
 
     def signal(self, number: int) -> None:
         """Send a signal to all of it."""

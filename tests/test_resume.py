@@ -259,7 +259,7 @@ def test_what_cannot_be_allowed(name: str, said: str) -> None:
 
 
 def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
-    lab: Any, copy: tuple[Path, Path], helpers: Any
+    lab: Any, copy: tuple[Path, Path], helpers: Any, gates: Any
 ) -> None:
     """Fault matrix 46: what cannot go on is refused."""
     config, run = copy
@@ -275,10 +275,12 @@ def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
     flags = tuple(line.partition("add:")[2].split())
     assert flags == ("--allow", "train.z_loss", "--allow", "optimizer.lr", "--allow", "optimizer.decay")
     assert helpers.metrics(run)[-1]["step"] == 24
+    gates(28)
     job = lab.start(config, *changed, ranks=2, flags=flags)
     helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] >= 25, what="a step")
     job.kill()
     job.wait()
+    gates()
     lab.train(config, *changed, ranks=2)  # said once is enough, also if the start came to no checkpoint
     first, last = helpers.journal(run, "resume")
     assert len(first["declared"]) == 3 and not last["declared"] and last["changed"] == first["changed"]
