@@ -29,9 +29,8 @@ class Relay:
     def __init__(self) -> None:
         self.open_: dict[str, dict[str, Any]] = {}
 
-    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
+    def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
         """An incident is there."""
-        del revised
         self.open_[key] = {"severity": severity.name, "summary": summary, **more}
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:

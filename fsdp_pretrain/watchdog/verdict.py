@@ -30,9 +30,9 @@ class Verdict:
     """
 
     kind: str
-    suspects: tuple[int, ...] = ()
-    hosts: tuple[str, ...] = ()
-    text: str = ""
+    suspects: tuple[int, ...]
+    hosts: tuple[str, ...]
+    text: str
     silent: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
@@ -52,7 +52,7 @@ _REASONS = {
 }
 
 
-def judge(standings: list[Standing], quiet: Mapping[str, float] | None = None, untold: Collection[str] = ()) -> Verdict:
+def judge(standings: list[Standing], quiet: Mapping[str, float], untold: Collection[str]) -> Verdict:
     """The verdict on ranks none of which makes progress. Causes that are true at once are all told.
 
     Args:
@@ -60,42 +60,43 @@ def judge(standings: list[Standing], quiet: Mapping[str, float] | None = None, u
         quiet: hosts that did not, and for how many seconds they have given no sign.
         untold: hosts that did not, and give signs.
     """
-    unknown = tuple(dict.fromkeys((*untold, *(each.host for each in standings if _is_unknown(each)))))
+    silent = tuple(quiet)
+    unknown = _unique([*untold, *(each.host for each in standings if _is_unknown(each))])
     kinds: dict[str, list[Standing]] = {}
     for standing in standings:
         if (kind := _kind(standing)) is not None:
             kinds.setdefault(kind, []).append(standing)
     if len(kinds) > 1:
-        kinds.pop("stuck", None)  # it may wait for the others in a place that is no collective operation
-    found = {kind: _name(kinds[kind], kind) for kind in _REASONS if kind in kinds}
+        kinds.pop("stuck", None)  # it may wait for the others, in a place that is no collective operation
+    causes = {kind: _sentence(kind, kinds[kind]) for kind in _REASONS if kind in kinds}
     if quiet:
         names = ", ".join(f"{host} for {human_time(seconds)}" for host, seconds in quiet.items())
-        found["silent"] = f"nothing is heard of {names}: the node is gone, frozen, or does not see the run directory"
-    if found:
-        guilty = [each for kind in found for each in kinds.get(kind, [])]
-        hosts, silent = tuple(dict.fromkeys((*(each.host for each in guilty), *(quiet or ())))), tuple(quiet or ())
-        text = "; ".join(found.values())
-        return Verdict(next(iter(found)), tuple(each.rank for each in guilty), hosts, text, silent, unknown)
+        causes["silent"] = f"nothing is heard of {names}: the node is gone, frozen, or does not see the run directory"
+    if causes:
+        guilty = [standing for kind in causes for standing in kinds.get(kind, [])]
+        hosts = _unique([*(each.host for each in guilty), *quiet])
+        text = "; ".join(causes.values())
+        return Verdict(next(iter(causes)), tuple(each.rank for each in guilty), hosts, text, silent, unknown)
     if unknown:
         text = f"nothing is known yet of where all ranks of {', '.join(unknown)} stand; the others wait"
-        return Verdict("unknown", text=text, unknown=unknown)
+        return Verdict("unknown", (), (), text, silent, unknown)
     return _judge_victims(standings)
 
 
 def _judge_victims(standings: list[Standing]) -> Verdict:
-    """All wait in collective operations: the same one, or those in another than most are the suspects."""
+    """All wait in collective operations: in the same one, or those in another than most are the suspects."""
     groups = Counter(standing.group for standing in standings if standing.group)
     if len(groups) > 1:
         (most, size), *_ = groups.most_common()
         odd = [standing for standing in standings if standing.group != most]
         if size > len(odd):
             where = odd[0].collective or odd[0].place
-            text = f"{_list(odd)} waits in {where}, the others in {most[0]}: they have lost step"
-            return Verdict("desync", tuple(each.rank for each in odd), tuple({each.host: 0 for each in odd}), text)
+            text = f"{_names(odd)} waits in {where}, the others in {most[0]}: they have lost step"
+            return Verdict("desync", tuple(each.rank for each in odd), _unique([each.host for each in odd]), text)
         names = " and ".join(sorted({group[0] or "?" for group in groups}))
-        return Verdict("desync", text=f"the ranks wait in different operations, {names}: they have lost step")
+        return Verdict("desync", (), (), f"the ranks wait in different operations, {names}: they have lost step")
     where = next((standing.collective for standing in standings if standing.collective), "a collective operation")
-    return Verdict("network", text=f"all ranks wait in {where}: the connection between them is held up")
+    return Verdict("network", (), (), f"all ranks wait in {where}: the connection between them is held up")
 
 
 def _is_unknown(standing: Standing) -> bool:
@@ -120,12 +121,15 @@ def _kind(standing: Standing) -> str | None:
     return "stuck" if standing.place else None
 
 
-def _name(found: list[Standing], kind: str) -> str:
-    """The cause that some ranks are."""
+def _sentence(kind: str, found: list[Standing]) -> str:
     place = (found[0].reading if kind == "data" else "") or found[0].place or "an unknown place"
-    return f"{_list(found)} {_REASONS[kind].format(place=place)}"
+    return f"{_names(found)} {_REASONS[kind].format(place=place)}"
 
 
-def _list(found: list[Standing]) -> str:
+def _names(found: list[Standing]) -> str:
     names = ", ".join(f"rank {standing.rank} ({standing.host}, pid {standing.pid})" for standing in found[:4])
     return names + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def _unique(hosts: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(hosts))
