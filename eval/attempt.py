@@ -23,14 +23,43 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
+from pydantic import ConfigDict, Field
+
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record.files import RunDir, now, read_json
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import RunDir, now
+from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_time
 
 _TIMES_TYPICAL, _TIMES_DEADLINE = 3.0, 3.0
 _LAST_WORDS = 1.0
 """Seconds for a stack to be written."""
 _PR_SET_PDEATHSIG = 1
+
+
+class Results(StateFile):
+    """`results.json` of an evaluation.
+
+    Attributes:
+        step, tokens: of the checkpoint.
+        committed: when that was committed; None outside a run.
+        scores: by task and metric.
+        documents: that were used, by task.
+        seconds: that it took.
+        time: when it was done.
+        unigram_bits_per_byte: what a model of token frequencies scores, if that was asked for.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    step: int
+    tokens: int
+    committed: str | None = None
+    scores: dict[str, dict[str, float]]
+    documents: dict[str, int] = Field(default_factory=dict)
+    seconds: float
+    time: str
+    unigram_bits_per_byte: float | None = None
 
 
 class EvaluationError(Exception):
@@ -58,8 +87,8 @@ def limits(run: RunDir, tasks: str, least: float) -> Limits:
         tasks: name of the task set.
         least: `eval.deadline`, seconds.
     """
-    found = [read_json(path) or {} for path in run.evals.glob(f"step-*/{tasks}/results.json")]
-    took = [float(results["seconds"]) for results in found if "seconds" in results]
+    found = [state_files.view(path, Results) for path in run.evals.glob(f"step-*/{tasks}/results.json")]
+    took = [results.seconds for results in found if results is not None]
     deadline = max(least, _TIMES_TYPICAL * median(took) if took else 0.0)
     return Limits(deadline, _TIMES_DEADLINE * deadline)
 

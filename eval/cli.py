@@ -9,14 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.changes import load_compatible
+from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, step_of
 from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
-from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.config import Config
 from fsdp_pretrain.console import Command
-from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit
-from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
+from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import RunDir, now, replace_file
 
+from .attempt import Results
 from .jobs import due_jobs, task_set, watch_once
 
 
@@ -79,7 +82,7 @@ def main() -> int:
 
 def _run(args: argparse.Namespace) -> int:
     checkpoint = _find(args.path, args.step)
-    config = load(checkpoint.path / "config.toml")
+    config = load_compatible(checkpoint.path / CONFIG)
     settings: dict[str, Any] = {"tasks": args.tasks.split(",")} if args.tasks else {}
     settings |= {key: getattr(args, key) for key in ("heldout", "limit", "device") if getattr(args, key) is not None}
     if args.include:
@@ -98,7 +101,7 @@ def _watch(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run} is not a run directory: it has no config.toml")
     failed_in_all, held = 0, -1
     while True:
-        config = load(run.config)
+        config = load_compatible(run.config)
         if config.eval.every is None:
             raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
         if args.device:
@@ -125,18 +128,25 @@ def _samples(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    found = [read_json(path) for path in sorted(RunDir(args.run).evals.glob("step-*/*/results.json"))]
-    for results in found:
+    found = sorted(RunDir(args.run).evals.glob("step-*/*/results.json"))
+    for path in found:
+        try:
+            results = state_files.read(path, Results)
+        except UserError as error:
+            print(f"left out: {error.cause}", file=sys.stderr)
+            continue
         if results is not None:
-            print(json.dumps(results) if args.json else table(results))
+            content = results.model_dump(exclude_unset=True)
+            print(json.dumps(content) if args.json else table(content))
     if not found:
         print("no results yet", file=sys.stderr)
     return 0
 
 
 def _find(path: Path, step: int | None) -> Checkpoint:
-    if path.name.startswith("step-"):
-        return Store(path.parent).find(int(path.name.removeprefix("step-")))
+    named = step_of(path.name)
+    if named is not None:
+        return Store(path.parent).find(named)
     found = stores(RunDir(path))
     checkpoint = found.find(step) if step is not None else found.newest()
     if checkpoint is None:
@@ -170,7 +180,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
     results = {
         "step": checkpoint.step,
-        "tokens": checkpoint.train_state()["tokens"],
+        "tokens": checkpoint.train_state().tokens,
         "checkpoint": str(checkpoint.path),
         "tasks": task_set(section.tasks),
         "scores": scores(found["results"]),

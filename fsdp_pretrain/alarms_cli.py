@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .config import load
+from .changes import load_recorded
 from .console import Command
 from .errors import ConfigError
 from .record.files import RunDir
@@ -131,7 +131,7 @@ def _mute(args: argparse.Namespace) -> int:
 
 
 def _notify(args: argparse.Namespace) -> int:
-    config = load(args.run.config)
+    config, _ = load_recorded(args.run.config)
     channels = make_channels(config.watchdog.notify)
     if not channels:
         raise ConfigError("no channel is configured", remedy="add a [watchdog.notify.slack] table, see docs/alarms.md")

@@ -135,7 +135,7 @@ def _agent(config: Config, place: Path, record: dict[str, Any], seconds: float) 
             page.step(step)
             page.beat(Phase.COMPUTE)
         with metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**record, "step": step, "time": now()}) + "\n")
+            file.write(json.dumps({**record, "step": step, "segment": 1, "time": now()}) + "\n")
         time.sleep(_STEP)
         if not before and time.monotonic() - beginning > 10:  # it has started and looked at everything once
             before, started = _cpu(process.pid), time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import tomli_w
 from tqdm import tqdm
 
+from .changes import load_compatible
 from .checkpoint.hf_layout import read_model
-from .checkpoint.store import CONFIG, Checkpoint, verify_files
+from .checkpoint.store import CONFIG, MANIFEST, Checkpoint, verify_files
 from .checkpoint.stores import Stores, stores
 from .config import load
 from .console import Command, add_verb, byte_count
 from .errors import CheckpointError, ConfigError
+from .record import state_files
 from .record.files import RunDir
 from .status import ALERT
 from .units import human_bytes, human_count
@@ -128,29 +131,28 @@ def _print_checkpoints(rows: list[dict[str, Any]], *, as_json: bool) -> int:
             line += "pinned " * row["pinned"]
             line += f"suspect: {row['suspect']} " if row["suspect"] else ""
             line += row["problem"] or ("" if row["optimizer"] else "weights alone ")
+            line += "its manifest has no checksum (release 0.1) " * (not row.get("sealed", True))
             line += f" in the fallback {Path(row['path']).parent}" * row["fallback"]
             print(line.rstrip())
     return ALERT if any(row["problem"] for row in rows) else 0
 
 
 def _describe(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
-    try:
+    manifest = None
+    with contextlib.suppress(CheckpointError):
         manifest = checkpoint.manifest()
-        size = sum(entry.bytes for entry in checkpoint.files())
-    except (CheckpointError, KeyError, TypeError):
-        manifest, size = {}, None
     state = "damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed"
     return {
         "step": checkpoint.step,
         "path": str(checkpoint.path),
         "fallback": found.elsewhere(checkpoint),
         "state": state,
-        "bytes": size,
-        "committed": manifest.get("committed"),
-        "world": manifest.get("world"),
+        "bytes": sum(entry.bytes for entry in manifest.files) if manifest is not None else None,
+        "committed": manifest.committed if manifest is not None else None,
+        "world": manifest.world.model_dump() if manifest is not None else None,
         "pinned": checkpoint.pinned,
-        "suspect": manifest.get("suspect"),
-        "optimizer": manifest.get("optimizer", True),
+        "suspect": manifest.suspect if manifest is not None else None,
+        "optimizer": manifest.optimizer if manifest is not None else True,
         "problem": checkpoint.problem,
     }
 
@@ -160,6 +162,7 @@ def _read_back(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.problem is None:
         wrong = verify_files(checkpoint.path, checkpoint.files())
         row |= {"state": "damaged", "problem": wrong[0]} if wrong else {"state": "verified"}
+        row["sealed"] = state_files.is_sealed(checkpoint.path / MANIFEST)
     return row
 
 
@@ -180,7 +183,7 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     native = (args.source / CONFIG).exists()
     if args.show_model:
-        model = load(args.source / CONFIG).model if native else read_model(args.source)
+        model = load_compatible(args.source / CONFIG).model if native else read_model(args.source)
         print(tomli_w.dumps({"model": model.model_dump(mode="json", exclude_none=True)}), end="")
         return 0
     if args.config is None:

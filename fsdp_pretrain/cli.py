@@ -21,7 +21,7 @@ from .config import load
 from .config_reference import reference
 from .console import Command, byte_count
 from .control import VERBS, send
-from .errors import ConfigError
+from .errors import ConfigError, StorageError
 from .fork import fork
 from .launch import command as launch
 from .launch import doctor_command
@@ -298,7 +298,12 @@ def _control(args: argparse.Namespace) -> int:
             f"no job of {args.run.path} is running (state {report.state})",
             effect="the request would wait for a later start, which discards it",
         )
-    send(args.run, args.action)
+    try:
+        send(args.run, args.action)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {args.run.control}: {error.strerror}", effect="nothing was asked"
+        ) from None
     print(f"asked to {args.action}; the job answers within a few steps (see its log or `fsdp-pretrain journal`)")
     return 0
 
@@ -314,9 +319,13 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _journal(args: argparse.Namespace) -> int:
-    for entry in journal.follow(args.run) if args.follow else journal.read(args.run):
+    damaged: list[bytes] = []
+    known = (entry for entry, _ in journal.entries(args.run.journal, on_damaged=damaged.append))
+    for entry in journal.follow(args.run) if args.follow else known:
         if (args.kind is None or entry["kind"] in args.kind) and (args.since is None or entry["time"] >= args.since):
             print(json.dumps(entry) if args.json else journal.render(entry), flush=args.follow)
+    if damaged:
+        print(f"damaged lines, passed over: {len(damaged):_}", file=sys.stderr)
     return 0
 
 
@@ -340,9 +349,8 @@ def _goodput(args: argparse.Namespace) -> int:
 
 
 def _note(args: argparse.Namespace) -> int:
-    writer = journal.Journal(args.run)
-    writer.write("note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
-    writer.close()
+    journal.tell(args.run, "note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
+    print(f"noted in {args.run.journal}")
     return 0
 
 

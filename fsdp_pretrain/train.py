@@ -7,7 +7,6 @@ continues from the newest valid checkpoint in the run directory.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import socket
@@ -17,7 +16,6 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -34,6 +32,7 @@ from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook
 from .checkpoint.manager import Manager
 from .checkpoint.resume import Resume, Resumed, Terms
+from .checkpoint.store import Manifest
 from .checkpoint.subject import Subject
 from .config import Config
 from .control import Inbox, interrupt_on_signal
@@ -45,8 +44,11 @@ from .health_memory import recall
 from .launch import torchrun
 from .mesh import World
 from .overrides import Overrides, load_run
-from .record import aim, lineage
-from .record.files import RunDir, read_json, replace_file, seconds_of
+from .record import aim, exit_intent, lineage, state_files
+from .record import environment as environments
+from .record.environment import ENVIRONMENT
+from .record.exit_intent import EXIT_INTENT
+from .record.files import RunDir, replace_file, seconds_of
 from .record.lock import RunLock
 from .record.milestones import milestones
 from .record.recorder import Recorder, Silent
@@ -119,7 +121,7 @@ def _start(args: argparse.Namespace) -> int:
     try:
         allowed = changes.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
-        terms = Terms(args.allow_fresh, allowed | lasting.keys, args.reset_optimizer, args.reason)
+        terms = Terms(args.allow_fresh, allowed, args.reset_optimizer, args.reason)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
@@ -176,6 +178,7 @@ def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: H
         pass
     try:
         finished = world.decide(lambda: finish(run_dir))
+        world.decide(lambda: len(lineage.nodes(run_dir)))  # or refuse before anything is written
         standing = world.decide(lambda: overrides.read(run_dir))
         world.together(lambda: _check_same(lasting, standing, run_dir))
         hosts = world.gather(socket.gethostname())
@@ -218,13 +221,13 @@ def _refuse_unwanted_restart(run_dir: RunDir) -> None:
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run_dir.segments:
         return
-    path = run_dir.segments[-1] / "exit_intent.json"
-    intent = read_json(path)
-    if intent is None or intent.get("restart") or intent["code"] not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
+    path = run_dir.segments[-1] / EXIT_INTENT
+    intent = exit_intent.read(path.parent)
+    if intent is None or intent.restart or intent.code not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
         return
     if path.stat().st_mtime > psutil.Process(os.getppid()).create_time():  # decided under this torchrun
-        error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent['reason']})")
-        error.exit = Exit(intent["code"])
+        error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent.reason})")
+        error.exit = Exit(intent.code)
         raise error
 
 
@@ -359,8 +362,8 @@ def _tell_changes(run_dir: RunDir, recorder: Recorder, corpora: dict[str, str], 
 
 def _tell_ready(recorder: Recorder, config: Config, state: TrainState) -> None:
     """Say how long it took to get here: the first step begins now."""
-    begun = read_json(recorder.segment / "environment.json") or {}
-    launched, connected = seconds_of(begun.get("launched")), seconds_of(begun.get("time"))
+    begun = environments.view(recorder.run, recorder.number)
+    launched, connected = seconds_of(begun.launched), seconds_of(begun.time)
     if launched is not None and connected is not None:
         loaded = time.time() - connected
         recorder.event(
@@ -400,7 +403,7 @@ def _open_segment(run_dir: RunDir, config: Config, world: World, hosts: list[str
     try:
         segment = run_dir.new_segment()
         replace_file(segment / "config.toml", config.to_toml())
-        replace_file(segment / "environment.json", json.dumps(environment.describe(world, hosts), indent=1) + "\n")
+        state_files.write(segment / ENVIRONMENT, environment.describe(world, hosts))
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {run_dir.path}: {error.strerror}") from None
     return segment
@@ -497,16 +500,14 @@ class _AfterSave:
         """Steps whose checkpoints must not go yet."""
         return self._hook.busy() if self._hook is not None else []
 
-    def _evaluate(self, manifest: dict[str, Any]) -> None:
+    def _evaluate(self, manifest: Manifest) -> None:
         """Start a worker if none is at work: one at work will find the checkpoint, or the next will."""
-        if self._worker is not None and self._worker.poll() is None and not manifest["final"]:
+        if self._worker is not None and self._worker.poll() is None and not manifest.final:
             return
         try:
             self._worker = jobs.start_worker(self._run_dir, self._config)
         except OSError as error:
-            self._recorder.event(
-                "eval-failed", f"could not start the evaluation process: {error}", step=manifest["step"]
-            )
+            self._recorder.event("eval-failed", f"could not start the evaluation process: {error}", step=manifest.step)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fsdp_pretrain.checkpoint.dcp import _missing_chunks
-from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.store import Store, describe_file
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import now
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -50,18 +51,42 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def another_digest(path: Path) -> None:
+    digest = json.loads(path.read_text())["state_digest"]
+    replace(path, digest, f"{int(digest, 16) ^ 1:016x}")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "bit": (lambda p: flip(p / "__1_0.distcp"), "its bytes are not the ones that were written"),
     "truncated": (lambda p: (p / "__0_0.distcp").write_bytes(b"x"), "has 1 bytes"),
     "metadata": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
     "metadata-bit": (lambda p: flip(p / ".metadata"), "its bytes are not the ones that were written"),
     "manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "segment": (
+        lambda p: replace(p / "manifest.json", '"segment": 1', '"segment": 3'),
+        "manifest.json is damaged: its values are not the ones",
+    ),
+    "digest": (lambda p: another_digest(p / "manifest.json"), "manifest.json is damaged: its values are not the ones"),
+    "key": (
+        lambda p: replace(p / "manifest.json", '"consumed"', '"consumee"'),
+        "manifest.json is damaged: its values are not the ones",
+    ),
+    "moved": (
+        lambda p: shutil.copyfile(p.parent / "step-00000020/manifest.json", p / "manifest.json"),
+        "is that of step 20",
+    ),
     "state": (lambda p: flip(p / "train_state.json"), "its bytes are not the ones that were written"),
     "half-deleted": (lambda p: [f.unlink() for f in p.glob("*.distcp")], "__0_0.distcp is missing"),
 }
 
 
-SLOW = {"truncated", "metadata", "half-deleted"}  # noticed as the others are
+SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # noticed as the others are
 
 
 @pytest.mark.parametrize(
@@ -163,12 +188,10 @@ def test_another_model_does_not_load_silently(lab: Any, copy: tuple[Path, Path])
     for path in (run / "checkpoints").glob("*/train_state.json"):
         state = json.loads(path.read_text())
         state["identity"]["model"]["ffn"] = 96
-        path.write_text(json.dumps(state))
-        manifest = json.loads((path.parent / "manifest.json").read_text())
-        from fsdp_pretrain.checkpoint.store import describe_file
-
-        manifest["files"] = [f for f in manifest["files"] if f["name"] != path.name] + [vars(describe_file(path))]
-        (path.parent / "manifest.json").write_text(json.dumps(manifest))
+        state_files.write(path, state)
+        content = json.loads((path.parent / "manifest.json").read_text())
+        content["files"] = [f for f in content["files"] if f["name"] != path.name] + [vars(describe_file(path))]
+        state_files.write(path.parent / "manifest.json", content)
     output = lab.train(config, f"run.dir={run}", "model.ffn=96", ranks=2, expect=78)
     assert "does not fit this model" in output and "(32, 64)" in output and "(32, 96)" in output
 

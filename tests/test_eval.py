@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import records
 import tomli_w
 
 pytest.importorskip("lm_eval")
@@ -248,7 +249,7 @@ def test_claims(run: Path) -> None:
             assert other is None
         with jobs.claim(second) as other:  # another job is free
             assert other is not None
-        assert mine.publish({})
+        assert mine.publish(records.results())
     with jobs.claim(first) as done:  # done: nobody gets it again
         assert done is None
     assert [job.checkpoint.step for job in jobs.due_jobs(RunDir(run), config)] == [20, 30]
@@ -405,6 +406,6 @@ def test_deadlines_grow_with_what_evaluations_take(tmp_path: Path) -> None:
     for step, seconds in enumerate((10, 50, 2000)):
         folder = run.evals / f"step-{step:08d}/a"
         folder.mkdir(parents=True)
-        (folder / "results.json").write_text(json.dumps({"seconds": seconds}))
+        (folder / "results.json").write_text(json.dumps(records.results(seconds=float(seconds))))
     assert limits(run, "a", 100.0) == Limits(150.0, 450.0)  # three times the median
     assert limits(run, "b", 100.0) == Limits(100.0, 300.0)

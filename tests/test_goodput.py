@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,12 @@ class Script:
         parent = self.number or None
         self.number += 1
         folder = self.run.segment(self.number)
-        times = {"time": stamp(self.clock), "launched": stamp(launched), "host": "h", "world": {"size": 2}}
+        times = {
+            "time": stamp(self.clock),
+            "launched": stamp(launched),
+            "host": "h",
+            "world": {"size": 2, "replicas": 1, "shards": 2},
+        }
         self.write(folder / "environment.json", times)
         self.tell("start")
         self.spend(load, State.LOAD)
@@ -80,11 +86,9 @@ class Script:
         for _ in range(steps):
             self.step += 1
             stalled, self.stalled = self.stalled, 0.0
-            record = {
-                "step": self.step, "batch": BATCH, "sequence_length": LENGTH, "overflow": False, "mfu": 0.4,
-                "skipped": self.step in skip, "tokens": self.step * BATCH * LENGTH, "consumed": self.step * BATCH,
-                "seconds": {"iteration": seconds + data + stalled, "data": data, "checkpoint": stalled},
-            }  # fmt: skip
+            parts = {"iteration": seconds + data + stalled, "data": data, "checkpoint": stalled}
+            more = {"mfu": 0.4, "skipped": self.step in skip, "seconds": parts}
+            record = records.metric(self.step, batch=BATCH, length=LENGTH, **more)
             self.clock += seconds + data + stalled
             self.done.append((self.number, self.step, seconds + data + stalled))
             self.write(self.run.segment(self.number) / "metrics.jsonl", {**record, "time": stamp(self.clock)})
@@ -92,7 +96,7 @@ class Script:
     def save(self, stall: float = 0.0) -> None:
         """A save in the background: training waited `stall` for it, before the next step."""
         self.saved, self.stalled = self.step, stall
-        self.tell("checkpoint", step=self.step, seconds=1.0)
+        self.tell("checkpoint", step=self.step, seconds=1.0, bytes=1)
 
     def stop(self, code: int = 75, *, save: float = 3.0, down: float = 1.0) -> None:
         """An end on purpose: saves, says so."""

@@ -337,7 +337,7 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     assert resumed["step"] == 0 and not resumed["optimizer"] and "the optimiser starts fresh" in resumed["text"]
     assert helpers.journal(config.run.dir, "import")[0]["folder"] == str(folder)
     saved = Store(config.run.dir / "checkpoints").find(2)
-    assert saved.manifest()["optimizer"] is True
+    assert saved.manifest().optimizer is True
 
 
 @pytest.mark.parametrize("name", ["llama-base", "llama-linear", "llama-llama3", "gpt2"])

@@ -15,11 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+import records
 
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
 from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import Ended, decide
+from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog_sections import LaunchSection
@@ -411,12 +413,11 @@ def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.Monk
     run = RunDir(tmp_path)
     assert limit.needed_grace(run) is None and limit.grace(run, None) == 120
     segment = run.new_segment()
-    lines = [json.dumps({"step": step, "seconds": {"iteration": 20.0}}) for step in range(20_000)]
+    parts = {"iteration": 20.0, "data": 0.0, "checkpoint": 0.0}
+    lines = [json.dumps(records.metric(step, seconds=parts)) for step in range(2_000)]
     (segment / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    saves = [
-        json.dumps({"kind": "checkpoint", "seconds": seconds}) for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0)
-    ]
-    run.journal.write_text("\n".join(saves) + "\n")
+    for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0):
+        journal.tell(run, "checkpoint", "saved", step=1, seconds=seconds, bytes=1)
     needed = 1.5 * (4 * 20 + 2 * 50)
     assert limit.needed_grace(run) == limit.grace(run, None) == needed
     assert limit.grace(run, Seconds(3600)) == 3600

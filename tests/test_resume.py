@@ -286,6 +286,27 @@ def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
     lab.train(config, "train.duration=30 steps", ranks=2, expect=78)  # nor does it go back by itself
 
 
+@pytest.mark.parametrize(
+    ("table", "code"), [("[watchdog.colour]\nred = 1", 0), ("[future]\nkey = 3", 78), ("[model.mixer]\nkind = 1", 78)]
+)
+def test_keys_of_another_version(
+    lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, table: str, code: int
+) -> None:
+    """In what a start recorded: free ones are listed; what could change what is learned is not left out in silence."""
+    config, run = copy
+    shutil.rmtree(run / "checkpoints/step-00000024")
+    (run / "segments/0001/config.toml").open("a").write(f"\n{table}\n")
+    key = table.replace("[", "").replace("]\n", ".").replace(" = ", ": ")
+    output = lab.train(config, expect=code)
+    if code:
+        assert f"segments/0001/config.toml has keys that this version does not know:\n    {key.split('.')[0]}" in output
+        assert "environment.json of the segment" in output and "Traceback" not in output
+    else:
+        assert any("watchdog.colour" in text for text in helpers.journal(run, "resume")[-1]["changed"])
+    shown = run_command(CLI, "where", run, "--step", 3)  # the digest proves that nothing was lost
+    assert shown.returncode == 0, shown.stderr
+
+
 # ---------------------------------------------------------------- what comes back
 
 
@@ -296,7 +317,7 @@ def test_the_load_is_reported(lab: Any, copy: tuple[Path, Path], helpers: Any) -
     (entry,) = helpers.journal(run, "resume")
     assert "restored: model, optimiser, data position (sample 144)" in entry["text"] and entry["text"] in output
     assert "written by 1 x 1 ranks, read by 2 x 1 ranks" in entry["text"]
-    saved = stores(RunDir(run)).find(18).manifest()["state_digest"]
+    saved = stores(RunDir(run)).find(18).manifest().state_digest
     assert entry["state_digest"] == saved and f"state digest {saved} as saved" in entry["text"]
 
 

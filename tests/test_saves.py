@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import records
 
 from fsdp_pretrain.checkpoint.space import Ballast, Need, make_room
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, describe_file
 from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.record import state_files
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,7 +25,7 @@ def commit(store: Store, step: int, verified: bool = True) -> Checkpoint:
     attempt = store.begin(step)
     for name in ("train_state.json", "config.toml"):
         (attempt / name).write_text("{}")
-    checkpoint = store.commit(attempt, [describe_file(path) for path in attempt.iterdir()], {"step": step})
+    checkpoint = store.commit(attempt, [describe_file(path) for path in attempt.iterdir()], records.facts(step))
     return store.mark_verified(checkpoint) if verified else checkpoint
 
 
@@ -130,12 +132,12 @@ def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any, ranks:
     lab.train(config, f"run.dir={lab.path / 'waiting'}", "checkpoint.background=false", ranks=ranks)
     assert helpers.losses(lab.path / "run") == helpers.losses(lab.path / "waiting")
     digests = [
-        [checkpoint.manifest()["state_digest"] for checkpoint in Store(lab.path / run / "checkpoints").scan()]
+        [checkpoint.manifest().state_digest for checkpoint in Store(lab.path / run / "checkpoints").scan()]
         for run in ("run", "waiting")
     ]
     assert len(set(digests[0])) == 10 and digests[0] == digests[1]
     lab.train(config, f"run.dir={lab.path / 'alone'}", "checkpoint.every=20 steps", "parallel.shard=1")
-    assert len(Store(lab.path / "alone/checkpoints").newest().manifest()["state_digest"]) == 16  # type: ignore[union-attr]
+    assert len(Store(lab.path / "alone/checkpoints").newest().manifest().state_digest) == 16  # type: ignore[union-attr]
 
 
 def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -> None:
@@ -145,7 +147,7 @@ def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -
     path = Store(lab.path / "run/checkpoints").find(10).path / "manifest.json"
     content = json.loads(path.read_text())
     content["state_digest"] = f"{int(content['state_digest'], 16) ^ 1:016x}"
-    path.write_text(json.dumps(content))
+    state_files.write(path, content)
     output = lab.train(config, expect=78)
     assert "gave another state than was saved" in output and output.count("error:") == 1
 

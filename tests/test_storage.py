@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import records
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.config import load
-from fsdp_pretrain.record.files import RunDir, read_lines
+from fsdp_pretrain.record.files import RunDir, now, read_lines
 from fsdp_pretrain.units import Progress, Seconds
 from fsdp_pretrain.watchdog.alarms import Alarm, Alarms, Severity
 from fsdp_pretrain.watchdog.checkpoints import Checkpoints
@@ -66,22 +67,14 @@ def commit(store: Store, step: int, size: int = 200_000, verified: bool = True) 
     """A checkpoint with one file."""
     attempt = store.begin(step)
     (attempt / "data").write_bytes(np.random.default_rng(step).bytes(size))
-    made = store.commit(attempt, [describe_file(attempt / "data")], {"step": step, "tokens": step * 256})
+    made = store.commit(attempt, [describe_file(attempt / "data")], records.facts(step))
     if verified:
         store.mark_verified(made)
     return made.path
 
 
 def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -> dict[str, Any]:
-    return {
-        "step": step,
-        "consumed": step * batch,
-        "batch": batch,
-        "tokens": step * batch * 32,
-        "sequence_length": 32,
-        "seconds": {"iteration": seconds, "data": data},
-        "data_read": {"file": "shard-7.bin"},
-    }
+    return records.metric(step, batch=batch, seconds={"iteration": seconds, "data": data, "checkpoint": 0.0})
 
 
 def saves(
@@ -103,7 +96,7 @@ def saves(
 
 def write_journal(run: Path, *entries: dict[str, Any]) -> None:
     with (run / "journal.jsonl").open("a") as file:
-        file.writelines(json.dumps({"text": "", "segment": 2, **entry}) + "\n" for entry in entries)
+        file.writelines(json.dumps({"time": now(), "text": "", "segment": 2, **entry}) + "\n" for entry in entries)
 
 
 # ---------------------------------------------------------------------- looks that hang

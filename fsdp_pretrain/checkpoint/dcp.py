@@ -83,7 +83,7 @@ class _HashingFileSystem(FileSystem):
             hashing: Any = _HashingStream(file)
             yield hashing
         name = Path(path).name.removesuffix(".tmp")
-        self.written.append(FileEntry(name, hashing.size, hashing.digest.hexdigest()))
+        self.written.append(FileEntry(name=name, bytes=hashing.size, xxh3=hashing.digest.hexdigest()))
 
 
 class _Delivering(DefaultSavePlanner):
@@ -332,11 +332,11 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torc
     Raises:
         CheckpointError: tensors are missing, superfluous, or of another shape or dtype, or not what was saved.
     """
-    whole = world.decide(lambda: checkpoint.manifest().get("optimizer", True))
+    whole = world.decide(lambda: checkpoint.manifest().optimizer)
     state = state_dict(model, optimizer if whole else None)
     world.decide(lambda: _compare(checkpoint, state))
     dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), process_group=world.host_group)
-    digest, expected = state_digest(world, _flatten(state)), world.decide(checkpoint.manifest)["state_digest"]
+    digest, expected = state_digest(world, _flatten(state)), world.decide(lambda: checkpoint.manifest().state_digest)
     if digest != expected:
         raise CheckpointError(
             f"{checkpoint.path} gave another state than was saved (digest {digest}, at saving {expected})",
@@ -347,7 +347,7 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torc
     parameters = dict(model.named_parameters())
     for name, values in state.get("optim", {}).items():
         optimizer.state[parameters[name]] = values
-    return Loaded(bool(whole), digest)
+    return Loaded(whole, digest)
 
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:

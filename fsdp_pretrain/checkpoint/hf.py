@@ -20,7 +20,8 @@ from tqdm import tqdm
 from data.opening import open_packer
 
 from .. import __version__, models
-from ..config import Config, load
+from ..changes import load_compatible
+from ..config import Config
 from ..errors import CheckpointError, ConfigError, DataError, StorageError, shortened
 from ..model_sections import AnyModel
 from ..record.files import RunDir
@@ -84,7 +85,7 @@ def export_checkpoint(
     if out.exists():
         raise ConfigError(f"{out} exists", remedy="name a folder that does not; nothing is overwritten")
     checkpoint = stores(run).find(step)
-    config = load(checkpoint.path / CONFIG)
+    config = load_compatible(checkpoint.path / CONFIG)
     tokenizer = find_tokenizer(checkpoint, config, tokenizer_path)
     type_name = str(DTYPES[dtype]).removeprefix("torch.")
     length = config.data.sequence_length

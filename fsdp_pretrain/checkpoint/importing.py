@@ -15,13 +15,13 @@ from data.opening import open_packer
 from data.packer import Packer
 
 from .. import __version__, models
-from ..changes import differences
-from ..config import Config, load
+from ..changes import differences, load_compatible
+from ..config import Config
 from ..errors import CheckpointError, ConfigError, DataError, shortened
 from ..mesh import Alone
 from ..model_sections import AnyModel
+from ..record import journal
 from ..record.files import RunDir
-from ..record.journal import Journal
 from ..state import TrainState, identity
 from . import dcp
 from .hf_layout import function
@@ -131,9 +131,7 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
     text = f"weights of {where.resolve()}; {said}"
     if source.padded:
         text += f"; {source.padded} rows of the embedding table are the mean of the others"
-    journal = Journal(run)
-    journal.write("import", text, step=0, folder=str(where.resolve()), padded=source.padded)
-    journal.close()
+    journal.tell(run, "import", text, step=0, folder=str(where.resolve()), padded=source.padded)
     return Imported(saved, source.padded, said)
 
 
@@ -161,10 +159,10 @@ def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
     checkpoint = next((item for item in Store(path.resolve().parent).scan() if item.path.name == path.name), None)
     if checkpoint is None or checkpoint.problem:
         raise CheckpointError(f"{path} is no whole checkpoint: {checkpoint.problem if checkpoint else 'its name'}")
-    theirs = load(path / CONFIG).model
+    theirs = load_compatible(path / CONFIG).model
     refuse_another_model(path, theirs, config.model)
     packer = open_packer(config)
-    known = checkpoint.train_state()["identity"]["tokenizer"]["fingerprint"]
+    known = checkpoint.train_state().identity["tokenizer"]["fingerprint"]
     if known != packer.tokenizer.fingerprint:
         raise DataError(
             f"{path} was trained with another tokenizer than that of the corpora (fingerprint differs)",

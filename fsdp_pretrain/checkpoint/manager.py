@@ -17,7 +17,7 @@ from ..state import TrainState
 from . import dcp
 from .background import Pending, Stager
 from .space import Ballast, GiveUp
-from .store import Checkpoint, Store
+from .store import Checkpoint, Manifest, Store
 from .stores import fallback, newest_clean, stores
 from .subject import Subject
 
@@ -156,16 +156,16 @@ class Manager:
         return tuple(item.step for item in deleted)
 
 
-def kept_for_ever(config: Config, facts: dict[str, Any]) -> bool:
+def kept_for_ever(config: Config, manifest: Manifest) -> bool:
     """Whether a checkpoint stays however many newer ones there are: a final one, or one named by `keep_every`.
 
     Args:
         config: the run.
-        facts: its manifest.
+        manifest: of the checkpoint.
     """
-    before, after = facts["consumed"] - facts["batch"], facts["consumed"]
+    before, after = manifest.consumed - manifest.batch, manifest.consumed
     due = (
-        config.schedule.due(every, step=facts["step"], before=before, after=after)
+        config.schedule.due(every, step=manifest.step, before=before, after=after)
         for every in config.checkpoint.kept_intervals
     )
-    return bool(facts.get("final")) or any(due)
+    return manifest.final or any(due)

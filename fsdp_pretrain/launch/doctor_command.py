@@ -12,7 +12,9 @@ from types import FrameType
 
 from ..console import Command
 from ..errors import BusyError, Exit
-from ..record.files import RunDir, read_json
+from ..record import state_files
+from ..record.exit_intent import ExitIntent
+from ..record.files import RunDir
 from ..status import inspect
 from . import torchrun
 from .torchrun import Torchrun
@@ -69,8 +71,8 @@ def _doctor(args: argparse.Namespace) -> int:
         finally:
             if child.poll() is None:
                 child.kill()
-        found = read_json(note)
-    return int(found["code"]) if found is not None else int(Exit.UNEXPECTED) if code else 0
+        found = state_files.view(note, ExitIntent)
+    return found.code if found is not None else int(Exit.UNEXPECTED) if code else 0
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

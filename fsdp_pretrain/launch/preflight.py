@@ -14,7 +14,7 @@ import psutil
 from ..checkpoint.space import Need
 from ..checkpoint.stores import fallback, stores
 from ..config import Config
-from ..errors import ConfigError, Exit, UserError
+from ..errors import ConfigError, Exit
 from ..record.files import RunDir
 from ..units import human_bytes
 from .outcome import avoided
@@ -136,11 +136,10 @@ def _look_at_clock(offset: float) -> Iterator[str]:
 def _look_at_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
     """A save in the background keeps a copy of the ranks' shares in host memory."""
     ranks = int(nproc) if nproc.isdecimal() else gpu_count()
-    try:
-        world = int(stores(run).newest().manifest()["world"]["size"])  # type: ignore[union-attr]
-    except (AttributeError, KeyError, TypeError, UserError):
+    newest = stores(run).newest()
+    if newest is None:
         return
-    need = _checkpoint_bytes(run)[0] * min(1.0, ranks / world)
+    need = _checkpoint_bytes(run)[0] * min(1.0, ranks / newest.manifest().world.size)
     free = psutil.virtual_memory().available
     if config.checkpoint.background and free < need:
         yield f"a copy of the next checkpoint takes {human_bytes(need)} of host memory, {human_bytes(free)} are free"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import ConfigError
+from ..record import state_files
 
 LAUNCHER, NOTE = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE"
 """Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment."""
@@ -150,8 +150,8 @@ def leave_note(code: int, reason: str) -> bool:
     path = os.environ.get(NOTE)
     if path is None:
         return False
-    with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
-        file.write(json.dumps({"code": code, "reason": reason}))
+    with contextlib.suppress(OSError):
+        state_files.create(Path(path), {"code": code, "reason": reason})
     return True
 
 

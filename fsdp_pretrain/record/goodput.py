@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import load
+from ..changes import load_recorded
 from ..errors import UserError
 from ..units import human_count, human_time
 from .attempts import Attempt, Column, History, kept_steps, left_by, read_history
@@ -182,7 +182,7 @@ def _judge(history: History, attempt: Attempt, after: Attempt | None) -> Inciden
     unplanned = not attempt.clean and (after is not None or attempt.closed)
     if not len(attempt.steps) or not (rollbacks or unplanned):
         return None
-    reason = str(rollbacks[-1].facts.get("reason") or "") if rollbacks else ""
+    reason = rollbacks[-1].reason if rollbacks else ""
     return Incident(
         segment=attempt.segment,
         step=int(attempt.steps.step[-1]),
@@ -250,7 +250,8 @@ def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter)
         `runtime_goodput` (without the queue), `ettr` (kept and slow / wall without the queue), `ettr_queued` (with
         it); `tokens` (kept, since the beginning or the fork), `tokens_lost`, `tokens_per_day`, `mfu`,
         `mfu_effective` (null if not known); `incidents`; `mtti_seconds`, `mttr_seconds` (null without incidents);
-        `saves` (`count`, `block_seconds`, `seconds`: means); `unprotected` and `interval`, see `_protection`.
+        `saves` (`count`, `block_seconds`, `seconds`: means); `unprotected` and `interval`, see `_protection`;
+        `damaged`: what of the record was passed over, `lines` (how many) and `files` (what is wrong with each).
     """
     history = read_history(run, shown)
     if not history.attempts:
@@ -286,6 +287,7 @@ def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter)
         "mtti_seconds": mtti,
         "mttr_seconds": sum(i.recovery for i in ended) / len(ended) if ended else None,
         **_protection(run, history, mtti),
+        "damaged": {"lines": history.damaged_lines, "files": history.damaged_files},
     }
 
 
@@ -330,7 +332,7 @@ def _configured_interval(run: RunDir, history: History, typical: float | None) -
     """Seconds between saves by the run's configuration, at its typical pace."""
     batches = [attempt.steps.batch[-1] for attempt in history.attempts if len(attempt.steps)]
     try:
-        config = load(run.config)
+        config, _ = load_recorded(run.config)
     except UserError:
         return None
     if typical is None or not batches:
@@ -395,7 +397,10 @@ def render(found: dict[str, Any]) -> str:
             f"interrupted every {human_time(found['mtti_seconds'])} (MTTI)"
             + ("" if repair is None else f", going on after {human_time(repair)} (MTTR)")
         )
-    return "\n".join([*lines, *_render_saves(found)])
+    lines += _render_saves(found)
+    if found["damaged"]["lines"]:
+        lines.append(f"damaged lines of the journal and the metrics, passed over: {found['damaged']['lines']:_}")
+    return "\n".join([*lines, *(f"left out: {text}" for text in found["damaged"]["files"])])
 
 
 def _render_saves(found: dict[str, Any]) -> list[str]:

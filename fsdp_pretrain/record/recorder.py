@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..units import human_bytes, human_count, human_time
-from .files import AppendFile, RunDir, now, read_json, replace_file
+from . import state_files
+from .files import AppendFile, RunDir, now
 from .journal import Journal
-from .metrics import mean_loss
+from .metrics import METRICS, mean_loss
 
 _STATUS_INTERVAL = 1.0
 
@@ -34,7 +35,7 @@ class Recorder:
         self.run, self.segment, self.number = run, segment, int(segment.name)
         self._console_every, self._total = console_every, total_steps
         self._journal = Journal(run, self.number)
-        self._metrics = AppendFile(segment / "metrics.jsonl")
+        self._metrics = AppendFile(segment / METRICS)
         self._log = AppendFile(segment / "log")
         self._status: dict[str, Any] = {
             "run": name,
@@ -117,7 +118,7 @@ class Recorder:
         try:
             if force and self.segment != self.run.segments[-1]:
                 return  # this process was frozen, and the run went on elsewhere
-            replace_file(self.run.status, json.dumps({**self._status, "heartbeat": now()}, indent=1) + "\n")
+            state_files.write(self.run.status, {**self._status, "heartbeat": now()})
         except OSError as error:
             print(f"cannot write {self.run.status}: {error}", file=sys.stderr)
 
@@ -192,30 +193,3 @@ def console_line(record: dict[str, Any], target: int) -> str:
         "eta": human_time(eta),
     }
     return " ".join(f"{key}={value}" for key, value in fields.items())
-
-
-def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str, **facts: Any) -> None:
-    """Say how this start ended, for launchers: torchrun turns every exit code into 1. The first writer wins.
-
-    Args:
-        run: the run directory.
-        segment: of the start that ended.
-        code: see `errors.Exit`.
-        reason: one sentence.
-        facts: more for the launcher: `asked`: somebody asked the run to stop; `restart`: it was no decision to end, so
-            that torchrun may start it again; `avoid_hosts`, with code 76; `suspects`.
-
-    A disk too full for this file is no reason to end otherwise than decided.
-    """
-    intent = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname(), **facts}
-    content = json.dumps(intent) + "\n"
-    try:
-        with (segment / "exit_intent.json").open("x", encoding="utf-8") as file:
-            file.write(content)
-        status = read_json(run.status)
-        if status is not None and segment == run.segments[-1]:
-            state = "complete" if code == 0 else "stopped" if code == 75 else "failed"
-            status.update(state=state, exit_intent={"code": code, "reason": reason})
-            replace_file(run.status, json.dumps(status, indent=1) + "\n")
-    except OSError:
-        pass

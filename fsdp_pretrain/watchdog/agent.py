@@ -26,10 +26,11 @@ from typing import Any, cast
 
 from ..config import Config
 from ..errors import Exit
+from ..record import claim, exit_intent
 from ..record.claim import Holder
-from ..record.files import RunDir, read_json
+from ..record.exit_intent import EXIT_INTENT, ExitIntent
+from ..record.files import RunDir
 from ..record.journal import Journal
-from ..record.recorder import write_exit_intent
 from .alarms import Alarm, Alarms, Severity
 from .blind import Blind
 from .desk import keeper
@@ -115,7 +116,7 @@ class Agent:
     def _hear_the_others(self) -> None:
         """Wait for the last words of the other nodes. One without any, when ranks just fail, is the reason."""
         intent = self._intent()
-        if intent is not None and intent["code"] == Exit.COMPLETE:
+        if intent is not None and intent.code == Exit.COMPLETE:
             return
         patience, begun = self.nodes.patience, time.monotonic()
         self._keeper = Holder(self._keeper.path, patience - self.nodes.beat)
@@ -130,7 +131,7 @@ class Agent:
             return
         self._leader.look()
         intent = self._intent()
-        if lost and (intent is None or intent["code"] == Exit.UNEXPECTED):
+        if lost and (intent is None or intent.code == Exit.UNEXPECTED):
             for host, seconds in lost.items():
                 self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
             text = f"{', '.join(lost)} is lost: nothing has been heard of it since the ranks failed"
@@ -199,7 +200,7 @@ class Agent:
     def _watch_the_leader(self) -> None:
         """See its claim beat, so that it need not be waited for when it has become silent."""
         with contextlib.suppress(OSError):
-            self._keeper.lives(read_json(self._keeper.path))
+            self._keeper.lives(claim.read(self._keeper.path))
 
     def _lead(self) -> None:
         claim = take_the_lead(self.config, self._keeper)
@@ -262,18 +263,18 @@ class Agent:
     def _explained(self, rank: Rank) -> bool:
         """Whether the run has said why it ends, other than by what its death did to another rank."""
         intent = self._intent()
-        return intent is not None and (intent["code"] != Exit.UNEXPECTED or intent.get("rank") == rank.number)
+        return intent is not None and (intent.code != Exit.UNEXPECTED or intent.rank == rank.number)
 
-    def _intent(self) -> dict[str, Any] | None:
-        return read_json(self.run.segment(self.segment) / "exit_intent.json") if self.segment else None
+    def _intent(self) -> ExitIntent | None:
+        return exit_intent.read(self.run.segment(self.segment)) if self.segment else None
 
     def _write_intent(self, code: Exit, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
         if self.segment:
             segment = self.run.segment(self.segment)
             intent = self._intent()
-            if intent is not None and intent["code"] == Exit.UNEXPECTED:  # a consequence
-                (segment / "exit_intent.json").unlink(missing_ok=True)
-            write_exit_intent(self.run, segment, int(code), reason, by="watchdog", restart=restart, **facts)
+            if intent is not None and intent.code == Exit.UNEXPECTED:  # a consequence
+                (segment / EXIT_INTENT).unlink(missing_ok=True)
+            exit_intent.write(self.run, segment, int(code), reason, by="watchdog", restart=restart, **facts)
 
     def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
         """Write down why, let stopped ranks say where they stand, and end all of this node."""

@@ -7,6 +7,8 @@ follows from a worse one, is written down each time and told once.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +16,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..record.files import AppendFile, now
+from pydantic import TypeAdapter
+
+from ..record.files import AppendFile, now, read_lines, seconds_of
 
 
 class Severity(IntEnum):
@@ -69,8 +73,11 @@ class Alarm:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Alarm:
-        """The inverse of `to_json`."""
-        return cls(**{**content, "severity": Severity[content["severity"]]})
+        """The inverse of `to_json`. Raises ValueError, KeyError."""
+        found = _schema().validate_python({**content, "severity": Severity[content["severity"]]})
+        if seconds_of(found.opened) is None:
+            raise ValueError(f"it was opened at {found.opened!r}")
+        return found
 
 
 class Alarms:
@@ -127,22 +134,22 @@ class Alarms:
         self._told(alarm, before)
         self._file.write(json.dumps(alarm.to_json()))
 
-    def close(self) -> None:
-        """Write what waits, if it can be, and close the file."""
-        self._file.close()
+    def close(self) -> bool:
+        """Write what waits, if it can be, and close the file. Whether all is written."""
+        return self._file.close()
 
 
 def read_alarms(path: Path) -> list[Alarm]:
-    """Every alarm there has been, as it stands, in the order of their first opening; a torn last line is left out."""
+    """Every alarm there has been, as it stands, in the order of their first opening; damaged lines are left out."""
     known: dict[str, Alarm] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            alarm = Alarm.from_json(json.loads(line))
-        except (ValueError, TypeError, KeyError):
-            continue
-        known[alarm.key] = alarm
+    with contextlib.suppress(OSError):
+        for line, _ in read_lines(path):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                alarm = Alarm.from_json(line)
+                known[alarm.key] = alarm
     return list(known.values())
+
+
+@functools.cache
+def _schema() -> TypeAdapter[Alarm]:
+    return TypeAdapter(Alarm)

@@ -97,7 +97,7 @@ class Checkpoints(Detector):
             every=section.interval.value,
             deadline=deadline,
             directories=directories,
-            journal=journal,
+            chronicle=journal,
             offset=0,
         )
         self._audit = Look(
@@ -252,9 +252,9 @@ class Checkpoints(Detector):
                 self._world = entry.get("world") or 1
                 if self.need is None and entry.get("parameters"):
                     self.need = Need(int(_FIRST_STATE * BYTES_PER_PARAMETER * entry["parameters"]), 1 + self._world)
-            elif entry["kind"] == "checkpoint" and entry.get("seconds"):
-                self.speed = float(entry["bytes"]) / max(1e-9, float(entry["seconds"]))
-                self._judge_speed(float(entry["bytes"]), float(entry["seconds"]), entry["step"] if mine else None)
+            elif entry["kind"] == "checkpoint" and entry["seconds"]:
+                self.speed = entry["bytes"] / entry["seconds"]
+                self._judge_speed(entry["bytes"], entry["seconds"], entry["step"] if mine else None)
                 if mine:
                     self.alarms.resolve("checkpoint-failed", f"step {entry['step']} was saved", step=entry["step"])
             elif entry["kind"] == "checkpoint-failed" and mine:

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..record.files import now, read_json
+from ..record import state_files
+from ..record.files import now
 from .alarms import Alarm, Alarms, Severity
 from .ranks import Standing
 
@@ -109,7 +110,7 @@ class Nodes:
         return True
 
     def _read_one(self, node: int) -> None:
-        report = read_json(self._directory / f"{node}.json")
+        report = state_files.view(self._directory / f"{node}.json", dict[str, Any])
         if report is None or report.get("attempt") != self._attempt:
             return
         self.reports[node] = report

@@ -36,7 +36,9 @@ sequence_length = 16
 lanes = 4
 sources = [{ name = "text", path = "/tmp/fsdp-pretrain-release/corpus" }]
 """
-WORDS = "the run writes every checkpoint before it reads a shard and the loss falls while the mesh of ranks sums".split()
+WORDS = (
+    "the run writes every checkpoint before it reads a shard and the loss falls while the mesh of ranks sums".split()
+)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -89,7 +91,9 @@ def make_run(run: Path) -> None:
         time.sleep(0.01)
     job.kill()
     job.wait()
-    while not (run / "watchdog/alarms.jsonl").exists() or b"rank-died" not in (run / "watchdog/alarms.jsonl").read_bytes():
+    while (
+        not (run / "watchdog/alarms.jsonl").exists() or b"rank-died" not in (run / "watchdog/alarms.jsonl").read_bytes()
+    ):
         time.sleep(0.1)
     while (run / "watchdog/agent.json").exists():  # the watchdog has not ended
         time.sleep(0.1)
