@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -72,6 +73,11 @@ def adopt(
     """
     files = list({file.absolute(): None for source in sources for file in find_token_files(source, options.format)})
     formats = {options.format or detect_format(file) for file in files}
+    for file in files:
+        if re.search("[\ud800-\udfff]", str(file)):
+            raise DataError(f"the name of {file} is not UTF-8: no manifest can hold it", remedy="rename it")
+    if "text" in formats:
+        raise DataError(f"{files[0]} holds text, not tokens", remedy="make a corpus of it with `fsdp-data prepare`")
     if len(formats) > 1:
         raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
     (kind,) = formats

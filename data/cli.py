@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 from fsdp_pretrain import config
-from fsdp_pretrain.console import Command, byte_count
+from fsdp_pretrain.console import Command, byte_count, positive
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.units import Progress
 
 from . import adopt, bench, quickstart, simulate
-from .corpus import Corpus
+from .corpus import MAX_VOCABULARY, Corpus
 from .jobs import default_workers
 from .prepare import Options, prepare, summary
-from .report import render
+from .report import decode_any, render
 from .tokenizer import Tokenizer
 from .train_tokenizer import train_tokenizer
 from .validate import Vocabulary, check_against, validate
@@ -36,7 +36,7 @@ def main() -> int:
         "quickstart-corpus",
         _quickstart_corpus,
         "Write a real corpus from what every Python installation carries (no download).",
-        "fsdp-data quickstart-corpus --out /tmp/text",
+        "fsdp-data quickstart-corpus --out runs/quickstart/text",
     )
     parser.add_argument("--out", type=Path, required=True, help="directory for train.jsonl and heldout.jsonl")
     return command.run()
@@ -66,7 +66,8 @@ def _add_prepare(command: Command) -> None:
         "prepare",
         _prepare,
         "Tokenise text into a corpus of token shards. Interrupted runs continue where they stopped.",
-        "fsdp-data prepare /tmp/text/train.jsonl --tokenizer /tmp/tokenizer --out /tmp/corpus",
+        "fsdp-data prepare runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n"
+        "    --out runs/quickstart/corpus",
     )
     _add_input_arguments(parser)
     parser.add_argument(
@@ -77,7 +78,9 @@ def _add_prepare(command: Command) -> None:
         "--answer-field", help="field or column of the answer: each record is a prompt (its text) with an answer"
     )
     parser.add_argument("--out", type=Path, required=True, help="corpus directory")
-    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
+    parser.add_argument(
+        "--workers", type=positive, default=default_workers(), help="processes (default: all processors)"
+    )
     parser.add_argument(
         "--shard-size",
         type=byte_count,
@@ -95,7 +98,8 @@ def _add_import(command: Command) -> None:
         "import",
         _import,
         "Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped.",
-        "fsdp-data import /data/megatron --tokenizer /tmp/tokenizer --separators trailing --out /tmp/corpus",
+        "fsdp-data import runs/quickstart/corpus/shards --tokenizer runs/quickstart/tokenizer --separators none \\\n"
+        "    --out runs/quickstart/adopted",
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SRC", help="token files, or directories of them")
     parser.add_argument(
@@ -110,7 +114,9 @@ def _add_import(command: Command) -> None:
         help="what each document carries; measured, and refused if one carries anything else",
     )
     parser.add_argument("--out", type=Path, required=True, help="corpus directory")
-    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
+    parser.add_argument(
+        "--workers", type=positive, default=default_workers(), help="processes (default: all processors)"
+    )
     parser.add_argument("--copy", action="store_true", help="copy Megatron shards instead of pointing to them")
     parser.add_argument("--dtype", help="integer type of bin files (default: uint16)")
     parser.add_argument("--overwrite", action="store_true", help="replace a corpus made from other files or options")
@@ -122,11 +128,12 @@ def _add_train_tokenizer(command: Command) -> None:
         "train-tokenizer",
         _train_tokenizer,
         "Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer.",
-        "fsdp-data train-tokenizer /tmp/text/train.jsonl --kind bpe --vocab-size 4096 --out /tmp/tokenizer",
+        "fsdp-data train-tokenizer runs/quickstart/text/train.jsonl --kind bpe --vocab-size 1024 \\\n"
+        "    --out runs/quickstart/tokenizer-1k",
     )
     _add_input_arguments(parser)
     parser.add_argument("--kind", choices=("bpe", "sentencepiece"), required=True)
-    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--vocab-size", type=positive, required=True)
     parser.add_argument(
         "--max-bytes", type=byte_count, default=2 * 10**9, help="text to learn from, evenly chosen (default: 2GB)"
     )
@@ -138,7 +145,7 @@ def _add_validate(command: Command) -> None:
         "validate",
         _validate,
         "Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors.",
-        "fsdp-data validate /tmp/corpus --json",
+        "fsdp-data validate runs/quickstart/corpus --json",
     )
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="DIR", help="corpora, or token files without a manifest"
@@ -150,7 +157,7 @@ def _add_validate(command: Command) -> None:
     )
     parser.add_argument("--dtype", help="integer type of bin files (default: uint16)")
     parser.add_argument("--tokenizer", help="compare with this tokenizer")
-    parser.add_argument("--vocab-size", type=int, help="for shards without a manifest: vocabulary size")
+    parser.add_argument("--vocab-size", type=positive, help="for shards without a manifest: vocabulary size")
     parser.add_argument("--eod", type=int, help="for shards without a manifest: id of the separator")
     parser.add_argument("--bos", type=int, help="for shards without a manifest: id of the beginning-of-sequence token")
     parser.add_argument(
@@ -159,7 +166,9 @@ def _add_validate(command: Command) -> None:
         help="for shards without a manifest: what their documents carry (default: auto, what most of them do)",
     )
     parser.add_argument("--against", help="run configuration whose model and other sources must fit the corpus")
-    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: all processors)")
+    parser.add_argument(
+        "--workers", type=positive, default=default_workers(), help="processes (default: all processors)"
+    )
     parser.add_argument("--no-checksums", dest="checksums", action="store_false", help="do not compare file checksums")
     parser.add_argument("--json", action="store_true", help="machine-readable report on standard output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -170,7 +179,7 @@ def _add_inspect(command: Command) -> None:
         "inspect",
         _inspect,
         "Show what a corpus holds, or one of its documents.",
-        "fsdp-data inspect /tmp/corpus --doc 7",
+        "fsdp-data inspect runs/quickstart/corpus --doc 7",
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--doc", type=int, help="number of the document to show, counted over all shards")
@@ -182,12 +191,12 @@ def _add_bench(command: Command) -> None:
         "bench",
         _bench,
         "Time the packer on a corpus, or on a synthetic one.",
-        "fsdp-data bench /tmp/corpus --sequence-length 2048",
+        "fsdp-data bench runs/quickstart/corpus --sequence-length 2048",
     )
     parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="corpus (default: a synthetic one)")
     parser.add_argument("--tokens", type=_tokens, default=10**8, help="size of the synthetic corpus (default: 100M)")
-    parser.add_argument("--sequence-length", type=int, default=2048, help="tokens per sample (default: 2048)")
-    parser.add_argument("--batch", type=int, default=8, help="samples per call (default: 8)")
+    parser.add_argument("--sequence-length", type=positive, default=2048, help="tokens per sample (default: 2048)")
+    parser.add_argument("--batch", type=positive, default=8, help="samples per call (default: 8)")
     parser.add_argument("--seconds", type=float, default=1.5, help="length of each of three rounds (default: 1.5)")
     parser.add_argument("--cold", action="store_true", help="do not read the corpus into memory first")
     parser.add_argument(
@@ -196,8 +205,12 @@ def _add_bench(command: Command) -> None:
         metavar="TOKENS",
         help="instead, what a training process needs on a corpus of this size (2T), whose tokens are not stored",
     )
-    parser.add_argument("--shards", type=int, default=20_000, help="shards of the simulated corpus (default: 20000)")
-    parser.add_argument("--world", type=int, default=1024, help="ranks that share the simulated corpus (default: 1024)")
+    parser.add_argument(
+        "--shards", type=positive, default=20_000, help="shards of the simulated corpus (default: 20000)"
+    )
+    parser.add_argument(
+        "--world", type=positive, default=1024, help="ranks that share the simulated corpus (default: 1024)"
+    )
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
 
 
@@ -214,7 +227,7 @@ def _prepare(args: argparse.Namespace) -> int:
         Tokenizer.load(args.tokenizer, args.eod),
         args.out,
         options,
-        workers=max(1, args.workers),
+        workers=args.workers,
         part=args.part,
         overwrite=args.overwrite,
         quiet=args.quiet,
@@ -258,14 +271,10 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 
 def _validate(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
-    vocabulary = None
-    if args.vocab_size is not None or args.eod is not None:
-        if args.vocab_size is None or args.eod is None:
-            raise DataError("--vocab-size and --eod describe the ids together: give both")
-        if not 0 <= args.eod < args.vocab_size:
-            raise DataError(f"--eod {args.eod} is not an id of a vocabulary of {args.vocab_size}")
-        specials = {args.eod} | ({args.bos} if args.bos is not None else set())
-        vocabulary = Vocabulary(args.vocab_size, args.eod, frozenset(specials))
+    vocabulary = _vocabulary(args)
+    missing = [str(d) for d in args.directories if not (d.exists() or d.with_name(d.name + ".idx").exists())]
+    if missing:
+        raise DataError(f"there is no {', '.join(missing)}")
     run = config.load(args.against) if args.against else None
     code, reports = 0, []
     for directory in args.directories:
@@ -290,6 +299,21 @@ def _validate(args: argparse.Namespace) -> int:
         json.dump({"exit": code, "corpora": [report.as_dict() for report in reports]}, sys.stdout, indent=1)
         print()
     return code
+
+
+def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
+    """What --vocab-size, --eod and --bos say, if anything. Raises DataError."""
+    size, ids = args.vocab_size, {"--eod": args.eod, "--bos": args.bos}
+    if size is None and not any(number is not None for number in ids.values()):
+        return None
+    if size is None or args.eod is None:
+        raise DataError("--vocab-size and --eod describe the ids together: give both")
+    if size > MAX_VOCABULARY:
+        raise DataError(f"--vocab-size {size} is more than {MAX_VOCABULARY}")
+    for option, number in ids.items():
+        if number is not None and not 0 <= number < size:
+            raise DataError(f"{option} {number} is not an id of a vocabulary of {size}")
+    return Vocabulary(size, args.eod, frozenset(number for number in ids.values() if number is not None))
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -317,7 +341,7 @@ def _inspect(args: argparse.Namespace) -> int:
         if 0 <= number < shard.documents:
             tokens = corpus.shard(index).document(number)
             print(f"{shard.name}, document {number}: {len(tokens)} tokens", file=sys.stderr)
-            print(corpus.tokenizer().decode(tokens.tolist()))
+            print(decode_any(tokens.tolist(), corpus.tokenizer()))
             return 0
         number -= shard.documents
     raise DataError(f"there is no document {args.doc}: the corpus has {manifest.documents}")

@@ -26,7 +26,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.errors import DataError, naming
 
 from .reading import READ_TIMEOUT, Places
 from .shards import Part, Shard
@@ -34,6 +34,8 @@ from .tokenizer import Tokenizer
 
 FORMAT = 1
 BLOCK_TOKENS = 4_000_000
+MAX_VOCABULARY = 1 << 24
+"""More is a mistake, whose tables would not fit into memory."""
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
 _OPEN_SHARDS = 512
 Separators = Literal["none", "trailing", "leading"]
@@ -41,6 +43,8 @@ Separators = Literal["none", "trailing", "leading"]
 
 
 Count = Annotated[int, Field(ge=0)]
+FileName = Annotated[str, Field(pattern=r"^[^\x00]*[^\x00/.][^\x00/]*$")]
+"""What can be the path of a file: no NUL, and a last part that is more than dots."""
 
 
 class TokenizerEntry(BaseModel):
@@ -49,9 +53,9 @@ class TokenizerEntry(BaseModel):
     model_config = ConfigDict(extra="forbid")
     file: str
     kind: Literal["tokenizers", "sentencepiece"]
-    vocab_size: int = Field(gt=0)
-    eod: int = Field(ge=0)
-    specials: dict[int, str]
+    vocab_size: int = Field(gt=0, le=MAX_VOCABULARY)
+    eod: int = Field(ge=0, lt=MAX_VOCABULARY)
+    specials: dict[Annotated[int, Field(ge=0, lt=MAX_VOCABULARY)], str]
     fingerprint: str
 
 
@@ -62,13 +66,13 @@ class ShardEntry:
     A dataclass with slots: a corpus may have tens of thousands, and models take twice the time and memory.
     """
 
-    name: str
+    name: FileName
     documents: Count
     tokens: Count
     bytes: Count
     bin_xxh3: str
     idx_xxh3: str
-    path: str | None = None
+    path: FileName | None = None
     """Where `.bin` and `.idx` are, without suffix, if not in `shards/`: files adopted by `fsdp-data import`."""
 
     def prefix(self, directory: Path) -> Path:
@@ -81,14 +85,14 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     format: Literal[1]
-    dtype: str
+    dtype: Literal["uint8", "int8", "int16", "int32", "int64", "uint16"]
     separators: Separators
     """What stored documents carry. The packer strips it and writes the model's separator."""
     pairs: bool = False
     """Documents 2k and 2k + 1 of every shard are a prompt and its answer."""
     tokenizer: TokenizerEntry
-    documents: int
-    tokens: int
+    documents: Count
+    tokens: Count
     blocks_xxh3: str
     shards: list[ShardEntry]
     statistics: dict[str, Any] = {}
@@ -201,7 +205,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace `path` so that a reader, or a crash, sees the old or the new content, never a part."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -330,5 +334,5 @@ def load_json(path: Path) -> Any:
     """Parsed JSON of a file; DataError if it is not there or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {error}") from None

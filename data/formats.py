@@ -12,6 +12,7 @@ Reading is streaming and memory-mapped: a run holds about 4M tokens, and a docum
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,7 +22,8 @@ import numpy.typing as npt
 
 from fsdp_pretrain.errors import DataError
 
-from .inputs import TEXT_SUFFIXES, plan_shards, read_documents
+from .files import DAMAGED, TEXT_SUFFIXES, files_below, readable, require_file
+from .inputs import plan_shards, read_documents
 from .shards import Shard, map_file
 from .tokenizer import Tokenizer
 
@@ -30,6 +32,7 @@ Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
 RUN_TOKENS = 4_000_000
 _TEXTS = 256
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _SUFFIXES: dict[Format, tuple[str, ...]] = {
     "megatron": (".idx",),
     "arrow": (".arrow",),
@@ -55,7 +58,10 @@ class Run:
 
 
 class TokenFile(Protocol):
-    """One file (or pair of files) opened for reading. Opening raises DataError if it is not of its format."""
+    """One file (or pair of files) opened for reading.
+
+    Opening and reading raise DataError if it is cut off, damaged or not of its format, OSError if storage fails.
+    """
 
     name: str
 
@@ -81,14 +87,16 @@ def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  #
         DataError: nothing is there, or a directory holds several formats and `format` does not choose.
     """
     if not path.is_dir():
-        found = _named(path, format or detect_format(path))
-        if found is None:
-            raise DataError(f"there is no token file {path}")
-        return [found]
+        kind = format or detect_format(path)
+        if kind == "megatron":
+            path = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        require_file(path.with_name(path.name + ".idx") if kind == "megatron" else path)
+        return [path]
     held: dict[Format, list[Path]] = {}
-    for file in sorted(inner for inner in path.rglob("*") if inner.is_file()):
+    for file in files_below(path):
         for kind, suffixes in _SUFFIXES.items():
             if file.name.endswith(suffixes) and not (kind == "bin" and file.with_suffix(".idx").exists()):
+                require_file(file)
                 held.setdefault(kind, []).append(file.with_suffix("") if kind == "megatron" else file)
     if format is None and len(held) > 1:
         counts = ", ".join(f"{len(files)} {kind}" for kind, files in held.items())
@@ -108,18 +116,8 @@ def detect_format(path: Path) -> Format:
     for kind, suffixes in _SUFFIXES.items():
         if path.name.endswith(suffixes):
             return kind
-    raise DataError(
-        f"{path} is not there" if not path.exists() else f"the name of {path} does not tell its format",
-        remedy="say it with --format",
-    )
-
-
-def _named(path: Path, format: Format) -> Path | None:  # noqa: A002
-    """The path to open for a file named by a person; None if it is not there."""
-    if format != "megatron":
-        return path if path.exists() else None
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    return prefix if prefix.with_name(prefix.name + ".idx").exists() else None
+    require_file(path)
+    raise DataError(f"the name of {path} does not tell its format", remedy="say it with --format")
 
 
 def open_file(
@@ -187,53 +185,70 @@ class ArrowFile:
     """Arrow IPC, file or stream format: the column `tokens`, or the only one."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow
-
         self.name, self._path = path.name, path
-        try:
+        with _arrow(path):
             with path.open("rb") as file:
                 self._is_file = file.read(6) == b"ARROW1"
-            schema = self._reader().schema
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"cannot read {path} as an Arrow IPC file or stream: {error}") from None
-        self._column = "tokens" if "tokens" in schema.names or len(schema) != 1 else schema.names[0]
-        kind = schema.field(self._column).type if self._column in schema.names else None
-        types = pyarrow.types
-        self._is_list = kind is not None and (types.is_list(kind) or types.is_large_list(kind))
-        if kind is None or not types.is_integer(kind.value_type if self._is_list else kind):
-            described = ", ".join(f"{field.name}: {field.type}" for field in schema)
+            schema = self._open()[1].schema
+            names, described = schema.names, ", ".join(f"{field.name}: {field.type}" for field in schema)
+        self._column = "tokens" if "tokens" in names or len(names) != 1 else names[0]
+        kind = schema.field(self._column).type if names.count(self._column) == 1 else None
+        self._is_list = kind is not None and str(kind).startswith(("list<", "large_list<"))
+        if kind is None or str(kind.value_type if self._is_list else kind) not in _INTEGERS:
             raise DataError(f"{path} has no column `tokens` of integers or of lists of integers (it has {described})")
 
-    def _reader(self) -> Any:
+    def _open(self) -> tuple[Any, Any]:
+        """(mapped file, reader of its record batches). The file format is a stream with a footer behind it."""
         import pyarrow
 
         source = pyarrow.memory_map(str(self._path))
-        return pyarrow.ipc.open_file(source) if self._is_file else pyarrow.ipc.open_stream(source)
+        source.seek(8 if self._is_file else 0)
+        return source, pyarrow.ipc.open_stream(source)
 
     def _batches(self) -> Iterator[Any]:
-        reader = self._reader()
-        if self._is_file:
-            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
-        else:
-            yield from reader
+        """The record batches, then a look at whether that was all there is: the reader does not mind a missing end."""
+        source, reader = self._open()
+        last = source.tell()
+        for batch in reader:
+            yield batch
+            last = source.tell()
+        end = source.tell()
+        behind, footer = source.size() - end, 0
+        if self._is_file and behind >= 10:
+            source.seek(source.size() - 10)
+            footer = int.from_bytes(source.read(4), "little") + 10
+        if end == last or (self._is_file and behind < max(footer, 10)):
+            raise DataError(f"{self._path} is cut off: it has no end marker", remedy=DAMAGED)
+        if behind > footer:
+            raise DataError(f"{self._path} goes on behind its end ({behind - footer} bytes)", remedy=DAMAGED)
 
     def _chunks(self) -> Iterator[tuple[Ints, Tokens]]:
-        import pyarrow
-
-        try:
+        with _arrow(self._path):
             for number, batch in enumerate(self._batches()):
-                column = batch.column(batch.schema.get_field_index(self._column))
+                batch = batch.select([self._column])
+                batch.validate(full=True)  # offsets: what is read by wrong ones is another file's, or nothing at all
+                column = batch.column(0)
                 values = column.flatten() if self._is_list else column
                 if column.null_count or values.null_count:
                     raise DataError(f"{self._path} has nulls among its tokens (record batch {number})")
                 lengths = column.value_lengths().to_numpy() if self._is_list else [len(column)]
                 yield np.asarray(lengths, dtype=np.int64), values.to_numpy()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{self._path} is truncated or damaged: {error}") from None
 
     def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order. Raises DataError if the file is damaged."""
+        """All documents in order. Raises DataError, OSError."""
         yield from _runs(self._chunks(), size)
+
+
+@contextmanager
+def _arrow(path: Path) -> Iterator[None]:
+    """What the library finds wrong with a file as DataError."""
+    import pyarrow
+
+    try:
+        with readable(path):
+            yield
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path} as an Arrow IPC file or stream: {error}", remedy=DAMAGED) from None
 
 
 class FlatFile:
@@ -272,8 +287,7 @@ class TextFile:
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.name, self._path, self._tokenizer = path.name, path, tokenizer
-        if not path.is_file():
-            raise DataError(f"there is no file {path}")
+        require_file(path)
 
     def _chunks(self) -> Iterator[tuple[Ints, Tokens]]:
         texts: list[str] = []
@@ -291,18 +305,23 @@ class TextFile:
         return np.array([len(item) for item in ids]), np.array([i for item in ids for i in item], dtype=np.int64)
 
     def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order. Raises DataError if the text cannot be read."""
+        """All documents in order. Raises DataError, OSError."""
         yield from _runs(self._chunks(), size)
 
 
 def _read_npy(path: Path) -> Tokens:
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"cannot read {path} as a NumPy array: {error}") from None
-    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        with readable(path):
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (DataError, OSError):
+        raise
+    except Exception as error:  # NumPy reads the header as Python text: nearly anything may come of a damaged one
+        raise DataError(f"cannot read {path} as a NumPy array: {error}", remedy=DAMAGED) from None
+    if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         shown = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "an archive"
         raise DataError(f"{path} is not a one-dimensional array of integers but {shown}")
+    if (behind := path.stat().st_size - tokens.offset - tokens.nbytes) != 0:
+        raise DataError(f"{path} has {behind} bytes behind its array", remedy=DAMAGED)
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""Raw text in: which files, cut into which pieces of work, read as which documents. No tokens here.
+"""Raw text in: cut into pieces of work, read as documents. No tokens here.
 
 Text files are one document each (`--split lines`: one per line), JSONL files one document per line (`--text-field`),
 parquet files one per row. `.gz` and `.zst` are unpacked while reading. A piece of work is a byte range, a range of
@@ -7,25 +7,23 @@ row groups or a whole file, so that large files are shared between workers and a
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any
 
 from fsdp_pretrain.errors import DataError
 
-Kind = Literal["text", "jsonl", "parquet"]
-_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-_PACKED = (".gz", ".zst")
-TEXT_SUFFIXES = tuple(suffix + packed for suffix in (".txt", *_KINDS) for packed in ("", *_PACKED))
-"""Names of the files that are taken from directories by default."""
+from .files import DAMAGED, PACKED, Kind, Pieces, kind_of, open_unpacked, parse_json, readable
+
 _OPTIONS = ("--text-field", "--answer-field")
 _EXPANSION = 4
 """Assumed ratio of text to compressed bytes, for balancing shards only."""
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+_ROWS = 64
+"""Rows of a parquet file that are unpacked at once."""
 
 
 @dataclass(frozen=True)
@@ -59,43 +57,6 @@ class Document:
         return (self.text,) if self.answer is None else (self.text, self.answer)
 
 
-def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
-    """Files named or found in the directories named, without duplicates (symbolic links resolved).
-
-    Args:
-        inputs: files and directories, in the order that fixes the document numbers.
-        suffixes: when walking directories, take only files ending so; empty: `.txt`, JSONL and parquet.
-
-    Raises:
-        DataError: an input does not exist, or nothing is found.
-    """
-    wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *_PACKED)) or TEXT_SUFFIXES
-    found: dict[Path, Path] = {}
-    for name in inputs:
-        path = Path(name)
-        if path.is_dir():
-            for inner in sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(wanted)):
-                found.setdefault(inner.resolve(), inner)
-        elif path.exists():
-            found.setdefault(path.resolve(), path)
-        else:
-            raise DataError(f"there is no input {path}")
-    if not found:
-        raise DataError(
-            f"no input files in {', '.join(inputs)}",
-            remedy=f"files should end in {', '.join(wanted[:4])} ... or be named one by one",
-        )
-    return list(found.values())
-
-
-def kind_of(path: Path) -> Kind:
-    """How a file is read, by its suffix; anything unknown is text."""
-    name = path.name
-    for packed in _PACKED:
-        name = name.removesuffix(packed)
-    return _KINDS.get(Path(name).suffix, "text")
-
-
 def plan_shards(files: Iterable[Path], shard_bytes: int | None, *, lines: bool) -> list[list[Unit]]:
     """Group the input into shards of about `shard_bytes` of text: a function of the files and arguments alone.
 
@@ -120,16 +81,17 @@ def plan_shards(files: Iterable[Path], shard_bytes: int | None, *, lines: bool) 
 
 
 def _text_bytes(path: Path) -> int:
-    return path.stat().st_size * (_EXPANSION if path.suffix in _PACKED or path.suffix == ".parquet" else 1)
+    return path.stat().st_size * (_EXPANSION if path.suffix in PACKED or path.suffix == ".parquet" else 1)
 
 
 def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
     kind, total = kind_of(path), path.stat().st_size
     if kind == "parquet" and path.suffix == ".parquet":
-        with _parquet(path) as file:
-            for group in range(file.metadata.num_row_groups):
-                yield Unit(str(path), kind, group, group + 1, file.metadata.row_group(group).total_byte_size)
-    elif path.suffix in _PACKED or (kind == "text" and not lines):
+        with readable(path), _parquet(path) as file:
+            sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+        for group, text in enumerate(sizes):
+            yield Unit(str(path), kind, group, group + 1, max(0, text))
+    elif path.suffix in PACKED or (kind == "text" and not lines):
         yield Unit(str(path), kind, 0, total, _text_bytes(path))
     else:
         for start in range(0, total, size):
@@ -148,59 +110,90 @@ def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: st
 
     Raises:
         DataError: unreadable file, invalid JSON, or a record without the fields; names file and line.
+        OSError: the storage failed, or the file may not be read.
     """
     path, names = Path(unit.path), [text_field, *([answer_field] if answer_field is not None else [])]
     if unit.kind == "text" and answer_field is not None:
         raise DataError(f"{path} is plain text and has no field {answer_field!r}", remedy="use JSONL or parquet files")
-    try:
+    with readable(path):
         if unit.kind == "parquet":
             yield from _read_parquet(path, unit, names)
         elif unit.kind == "text" and not lines:
             with open_unpacked(path) as file:
-                yield _document(file.read(), 0)
+                yield _document(Pieces(file, path).rest(), 0)
         else:
             for number, line in _read_lines(path, unit):
                 if unit.kind == "text":
                     yield _document(line.rstrip(b"\r\n"), number)
                 elif line.strip():
-                    yield _json_document(line, number, path, names)
-    except (OSError, EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+                    yield _json_document(line, number, unit, names)
 
 
 def _read_lines(path: Path, unit: Unit) -> Iterator[tuple[int, bytes]]:
     """(number, line) of the lines that begin inside the unit. Numbers count from the unit's start."""
     with open_unpacked(path) as file:
-        whole = path.suffix in _PACKED
+        whole, pieces = path.suffix in PACKED, Pieces(file, path)
         if not whole and unit.start:
             file.seek(unit.start - 1)
             file.readline()  # the line that straddles the start belongs to the unit before
         number = 0
         while whole or file.tell() < unit.stop:
-            line = file.readline()
+            line = pieces.line()
             if not line:
                 return
             yield number, line
             number += 1
 
 
-def _json_document(line: bytes, number: int, path: Path, names: list[str]) -> Document:
+def _line_in_file(unit: Unit, number: int) -> int:
+    """Number in the whole file, from 1, of a line of a unit."""
+    if Path(unit.path).suffix in PACKED or not unit.start:
+        return number + 1
+    with Path(unit.path).open("rb") as file:
+        before = 0
+        while file.tell() < unit.start:
+            file.readline()
+            before += 1
+    return before + number + 1
+
+
+def _json_document(line: bytes, number: int, unit: Unit, names: list[str]) -> Document:
+    valid = True
     try:
-        record = json.loads(line)
+        try:
+            record = parse_json(line)
+        except UnicodeDecodeError:
+            record, valid = parse_json(line.decode("utf-8", "replace")), False
     except ValueError as error:
-        raise DataError(f"{path}, line {number + 1} of its part: not JSON ({error})") from None
-    found = [record.get(name) if isinstance(record, dict) else None for name in names]
-    for name, option, text in zip(names, _OPTIONS, found, strict=False):
-        if not isinstance(text, str):
-            keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "not an object"
-            raise DataError(
-                f"{path}, line {number + 1} of its part: no text in field {name!r} (the record has {keys})",
-                remedy=f"name the field with {option}",
-            )
-    return _record([text for text in found if text is not None], number)
+        raise DataError(f"{unit.path}, line {_line_in_file(unit, number)}: not JSON ({error})") from None
+    found = [record.get(name) for name in names] if isinstance(record, dict) else []
+    if not all(isinstance(text, str) for text in found) or not found:
+        raise _no_text(record, names, f"{unit.path}, line {_line_in_file(unit, number)}")
+    document = _record([text for text in found if text is not None], number)
+    return document if valid else replace(document, repaired=True)
 
 
-def _record(texts: Sequence[str], number: int) -> Document:
+def _no_text(record: Any, names: list[str], where: str) -> DataError:
+    """Why a JSON value is no record with texts in these fields."""
+    if not isinstance(record, dict):
+        return DataError(f"{where}: {_shown(record)} is no object with fields")
+    name, option = next(pair for pair in zip(names, _OPTIONS, strict=False) if not isinstance(record.get(pair[0]), str))
+    if name in record:
+        return DataError(f"{where}: field {name!r} is {_shown(record[name])}, which is no text")
+    keys = ", ".join(map(_shown, list(record)[:20]))
+    return DataError(f"{where}: no field {name!r} (the record has {keys or 'none'})", remedy=_name_it(option))
+
+
+def _shown(value: Any) -> str:
+    """A JSON value in a message."""
+    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else json.dumps(value)[:40]
+
+
+def _name_it(option: str) -> str:
+    return f"`fsdp-data prepare` and `train-tokenizer` take the name with {option}"
+
+
+def _record(texts: Sequence[str | bytes], number: int) -> Document:
     """The document of a record: its text and, if there are two, the answer."""
     document = _document(texts[0], number)
     if len(texts) == 1:
@@ -226,49 +219,56 @@ def _document(raw: bytes | str, number: int) -> Document:
 
 
 @contextmanager
-def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed if its name ends in `.gz` or `.zst`."""
-    with path.open("rb") as file:
-        if path.suffix == ".gz":
-            yield io.BufferedReader(gzip.GzipFile(fileobj=file))  # type: ignore[arg-type]
-        elif path.suffix == ".zst":
-            import zstandard
-
-            try:
-                yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
-            except zstandard.ZstdError as error:
-                raise DataError(f"cannot unpack {path}: {error}") from None
-        else:
-            yield file
-
-
-@contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow
     from pyarrow import parquet
 
-    with open_unpacked(path) as file:
-        source = pyarrow.BufferReader(file.read()) if path.suffix in _PACKED else path
-        try:
-            yield parquet.ParquetFile(source)
-        except pyarrow.ArrowException as error:
-            raise DataError(f"cannot read {path} as parquet: {error}") from None
+    try:
+        if path.suffix in PACKED:
+            with open_unpacked(path) as file:
+                yield parquet.ParquetFile(pyarrow.BufferReader(Pieces(file, path).rest()))
+        else:
+            with parquet.ParquetFile(path) as file:
+                yield file
+    except pyarrow.ArrowException as error:
+        raise DataError(f"cannot read {path} as parquet: {error}", remedy=DAMAGED) from None
 
 
 def _read_parquet(path: Path, unit: Unit, names: list[str]) -> Iterator[Document]:
     with _parquet(path) as file:
-        columns = file.schema_arrow.names
         for name, option in zip(names, _OPTIONS, strict=False):
-            if name not in columns:
-                raise DataError(
-                    f"{path} has no column {name!r} (it has {', '.join(columns)})", remedy=f"name it with {option}"
-                )
-        whole = path.suffix in _PACKED
-        groups = range(file.metadata.num_row_groups) if whole else range(unit.start, unit.stop)
+            _check_column(path, file.schema_arrow, name, option)
+        rows = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        groups = list(range(len(rows)) if path.suffix in PACKED else range(unit.start, unit.stop))
         number = 0
-        for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=names):
-            for texts in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=names):
+            for texts in zip(*(_texts(batch.column(name)) for name in names), strict=True):
                 if None in texts:
-                    raise DataError(f"{path}: row {number} of row groups {groups} has no text (null)")
+                    row = sum(rows[: groups[0]]) + number + 1
+                    raise DataError(f"{path}, row {row}: no text in column {names[texts.index(None)]!r} (null)")
                 yield _record(texts, number)
                 number += 1
+        promised = sum(rows[group] for group in groups)
+        if number != promised:
+            raise DataError(f"{path} has {number} rows where its footer promises {promised}", remedy=DAMAGED)
+
+
+def _check_column(path: Path, schema: Any, name: str, option: str) -> None:
+    """Raise DataError unless there is one column of that name, and it holds texts."""
+    found = [field for field in schema if field.name == name]
+    if len(found) != 1:
+        count = f"{len(found)} columns" if found else "no column"
+        raise DataError(f"{path} has {count} {name!r} (it has {', '.join(schema.names)})", remedy=_name_it(option))
+    kind = found[0].type
+    if str(kind.value_type if str(kind).startswith("dictionary") else kind) not in _TEXT_TYPES:
+        raise DataError(f"{path}: column {name!r} holds no texts (it is of type {kind})")
+
+
+def _texts(column: Any) -> list[bytes | None]:
+    """Values of a column, not decoded yet: what is not UTF-8 is repaired and counted as everywhere."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    found: list[bytes | None] = column.cast(pyarrow.large_binary()).to_pylist()
+    return found

@@ -37,7 +37,8 @@ def claim(out: Path, job: str, shards: int, *, overwrite: bool) -> None:
     """
     plan = out / "plan.json"
     if plan.exists():
-        if load_json(plan).get("job") == job:
+        held = load_json(plan)
+        if isinstance(held, dict) and held.get("job") == job:
             return
         if not overwrite:
             raise DataError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from tqdm import tqdm
 from fsdp_pretrain.errors import DataError
 
 from .corpus import Manifest, write_atomically, write_corpus
-from .inputs import Document, Unit, find_files, plan_shards, read_documents
+from .files import find_files
+from .inputs import Document, Unit, plan_shards, read_documents
 from .jobs import claim, is_done, make_all, read_records
 from .shards import ShardWriter, token_dtype
-from .tokenizer import Tokenizer
+from .tokenizer import Progress, Tokenizer
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
@@ -71,10 +72,13 @@ def prepare(
 
     Raises:
         DataError: unreadable input, another job in `out`, or too many documents that contain special tokens.
+        OSError: the input may not be read, `out` not be written, or the storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
     files = find_files(inputs, options.suffixes)
     shards = plan_shards(files, options.shard_bytes, lines=options.lines)
+    if not shards:
+        raise DataError(f"the input holds no text: {len(files)} files, all of them empty")
     job = _job_digest(shards, tokenizer, options)
     folder = out / "shards"
     claim(out, job, len(shards), overwrite=overwrite)
@@ -113,7 +117,7 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
         report: called with the number of text bytes finished, for progress.
 
     Raises:
-        DataError: see `prepare`.
+        DataError, OSError: see `prepare`.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     special = np.zeros(tokenizer.vocab_size, dtype=bool)
@@ -143,8 +147,9 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
                     "first_document": writer.documents,
                 }
             )
+            shown = _Shown(report, unit.size)
             for batch in _batches(unit, options):
-                for document, encoded in _encoded(batch, tokenizer):
+                for document, encoded in _encoded(batch, tokenizer, shown.add):
                     counts["read"] += 1
                     counts["repaired"] += document.repaired
                     tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
@@ -165,7 +170,7 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
                     counts["utf8_bytes"] += sum(len(text.encode("utf-8")) for text in document.texts)
                     for ids in encoded:
                         writer.append(np.asarray(ids, dtype=dtype))
-            report(unit.size)
+            shown.finish()
         if counts["quarantined"] > max(1, options.max_quarantined * counts["read"]):
             first = quarantined[0]
             raise DataError(
@@ -180,9 +185,33 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
     write_atomically(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
 
 
-def _encoded(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[list[int]]]]:
+class _Shown:
+    """Progress within a unit by the characters encoded, a few less than its bytes.
+
+    Args:
+        report: called with what was finished.
+        size: bytes of text of the unit, some of them estimated.
+    """
+
+    def __init__(self, report: Callable[[int], Any], size: int) -> None:
+        self._report, self._left = report, size
+
+    def add(self, characters: int) -> None:
+        """So much more is done."""
+        step = min(characters, self._left)
+        self._left -= step
+        self._report(step)
+
+    def finish(self) -> None:
+        """All of it is done."""
+        self.add(self._left)
+
+
+def _encoded(
+    batch: list[Document], tokenizer: Tokenizer, progress: Progress
+) -> Iterator[tuple[Document, list[list[int]]]]:
     """Each document with the ids of its texts."""
-    encoded = iter(tokenizer.encode([text for document in batch for text in document.texts]))
+    encoded = iter(tokenizer.encode([text for document in batch for text in document.texts], progress))
     for document in batch:
         yield document, [next(encoded) for _ in document.texts]
 

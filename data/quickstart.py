@@ -10,12 +10,13 @@ import ast
 import json
 import sysconfig
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import xxhash
 from tqdm import tqdm
 
-from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.errors import DataError, naming
 
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "turtledemo"}
 _HELDOUT_ONE_IN = 16
@@ -32,17 +33,15 @@ def build(out: Path, *, quiet: bool = False) -> dict[str, int]:
     """
     out.mkdir(parents=True, exist_ok=True)
     counts = dict.fromkeys(("train_documents", "train_bytes", "heldout_documents", "heldout_bytes"), 0)
-    files = {name: (out / f"{name}.jsonl").open("w", encoding="utf-8") for name in ("train", "heldout")}
-    try:
+    with naming(out), ExitStack() as stack:
+        names = ("train", "heldout")
+        files = {name: stack.enter_context((out / f"{name}.jsonl").open("w", encoding="utf-8")) for name in names}
         for source, text in _documents(quiet=quiet):
             held_out = xxhash.xxh3_64_intdigest(source.partition("#")[0].encode()) % _HELDOUT_ONE_IN == 0
             split = "heldout" if held_out else "train"
             files[split].write(json.dumps({"text": text, "source": source}) + "\n")
             counts[f"{split}_documents"] += 1
             counts[f"{split}_bytes"] += len(text.encode())
-    finally:
-        for file in files.values():
-            file.close()
     if counts["train_bytes"] < 1_000_000:
         raise DataError(
             f"this Python installation holds only {counts['train_bytes']} bytes of standard-library sources",

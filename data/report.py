@@ -137,10 +137,10 @@ def _around(
     low, high = (start, min(end, start + 2 * _AROUND)) if whole else (max(0, at - _AROUND), at + _AROUND)
     high = min(high, len(tokens))
     cuts = [low, *(int(e) for e in ends[(ends > low) & (ends < high)]), high]
-    return _BOUNDARY.join(_decode(tokens[a:b].tolist(), tokenizer) for a, b in pairwise(cuts))
+    return _BOUNDARY.join(decode_any(tokens[a:b].tolist(), tokenizer) for a, b in pairwise(cuts))
 
 
-def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
+def decode_any(ids: list[int], tokenizer: Tokenizer) -> str:
     """Text of ids; those outside the vocabulary as `<id 70000>`."""
     parts: list[str] = []
     known: list[int] = []

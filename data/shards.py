@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.errors import DataError, naming
 
 from .mapping import Mapping
 
@@ -79,7 +80,8 @@ class ShardWriter:
     def extend(self, tokens: npt.NDArray[Any], lengths: Sequence[int]) -> None:
         """Add documents of the given lengths, one behind the other in `tokens` of the writer's dtype."""
         data = tokens.tobytes()
-        self._file.write(data)
+        with naming(self._prefix):
+            self._file.write(data)
         self._hash.update(data)
         self._lengths.extend(lengths)
 
@@ -94,12 +96,13 @@ class ShardWriter:
         Returns:
             The shard's entry in the corpus manifest: name, documents, tokens, bytes and checksums.
         """
-        _close_durably(self._file)
         lengths = np.asarray(self._lengths, dtype="<i4")
         index = encode_index(lengths, self._dtype)
-        with _partial(self._prefix, ".idx").open("wb") as file:
-            file.write(index)
-            _close_durably(file)
+        with naming(self._prefix):
+            _close_durably(self._file)
+            with _partial(self._prefix, ".idx").open("wb") as file:
+                file.write(index)
+                _close_durably(file)
         for suffix in (".bin", ".idx"):
             _partial(self._prefix, suffix).rename(self._prefix.with_name(self._prefix.name + suffix))
         return {
@@ -117,10 +120,13 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if kind is not None:
-            for suffix in (".bin", ".idx"):
-                _partial(self._prefix, suffix).unlink(missing_ok=True)
+        if kind is None:
+            self._file.close()
+            return
+        with suppress(OSError):  # a full disk: what is buffered cannot be written now either
+            self._file.close()
+        for suffix in (".bin", ".idx"):
+            _partial(self._prefix, suffix).unlink(missing_ok=True)
 
 
 def _partial(prefix: Path, suffix: str) -> Path:
@@ -158,9 +164,10 @@ class Shard:
                 f"{idx_path} has version {version} and dtype code {code}; this program reads version 1, integers"
             )
         expected = _HEADER.size + sequences * 12 + document_indices * 8
-        if len(index) < expected:
+        if len(index) != expected:
             raise DataError(
-                f"{idx_path} has {len(index)} bytes, its header promises {expected}: truncated",
+                f"{idx_path} has {len(index)} bytes, its header promises {expected}: "
+                + ("truncated" if len(index) < expected else "the rest is of no document"),
                 remedy=_ADVICE,
             )
         self.dtype = DTYPES[code]
@@ -218,6 +225,7 @@ class Shard:
         return bool(
             self.lengths.min() >= 0
             and self.pointers[0] >= 0
+            and self.pointers[0] % self.dtype.itemsize == 0
             and np.array_equal(self.pointers[1:], ends[:-1])
             and (len(starts) and starts[0] == 0 and starts[-1] == last and (np.diff(starts) >= 0).all())
         )
@@ -227,8 +235,28 @@ class Shard:
         """Whether every document is one sequence, so that `lengths` are the documents'."""
         return np.array_equal(self.document_indices, np.arange(len(self.lengths) + 1))
 
+    def require_sound(self, first: int, stop: int) -> None:
+        """Raise DataError unless documents [first, stop) end where the next ones begin, the last where the file ends.
+
+        Each length is the distance of two pointers, so no single change of the index goes unnoticed.
+        """
+        begins = self.pointers[first : stop + 1]
+        if stop == len(self.lengths):
+            begins = np.append(begins, self.tokens.nbytes)
+        wrong = np.diff(begins) != self.lengths[first:stop].astype(np.int64) * self.dtype.itemsize
+        wrong |= (begins[:-1] < 0) | (begins[1:] < begins[:-1]) | (begins[1:] > self.tokens.nbytes)
+        wrong |= begins[:-1] % self.dtype.itemsize != 0
+        if wrong.any():
+            raise DataError(
+                f"the index of {self.prefix} is damaged: document {first + int(wrong.argmax())} does not lie between "
+                "those around it",
+                effect="other tokens would be read than were prepared",
+                remedy=_ADVICE,
+            )
+
     def document(self, number: int) -> npt.NDArray[Any]:
-        """Tokens of document `number`, a view into the file."""
+        """Tokens of document `number`, a view into the file. Raises DataError."""
+        self.require_sound(number, number + 1)
         start = int(self.pointers[number]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[number])]
 

@@ -153,7 +153,8 @@ class Source:
             self._blocks.move_to_end((epoch, block))
             return found
         shard_number, first, count = self.corpus.blocks[block, :3].tolist()
-        shard = self.corpus.shard(shard_number, ("index", first, first + count))
+        shard = self.corpus.shard(shard_number, ("index", first, first + count + 1))
+        shard.require_sound(first, first + count)
         lengths = shard.lengths[first : first + count] - self.corpus.manifest.carried
         starts = self._starts(shard_number, first, lengths)
         order = self._order(epoch, block, lengths)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_pretrain.errors import DataError
+
+from .splitting import can_cut, parts
 
 EOD = "<|endoftext|>"
 """Separator of the tokenizers trained here with `--kind bpe`; sentencepiece models use their `</s>`."""
@@ -21,6 +24,9 @@ _KNOWN_EODS = (EOD, "</s>", "<eod>", "<|end_of_text|>", "<｜end▁of▁sentence
 _UNKNOWN = "\u3402 \U00012000 \U0010fffd"
 """Text that no vocabulary holds: it shows whether the separator is also the token of unknown text."""
 _FILES = ("tokenizer.json", "tokenizer.model")
+_AT_ONCE = 1 << 19
+"""Characters of a text from which on it is encoded in parts, if it can be; at once they take 80 MB."""
+Progress = Callable[[int], None]
 
 
 class _Backend(Protocol):
@@ -29,7 +35,7 @@ class _Backend(Protocol):
     vocab_size: int
     specials: dict[int, str]
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def encode(self, texts: Sequence[str], progress: Progress) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def id_of(self, token: str) -> int | None: ...
     def default_eod(self) -> int | None: ...
@@ -51,9 +57,22 @@ class _Tokenizers:
         self.specials = {number: token.content for number, token in added.items() if token.special}
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         self._config = path.with_name("tokenizer_config.json")
+        normalize = self._model.normalizer.normalize_str if self._model.normalizer is not None else str
+        normalized = {token.content: normalize(token.content) for token in added.values()}
+        self._cuts = can_cut(json.loads(self._model.to_str()), normalized)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [item.ids for item in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode(self, texts: Sequence[str], progress: Progress) -> list[list[int]]:
+        if not self._cuts or max(map(len, texts), default=0) <= _AT_ONCE:
+            return self._at_once(texts, progress)
+        return [
+            list(chain.from_iterable(self._at_once([part], progress)[0] for part in parts(text, _AT_ONCE)))
+            for text in texts
+        ]
+
+    def _at_once(self, texts: Sequence[str], progress: Progress) -> list[list[int]]:
+        ids = [item.ids for item in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+        progress(sum(map(len, texts)))
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids), skip_special_tokens=False))
@@ -65,9 +84,14 @@ class _Tokenizers:
     def default_eod(self) -> int | None:
         """The end token named by `tokenizer_config.json` beside the file, else the one special with a known name."""
         if self._config.is_file():
-            token = json.loads(self._config.read_text(encoding="utf-8")).get("eos_token")
-            content = token.get("content") if isinstance(token, dict) else token
-            if content is not None:
+            try:
+                content = json.loads(self._config.read_bytes())["eos_token"]
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"cannot read {self._config}: {error}") from None
+            except (KeyError, TypeError):
+                content = None
+            content = content.get("content") if isinstance(content, dict) else content
+            if isinstance(content, str):
                 return self.id_of(content)
         found = [number for number, content in self.specials.items() if content in _KNOWN_EODS]
         return found[0] if len(found) == 1 else None
@@ -85,10 +109,11 @@ class _SentencePiece:
         pieces = range(self.vocab_size)
         self.specials = {n: self._model.IdToPiece(n) for n in pieces if self._model.IsControl(n)}
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], progress: Progress) -> list[list[int]]:
         ids: list[list[int]] = self._model.Encode(
             list(texts), out_type=int, add_bos=False, add_eos=False, num_threads=1
         )
+        progress(sum(map(len, texts)))
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -144,11 +169,19 @@ class Tokenizer:
             DataError: no tokenizer there, not readable, no known separator, or it adds tokens by itself.
         """
         path = _find(Path(path))
-        kind = "sentencepiece" if path.suffix == ".model" else "tokenizers"
         try:
-            backend: _Backend = _SentencePiece(path) if kind == "sentencepiece" else _Tokenizers(path)
-        except Exception as error:  # the libraries raise bare Exception and RuntimeError
+            return cls._load(path, eod)
+        except DataError:
+            raise
+        except BaseException as error:  # the libraries raise bare Exception, RuntimeError, and panics beside those
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise DataError(f"cannot load the tokenizer {path}: {error}") from None
+
+    @classmethod
+    def _load(cls, path: Path, eod: str | int | None) -> Tokenizer:
+        kind = "sentencepiece" if path.suffix == ".model" else "tokenizers"
+        backend: _Backend = _SentencePiece(path) if kind == "sentencepiece" else _Tokenizers(path)
         number = backend.id_of(eod) if isinstance(eod, str) else eod if eod is not None else backend.default_eod()
         if number is None or not 0 <= number < backend.vocab_size:
             asked = (
@@ -162,9 +195,14 @@ class Tokenizer:
         _probe(tokenizer)
         return tokenizer
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text: nothing added, special tokens in the text treated as plain text."""
-        return self._backend.encode(texts)
+    def encode(self, texts: Sequence[str], progress: Progress = lambda characters: None) -> list[list[int]]:
+        """Token ids of each text: nothing added, special tokens in the text treated as plain text.
+
+        Args:
+            texts: of any length; see `data.splitting` for long ones.
+            progress: called with the number of characters that have been encoded since it was last called.
+        """
+        return self._backend.encode(texts, progress)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens visible."""

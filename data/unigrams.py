@@ -90,7 +90,6 @@ class Unigrams:
         typical, spread = self._typical
         content = {"plan": self._plan, "typical": typical, "spread": spread, "counts": self._counts.tolist()}
         with contextlib.suppress(OSError):  # an observer: the next start learns again
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(content).encode())
 
 

@@ -140,15 +140,16 @@ def _declared(
             f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
             remedy="leave --separators out; validate judges by the manifest and reports what differs",
         )
-    entry = manifest.tokenizer
+    entry, held = manifest.tokenizer, _compare(directory, manifest, tokenizer, checksums, findings)
+    stored = held if held is not None and held.fingerprint == entry.fingerprint else entry
     return _Subject(
         files=[(shard.prefix(directory), "megatron") for shard in manifest.shards],
         names=[shard.name for shard in manifest.shards],
         manifest=manifest,
-        vocabulary=vocabulary or Vocabulary(entry.vocab_size, entry.eod, frozenset(entry.specials)),
+        vocabulary=vocabulary or Vocabulary(stored.vocab_size, stored.eod, frozenset(stored.specials)),
         separators=manifest.separators,
         because="declared by the manifest",
-        tokenizer=_compare(directory, manifest, tokenizer, checksums, findings),
+        tokenizer=held,
         fingerprint=entry.fingerprint,
         dtype=manifest.dtype,
     )
@@ -206,14 +207,16 @@ def _compare(
         if checksums and file_checksum(directory / "blocks.npy") != manifest.blocks_xxh3:
             findings.note("checksum", "blocks.npy", "not the block table that the manifest names")
     except OSError as error:
-        findings.note("unreadable", "blocks.npy", f"cannot open it: {error.strerror}")
+        _unreadable(findings, "blocks.npy", error)
     try:
         stored = Tokenizer.load(directory / entry.file, eod=entry.eod)
         if stored.fingerprint != entry.fingerprint:
             findings.note("tokenizer", entry.file, "not the tokenizer the manifest names")
             stored = None
-    except DataError as error:
-        findings.note("unreadable", entry.file, error.cause)
+        elif (stored.vocab_size, stored.specials) != (entry.vocab_size, entry.specials):
+            findings.note("manifest-mismatch", "manifest.json", f"vocabulary or special tokens are not of {entry.file}")
+    except (DataError, OSError) as error:
+        _unreadable(findings, entry.file, error)
     if tokenizer is not None and tokenizer.fingerprint != entry.fingerprint:
         both = f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"
         findings.note("tokenizer", "manifest.json", both)
@@ -228,11 +231,11 @@ def _measured_separators(subject: _Subject) -> tuple[Separators, str]:
     for path, format_ in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
             file = subject.open(path, format_)
-        except DataError:
+            if isinstance(file, MegatronFile) and _index_problem(file):
+                continue
+            run = next(file.runs(MEASURED_TOKENS), None)
+        except (DataError, OSError):
             continue  # found again, and named, when the file is measured
-        if isinstance(file, MegatronFile) and _index_problem(file):
-            continue
-        run = next(file.runs(MEASURED_TOKENS), None)
         if run is None or not len(run.tokens):
             continue
         stops = np.cumsum(run.lengths)[run.lengths > 0]
@@ -290,14 +293,21 @@ def _measure(work: _Work) -> Measurement:
         meter.result.findings.merge(result.findings)
     begin, stop = (work.bytes * k for k in (work.part, work.part + 1))
     offset = 0
-    for run in file.runs(MEASURED_TOKENS):
-        if work.part == work.parts - 1 or offset < stop:
-            if offset >= begin:
-                meter.add(run)
-        else:
-            break
-        offset += run.tokens.nbytes
+    try:
+        for run in file.runs(MEASURED_TOKENS):
+            if work.part == work.parts - 1 or offset < stop:
+                if offset >= begin:
+                    meter.add(run)
+            else:
+                break
+            offset += run.tokens.nbytes
+    except (DataError, OSError) as error:  # what stands before the damage is measured
+        _unreadable(meter.result.findings, work.name, error)
     return meter.finish()
+
+
+def _unreadable(findings: Findings, name: str, error: DataError | OSError) -> None:
+    findings.note("unreadable", name, error.cause if isinstance(error, DataError) else error.strerror or str(error))
 
 
 @functools.lru_cache(maxsize=2)
@@ -310,11 +320,14 @@ def _open(work: _Work, tokenizer: Tokenizer | None, findings: Findings) -> Token
     try:
         cut: Literal["before", "after"] = "before" if work.separators == "leading" else "after"
         file = open_file(work.path, work.format, work.vocabulary.eod, tokenizer, work.dtype, cut)
-    except DataError as error:
-        findings.note("unreadable", work.name, error.cause)
+        return _checked(file, work, findings) if isinstance(file, MegatronFile) else file
+    except (DataError, OSError) as error:
+        _unreadable(findings, work.name, error)
         return None
-    if not isinstance(file, MegatronFile):
-        return file
+
+
+def _checked(file: MegatronFile, work: _Work, findings: Findings) -> MegatronFile | None:
+    """The shard compared with its manifest entry; None if its index cannot be followed."""
     shard = file.shard
     if work.entry is not None and work.part == 0:
         wrong = _differences(work.entry, work.dtype, file)

@@ -23,8 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record.files import RunDir, now, read_json
+from pydantic import ConfigDict, Field
+
+from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import RunDir, make_directory, now
+from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_time
 
 _TIMES_TYPICAL, _TIMES_DEADLINE = 3.0, 3.0
@@ -33,8 +37,37 @@ _LAST_WORDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
+class Results(StateFile):
+    """`results.json` of an evaluation.
+
+    Attributes:
+        step, tokens: of the checkpoint.
+        committed: when that was committed; None outside a run.
+        scores: by task and metric.
+        documents: that were used, by task.
+        seconds: that it took.
+        time: when it was done.
+        unigram_bits_per_byte: what a model of token frequencies scores, if that was asked for.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    step: int
+    tokens: int
+    committed: str | None = None
+    scores: dict[str, dict[str, float]]
+    documents: dict[str, int] = Field(default_factory=dict)
+    seconds: float
+    time: str
+    unigram_bits_per_byte: float | None = None
+
+
 class EvaluationError(Exception):
     """The evaluation did not give results; the message says why."""
+
+
+class RefusedError(ConfigError):
+    """The tasks cannot be evaluated as they are asked for, or not here, whatever the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +91,8 @@ def limits(run: RunDir, tasks: str, least: float) -> Limits:
         tasks: name of the task set.
         least: `eval.deadline`, seconds.
     """
-    found = [read_json(path) or {} for path in run.evals.glob(f"step-*/{tasks}/results.json")]
-    took = [float(results["seconds"]) for results in found if "seconds" in results]
+    found = [state_files.view(path, Results) for path in run.evals.glob(f"step-*/{tasks}/results.json")]
+    took = [results.seconds for results in found if results is not None]
     deadline = max(least, _TIMES_TYPICAL * median(took) if took else 0.0)
     return Limits(deadline, _TIMES_DEADLINE * deadline)
 
@@ -74,7 +107,8 @@ def apart(work: Callable[[], dict[str, Any]], limit: Limits, stacks: Path, late:
         late: called with a text when the deadline has passed.
 
     Raises:
-        EvaluationError: it raised, died, or took too long.
+        RefusedError: it raised that.
+        EvaluationError: it raised anything else, died, or took too long.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -104,6 +138,8 @@ def apart(work: Callable[[], dict[str, Any]], limit: Limits, stacks: Path, late:
             f"its process was ended by signal {-code}" if code < 0 else f"its process ended with {code}"
         )
     answer = json.loads(said)
+    if "refused" in answer:
+        raise RefusedError(**answer["refused"])
     if "failed" in answer:
         raise EvaluationError(answer["failed"])
     return answer["value"]
@@ -139,7 +175,7 @@ class _Child:
         text = os.pread(self._dumps.fileno(), size - self._kept, self._kept).decode(errors="replace")
         self._kept = size
         with suppress(OSError):
-            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self._stacks.parent)
             with self._stacks.open("a", encoding="utf-8") as file:
                 file.write(f"# {now()} pid {self._pid}\n{text or 'no answer: the process is stopped'}\n")
 
@@ -162,6 +198,8 @@ def _work(work: Callable[[], dict[str, Any]], into: int, dumps: Any, parent: int
         answer = {"value": work()}
     except KeyboardInterrupt:
         os._exit(130)
+    except RefusedError as error:
+        answer = {"refused": {"cause": error.cause, "effect": error.effect, "remedy": error.remedy}}
     except UserError as error:
         answer = {"failed": error.cause}
     except BaseException as error:  # anything a task or model can raise must not stop the other evaluations

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from fsdp_pretrain import models
+from fsdp_pretrain.changes import load_compatible
 from fsdp_pretrain.checkpoint.dcp import load_model
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint
-from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import compute_dtype
@@ -19,7 +20,7 @@ def read_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[Decoder, Confi
     Raises:
         CheckpointError: it cannot be read, or the device does not exist.
     """
-    config = load(checkpoint.path / CONFIG)
+    config = load_compatible(checkpoint.path / CONFIG)
     try:
         target = torch.device(device)
         torch.empty(1, device=target)

@@ -22,6 +22,9 @@ from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Slots
 from fsdp_pretrain.sections import AnyObjective, GLMObjective
 
+from .attempt import RefusedError
+from .generation import Greedy
+
 _LOGITS_AT_ONCE = 2**27
 
 
@@ -159,19 +162,24 @@ class CheckpointLM(TemplateLM):
 
     @torch.inference_mode()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations up to a stop string; without a cache of keys and values, so meant for short answers."""
+        """Greedy continuations up to a stop string; without a cache of keys and values, so meant for short answers.
+
+        Raises:
+            RefusedError: a request asks for another way of decoding.
+        """
+        try:
+            asked = [(context, Greedy.read(options)) for context, options in (request.args for request in requests)]
+        except ValueError as error:
+            raise RefusedError(f"a task asks for {error}") from None
         answers = []
-        for request in tqdm(requests, desc="generating", disable=True if disable_tqdm else None):
-            context, options = request.args
-            stops = options.get("until") or []
-            stops = [stops] if isinstance(stops, str) else stops
-            tokens = self.tok_encode(context) or [self.eot_token_id]
+        for prompt, greedy in tqdm(asked, desc="generating", disable=True if disable_tqdm else None):
+            tokens = self.tok_encode(prompt) or [self.eot_token_id]
             made: list[int] = []
-            for _ in range(int(options.get("max_gen_toks", 128))):
+            for _ in range(greedy.tokens):
                 context = tokens[max(0, len(tokens) + len(made) - self._length) :]
                 made.append(int(self._logits([(context, made[-self._length :])])[0, -1].argmax()))
-                if made[-1] == self.eot_token_id or any(stop in self._tokens.decode(made) for stop in stops):
+                if made[-1] == self.eot_token_id or any(stop in self._tokens.decode(made) for stop in greedy.stops):
                     break
             text = self._tokens.decode([token for token in made if token != self.eot_token_id])
-            answers.append(min((text.partition(stop)[0] for stop in stops), key=len, default=text))
+            answers.append(min((text.partition(stop)[0] for stop in greedy.stops), key=len, default=text))
         return answers

@@ -7,7 +7,6 @@ published by a rename too, and only by the worker whose claim still stands.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,14 +20,16 @@ from typing import Any
 
 import xxhash
 
-from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
+from fsdp_pretrain.checkpoint.store import Checkpoint, Manifest, directory_name
 from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.config import Config
+from fsdp_pretrain.record import claim as claims
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.claim import BEAT_SECONDS, Claim, is_alive, take_away
-from fsdp_pretrain.record.files import RunDir, now, read_json, replace_file
-from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.record.files import RunDir, make_directory, now
+from fsdp_pretrain.record.journal import Journal, read
 
-from .attempt import EvaluationError, Limits, apart, limits
+from .attempt import EvaluationError, Limits, RefusedError, Results, apart, limits
 
 _SILENT_SECONDS = 120.0
 
@@ -50,8 +51,8 @@ class Job:
     @property
     def done(self) -> bool:
         """Whether there are results, of this very checkpoint."""
-        results = read_json(self.results)
-        return results is not None and results.get("committed") == self.committed
+        results = state_files.view(self.results, Results)  # damaged ones are made again
+        return results is not None and results.committed == self.committed
 
 
 def task_set(tasks: list[str]) -> str:
@@ -60,14 +61,14 @@ def task_set(tasks: list[str]) -> str:
     return name if len(name) <= 100 else f"{name[:80]}+{xxhash.xxh3_64_hexdigest(name.encode())[:8]}"
 
 
-def is_due(config: Config, manifest: dict[str, Any]) -> bool:
+def is_due(config: Config, manifest: Manifest) -> bool:
     """Whether the run's configuration wants a checkpoint with this manifest evaluated."""
     if config.eval.every is None:
         return False
-    if manifest.get("final"):
+    if manifest.final:
         return True
-    consumed, batch = manifest["consumed"], manifest["batch"]
-    return config.schedule.due(config.eval.every, step=manifest["step"], before=consumed - batch, after=consumed)
+    before = manifest.consumed - manifest.batch
+    return config.schedule.due(config.eval.every, step=manifest.step, before=before, after=manifest.consumed)
 
 
 def due_jobs(run: RunDir, config: Config) -> list[Job]:
@@ -78,7 +79,7 @@ def due_jobs(run: RunDir, config: Config) -> list[Job]:
         if not is_due(config, manifest := checkpoint.manifest()):
             continue
         folder = run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks)
-        job = Job(checkpoint, folder, manifest["committed"])
+        job = Job(checkpoint, folder, manifest.committed)
         if not job.done and failures(job) < config.eval.attempts:
             jobs.append(job)
     return jobs
@@ -101,10 +102,7 @@ def failures(job: Job) -> int:
 
 def note_failure(job: Job, reason: str) -> int:
     """Record a failed try; how many there are now."""
-    replace_file(
-        job.folder / f"failed-{uuid.uuid4().hex[:8]}.json",
-        json.dumps({"time": now(), "reason": reason}) + "\n",
-    )
+    state_files.write(job.folder / f"failed-{uuid.uuid4().hex[:8]}.json", {"time": now(), "reason": reason})
     return failures(job)
 
 
@@ -115,7 +113,7 @@ def claim(job: Job, limit: Limits | None = None) -> Iterator[Work | None]:
     Args:
         limit: how long it may take, for others to see.
     """
-    job.folder.mkdir(parents=True, exist_ok=True)
+    make_directory(job.folder)
     path = job.folder / "claim.json"
     _drop_if_stale(path)
     mine = Claim.take(path, **({} if limit is None else {"deadline": limit.deadline}))
@@ -140,13 +138,12 @@ class Work:
         """Write the results, unless the claim was lost meanwhile. Whether they were written."""
         if not self.claim.still_mine():
             return False
-        marked = {**content, "committed": self.job.committed}
-        replace_file(self.job.results, json.dumps(marked, indent=1, default=str) + "\n")
+        state_files.write(self.job.results, {**content, "committed": self.job.committed})
         return True
 
 
 def _drop_if_stale(path: Path) -> None:
-    held = read_json(path)
+    held = claims.read(path)
     try:
         age = time.time() - path.stat().st_mtime
     except OSError:
@@ -165,6 +162,9 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
 
     Returns:
         (evaluated, failed).
+
+    Raises:
+        RefusedError: the tasks cannot be evaluated, whatever the checkpoint. That is no attempt: everything stays due.
     """
     journal = Journal(run)
     evaluated = failed = 0
@@ -177,7 +177,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
                 if held is None:
                     continue
                 stacks = run.path / "watchdog/stacks" / f"evaluation-{jobs[0].checkpoint.step:08d}.txt"
-                ok = _evaluate(held, evaluate, journal, config.eval.attempts, limit, stacks)
+                ok = _evaluate(run, held, evaluate, journal, config.eval.attempts, limit, stacks)
                 evaluated, failed = evaluated + ok, failed + (not ok)
                 if not ok:
                     tried.discard(jobs[0].folder)  # tried again until `attempts` are used up
@@ -186,7 +186,9 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
     return evaluated, failed
 
 
-def _evaluate(held: Work, evaluate: Any, journal: Journal, attempts: int, limit: Limits, stacks: Path) -> bool:
+def _evaluate(
+    run: RunDir, held: Work, evaluate: Any, journal: Journal, attempts: int, limit: Limits, stacks: Path
+) -> bool:
     job, step = held.job, held.job.checkpoint.step
     start = time.perf_counter()
     try:
@@ -196,6 +198,10 @@ def _evaluate(held: Work, evaluate: Any, journal: Journal, attempts: int, limit:
             stacks,
             late=lambda text: journal.write("eval-late", f"the evaluation {text}", step=step),
         )
+    except RefusedError as refused:
+        if all(entry["text"] != refused.cause for entry in read(run) if entry["kind"] == "eval-refused"):
+            journal.write("eval-refused", refused.cause, step=step)  # every worker from now on would say the same
+        raise
     except EvaluationError as failed:
         reason = str(failed)
         count = note_failure(job, reason)
@@ -241,7 +247,7 @@ def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
         ).rstrip(os.pathsep),
         OMP_NUM_THREADS=str(config.eval.threads),
     )
-    run.evals.mkdir(parents=True, exist_ok=True)
+    make_directory(run.evals)
     with (run.evals / "log").open("ab") as log:
         return subprocess.Popen(
             ["nice", "-n", "19", sys.executable, "-m", "eval.cli", "watch", str(run.path), "--once"],

@@ -8,7 +8,7 @@ Both are deterministic functions of the file.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ import numpy as np
 import xxhash
 
 from data.corpus import Corpus
-from data.inputs import Unit, kind_of, read_documents
+from data.inputs import plan_shards, read_documents
 from data.tokenizer import Tokenizer
-from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.errors import DataError
+
+from .attempt import RefusedError
+from .generation import Greedy
 
 BUNDLED = ("heldout_bpb", "heldout_choice")
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
@@ -31,8 +34,9 @@ def read_heldout(path: Path) -> list[str]:
     """Texts of a held-out file (JSONL with `text`, parquet, or plain text). Raises DataError."""
     if not path.is_file():
         raise DataError(f"there is no held-out file {path}", remedy="eval.heldout must name a file of documents")
-    unit = Unit(str(path), kind_of(path), 0, path.stat().st_size, 0)
-    texts = [document.text for document in read_documents(unit, "text", lines=False) if document.text.strip()]
+    units = [unit for shard in plan_shards([path], None, lines=False) for unit in shard]
+    documents = (document for unit in units for document in read_documents(unit, "text", lines=False))
+    texts = [document.text for document in documents if document.text.strip()]
     if not texts:
         raise DataError(f"{path} holds no documents")
     return texts
@@ -42,11 +46,15 @@ def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Pat
     """lm-eval's task objects for task names, groups nested, ready for its `evaluate`.
 
     Raises:
-        ConfigError: a task does not exist.
+        RefusedError: a task or a directory does not exist, or a task lacks its held-out documents or asks for what is
+            not done here.
         DataError: the held-out file cannot be used.
     """
     from lm_eval.tasks import TaskManager, get_task_dict
 
+    missing = [str(path) for path in include if not path.is_dir()]
+    if missing:
+        raise RefusedError(f"there is no directory {', '.join(missing)} to take tasks from (eval.include, --include)")
     others = [name for name in names if name not in BUNDLED]
     paths = [str(path) for path in include]
     manager = TaskManager(include_path=paths or None, include_defaults=False)
@@ -54,25 +62,50 @@ def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Pat
         manager = TaskManager(include_path=paths or None)  # indexes lm-eval's own tasks: takes 10 to 20 seconds
     unknown = [name for name in others if name not in manager.all_tasks]
     if unknown:
-        raise ConfigError(f"lm-eval has no task {unknown[0]!r}", remedy="`lm-eval ls tasks` lists them")
+        raise RefusedError(
+            f"lm-eval has no task {', '.join(map(repr, unknown))}",
+            remedy="`lm-eval ls tasks` lists them; eval.include, or --include, adds directories with tasks of your own",
+        )
     texts = read_heldout(heldout) if heldout is not None and len(others) < len(names) else []
     if not texts and len(others) < len(names):
-        raise ConfigError("the bundled tasks need held-out documents", remedy="set eval.heldout or pass --heldout FILE")
+        raise RefusedError(
+            "the bundled tasks need held-out documents", remedy="set eval.heldout or pass --heldout FILE"
+        )
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
     tasks: dict[str, Any] = get_task_dict([makers[name](texts) if name in makers else name for name in names], manager)
-    _set_defaults(tasks)
-    return tasks
-
-
-def _set_defaults(tasks: dict[Any, Any]) -> None:
-    """What lm-eval's command line would set: no examples unless the task wants some, and those drawn repeatably."""
-    for task in tasks.values():
-        if isinstance(task, dict):
-            _set_defaults(task)
-            continue
+    single = list(_single(tasks))
+    _check_generation(single)
+    for task in single:  # as lm-eval's command line does: no examples unless the task wants some, drawn repeatably
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(1234)
+    return tasks
+
+
+def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
+    """The tasks of all groups."""
+    for task in tasks.values():
+        if isinstance(task, dict):
+            yield from _single(task)
+        else:
+            yield task
+
+
+def _check_generation(tasks: Sequence[Any]) -> None:
+    """Raise RefusedError if a task wants its answers generated in a way that is not done here."""
+    problems = []
+    for task in tasks:
+        try:
+            Greedy.read(task.get_config("generation_kwargs") or {})
+        except ValueError as error:
+            problems.append(f"task {task.get_config('task')} asks for {error}")
+    if problems:
+        raise RefusedError(
+            "\n    ".join(problems),
+            effect="its scores would be those of another task",
+            remedy="leave it out of eval.tasks, or put a copy of it with greedy generation_kwargs into a directory of "
+            "eval.include, under another name",
+        )
 
 
 def _dataset(rows: list[dict[str, Any]]) -> Any:

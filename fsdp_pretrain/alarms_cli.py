@@ -6,21 +6,21 @@ import argparse
 import json
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from .config import load
+from .arguments import add_run
+from .changes import load_recorded
 from .console import Command
 from .errors import ConfigError
-from .record.files import RunDir
 from .units import Seconds, human_time
 from .watchdog.alarms import Alarm, Severity, read_alarms
 from .watchdog.channels import Channel, DeliveryError, make_channels
 from .watchdog.desk import acknowledge, alarms_file, mute, muted_until
 from .watchdog.message import Identity, test_note
 
+_LONGEST_WINDOW = 366 * 86_400.0
 _EXAMPLE = "runs/quickstart/run"
 
 
@@ -66,23 +66,14 @@ def add(command: Command) -> None:
     parser.add_argument("--json", action="store_true")
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """The argument RUN of a verb."""
-    parser.add_argument("run", type=_run_dir, metavar="RUN", help="run directory")
-
-
-def _run_dir(text: str) -> RunDir:
-    run = RunDir(Path(text))
-    if not run.begun:
-        raise argparse.ArgumentTypeError(f"{text} is not a run directory (it has no segments/)")
-    return run
-
-
 def _duration(text: str) -> float:
     try:
-        return float(Seconds.parse(text).value)
+        seconds = float(Seconds.parse(text).value)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if seconds > _LONGEST_WINDOW:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than a year")
+    return seconds
 
 
 def _alarms(args: argparse.Namespace) -> int:
@@ -131,7 +122,7 @@ def _mute(args: argparse.Namespace) -> int:
 
 
 def _notify(args: argparse.Namespace) -> int:
-    config = load(args.run.config)
+    config, _ = load_recorded(args.run.config)
     channels = make_channels(config.watchdog.notify)
     if not channels:
         raise ConfigError("no channel is configured", remedy="add a [watchdog.notify.slack] table, see docs/alarms.md")

@@ -18,7 +18,7 @@ from data.loader import MicroBatch, StepBatch, check_batches
 
 from . import bench_saves, bench_watchdog, mesh, models, optim, parallel, plan, throughput
 from .config import Config, load
-from .console import run_guarded
+from .console import Parser, run_guarded
 from .control import Inbox
 from .health import Health
 from .mesh import World
@@ -190,11 +190,11 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m fsdp_pretrain.bench",
         description=__doc__,
         epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
-        "  python -m fsdp_pretrain.bench configs/bench/saves.toml --saves /tmp --steps 5 --warmup 2",
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config")

@@ -16,6 +16,7 @@ from typing import Any
 
 from .checkpoint import dcp
 from .checkpoint.background import Pending, Stager
+from .checkpoint.manager import manifest_facts
 from .checkpoint.store import Store
 from .mesh import World
 from .trainer import Trainer
@@ -57,13 +58,18 @@ def _round(
     trainer: Trainer, world: World, writers: World, stager: Stager, place: Path, number: int, steps: int
 ) -> dict[str, float]:
     state, store = dcp.state_dict(trainer.model, trainer.optimizer), Store(place)
-    written = dcp.save(world, store, 3 * number + 1, **_contents(state, verify=False))
-    saved = dcp.save(world, store, 3 * number + 2, **_contents(state, verify=True))
+
+    def save(where: World, step: int, tensors: dict[str, Any], *, verify: bool) -> dcp.Saved:
+        facts = {**manifest_facts(trainer.config, world, trainer.state, segment=None), "step": step}
+        return dcp.save(where, store, step, state=tensors, train_state="{}\n", config="", facts=facts, verify=verify)
+
+    written = save(world, 3 * number + 1, state, verify=False)
+    saved = save(world, 3 * number + 2, state, verify=True)
     plain = world.decide(lambda: _write_plainly(place / "plain", saved.bytes))
     usual = statistics.median(_step(trainer) for _ in range(steps))
     start = time.perf_counter()
     copy = stager.copy(dcp.state_dict(trainer.model, trainer.optimizer))
-    pending = Pending(lambda: dcp.save(writers, store, 3 * number + 3, **_contents(copy, verify=True)))
+    pending = Pending(lambda: save(writers, 3 * number + 3, copy, verify=True))
     stall = time.perf_counter() - start
     beside = 0
     while not all(world.gather(pending.done)):
@@ -79,10 +85,6 @@ def _round(
         "stall": max(world.gather(stall)),
         "excess": max(world.gather(excess)),
     }
-
-
-def _contents(state: dict[str, Any], *, verify: bool) -> dict[str, Any]:
-    return {"state": state, "train_state": "{}\n", "config": "", "facts": {"step": 0}, "verify": verify}
 
 
 def _step(trainer: Trainer) -> float:

@@ -22,6 +22,7 @@ import psutil
 
 from .config import Config
 from .mesh import World
+from .record import run_id
 from .record.files import RunDir, now
 from .trainer import Trainer
 from .watchdog.heart import Agent, Heart, Watched
@@ -55,7 +56,9 @@ def measure(
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
     if world.is_main:
         (place / "segments/0001").mkdir(parents=True)
+        run_id.give(place)
     world.barrier()
+    run_id.bind(place, run_id.read(place))
     heart = Watched(
         config,
         rank=world.rank,
@@ -135,7 +138,7 @@ def _agent(config: Config, place: Path, record: dict[str, Any], seconds: float) 
             page.step(step)
             page.beat(Phase.COMPUTE)
         with metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**record, "step": step, "time": now()}) + "\n")
+            file.write(json.dumps({**record, "step": step, "segment": 1, "time": now()}) + "\n")
         time.sleep(_STEP)
         if not before and time.monotonic() - beginning > 10:  # it has started and looked at everything once
             before, started = _cpu(process.pid), time.monotonic()

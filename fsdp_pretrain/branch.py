@@ -15,7 +15,7 @@ from tqdm import tqdm
 from data.opening import check_supply, open_packer, open_skips, shares_at
 
 from . import overrides
-from .changes import differences, refuse
+from .changes import differences, load_compatible, refuse
 from .checkpoint.store import CONFIG, Checkpoint, verify_files
 from .checkpoint.stores import stores
 from .config import Config, load
@@ -54,7 +54,8 @@ class Branch:
     def report(self) -> dict[str, Any]:
         """What changes and where the schedules stand, JSON values."""
         old, new, trained = (
-            config.model_dump(mode="json") for config in (self.before, self.after, load(self.checkpoint.path / CONFIG))
+            config.model_dump(mode="json")
+            for config in (self.before, self.after, load_compatible(self.checkpoint.path / CONFIG))
         )
         return {
             "step": self.state.step,
@@ -105,17 +106,22 @@ def prepare(
             f"{checkpoint.path} is damaged: {wrong[0]}", remedy="choose another step, see `fsdp-pretrain checkpoints`"
         )
     content = checkpoint.train_state()
-    state = TrainState.from_json(content)
+    state = TrainState.of(content)
     skip = _samples(run, state, *skip_steps) if skip_steps else skip_samples
     standing = overrides.read(run)
     before = overrides.apply(run.config, (), standing)
     added = standing.add([_absolute(text, load(run.config, [text])) for text in changes], [skip] if skip else [])
     after = overrides.apply(run.config, place, added)
+    if after.schedule.total <= state.consumed < before.schedule.total:
+        raise ConfigError(
+            f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
+            effect=f"nothing would be trained after step {state.step}, from which it is to go on",
+        )
     packer = open_packer(after)
-    changed = forbidden(content["identity"], identity(after, packer), state.cursor)
+    changed = forbidden(content.identity, identity(after, packer), state.cursor)
     refuse(str(checkpoint.path), changed, [], state.cursor)
     check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
-    return Branch(checkpoint, checkpoint.manifest().get("segment"), state, before, after, added, skip)
+    return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, added, skip)
 
 
 def _absolute(text: str, config: Config) -> str:
@@ -130,7 +136,7 @@ def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRan
     """The samples of steps `first` to `last` inclusive, by the run's own record. Raises ConfigError."""
     if not state.step < first <= last:
         raise ConfigError(
-            f"--skip-steps {first}:{last} with a return to step {state.step}: the steps to skip must come after it, "
+            f"--skip-steps {first}:{last}, going on from step {state.step}: the steps to skip must come after that, "
             "in order",
             remedy=f"go back to a checkpoint before step {first}" if first <= last else "write FIRST:LAST",
         )
@@ -151,7 +157,7 @@ def _cursor(run: RunDir, step: int) -> int:
 
 
 def schedule_from(config: Config, state: TrainState) -> list[dict[str, Any]]:
-    """The schedule after so many more steps from a checkpoint on; ends with the run."""
+    """The schedule 1, 10, 100 and 1000 steps after a checkpoint, as far as the run goes."""
     rows, schedule, consumed, cursor = [], config.schedule, state.consumed, state.cursor
     skips = open_skips(config)
     for ahead in range(1, _AHEAD[-1] + 1):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .config import Config, schema_keys
+from .config import Config, load_known, schema_keys
 from .config_file import nearest
 from .errors import ConfigError
 
@@ -163,6 +164,44 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+# ------------------------------------------------------------------------ what other versions recorded
+
+
+def load_recorded(path: Path) -> tuple[Config, list[Change]]:
+    """A configuration that a start recorded, whatever version it was of, and the keys that this version does not know.
+
+    For what only shows, or proves its result by other means; else `load_compatible`. Raises ConfigError.
+    """
+    config, unknown = load_known(path)
+    return config, [Change(key, f"{key}: {_short(value)}", _class_of_unknown(key)) for key, value in unknown.items()]
+
+
+def load_compatible(path: Path) -> Config:
+    """The same. Raises ConfigError also if it has keys that this version does not know, other than free ones."""
+    config, unknown = load_recorded(path)
+    refuse_unknown(path, unknown)
+    return config
+
+
+def refuse_unknown(path: Path, unknown: Iterable[Change]) -> None:
+    """Raise ConfigError if keys of a recorded configuration, not known to this version, may matter."""
+    wrong = [change.text for change in unknown if change.kind != FREE]
+    if wrong:
+        raise ConfigError(
+            f"{path} has keys that this version does not know:\n    " + "\n    ".join(wrong),
+            effect="what they meant for the model, the data or the training would be left out",
+            remedy="use the version that wrote them: environment.json of the segment, or manifest.json of the "
+            "checkpoint, says which",
+        )
+
+
+def _class_of_unknown(key: str) -> str:
+    try:
+        return class_of(".".join(part for part in key.split(".") if not part.isdigit()))
+    except KeyError:
+        return DECLARED
+
+
 # ------------------------------------------------------------------------ what is allowed
 
 
@@ -210,9 +249,11 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[Change], cur
     parts, remedies = [], []
     if forbidden:
         parts.append(f"{where} was trained with another model or other data:\n    " + "\n    ".join(forbidden))
+        if any(text.startswith("data.sources") for text in forbidden):
+            remedies.append(f'the mixture may change from a place that is still ahead: start = "{cursor} samples"')
         remedies.append(
-            "restore these settings or corpora, or start a new run in another run.dir; a change of the mixture "
-            f'needs a place that is still ahead, such as start = "{cursor} samples" of a source'
+            "restore these settings or corpora, or train a new run from the weights alone: "
+            f"fsdp-pretrain checkpoints NEW_RUN import {where} --config CONFIG run.dir=NEW_RUN"
         )
     if declared:
         lines = "\n    ".join(change.text for change in declared)
@@ -223,6 +264,6 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[Change], cur
     if parts:
         raise ConfigError(
             "\n".join(parts),
-            effect="resuming would continue a different run under the same name" if forbidden else "nothing was done",
+            effect="going on from it would be another training with its past" if forbidden else "nothing was done",
             remedy="\n          ".join(remedies),
         )

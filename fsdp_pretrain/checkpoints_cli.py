@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 from pathlib import Path
@@ -12,12 +13,16 @@ from typing import Any
 import tomli_w
 from tqdm import tqdm
 
-from .checkpoint.hf_layout import read_model
-from .checkpoint.store import CONFIG, Checkpoint, verify_files
+from .arguments import check_begun
+from .changes import load_compatible
+from .checkpoint.hf_layout import ACCEPTABLE, read_model
+from .checkpoint.metadata import wrong_metadata
+from .checkpoint.store import CONFIG, MANIFEST, Checkpoint, verify_files
 from .checkpoint.stores import Stores, stores
 from .config import load
 from .console import Command, add_verb, byte_count
 from .errors import CheckpointError, ConfigError
+from .record import state_files
 from .record.files import RunDir
 from .status import ALERT
 from .units import human_bytes, human_count
@@ -37,7 +42,7 @@ def add(command: Command) -> None:
     parser = add_verb(actions, "list", _list, "List them by what names and sizes tell.", f"{example} list")
     parser.add_argument("--json", action="store_true")
 
-    parser = add_verb(actions, "verify", _verify, "Read them back and compare every checksum.", f"{example} verify 400")
+    parser = add_verb(actions, "verify", _verify, "Read them back and compare every checksum.", f"{example} verify 300")
     parser.add_argument("step", type=int, nargs="?", help="verify only this one (default: all)")
     parser.add_argument("--json", action="store_true")
 
@@ -45,7 +50,7 @@ def add(command: Command) -> None:
         ("pin", _pin, "Keep a checkpoint whatever the retention policy says."),
         ("unpin", _unpin, "Leave a pinned checkpoint to the retention policy again."),
     ):
-        parser = add_verb(actions, verb, act, text, f"{example} {verb} 400")
+        parser = add_verb(actions, verb, act, text, f"{example} {verb} 300")
         parser.add_argument("step", type=int, help="step of the checkpoint")
         parser.add_argument("--json", action="store_true")
 
@@ -54,7 +59,7 @@ def add(command: Command) -> None:
         "export",
         _export,
         "Write a checkpoint of any mesh as a folder that transformers loads: safetensors, config.json, tokenizer.",
-        f"{example} export 400 hf/quickstart --dtype bf16",
+        f"{example} export 300 runs/quickstart/hf --dtype bf16",
     )
     parser.add_argument("step", type=int, help="step of the checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; must not exist")
@@ -70,8 +75,9 @@ def add(command: Command) -> None:
         "import",
         _import,
         "Make the first checkpoint (step 0) of a new run from the weights of a Hugging Face folder, or of a checkpoint "
-        "of another run, to train them on. RUN is created; optimiser, counters and data begin anew.",
-        "fsdp-pretrain checkpoints runs/continued import /models/llama --config runs/continued.toml",
+        "of another run, to train them on. RUN is created; optimiser, counters and data start from the beginning.",
+        "fsdp-pretrain checkpoints runs/quickstart/warm import runs/quickstart/hf \\\n"
+        "    --config configs/runs/quickstart.toml run.name=warm run.dir=runs/quickstart/warm",
     )
     parser.add_argument(
         "source", type=Path, metavar="SOURCE", help="folder with config.json and safetensors, or checkpoints/step-..."
@@ -81,6 +87,13 @@ def add(command: Command) -> None:
         nargs="+",
         metavar=("CONFIG", "key=value"),
         help="configuration of the run, whose run.dir is RUN, and values to replace in it",
+    )
+    parser.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        choices=ACCEPTABLE,
+        help="go on although: " + "; ".join(f"{name}: {text}" for name, text in ACCEPTABLE.items()),
     )
     parser.add_argument("--show-model", action="store_true", help="only print the [model] section that fits")
     parser.add_argument("--json", action="store_true")
@@ -111,8 +124,7 @@ def _unpin(args: argparse.Namespace) -> int:
 
 
 def _stores(run: RunDir) -> Stores:
-    if not run.begun:
-        raise ConfigError(f"{run.path} is not a run directory (it has no segments/)")
+    check_begun(run)
     return stores(run)
 
 
@@ -128,29 +140,28 @@ def _print_checkpoints(rows: list[dict[str, Any]], *, as_json: bool) -> int:
             line += "pinned " * row["pinned"]
             line += f"suspect: {row['suspect']} " if row["suspect"] else ""
             line += row["problem"] or ("" if row["optimizer"] else "weights alone ")
+            line += "its manifest has no checksum (release 0.1) " * (not row.get("sealed", True))
             line += f" in the fallback {Path(row['path']).parent}" * row["fallback"]
             print(line.rstrip())
     return ALERT if any(row["problem"] for row in rows) else 0
 
 
 def _describe(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
-    try:
+    manifest = None
+    with contextlib.suppress(CheckpointError):
         manifest = checkpoint.manifest()
-        size = sum(entry.bytes for entry in checkpoint.files())
-    except (CheckpointError, KeyError, TypeError):
-        manifest, size = {}, None
     state = "damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed"
     return {
         "step": checkpoint.step,
         "path": str(checkpoint.path),
         "fallback": found.elsewhere(checkpoint),
         "state": state,
-        "bytes": size,
-        "committed": manifest.get("committed"),
-        "world": manifest.get("world"),
+        "bytes": sum(entry.bytes for entry in manifest.files) if manifest is not None else None,
+        "committed": manifest.committed if manifest is not None else None,
+        "world": manifest.world.model_dump() if manifest is not None else None,
         "pinned": checkpoint.pinned,
-        "suspect": manifest.get("suspect"),
-        "optimizer": manifest.get("optimizer", True),
+        "suspect": manifest.suspect if manifest is not None else None,
+        "optimizer": manifest.optimizer if manifest is not None else True,
         "problem": checkpoint.problem,
     }
 
@@ -158,8 +169,9 @@ def _describe(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
 def _read_back(found: Stores, checkpoint: Checkpoint) -> dict[str, Any]:
     row = _describe(found, checkpoint)
     if checkpoint.problem is None:
-        wrong = verify_files(checkpoint.path, checkpoint.files())
+        wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_metadata(checkpoint.path)
         row |= {"state": "damaged", "problem": wrong[0]} if wrong else {"state": "verified"}
+        row["sealed"] = state_files.is_sealed(checkpoint.path / MANIFEST)
     return row
 
 
@@ -180,14 +192,18 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     native = (args.source / CONFIG).exists()
     if args.show_model:
-        model = load(args.source / CONFIG).model if native else read_model(args.source)
+        model = load_compatible(args.source / CONFIG).model if native else read_model(args.source)
         print(tomli_w.dumps({"model": model.model_dump(mode="json", exclude_none=True)}), end="")
         return 0
     if args.config is None:
         raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
     config = load(args.config[0], args.config[1:])
-    importer = _with_torch("importing").import_checkpoint if native else _with_torch("hf").import_folder
-    done = importer(args.run, args.source, config)
+    if native and args.accept:
+        raise ConfigError(f"--accept {args.accept[0]} is for Hugging Face folders; {args.source} is a checkpoint")
+    if native:
+        done = _with_torch("importing").import_checkpoint(args.run, args.source, config)
+    else:
+        done = _with_torch("hf").import_folder(args.run, args.source, config, args.accept)
     checkpoint = done.saved.checkpoint
     if args.json:
         facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}
@@ -207,5 +223,5 @@ def _with_torch(name: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"weights are converted with torch, which is not installed ({error.name})",
-            remedy="pip install 'fsdp-pretrain[train]'",
+            remedy="in the checkout: pip install -e '.[train]'",
         ) from None

@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from data.opening import data_at
 
 from . import alarms_cli, branch, checkpoints_cli, where
-from .alarms_cli import add_run as _add_run
-from .config import load
+from .arguments import add_run, positive
+from .config import Config, load
 from .config_reference import reference
 from .console import Command, byte_count
 from .control import VERBS, send
-from .errors import ConfigError
+from .errors import ConfigError, StorageError
 from .fork import fork
 from .launch import command as launch
 from .launch import doctor_command
@@ -29,7 +31,7 @@ from .record import aim, goodput, journal
 from .record.files import stamp
 from .rollback import rollback
 from .status import inspect, render
-from .units import Seconds
+from .units import Progress, Seconds
 
 
 def main() -> int:
@@ -68,8 +70,8 @@ def _add_plan(command: Command) -> None:
     )
     parser.add_argument("config", help="TOML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--world-size", type=_positive, help="check and describe this number of ranks")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8, help="ranks of a node (default: 8)")
+    parser.add_argument("--world-size", type=positive, help="check and describe this number of ranks")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, help="ranks of a node (default: 8)")
     parser.add_argument("--device", help="name of the device as its driver gives it, or `cpu`: its memory and peak")
     parser.add_argument("--device-memory", type=byte_count, help="warn if a rank needs more, such as 80GiB")
     parser.add_argument(
@@ -88,7 +90,7 @@ def _add_status(command: Command) -> None:
         "How a run is doing. Exit 0 ok, 1 warning, 2 alert.",
         "fsdp-pretrain status runs/quickstart/run",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("--json", action="store_true")
 
 
@@ -100,8 +102,8 @@ def _add_rollback(command: Command) -> None:
         "any point, the same command or the next start finishes it. Training then goes on with its usual command.",
         "fsdp-pretrain rollback runs/quickstart/run --to 200 --skip-steps 241:260 --set optimizer.lr=5e-4",
     )
-    _add_run(parser)
-    parser.add_argument("--to", type=_positive, required=True, metavar="STEP", help="step of a checkpoint")
+    add_run(parser)
+    parser.add_argument("--to", type=positive, required=True, metavar="STEP", help="step of a checkpoint")
     _add_branch(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything and show it, change nothing")
 
@@ -111,10 +113,10 @@ def _add_fork(command: Command) -> None:
         "fork",
         _fork,
         "A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed.",
-        "fsdp-pretrain fork runs/quickstart/run --at 200 runs/quickstart/text --set data.seed=42",
+        "fsdp-pretrain fork runs/quickstart/run --at 200 runs/quickstart/cooler --set optimizer.lr=1e-3",
     )
-    _add_run(parser)
-    parser.add_argument("--at", type=_positive, required=True, metavar="STEP", help="step of a checkpoint")
+    add_run(parser)
+    parser.add_argument("--at", type=positive, required=True, metavar="STEP", help="step of a checkpoint")
     parser.add_argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run")
     _add_branch(parser)
 
@@ -126,7 +128,7 @@ def _add_control(command: Command) -> None:
         "Ask the running job to save a checkpoint, or to save and stop.",
         "fsdp-pretrain control runs/quickstart/run save",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("action", choices=VERBS)
 
 
@@ -138,13 +140,13 @@ def _add_where(command: Command) -> None:
         "digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU.",
         "fsdp-pretrain where runs/quickstart/run --step 120 --text",
     )
-    _add_run(parser)
-    parser.add_argument("--step", type=_positive, required=True, help="optimiser step, from 1")
-    parser.add_argument("--before", type=_positive, default=0, metavar="K", help="also the K steps before it")
-    parser.add_argument("--after", type=_positive, default=0, metavar="K", help="also the K steps after it")
+    add_run(parser)
+    parser.add_argument("--step", type=positive, required=True, help="optimiser step, from 1")
+    parser.add_argument("--before", type=positive, default=0, metavar="K", help="also the K steps before it")
+    parser.add_argument("--after", type=positive, default=0, metavar="K", help="also the K steps after it")
     parser.add_argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
     parser.add_argument("--rank", type=int, help="only the samples of this rank")
-    parser.add_argument("--world", type=_positive, help="split over so many ranks (default: as it was trained)")
+    parser.add_argument("--world", type=positive, help="split over this many ranks (default: as it was trained)")
     parser.add_argument("--sample", type=int, help="only the sample with this index")
     parser.add_argument("--text", action="store_true", help="show the text of every piece")
     parser.add_argument("--ids", action="store_true", help="show the token ids, the last of which is only a label")
@@ -158,12 +160,18 @@ def _add_journal(command: Command) -> None:
         "The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes.",
         "fsdp-pretrain journal runs/quickstart/run --kind changed --kind stop --since '24 h'",
     )
-    _add_run(parser)
-    parser.add_argument("--kind", action="append", help="only entries of this kind, such as stop; repeatable")
+    add_run(parser)
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=journal.KINDS,
+        metavar="KIND",
+        help=f"only entries of this kind; repeatable; one of {', '.join(sorted(journal.KINDS))}",
+    )
     parser.add_argument(
         "--since", type=_since, metavar="TIME", help="only entries after a UTC time (2026-06-01T12:00) or within '24 h'"
     )
-    parser.add_argument("--follow", action="store_true", help="go on with what is added, until interrupted")
+    parser.add_argument("--follow", action="store_true", help="keep showing what is added, until interrupted")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
 
@@ -175,7 +183,7 @@ def _add_goodput(command: Command) -> None:
         "and how often to save.",
         "fsdp-pretrain goodput runs/quickstart/run",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("--json", action="store_true")
 
 
@@ -183,9 +191,9 @@ def _add_note(command: Command) -> None:
     parser = command.verb(
         "note", _note, "Add a line to the chronicle.", 'fsdp-pretrain note runs/quickstart/run "new switch"'
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("text")
-    parser.add_argument("--step", type=_positive, help="that it is about")
+    parser.add_argument("--step", type=positive, help="that it is about")
     parser.add_argument("--author", default=journal.who(), help="who says so (default: you)")
 
 
@@ -196,7 +204,7 @@ def _add_aim(command: Command) -> None:
         "Build, or bring up to date, the Aim run of a record.",
         "fsdp-pretrain aim runs/quickstart/run",
     )
-    _add_run(parser)
+    add_run(parser)
 
 
 def _add_branch(parser: argparse.ArgumentParser) -> None:
@@ -217,26 +225,14 @@ def _steps(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
-
-
 def _plan(args: argparse.Namespace) -> int:
-    from .units import Progress
-
-    if args.seconds_per_step is not None and (args.world_size is None or args.seconds_per_step <= 0):
+    if args.seconds_per_step is not None and (args.world_size is None or not 0 < args.seconds_per_step < math.inf):
         raise ConfigError("--seconds-per-step needs a positive time and --world-size")
+    if args.world_size is None and (args.device or args.device_memory):
+        raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
     if args.at is not None:
-        try:
-            step = config.schedule.batch.step_at(config.schedule.samples(Progress.parse(args.at)))
-        except ValueError as error:
-            raise ConfigError(f"--at: {error}") from None
-        row = config.schedule.at(max(1, step))
-        row = {**row, **data_at(config, int(row["consumed"])), "sequence_length": config.data.sequence_length}
+        row = _schedule_at(config, args.at)
         print(json.dumps(row, indent=1) if args.json else "\n".join(f"{key:16} {value}" for key, value in row.items()))
         return 0
     try:
@@ -244,7 +240,7 @@ def _plan(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(
             f"plan counts parameters with torch, which is not installed ({error.name})",
-            remedy="pip install 'fsdp-pretrain[train]'",
+            remedy="in the checkout: pip install -e '.[train]'",
         ) from None
     if args.seconds_per_step is not None:
         rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
@@ -259,6 +255,23 @@ def _plan(args: argparse.Namespace) -> int:
     )
     print(json.dumps(result, indent=1) if args.json else plan.render(result))
     return 0
+
+
+def _schedule_at(config: Config, text: str) -> dict[str, Any]:
+    """The schedule at a point of the run such as `43680 steps`. Raises ConfigError."""
+    schedule = config.schedule
+    try:
+        samples = schedule.samples(Progress.parse(text))
+    except ValueError as error:
+        raise ConfigError(f"--at: {error}") from None
+    if not 0 < samples <= schedule.total:
+        raise ConfigError(
+            f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
+            f"{schedule.steps:_} steps: {schedule.total:_} samples, "
+            f"{schedule.total * schedule.sequence_length:_} tokens"
+        )
+    row = schedule.at(schedule.batch.step_at(samples))
+    return {**row, **data_at(config, int(row["consumed"])), "sequence_length": config.data.sequence_length}
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -298,7 +311,12 @@ def _control(args: argparse.Namespace) -> int:
             f"no job of {args.run.path} is running (state {report.state})",
             effect="the request would wait for a later start, which discards it",
         )
-    send(args.run, args.action)
+    try:
+        send(args.run, args.action)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {args.run.control}: {error.strerror}", effect="nothing was asked"
+        ) from None
     print(f"asked to {args.action}; the job answers within a few steps (see its log or `fsdp-pretrain journal`)")
     return 0
 
@@ -314,9 +332,13 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _journal(args: argparse.Namespace) -> int:
-    for entry in journal.follow(args.run) if args.follow else journal.read(args.run):
+    damaged: list[bytes] = []
+    known = (entry for entry, _ in journal.entries(args.run.journal, on_damaged=damaged.append))
+    for entry in journal.follow(args.run) if args.follow else known:
         if (args.kind is None or entry["kind"] in args.kind) and (args.since is None or entry["time"] >= args.since):
             print(json.dumps(entry) if args.json else journal.render(entry), flush=args.follow)
+    if damaged:
+        print(f"damaged lines, passed over: {len(damaged):_}", file=sys.stderr)
     return 0
 
 
@@ -334,15 +356,14 @@ def _since(text: str) -> str:
 def _goodput(args: argparse.Namespace) -> int:
     found = goodput.goodput(args.run, partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None))
     if found is None:
-        raise ConfigError(f"{args.run.path} was never started")
+        raise ConfigError(f"there is nothing to count: {args.run.path} was never started")
     print(json.dumps(found, indent=1) if args.json else goodput.render(found))
     return 0
 
 
 def _note(args: argparse.Namespace) -> int:
-    writer = journal.Journal(args.run)
-    writer.write("note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
-    writer.close()
+    journal.tell(args.run, "note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
+    print(f"noted in {args.run.journal}")
     return 0
 
 

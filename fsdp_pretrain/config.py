@@ -17,6 +17,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from pydantic.fields import FieldInfo
 
 from .config_file import describe, override, read_toml
 from .errors import ConfigError
@@ -201,6 +202,42 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))
     return config
+
+
+def load_known(path: Path) -> tuple[Config, dict[str, Any]]:
+    """A configuration that some version of this program resolved, as far as this one knows its keys.
+
+    Returns:
+        The configuration, and the values of the keys that are not known, by dotted key.
+
+    Raises:
+        ConfigError: listing every other problem found.
+    """
+    raw = read_toml(path, {})
+    config, _ = _validate(raw, path, {})
+    if config is not None:
+        return config, {}
+    unknown: dict[str, Any] = {key: raw.pop(key) for key in list(raw) if key not in Config.model_fields}
+    for key, field in Config.model_fields.items():
+        for place in _extra(raw.get(key), field, key):
+            node: Any = raw
+            for part in place[:-1]:
+                node = node[part]
+            unknown[".".join(map(str, place))] = node.pop(place[-1])
+    config, problems = _validate(raw, path, {})
+    if config is None:
+        raise ConfigError(f"{path} is not one that this program resolved:\n" + "\n".join(problems))
+    return config, unknown
+
+
+def _extra(values: Any, field: FieldInfo, key: str) -> list[tuple[Any, ...]]:
+    """Places in a section's values that its schema does not know."""
+    try:
+        annotation: Any = Annotated[field.annotation, field]
+        TypeAdapter(annotation).validate_python(values)
+    except ValidationError as error:
+        return [_path((key, *item["loc"])) for item in error.errors() if item["type"] == "extra_forbidden"]
+    return []
 
 
 def _validate(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> tuple[Config | None, list[str]]:

@@ -1,17 +1,49 @@
-"""What the three console commands share: verbs with an example in their `--help`, errors as one message."""
+"""What the three console commands share: verbs with an example in their `--help`, errors as one message.
+
+Exit codes: 78 for every mistake in the arguments (argparse would exit with 2, which `validate` and `status` mean as
+"errors"), the code of a `UserError`, and those of `explain` for what the operating system refuses.
+"""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from .errors import UserError
+from .errors import Exit, StorageError, UserError
 
 Handler = Callable[[argparse.Namespace], int]
+
+_WRONG_PATH = "look for a mistake in the path"
+_STORAGE_FAILS = "look at the storage (kernel log, mount, server), then run the same command again"
+_STORAGE = {
+    errno.ENOSPC: "free space there, then run the same command again",
+    errno.EDQUOT: "free space there or have the quota raised, then run the same command again",
+    errno.EFBIG: "this file system, or a limit (`ulimit -f`), allows no file so large: raise it or use another place",
+    **dict.fromkeys((errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENODEV), _STORAGE_FAILS),
+}
+_PATHS = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), _WRONG_PATH),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY, errno.ETXTBSY), "name another path"),
+    errno.ENXIO: "name a file on disk, not a socket or a device",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "name another path, or have the permission granted"),
+    errno.ELOOP: "symbolic links lead in a circle: look for a mistake in the path or in the links",
+    errno.EROFS: "name another path, or have the file system mounted for writing",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that ends with exit code 78 at a mistake in the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        """Show usage and message on standard error, and exit."""
+        self.print_usage(sys.stderr)
+        self.exit(int(Exit.REFUSED), f"{self.prog}: error: {message}\n")
 
 
 def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
@@ -36,7 +68,7 @@ class Command:
     """
 
     def __init__(self, name: str, description: str) -> None:
-        self._parser = argparse.ArgumentParser(prog=name, description=description)
+        self._parser = Parser(prog=name, description=description)
         self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
@@ -47,33 +79,86 @@ class Command:
         return add_verb(self._verbs, name, handler, summary, example)
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
-        """Parse and run; the exit code."""
+        """Parse and run; the exit code. Raises SystemExit after `--help` and at a mistake in the arguments."""
+        return run_guarded(lambda: self._run(arguments))
+
+    def _run(self, arguments: Sequence[str] | None) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # text and file names may hold what a terminal cannot show
+            sys.stdout.reconfigure(errors="backslashreplace")
         parsed, unknown = self._parser.parse_known_args(arguments)
         if hasattr(parsed, "passed_on"):  # a verb that gives them to another command
             parsed.passed_on = unknown
         elif unknown:
             self._parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return run_guarded(lambda: parsed.handler(parsed))
+        code: int = parsed.handler(parsed)
+        return code
 
 
 def run_guarded(act: Callable[[], int]) -> int:
-    """Run a command: user errors become one message and their exit code, Ctrl-C becomes 130."""
+    """Run a command: what a person can mend becomes one message and its exit code, Ctrl-C becomes 130."""
     try:
-        return act()
+        code = act()
+        _flush_output()
+        return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return int(error.exit)
+        return _tell(error)
     except BrokenPipeError:  # `... | head`: nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        return _tell(explained)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 
 
+def explain(error: OSError) -> UserError | None:
+    """The error for a person: exit 93 if storage is full or fails, 78 if a path cannot be used; None for others."""
+    number, where = error.errno or 0, error.filename
+    if where is None and number in _STORAGE:
+        try:
+            _flush_output()
+        except OSError:
+            _drop_output()
+            where = "standard output"
+    remedies = _PATHS | _STORAGE if where is not None else _STORAGE
+    if number not in remedies:
+        return None
+    place = "a file or standard output" if where is None else os.fsdecode(where) if isinstance(where, bytes) else where
+    cause = f"cannot use {place}: {os.strerror(number)}"
+    kind = StorageError if number in _STORAGE else UserError
+    return kind(cause, remedy=remedies[number])
+
+
+def _tell(error: UserError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return int(error.exit)
+
+
+def _flush_output() -> None:
+    if sys.stdout is not None:  # None where it was closed
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Send what standard output did not take nowhere, or Python would fail over it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def byte_count(text: str) -> int:
     """An amount of bytes on the command line: `512MB`, `80GiB`. Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
-    if not match:
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
+    if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB or 80GiB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    return size
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, on the command line. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)

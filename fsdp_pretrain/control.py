@@ -6,7 +6,9 @@ to all ranks by the sum that every step makes anyway, so all act after the same 
 
 from __future__ import annotations
 
+import errno
 import signal
+import sys
 import time
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -22,13 +24,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def send(run: RunDir, verb: str, **more: Any) -> None:
-    """Leave a request for the job of a run. Raises OSError.
+    """Leave a request for the job of a run. Raises OSError, also if there is no run.
 
     Args:
         run: the run directory.
         verb: one of `VERBS`.
         more: with `stop`: `reason`, and `avoid_hosts`, a list of hosts that the next start should do without.
     """
+    if not run.begun:
+        raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
     inbox.leave(run.control, verb=verb, **more)
 
 
@@ -103,10 +107,12 @@ class Inbox:
         return taken
 
     def _read_files(self, run: RunDir) -> None:
-        for content in inbox.take(run.control):
-            if content.get("verb") == "stop":
+        for request in inbox.take(run.control):
+            if request.verb == "stop":
                 self._requests.stop = True
-                self._requests.reason = str(content.get("reason") or f"control stop by {content.get('by', '?')}")
-                self._requests.avoid_hosts = tuple(map(str, content.get("avoid_hosts") or ()))
-            elif content.get("verb") == "save":
+                self._requests.reason = request.reason or f"control stop by {request.by}"
+                self._requests.avoid_hosts = tuple(request.avoid_hosts)
+            elif request.verb == "save":
                 self._requests.save = True
+            else:
+                print(f"warning: a request in {run.control} was damaged and is dropped", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from .console import run_guarded
+from .console import Parser, run_guarded
 from .launch import torchrun
 from .launch.doctor_command import add_options
 from .mesh import Ranks, device_of
@@ -33,7 +33,7 @@ _REPEATS, _TRIES = 8, 3
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line of a rank."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp_pretrain.doctor", description=__doc__)
+    parser = Parser(prog="python -m fsdp_pretrain.doctor", description=__doc__)
     add_options(parser)
     return parser.parse_args(arguments)
 

@@ -10,8 +10,9 @@ from .control import Inbox
 from .errors import Exit, Interrupted, UserError
 from .health import Retreat
 from .mesh import World
+from .record import exit_intent
 from .record.files import RunDir
-from .record.recorder import Recorder, write_exit_intent
+from .record.recorder import Recorder
 
 
 def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
@@ -34,7 +35,7 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         known = isinstance(error, UserError)
         code = int(error.exit) if isinstance(error, UserError) else int(Exit.UNEXPECTED)
         reason = error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        write_exit_intent(run_dir, segment, code, reason, rank=rank)
+        exit_intent.write(run_dir, segment, code, reason, rank=rank)
         recorder.ended(f"exit {code}: {reason}" if known else f"unexpected {reason}", code=code)
         recorder.status(force=True, state="failed", exit_intent={"code": code, "reason": reason})
         raise
@@ -94,4 +95,4 @@ def _say(
     recorder.ended(f"{text}, exit {code}", step=step, code=code)
     recorder.status(force=True, state=state, exit_intent={"code": code, "reason": reason})
     if world.is_main:
-        write_exit_intent(run_dir, recorder.segment, code, reason, **facts)
+        exit_intent.write(run_dir, recorder.segment, code, reason, **facts)

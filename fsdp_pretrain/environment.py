@@ -7,7 +7,6 @@ the chronicle says what is not as it was at the last one.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import re
@@ -21,15 +20,19 @@ from typing import Any
 
 import psutil
 import torch
+from pydantic import model_validator
 
 from . import __version__, throughput
 from .changes import changes, differences
 from .config import load
 from .errors import UserError
 from .mesh import World
+from .record import environment, state_files
 from .record.claim import process_start
-from .record.files import RunDir, now, read_json, replace_file, stamp
+from .record.environment import ENVIRONMENT
+from .record.files import RunDir, now, stamp
 from .record.lineage import LINEAGE
+from .record.state_files import StateFile
 
 _RECORDED_VARIABLES = (
     "CUDA_",
@@ -42,10 +45,21 @@ _RECORDED_VARIABLES = (
     "SLURM_NODE",
     "SLURM_PROCID",
 )
-_COMPARED = ("world", "device", "python", "torch", "cuda", "nccl", "driver", "fsdp_pretrain")
+_COMPARED = {"world", "device", "python", "torch", "cuda", "nccl", "driver", "fsdp_pretrain"}
 _ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$")
 _SHOWN_HOSTS = 20
 _CORPORA = "corpora.json"
+
+
+class _Corpora(StateFile):
+    """Fingerprint of every source, by its name."""
+
+    corpora: dict[str, str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_release_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values if isinstance(values.get("corpora"), dict) else {"corpora": values}
 
 
 def describe(world: World, hosts: list[str]) -> dict[str, Any]:
@@ -96,12 +110,11 @@ def _driver() -> str | None:
 
 def _git_state() -> dict[str, Any] | None:
     """Commit of this program's checkout and whether it was changed; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    # Without the locks that `git status` takes to refresh the index: a rank that is killed would leave one behind.
+    git = ["git", "-C", str(Path(__file__).resolve().parent.parent), "--no-optional-locks"]
     try:
-        commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            ["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True
-        )
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return {
@@ -122,28 +135,24 @@ def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, lis
         (segment of the last start, `what: old -> new` each); None if this is the first.
     """
     with contextlib.suppress(OSError):  # a full disk must not stop a start here
-        replace_file(run.segment(number) / _CORPORA, json.dumps(corpora, indent=1) + "\n")
+        state_files.write(run.segment(number) / _CORPORA, {"corpora": corpora})
     went_through = (path for path in run.segments if (path / LINEAGE).exists())
-    started = [int(path.name) for path in went_through if (path / "environment.json").exists()]
+    started = [int(path.name) for path in went_through if (path / ENVIRONMENT).exists()]
     last = max((other for other in started if other < number), default=None)
     if last is None:
         return None
-    before, after = (read_json(run.segment(n) / "environment.json") or {} for n in (last, number))
+    before, after = (environment.view(run, n) for n in (last, number))
     found = _configuration(run, last, number)
-    found += _hosts(before.get("hosts") or {}, after.get("hosts") or {})
-    found += differences(_versions(before), _versions(after))
-    found += _code(before.get("git") or {}, after.get("git") or {})
+    found += _hosts(before.hosts, after.hosts)
+    found += differences(before.model_dump(include=_COMPARED), after.model_dump(include=_COMPARED))
+    found += _code(before.git or {}, after.git or {})
     found += differences(_variables(before), _variables(after), "environment")
-    known = read_json(run.segment(last) / _CORPORA)  # none if its disk was full
-    return last, found + (differences(known, corpora, "corpora") if known is not None else [])
+    known = state_files.view(run.segment(last) / _CORPORA, _Corpora)  # none if its disk was full
+    return last, found + (differences(known.corpora, corpora, "corpora") if known is not None else [])
 
 
-def _versions(environment: dict[str, Any]) -> dict[str, Any]:
-    return {key: environment.get(key) for key in _COMPARED}
-
-
-def _variables(environment: dict[str, Any]) -> dict[str, str]:
-    return {key: value for key, value in environment.get("variables", {}).items() if not _ALWAYS_NEW.match(key)}
+def _variables(begun: environment.Environment) -> dict[str, str]:
+    return {key: value for key, value in begun.variables.items() if not _ALWAYS_NEW.match(key)}
 
 
 def _configuration(run: RunDir, last: int, number: int) -> list[str]:

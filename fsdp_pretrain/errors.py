@@ -6,8 +6,10 @@ is a defect of ours and keeps its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -46,8 +48,8 @@ class UserError(Exception):
             lines.append(f"  remedy: {self.remedy}")
         return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[type[UserError], str, str, str]]:
-        return _rebuild, (type(self), self.cause, self.effect, self.remedy)
+    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[type[UserError], str, str, str, Exit]]:
+        return _rebuild, (type(self), self.cause, self.effect, self.remedy, self.exit)
 
     def on_all_ranks(self) -> UserError:
         """This error, marked as raised on every rank alike."""
@@ -72,14 +74,27 @@ class Interrupted(BaseException):
         super().__init__(cause)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give errors of the operating system the file they concern; those of reading, writing and closing lack it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def shortened(problems: list[str], limit: int = 20) -> str:
     """Problems as lines of a report, the first `limit` of them."""
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return "\n    ".join([*problems[:limit], *more])
 
 
-def _rebuild(kind: type[UserError], cause: str, effect: str, remedy: str) -> UserError:
-    return kind(cause, effect=effect, remedy=remedy)
+def _rebuild(kind: type[UserError], cause: str, effect: str, remedy: str, code: Exit) -> UserError:
+    error = kind(cause, effect=effect, remedy=remedy)
+    error.exit = code
+    return error
 
 
 class ConfigError(UserError):
@@ -106,6 +121,12 @@ class BusyError(UserError):
 
 class StorageError(UserError):
     """Storage failed so often or so long that going on would be unprotected training."""
+
+    exit = Exit.NEEDS_PERSON
+
+
+class RunGoneError(UserError):
+    """The run directory is not where it was: its mount is gone, or somebody removed or replaced it."""
 
     exit = Exit.NEEDS_PERSON
 

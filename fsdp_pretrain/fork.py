@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from .branch import Branch, prepare, sentence
-from .checkpoint.store import Store, directory_name, sync_directory, verify_files
+from .checkpoint.store import Store, directory_name, step_of, sync_directory, verify_files
 from .errors import BusyError, CheckpointError, ConfigError, StorageError
-from .record import journal, lineage
-from .record.claim import is_alive
-from .record.files import AppendFile, RunDir, now, read_json, read_lines, replace_file
+from .record import claim, journal, lineage, run_id, status
+from .record.files import AppendFile, RunDir, now, replace_file
 from .record.lock import hold
+from .record.metrics import METRICS, records
 from .rollback import status_at
 
 
@@ -66,6 +66,7 @@ def fork(
     try:
         with hold(building, "fork"):
             _clear(building)
+            run_id.give(building.checkpoints, run_id.give(building.path))
             linked = _copy(parent, branch, building)
             _open(parent, branch, building, sentence(report, reason))
         sync_directory(building.path)
@@ -81,8 +82,9 @@ def fork(
 
 
 def _refuse_during_rollback(parent: RunDir) -> None:
-    holder = read_json(parent.lock) or {}
-    if parent.rollback.exists() or (holder.get("purpose") == "rollback" and is_alive(holder) is not False):
+    held = claim.read(parent.lock)
+    holds = held is not None and held.purpose == "rollback" and claim.is_alive(held) is not False
+    if parent.rollback.exists() or holds:
         raise BusyError(
             f"a rollback of {parent.path} is under way",
             remedy=f"wait for its end; if it was killed, repeat it: {parent.rollback} has what was asked",
@@ -114,7 +116,8 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
     if parent.tokenizer.is_dir():
         shutil.copytree(parent.tokenizer, new.tokenizer)
     for results in parent.evals.glob("step-*/*/results.json"):
-        if int(results.parts[-3].removeprefix("step-")) <= branch.state.step:
+        step = step_of(results.parts[-3])
+        if step is not None and step <= branch.state.step:
             place = new.evals / results.relative_to(parent.evals)
             place.parent.mkdir(parents=True)
             shutil.copyfile(results, place)
@@ -154,12 +157,12 @@ def _copy_segment(source: Path, target: Path, part: lineage.Part) -> None:
     """A segment's record, its metrics only as far as they are kept. Raises OSError."""
     target.mkdir(parents=True)
     for path in source.iterdir():
-        if path.is_file() and path.name != "metrics.jsonl":
+        if path.is_file() and path.name != METRICS:
             shutil.copyfile(path, target / path.name)
-    metrics = AppendFile(target / "metrics.jsonl")
-    for record, _ in read_lines(source / "metrics.jsonl"):
+    metrics = AppendFile(target / METRICS)
+    for record, _ in records(source / METRICS):
         if part.after < record["step"] <= part.until and not metrics.write(json.dumps(record)):
-            raise OSError(f"cannot write {target / 'metrics.jsonl'}")
+            raise OSError(f"cannot write {target / METRICS}: {metrics.problem}")
     metrics.close()
 
 
@@ -170,10 +173,9 @@ def _open(parent: RunDir, branch: Branch, new: RunDir, said: str) -> None:
     replace_file(new.config, branch.after.to_toml())
     replace_file(new.overrides, branch.overrides.to_toml())
     replace_file(new.segment(number) / "config.toml", branch.after.to_toml())
-    lineage.record(new.segment(number), parent=branch.segment, step=step, kind="fork", run=origin)
+    counters = {"consumed": branch.state.consumed, "cursor": branch.state.cursor}
+    lineage.record(new.segment(number), parent=branch.segment, step=step, kind="fork", run=origin, **counters)
     text = f"from step {step:_} of {origin}" + (f"; {said}" if said else "")
-    status = {"run": branch.after.run.name, "segment": number, "host": socket.gethostname(), "heartbeat": now()}
-    replace_file(new.status, json.dumps({**status, **status_at(branch, f"forked {text}")}, indent=1) + "\n")
-    writer = journal.Journal(new, number)
-    writer.write("fork", text, step=step, parent=origin, checkpoint=directory_name(step))
-    writer.close()
+    place = {"run": branch.after.run.name, "segment": number, "host": socket.gethostname(), "heartbeat": now()}
+    status.update(new, **place, **status_at(branch, f"forked {text}"))
+    journal.tell(new, "fork", text, segment=number, step=step, parent=origin, checkpoint=directory_name(step))

@@ -8,8 +8,8 @@ from .changes import FREE, changes
 from .config import Config, load
 from .errors import UserError
 from .health import HISTORY, Expected, Health
-from .record import lineage
-from .record.files import RunDir, read_json
+from .record import environment, lineage
+from .record.files import RunDir
 from .record.metrics import last_metrics, tail
 
 REPEATED = 3
@@ -60,8 +60,8 @@ def _expected(run: RunDir, config: Config, segment: int, parent: int | None, ste
             return None
         if any(change.kind != FREE for change in differences):
             return None
-        then, now = (read_json(run.segment(number) / "environment.json") or {} for number in (node.segment, segment))
-        same = all(then.get(key) == now.get(key) for key in _MACHINES)
+        then, now = (environment.view(run, number) for number in (node.segment, segment))
+        same = all(getattr(then, key) == getattr(now, key) for key in _MACHINES)
         same &= not any(change.key.startswith(_NUMERIC) for change in differences)
         return Expected(records, node.segment, exact and same)
     return None

@@ -20,7 +20,8 @@ from data.skip import Skips
 
 from .config import Config, load
 from .errors import ConfigError
-from .record.files import RunDir, read_json
+from .record.files import RunDir
+from .record.lineage import decided_rollback
 from .units import SampleRange
 
 _HEADER = (
@@ -45,12 +46,6 @@ class Overrides:
         """These and further ones; a later value of a key replaces the earlier."""
         values = {text.partition("=")[0].strip(): text for text in (*self.set, *changes)}
         return Overrides(tuple(values.values()), _merge((*self.skip, *skip)))
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """Keys of the schema that are set, which declares their change."""
-        keys = (text.partition("=")[0].strip().split(".") for text in self.set)
-        return frozenset(".".join(part for part in key if not part.isdigit()) for key in keys)
 
     def to_toml(self) -> str:
         """Contents of the file."""
@@ -83,9 +78,9 @@ def _merge(spans: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
 
 def read(run: RunDir) -> Overrides:
     """The overrides of a run, as they will be once a rollback under way is finished. Raises ConfigError."""
-    intent = read_json(run.rollback)
-    if intent is not None:
-        return Overrides.from_toml(intent["overrides"], run.rollback)
+    decided = decided_rollback(run)
+    if decided is not None:
+        return Overrides.from_toml(decided.overrides, run.rollback)
     try:
         return Overrides.from_toml(run.overrides.read_text(encoding="utf-8"), run.overrides)
     except FileNotFoundError:

@@ -120,6 +120,8 @@ def plan(
         result["warnings"] += advice.shard_warning(memory.shard_padding(model, shards), parameters, shards)
         if available is not None:
             result["warnings"] += advice.memory_warning(total, available, device or "the device")
+        elif device not in (None, "cpu"):
+            result["warnings"].append(f"the memory of a device {device!r} is not on file: say it with --device-memory")
     return result
 
 

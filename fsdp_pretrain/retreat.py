@@ -14,9 +14,10 @@ from .checkpoint.stores import newest_clean, stores
 from .config import Config
 from .errors import CheckpointError, Exit, NumericError, StorageError, UserError
 from .health import Retreat
-from .record import journal
-from .record.files import RunDir, read_json
-from .record.recorder import Recorder, write_exit_intent
+from .record import exit_intent, journal, state_files
+from .record.files import RunDir
+from .record.recorder import Recorder
+from .record.status import Status
 from .rollback import go_back
 from .units import SampleRange
 
@@ -40,12 +41,12 @@ def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> 
         NumericError: it must not, or cannot: a person has to decide.
         StorageError: see `rollback.go_back`.
     """
-    before = [entry for entry in journal.read(run) if entry["kind"] == "health-rollback"]
+    before = journal.of_kind(journal.read(run), "health-rollback")
     repeats = sum(entry["key"] == asked.key and abs(entry["start"] - asked.start) <= _SAME for entry in before)
     _check_budget(config, asked, before, repeats)
     candidates = _candidates(run, asked)
     for checkpoint in candidates:
-        skip = _skipped(asked, repeats, checkpoint.train_state()["cursor"])
+        skip = _skipped(asked, repeats, checkpoint.train_state().cursor)
         text = f"back to step {checkpoint.step:_}, without samples {skip}, because: {asked.cause}"
         facts = {"key": asked.key, "start": asked.start, "end": asked.end, "to": checkpoint.step, "skip": str(skip)}
         recorder.event("health-rollback", text, step=asked.end, repeats=repeats, **facts)
@@ -62,17 +63,18 @@ def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> 
 
 def came_back(run: RunDir, asked: Retreat) -> bool:
     """Whether steps near these were taken for a device's fault already: what comes back at one place is none."""
-    told = [entry for entry in journal.read(run) if entry["kind"] == "health-again" and not entry["repeats"]]
-    return any(abs(entry["step"] - asked.end) <= _SAME for entry in told)
+    told = journal.of_kind(journal.read(run), "health-again")
+    return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in told)
 
 
 def say_end(run: RunDir, step: int, asked: Retreat, recorder: Recorder) -> None:
     """Record the end of a start that was rolled back to `step`: the next one is wanted at once."""
     reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)
     for segment in (recorder.segment, run.segments[-1]):
-        write_exit_intent(run, segment, code, reason, restart=True)
+        exit_intent.write(run, segment, code, reason, restart=True)
     recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
-    recorder.status(force=True, **(read_json(run.status) or {}))  # as the rollback left it
+    left = state_files.view(run.status, Status) or Status()
+    recorder.status(force=True, **left.said())  # as the rollback left it
 
 
 def _check_budget(config: Config, asked: Retreat, before: list[dict[str, Any]], repeats: int) -> None:

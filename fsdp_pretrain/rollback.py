@@ -7,25 +7,21 @@ the next start of training, finishes the work. Nothing is deleted: what is left 
 
 from __future__ import annotations
 
-import json
-import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .branch import Branch, prepare, sentence
-from .checkpoint.store import directory_name, sync_directory
+from .checkpoint.store import directory_name, step_of, sync_directory
 from .checkpoint.stores import stores
 from .errors import ConfigError, StorageError
-from .record import journal, lineage
-from .record.files import RunDir, now, read_json, replace_file
+from .record import journal, lineage, state_files, status
+from .record.files import RunDir, now, replace_file
 from .record.journal import who
 from .record.lock import hold
 from .record.metrics import left_behind
 from .units import SampleRange, human_count
-
-_STEP = re.compile(r"^step-(\d{8,})$")
 
 
 def rollback(
@@ -81,8 +77,8 @@ def go_back(
         request["skip_samples"] = str(skip_samples)
     finish(run)
     head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
-    if head is not None and head.kind == "rollback" and head.facts["request"] == request:
-        return {**head.facts["report"], "done": "already"}
+    if head is not None and head.kind == "rollback" and head.request == request:
+        return {**(head.report or {}), "done": "already"}
     branch = prepare(run, step, changes=changes, skip_steps=skip_steps, skip_samples=skip_samples)
     report = {**branch.report(), "abandoned": _later_checkpoints(run, step)}
     if dry_run:
@@ -92,11 +88,30 @@ def go_back(
     return {**report, "done": "now"}
 
 
+def leave_all(run: RunDir) -> list[str]:
+    """Move all checkpoints and evaluations aside, for a run that begins again at step 0 in its directory.
+
+    Returns:
+        Names of the checkpoints; of those in a fallback, their paths.
+
+    Raises:
+        StorageError: one cannot be moved.
+    """
+    checkpoints, evals = _later_checkpoints(run, -1), _later(run.evals, -1)
+    try:
+        _move_aside([run.checkpoints / name for name in checkpoints], mark := uuid.uuid4().hex[:8])
+        _move_aside([run.evals / name for name in evals], mark)
+    except OSError as error:
+        raise StorageError(f"cannot move the old checkpoints aside: {error}") from None
+    return checkpoints
+
+
 def _later(folder: Path, step: int) -> list[str]:
     """Names in a folder that belong to steps after `step`."""
     if not folder.is_dir():
         return []
-    return sorted(p.name for p in folder.iterdir() if (match := _STEP.match(p.name)) and int(match[1]) > step)
+    steps = {path.name: step_of(path.name) for path in folder.iterdir()}
+    return sorted(name for name, found in steps.items() if found is not None and found > step)
 
 
 def _later_checkpoints(run: RunDir, step: int) -> list[str]:
@@ -108,7 +123,7 @@ def _later_checkpoints(run: RunDir, step: int) -> list[str]:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     try:
-        replace_file(path, json.dumps(content, indent=1) + "\n")
+        state_files.write(path, content)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}", effect="nothing was changed") from None
 
@@ -122,15 +137,15 @@ def _intent(
     length = branch.after.data.sequence_length
     lost = left_behind(run, step, branch.state.consumed * length)
     text = f"back to step {step:_}" + (f"; {said}" if said else "")
-    text += f"; {lost[0]:_} steps ({human_count(lost[1])} tokens) are left" if lost[0] else ""
+    text += f"; {lost[0]:_} steps ({human_count(lost[1])} tokens) are left behind" if lost[0] else ""
     moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report["abandoned"])
     return {
         "id": uuid.uuid4().hex[:8],
         "time": now(),
         "segment": int(segments[-1].name) + 1 if segments else 1,
         "lineage": {"parent": branch.segment, "step": step, "kind": "rollback", "reason": reason}
-        | {"request": request, "report": report},
-        "aside": [*report["abandoned"], *(str(run.evals / name) for name in _later(run.evals, step))],
+        | {"consumed": branch.state.consumed, "cursor": branch.state.cursor, "request": request, "report": report},
+        "aside": [*report["abandoned"], *(f"../evals/{name}" for name in _later(run.evals, step))],
         "overrides": branch.overrides.to_toml(),
         "config": branch.after.to_toml(),
         "lost": {"steps": lost[0], "tokens": lost[1]},
@@ -163,28 +178,26 @@ def finish(run: RunDir) -> bool:
         Whether there was one.
 
     Raises:
+        DamagedFileError: what was decided cannot be read.
         StorageError: a file cannot be written or moved; what is left to do stays decided.
     """
-    intent = read_json(run.rollback)
-    if intent is None:
+    decided = lineage.decided_rollback(run)
+    if decided is None:
         return False
     try:
-        _move_aside([run.checkpoints / path for path in intent["aside"]], intent["id"])
-        replace_file(run.overrides, intent["overrides"])
-        replace_file(run.config, intent["config"])
-        segment = run.segment(intent["segment"])
-        replace_file(segment / "config.toml", intent["config"])
-        lineage.record(segment, **intent["lineage"])
-        status = read_json(run.status) or {}
-        replace_file(
-            run.status, json.dumps({**status, **intent["status"], "segment": intent["segment"]}, indent=1) + "\n"
-        )
-        _tell(run, intent)
+        _move_aside([run.checkpoints / path for path in decided.aside], decided.id)
+        replace_file(run.overrides, decided.overrides)
+        replace_file(run.config, decided.config)
+        segment = run.segment(decided.segment)
+        replace_file(segment / "config.toml", decided.config)
+        lineage.record(segment, **decided.lineage.model_dump(exclude={"segment"}))
+        status.update(run, **{**decided.status, "segment": decided.segment})
+        _tell(run, decided)
         sync_directory(run.path)
         run.rollback.unlink()
     except OSError as error:
         raise StorageError(
-            f"the rollback to {directory_name(intent['lineage']['step'])} is not finished: {error}",
+            f"the rollback to {directory_name(decided.lineage.step)} is not finished: {error}",
             effect="the run is as safe as before; training will not start until it is finished",
             remedy="mend the storage, then repeat the command",
         ) from None
@@ -204,21 +217,21 @@ def _move_aside(paths: list[Path], mark: str) -> None:
             sync_directory(folder)
 
 
-def _tell(run: RunDir, intent: dict[str, Any]) -> None:
-    """The journal entry, once."""
-    if any(entry.get("rollback") == intent["id"] for entry in journal.read(run)):
+def _tell(run: RunDir, decided: lineage.DecidedRollback) -> None:
+    """The journal entry, once. Raises StorageError."""
+    if any(entry.get("rollback") == decided.id for entry in journal.read(run)):
         return
-    writer = journal.Journal(run, intent["segment"])
-    step = intent["lineage"]["step"]
-    writer.write(
+    report = decided.lineage.report or {}
+    journal.tell(
+        run,
         "rollback",
-        intent["text"],
-        step=step,
-        rollback=intent["id"],
-        lost=intent["lost"],
-        abandoned=intent["lineage"]["report"]["abandoned"],
-        changes=intent["lineage"]["report"]["changes"],
-        reason=intent["lineage"]["reason"],
-        by=intent["by"],
+        decided.text,
+        segment=decided.segment,
+        step=decided.lineage.step,
+        rollback=decided.id,
+        lost=decided.lost,
+        abandoned=report.get("abandoned", []),
+        changes=report.get("changes", []),
+        reason=decided.lineage.reason,
+        by=decided.by,
     )
-    writer.close()

@@ -207,24 +207,25 @@ class Saves:
     def _succeed(self, step: int, saved: Saved) -> None:
         self._failures, self._retry_at, self.saved_step = 0, math.inf, step
         self._safe_at = time.monotonic()
-        facts = saved.checkpoint.manifest() if self._world.is_main else {}
+        manifest = saved.checkpoint.manifest() if self._world.is_main else None
+        consumed = manifest.consumed if manifest is not None else None
         self._recorder.event(
             "checkpoint",
             f"{saved.checkpoint.path.name}: {human_bytes(saved.bytes)} in {saved.seconds:.2f}s"
             + (", verified" if saved.checkpoint.verified else ""),
             step=step,
-            consumed=facts.get("consumed"),
+            consumed=consumed,
             bytes=saved.bytes,
             seconds=saved.seconds,
             verified=saved.checkpoint.verified,
-            final=facts.get("final"),
+            final=manifest.final if manifest is not None else None,
         )
         for kind, text in saved.notes:
             self._recorder.event(kind, text, step=step)
         if saved.deleted:
             names = ", ".join(map(str, saved.deleted))
             self._recorder.event("checkpoint-deleted", f"by the retention policy: step {names}")
-        state = {"step": step, "consumed": facts.get("consumed"), "verified": saved.checkpoint.verified}
+        state = {"step": step, "consumed": consumed, "verified": saved.checkpoint.verified}
         self._recorder.status(force=True, checkpoint=state)
         self._after_save(saved)
 

@@ -161,7 +161,8 @@ class DataSection(Section):
     """How long a read from a corpus may take before it counts as hanging: then the mirror is used, or the run ends with
     exit 75. Default a third of `parallel.timeout`, since the other ranks wait meanwhile."""
     max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
-    """Share of documents that may fail the inline checks, and so be left out of the loss, before the run is refused."""
+    """Share of documents (of their stretches in the samples) that may fail the inline checks, and so be left out of the
+    loss, before the run is refused."""
 
     @property
     def row(self) -> int:
@@ -337,8 +338,9 @@ class CheckpointSection(Section):
     fallback_dir: FilePath | None = None
     """Directory on other storage that takes the checkpoints while the run directory cannot."""
     on_commit: str | None = None
-    """Shell command run for every new checkpoint, for copies elsewhere: `"rsync -a {path} backup:ckpt/"`. Runs beside
-    training, which neither waits for it nor fails with it; meanwhile the checkpoint is not deleted."""
+    """Shell command run for every new checkpoint, for copies elsewhere: `'rsync -a "$1" backup:ckpt/'`. `$1` is the
+    checkpoint's path and `$2` its step; the environment has them as `CHECKPOINT_PATH` and `CHECKPOINT_STEP`. Runs
+    beside training, which neither waits for it nor fails with it; meanwhile the checkpoint is not deleted."""
     background: bool = True
     """Write while training goes on, from a copy in host memory (as large as a rank's share of the checkpoint). The last
     save of a start, and the one after a failure, are made while training waits."""

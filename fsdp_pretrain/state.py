@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -12,10 +11,10 @@ from data.objectives import VERSION
 from data.packer import Packer
 
 from .changes import differences
+from .checkpoint.store import SavedState
 from .config import Config
+from .record import state_files
 from .record.files import now
-
-FORMAT = 1
 
 
 @dataclass
@@ -38,14 +37,12 @@ class TrainState:
 
     def to_json(self, *, identity: dict[str, Any], **facts: Any) -> str:
         """Contents of a checkpoint's `train_state.json`."""
-        content = {"format": FORMAT, **vars(self), "written": now(), **facts, "identity": identity}
-        return json.dumps(content, indent=1) + "\n"
+        return state_files.seal({**vars(self), "written": now(), **facts, "identity": identity})
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> TrainState:
+    def of(cls, saved: SavedState) -> TrainState:
         """The counters in a `train_state.json`."""
-        counters = {key: int(content[key]) for key in ("step", "consumed", "cursor", "batch")}
-        return cls(**counters, loss_scale=content.get("loss_scale"))
+        return cls(**{field.name: getattr(saved, field.name) for field in fields(cls)})
 
 
 def identity(config: Config, packer: Packer) -> dict[str, Any]:

@@ -5,28 +5,56 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import ConfigDict
 
+from .changes import load_recorded
+from .checkpoint.expected import missing
+from .checkpoint.store import Manifest
 from .checkpoint.stores import stores
-from .config import load
 from .errors import UserError
-from .record import goodput
+from .record import goodput, lineage, state_files
 from .record.attempts import unread_bytes
-from .record.files import RunDir, now, read_json, replace_file
+from .record.claim import Held
+from .record.environment import ENVIRONMENT, Environment
+from .record.exit_intent import EXIT_INTENT, ExitIntent
+from .record.files import RunDir, now
+from .record.lock import is_held
+from .record.state_files import StateFile
+from .record.status import Status
 from .units import human_bytes, human_count, human_time
 from .watchdog.alarms import Severity, read_alarms
 from .watchdog.desk import alarms_file, snapshot_file
 
 OK, WARN, ALERT = 0, 1, 2
-_ENDED = ("complete", "stopped", "failed")
+_ENDED = ("complete", "incomplete", "stopped", "failed")
 _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
 """Bytes of new metrics that are read for one line: a second or two."""
+
+
+class _LastLook(StateFile):
+    """When somebody last asked, and at which step the run was."""
+
+    step: int
+    time: str
+
+
+class _Seen(StateFile):
+    """What is shown of the watchdog's snapshot."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    time: str | None = None
+    step_drift: float | None = None
+    disk_full_in: float | None = None
 
 
 @dataclass
@@ -34,7 +62,8 @@ class Report:
     """What `status` found.
 
     Attributes:
-        state: starting, running, saving, complete, stopped, failed, or unknown.
+        state: starting, running, saving, complete, incomplete (it was complete, and its last checkpoint is missing),
+            stopped, failed, or unknown.
         running: whether a job seems to be alive.
         level: 0 ok, 1 warning, 2 alert.
         problems: (level, text).
@@ -55,21 +84,28 @@ class Report:
         """For `--json`."""
         problems = [{"level": level, "text": text} for level, text in self.problems]
         return {
+            **self.facts,
             "state": self.state,
             "running": self.running,
             "level": self.level,
             "problems": problems,
-            **self.facts,
         }
 
 
 def inspect(run: RunDir) -> Report:
     """Look at a run directory."""
-    status = read_json(run.status)
-    if status is None:
-        return Report("unknown", False, [(ALERT, f"{run.status} is missing or damaged: the job never got far")])
-    report = Report(str(status.get("state", "unknown")), False, facts=dict(status))
-    _look_at_life(report, status)
+    report, status = Report("unknown", False), Status()
+    try:
+        found = state_files.read(run.status, Status)
+        if found is None:
+            text = f"{run.status} is missing: no job was started here, or none came far"
+            report.problems.append((ALERT, text))
+        else:
+            status, report = found, Report(found.state, False, facts=found.said())
+            _look_at_life(report, status)
+    except UserError as error:
+        report.running = is_held(run)
+        report.problems.append((WARN, f"{error.cause}; a job that runs writes it again"))
     if run.rollback.exists():
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _look_at_checkpoints(report, run, status)
@@ -77,6 +113,7 @@ def inspect(run: RunDir) -> Report:
     _look_at_alarms(report, run)
     _look_at_watchdog(report, run)
     _look_at_goodput(report, run)
+    _look_at_files(report, run)
     return report
 
 
@@ -88,21 +125,21 @@ def _age(stamp: Any) -> float:
         return float("inf")
 
 
-def _look_at_life(report: Report, status: dict[str, Any]) -> None:
-    age = _age(status.get("heartbeat"))
+def _look_at_life(report: Report, status: Status) -> None:
+    age = _age(status.heartbeat)
     report.facts["heartbeat_age_seconds"] = round(age, 1)
     if report.state in _ENDED:
-        intent = status.get("exit_intent") or {}
+        code, reason = (status.exit_intent.code, status.exit_intent.reason) if status.exit_intent else (None, None)
         if report.state == "failed":
-            report.problems.append((ALERT, f"ended with exit {intent.get('code')}: {intent.get('reason')}"))
+            report.problems.append((ALERT, f"ended with exit {code}: {reason}"))
         elif report.state == "stopped":
-            report.problems.append((WARN, f"stopped before its end: {intent.get('reason')}"))
+            report.problems.append((WARN, f"stopped before its end: {reason}"))
         return
-    if status.get("host") == socket.gethostname() and not psutil.pid_exists(int(status.get("pid", -1))):
-        report.problems.append((ALERT, f"its process {status.get('pid')} is gone without saying why"))
+    if status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1):
+        report.problems.append((ALERT, f"its process {status.pid} is gone without saying why"))
         return
     report.running = True
-    allowed = max(_SILENT_AT_LEAST, 10 * (status.get("iteration_seconds") or 0.0))
+    allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
     if age > 3 * allowed:
         report.running = False
         report.problems.append((ALERT, f"no sign of life for {human_time(age)}"))
@@ -110,13 +147,17 @@ def _look_at_life(report: Report, status: dict[str, Any]) -> None:
         report.problems.append((WARN, f"no sign of life for {human_time(age)}"))
 
 
-def _look_at_checkpoints(report: Report, run: RunDir, status: dict[str, Any]) -> None:
+def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
     found = stores(run)
     try:
+        lost = None if run.rollback.exists() else missing(run)
         checkpoints = found.scan()
     except UserError as error:
         report.problems.append((ALERT, error.cause))
         return
+    if lost is not None:
+        report.state = "incomplete" if report.state == "complete" else report.state
+        report.problems.append((ALERT, f"{lost.text}: is a mount missing, or were checkpoints deleted?"))
     good = [checkpoint for checkpoint in checkpoints if checkpoint.problem is None and checkpoint.verified]
     for checkpoint in checkpoints:
         if checkpoint.problem is not None:
@@ -125,12 +166,12 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: dict[str, Any]) ->
         report.facts["verified_checkpoint"] = None
         return
     manifest = good[-1].manifest()
-    size = sum(entry.bytes for entry in good[-1].files())
+    size = sum(entry.bytes for entry in manifest.files)
     free = shutil.disk_usage(run.path).free
     report.facts["verified_checkpoint"] = {
         "step": good[-1].step,
-        "age_seconds": round(_age(manifest["committed"]), 1),
-        "steps_behind": int(status.get("step") or 0) - good[-1].step,
+        "age_seconds": round(_age(manifest.committed), 1),
+        "steps_behind": (status.step or 0) - good[-1].step,
         "bytes": size,
         "path": str(good[-1].path),
     }
@@ -148,15 +189,15 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: dict[str, Any]) ->
         _look_at_interval(report, run, manifest, status)
 
 
-def _look_at_interval(report: Report, run: RunDir, manifest: dict[str, Any], status: dict[str, Any]) -> None:
+def _look_at_interval(report: Report, run: RunDir, manifest: Manifest, status: Status) -> None:
     """Whether the newest verified checkpoint is older than the configured interval allows."""
     try:
-        config = load(run.config)
+        config, _ = load_recorded(run.config)
     except UserError as error:
         report.problems.append((WARN, f"{run.config} cannot be read: {error.cause.splitlines()[0]}"))
         return
     interval = config.schedule.samples(config.checkpoint.every)
-    behind = int(status.get("consumed") or 0) - manifest["consumed"]
+    behind = (status.consumed or 0) - manifest.consumed
     if behind > 2.5 * interval:
         report.problems.append(
             (ALERT, f"{behind:_} samples since the last verified checkpoint, the interval is {interval:_}")
@@ -181,39 +222,40 @@ def _look_at_alarms(report: Report, run: RunDir) -> None:
 
 def _look_at_watchdog(report: Report, run: RunDir) -> None:
     """Whether anybody watches, and what was seen last."""
-    seen = read_json(snapshot_file(run))
+    seen = state_files.view(snapshot_file(run), _Seen)
     if seen is not None:
-        report.facts["watchdog"] = {**seen, "age_seconds": round(_age(seen.get("time")), 1)}
+        report.facts["watchdog"] = {**seen.model_dump(exclude_unset=True), "age_seconds": round(_age(seen.time), 1)}
     if not report.running or _age(report.facts.get("started")) < _SILENT_AT_LEAST:
         return
     try:
-        wanted = load(run.config).watchdog.enabled
+        wanted = load_recorded(run.config)[0].watchdog.enabled
     except UserError:
         return  # said elsewhere
-    age = _age(seen.get("time")) if seen is not None else float("inf")
+    age = _age(seen.time) if seen is not None else float("inf")
     if wanted and age > _SILENT_AT_LEAST:
         ago = f"has not looked for {human_time(age)}" if seen is not None else "has never looked"
         report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
 
 
-def _look_at_progress(report: Report, run: RunDir, status: dict[str, Any]) -> None:
+def _look_at_progress(report: Report, run: RunDir, status: Status) -> None:
     """Steps since the last time somebody asked."""
-    last = read_json(run.path / _LAST_LOOK) or {}
-    step = int(status.get("step") or 0)
-    if "step" in last:
-        report.facts["since_last_look"] = {
-            "steps": step - int(last["step"]),
-            "seconds": round(_age(last.get("time")), 1),
-        }
+    last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), status.step or 0
+    if last is not None:
+        report.facts["since_last_look"] = {"steps": step - last.step, "seconds": round(_age(last.time), 1)}
     with contextlib.suppress(OSError):  # looking must work on a full or read-only disk too
-        replace_file(run.path / _LAST_LOOK, f'{{"step": {step}, "time": "{now()}"}}\n')
+        state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
 
 
 def _look_at_goodput(report: Report, run: RunDir) -> None:
     """Where the time went, if that is soon read."""
     size = unread_bytes(run)
-    found = goodput.goodput(run) if size <= _LARGEST_RECORD else None
+    try:
+        found = goodput.goodput(run) if size <= _LARGEST_RECORD else None
+    except UserError as error:  # of the lineage: what the run is made of is not known
+        report.problems.append((ALERT, error.cause))
+        return
     if found is not None:
+        report.facts["damaged"] = found["damaged"]
         report.facts["goodput"] = {key: found[key] for key in ("goodput", "runtime_goodput", "ettr", "tokens_per_day")}
         report.facts["goodput"]["line"] = goodput.headline(found)
     elif size > _LARGEST_RECORD:
@@ -222,12 +264,33 @@ def _look_at_goodput(report: Report, run: RunDir) -> None:
         }
 
 
+def _look_at_files(report: Report, run: RunDir) -> None:
+    """Small files that are damaged: what reads them does without, or refuses; and what is called like no segment."""
+    for path, schema in _small_files(run):
+        try:
+            state_files.read(path, schema)
+        except UserError as error:
+            report.problems.append((WARN, error.cause))
+    known = {path.name for path in run.segments}
+    strange = [path.name for path in (run.path / "segments").glob("*") if path.name not in known]
+    if strange:
+        report.facts["no_segments"] = sorted(strange)
+
+
+def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
+    yield run.rollback, lineage.DecidedRollback
+    yield run.lock, Held
+    for segment in run.segments:
+        yield segment / EXIT_INTENT, ExitIntent
+        yield segment / ENVIRONMENT, Environment
+
+
 def _watchdog_line(seen: dict[str, Any]) -> str:
     """What the watchdog saw last, in short."""
     parts = [f"looked {human_time(seen['age_seconds'])} ago"]
-    if "step_drift" in seen:
+    if seen.get("step_drift") is not None:
         parts.append(f"steps {seen['step_drift'] - 1:+.1%} of the baseline")
-    if "disk_full_in" in seen:
+    if seen.get("disk_full_in") is not None:
         parts.append(f"disk full in {human_time(seen['disk_full_in'])}")
     return ", ".join(parts)
 
@@ -236,27 +299,24 @@ def render(report: Report) -> str:
     """The report on one screen."""
     facts = report.facts
     lines = [f"{facts.get('run', '?')}: {report.state.upper()}"]
-    if facts.get("step") is not None:
+    step, total = facts.get("step"), facts.get("total_steps")
+    if step is not None and total is not None:
         loss = f", loss {facts['loss']:.4f}" if facts.get("loss") is not None else ""
-        lines.append(
-            f"  step        {facts['step']:_} of {facts['total_steps']:_}, {human_count(facts['tokens'])} tokens{loss}"
-        )
-    if facts.get("iteration_seconds"):
-        left = (facts["total_steps"] - facts["step"]) * facts["iteration_seconds"]
-        ending = f", {human_time(left)} to go" if report.running else ""
-        lines.append(
-            f"  pace        {facts['iteration_seconds']:.3g}s a step, "
-            f"{human_count(facts['tokens_per_second'])} tokens/s{ending}"
-        )
+        lines.append(f"  step        {step:_} of {total:_}, {human_count(facts.get('tokens') or 0)} tokens{loss}")
+        if facts.get("iteration_seconds"):
+            ending = f", {human_time((total - step) * facts['iteration_seconds'])} to go" if report.running else ""
+            lines.append(
+                f"  pace        {facts['iteration_seconds']:.3g}s a step, "
+                f"{human_count(facts.get('tokens_per_second') or 0)} tokens/s{ending}"
+            )
     if "since_last_look" in facts:
         since = facts["since_last_look"]
-        lines.append(
-            f"  progress    {since['steps']:_} steps in the {human_time(since['seconds'])} since the last look"
-        )
+        done = f"{since['steps']:_} steps" if since["steps"] >= 0 else f"went back {-since['steps']:_} steps"
+        lines.append(f"  progress    {done} in the {human_time(since['seconds'])} since the last look")
     if facts.get("heartbeat_age_seconds") is not None:
         lines.append(
-            f"  heartbeat   {human_time(facts['heartbeat_age_seconds'])} ago, "
-            f"{facts.get('host')} pid {facts.get('pid')}"
+            f"  heartbeat   {human_time(facts['heartbeat_age_seconds'])} ago, {facts.get('host')}"
+            + (f" pid {facts['pid']}" if facts.get("pid") else "")
         )
     checkpoint = facts.get("verified_checkpoint")
     if checkpoint:
@@ -276,6 +336,10 @@ def render(report: Report) -> str:
         lines.append(f"  time        {facts['goodput']['line']}")
     if facts.get("overrides"):
         lines.append(f"  overrides   {facts['overrides']}")
+    if facts.get("damaged", {}).get("lines"):
+        lines.append(f"  record      damaged lines, passed over: {facts['damaged']['lines']:_}")
+    if facts.get("no_segments"):
+        lines.append(f"  segments/   no segment of the run, passed over: {', '.join(facts['no_segments'])}")
     names = {WARN: "WARN", ALERT: "ALERT"}
     lines += [f"  {names[level]:11} {text}" for level, text in sorted(report.problems, reverse=True)]
     return "\n".join(lines)

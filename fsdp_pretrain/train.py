@@ -7,7 +7,6 @@ continues from the newest valid checkpoint in the run directory.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import socket
@@ -15,11 +14,10 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 
 from data.loader import Loader, StepBatch, check_batches
@@ -29,27 +27,31 @@ from data.packer import Packer
 from data.unigrams import Unigrams
 from eval import jobs
 
-from . import changes, environment, mesh, models, optim, overrides, parallel, plan, throughput
+from . import changes, environment, mesh, models, optim, overrides, parallel, plan, starting, throughput
+from .arguments import parse_trainer
 from .checkpoint.dcp import Saved
-from .checkpoint.hook import CommitHook
+from .checkpoint.hook import CommitHook, refuse_path_in_text
 from .checkpoint.manager import Manager
 from .checkpoint.resume import Resume, Resumed, Terms
+from .checkpoint.store import Manifest
 from .checkpoint.subject import Subject
 from .config import Config
 from .control import Inbox, interrupt_on_signal
 from .ending import record_end, say_stop, say_suspicion
-from .errors import ConfigError, Exit, Interrupted, StorageError, UserError
+from .errors import Exit, Interrupted, UserError
 from .health import Health
 from .health_journal import provenance
 from .health_memory import recall
 from .launch import torchrun
 from .mesh import World
 from .overrides import Overrides, load_run
-from .record import aim, lineage
-from .record.files import RunDir, read_json, replace_file, seconds_of
+from .record import aim, lineage, run_id
+from .record import environment as environments
+from .record.files import RunDir, make_directory, replace_file, seconds_of
 from .record.lock import RunLock
 from .record.milestones import milestones
 from .record.recorder import Recorder, Silent
+from .record.run_id import Memory
 from .retreat import came_back, retreat, say_end
 from .rollback import finish
 from .saves import Saves
@@ -61,50 +63,9 @@ from .watchdog.heart import Heart, Watched
 from .watchdog.page import Phase
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdp_pretrain.train",
-        description="Train, or continue training, the run of a configuration. Start it with torchrun.",
-        epilog="example:\n"
-        "  torchrun --nproc-per-node 4 -m fsdp_pretrain.train configs/runs/quickstart.toml optimizer.lr=1e-3",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", help="TOML file, see docs/config.md")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="replace values of the file, e.g. train.duration='50 steps'",
-    )
-    parser.add_argument(
-        "--allow-fresh",
-        action="store_true",
-        help="start from step 0 although the run directory holds (only invalid) checkpoints",
-    )
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY",
-        help="this change of what is learned is meant (docs/config.md marks such keys `declared`); a table allows all "
-        "its keys; repeatable, and may stay in the command",
-    )
-    parser.add_argument(
-        "--reset-optimizer",
-        type=int,
-        metavar="STEP",
-        help="when resuming from the checkpoint of STEP, keep weights, data position and schedules, and begin the "
-        "optimiser's moments anew; without effect after later checkpoints, so it may stay in the command",
-    )
-    parser.add_argument("--reason", default="", help="why this start differs from the last; for the chronicle")
-    return parser.parse_intermixed_args(arguments)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the job; the exit code."""
-    args = parse(sys.argv[1:] if arguments is None else arguments)
+    args = parse_trainer(sys.argv[1:] if arguments is None else arguments)
     torchrun.die_with_launcher()
     warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
     try:
@@ -119,13 +80,16 @@ def _start(args: argparse.Namespace) -> int:
     try:
         allowed = changes.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
-        terms = Terms(args.allow_fresh, allowed | lasting.keys, args.reset_optimizer, args.reason)
+        refuse_path_in_text(config)
+        terms = Terms(args.allow_fresh, allowed, args.reset_optimizer, args.reason)
+        memory = Memory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
+        starting.recognise(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
         heart = _heart(config)
         with mesh.connect(config.parallel) as world:
-            return int(run(config, world, lasting, terms, heart))
+            return int(run(config, world, lasting, terms, heart, memory))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
 
@@ -159,7 +123,7 @@ def _heart(config: Config) -> Heart:
         return Heart()
 
 
-def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: Heart) -> Exit:
+def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: Heart, memory: Memory) -> Exit:
     """Lock the run, open a segment, train, and record how it ended, whatever the way. Raises UserError.
 
     Args:
@@ -168,39 +132,49 @@ def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: H
         lasting: what of `config` comes from the run directory.
         terms: what the person who started it allows.
         heart: tells the watchdog what this rank does.
+        memory: what earlier starts under the same launcher have seen.
     """
     run_dir = RunDir(config.run.dir)
-    world.decide(lambda: _refuse_unwanted_restart(run_dir))
+    world.decide(lambda: starting.refuse_unwanted_restart(run_dir))
+    starting.open_directory(run_dir, world, memory)
+    terms = starting.agreed(terms, memory, world)
     lock = RunLock(run_dir, "training")
     while not world.decide(lock.attempt):  # short looks, so that no rank waits long for rank 0
         pass
     try:
         finished = world.decide(lambda: finish(run_dir))
+        world.decide(lambda: len(lineage.nodes(run_dir)))  # or refuse before anything is written
         standing = world.decide(lambda: overrides.read(run_dir))
-        world.together(lambda: _check_same(lasting, standing, run_dir))
+        world.together(lambda: starting.check_overrides(run_dir, lasting, standing))
+        missing = world.decide(lambda: starting.look_for_checkpoints(run_dir, terms, memory))
+        starting.open_checkpoints(run_dir, world)
         hosts = world.gather(socket.gethostname())
-        segment = world.decide(lambda: _open_segment(run_dir, config, world, hosts))
+        segment = world.decide(lambda: starting.open_segment(run_dir, config, world, hosts))
         heart.belongs_to(int(segment.name))
         recorder = Silent(run_dir, segment) if not world.is_main else _recorder(run_dir, segment, config)
         if finished:
             recorder.say("finished the rollback that had been interrupted")
+        if missing is not None and missing.newest is not None:
+            recorder.event("checkpoint-missing", missing.text, step=missing.step, newest=missing.newest)
         _tell_overrides(lasting, recorder)
+        guard = partial(_check_writer, lock if world.is_main else None)
         return record_end(
-            world.rank, run_dir, segment, recorder, lambda: _train(config, world, run_dir, recorder, lock, terms, heart)
+            world.rank,
+            run_dir,
+            segment,
+            recorder,
+            lambda: _train(config, world, run_dir, recorder, guard, terms, heart, memory),
         )
     finally:
         heart.close()
         lock.release()
 
 
-def _check_same(mine: Overrides, standing: Overrides, run_dir: RunDir) -> None:
-    """Raise ConfigError if a rollback changed the overrides since this rank read them, or it saw an old file."""
-    if mine != standing:
-        raise ConfigError(
-            f"{run_dir.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
-            effect="this start would train without what a rollback decided",
-            remedy="start again; if it persists, the nodes do not see the same run directory",
-        )
+def _check_writer(lock: RunLock | None) -> None:
+    """Before a save: raise RunGoneError if the run directory is gone, BusyError if rank 0 (`lock`) does not hold it."""
+    run_id.check()
+    if lock is not None:
+        lock.check()
 
 
 def _tell_overrides(lasting: Overrides, recorder: Recorder) -> None:
@@ -210,26 +184,15 @@ def _tell_overrides(lasting: Overrides, recorder: Recorder) -> None:
         recorder.event("overrides", f"of overrides.toml: {lasting}")
 
 
-def _refuse_unwanted_restart(run_dir: RunDir) -> None:
-    """torchrun restarts its ranks after any exit but 0. Do not train on if the last one was a decision to end.
-
-    Raises:
-        UserError: with the exit code that was decided; torchrun uses up its restarts on it and ends.
-    """
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run_dir.segments:
-        return
-    path = run_dir.segments[-1] / "exit_intent.json"
-    intent = read_json(path)
-    if intent is None or intent.get("restart") or intent["code"] not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
-        return
-    if path.stat().st_mtime > psutil.Process(os.getppid()).create_time():  # decided under this torchrun
-        error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent['reason']})")
-        error.exit = Exit(intent["code"])
-        raise error
-
-
 def _train(
-    config: Config, world: World, run_dir: RunDir, recorder: Recorder, lock: RunLock, terms: Terms, heart: Heart
+    config: Config,
+    world: World,
+    run_dir: RunDir,
+    recorder: Recorder,
+    guard: Callable[[], None],
+    terms: Terms,
+    heart: Heart,
+    memory: Memory,
 ) -> Exit:
     """Build everything and run the loop."""
     heart.beat(Phase.LOAD)
@@ -247,10 +210,11 @@ def _train(
     state = resumed.state
     if world.is_main:
         _tell_changes(run_dir, recorder, subject.identity["corpora"], terms.reason)
-    world.decide(lambda: _join_line(run_dir, recorder.number, resumed.parent, state))
+    world.decide(lambda: starting.join_line(run_dir, recorder, resumed, fresh=terms.fresh))
+    memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health = _health(subject, recorder.number, resumed)
     after_save = _AfterSave(run_dir, config, recorder)
-    manager = _manager(subject, recorder.number, lock, after_save, health)
+    manager = _manager(subject, recorder.number, guard, after_save, health)
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
     _list_skips(config, state, recorder)
     if world.is_main:
@@ -260,6 +224,12 @@ def _train(
         recorder.event("control", "requests left from before this start were discarded")
     inbox.listen()
     follower = aim.start_follower(run_dir) if world.is_main and config.record.aim else None
+
+    def saved(made: Saved) -> None:
+        memory.remember(checkpoint=made.checkpoint.step)
+        if world.is_main:
+            after_save(made)
+
     trainer = Trainer(
         config=config,
         world=world,
@@ -267,7 +237,7 @@ def _train(
         optimizer=optimizer,
         scaler=_loss_scaler(config, world, state, recorder),
         data=_loader(config, packer, world, run_dir, state, compares=world.is_main and config.watchdog.enabled),
-        saves=Saves(config, world, manager, after_save if world.is_main else _nothing, recorder, state.step),
+        saves=Saves(config, world, manager, saved, recorder, state.step),
         recorder=recorder,
         inbox=inbox,
         state=state,
@@ -320,11 +290,13 @@ def _health(subject: Subject, segment: int, resumed: Resumed) -> Health:
     )
 
 
-def _manager(subject: Subject, segment: int, lock: RunLock, after_save: _AfterSave, health: Health) -> Manager:
+def _manager(
+    subject: Subject, segment: int, guard: Callable[[], None], after_save: _AfterSave, health: Health
+) -> Manager:
     return Manager(
         subject,
         segment=segment,
-        guard=lock.check,
+        guard=guard,
         protected=lambda: {*jobs.protected_steps(subject.run, subject.config), *after_save.busy()},
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
@@ -359,8 +331,8 @@ def _tell_changes(run_dir: RunDir, recorder: Recorder, corpora: dict[str, str], 
 
 def _tell_ready(recorder: Recorder, config: Config, state: TrainState) -> None:
     """Say how long it took to get here: the first step begins now."""
-    begun = read_json(recorder.segment / "environment.json") or {}
-    launched, connected = seconds_of(begun.get("launched")), seconds_of(begun.get("time"))
+    begun = environments.view(recorder.run, recorder.number)
+    launched, connected = seconds_of(begun.launched), seconds_of(begun.time)
     if launched is not None and connected is not None:
         loaded = time.time() - connected
         recorder.event(
@@ -395,21 +367,10 @@ def _recorder(run_dir: RunDir, segment: Path, config: Config) -> Recorder:
     return recorder
 
 
-def _open_segment(run_dir: RunDir, config: Config, world: World, hosts: list[str]) -> Path:
-    """Create this start's directory with what it was started from. Raises ConfigError, StorageError."""
-    try:
-        segment = run_dir.new_segment()
-        replace_file(segment / "config.toml", config.to_toml())
-        replace_file(segment / "environment.json", json.dumps(environment.describe(world, hosts), indent=1) + "\n")
-    except OSError as error:
-        raise StorageError(f"cannot write to the run directory {run_dir.path}: {error.strerror}") from None
-    return segment
-
-
 def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:
     """Keep the tokenizer with the run, so that it can be judged and exported when the corpora are gone."""
     source = next(iter(packer.corpora.values())).tokenizer().path
-    run_dir.tokenizer.mkdir(parents=True, exist_ok=True)
+    make_directory(run_dir.tokenizer)
     shutil.copyfile(source, run_dir.tokenizer / source.name)
 
 
@@ -417,6 +378,8 @@ def _loader(
     config: Config, packer: Packer, world: World, run_dir: RunDir, state: TrainState, *, compares: bool
 ) -> Loader:
     path = run_dir.path / "watchdog/unigrams.json"
+    if compares:
+        make_directory(path.parent)
     return Loader(
         packer,
         config.schedule.batch,
@@ -459,18 +422,6 @@ def _list_skips(config: Config, state: TrainState, recorder: Recorder) -> None:
         recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
 
 
-def _join_line(run_dir: RunDir, segment: int, parent: int | None, state: TrainState) -> None:
-    """Make this start the head of the lineage, before it records a step. Raises StorageError."""
-    try:
-        lineage.record(run_dir.segment(segment), parent=parent, kind="start", **vars(state))
-    except OSError as error:
-        raise StorageError(f"cannot write to the run directory {run_dir.path}: {error.strerror}") from None
-
-
-def _nothing(saved: Saved) -> None:
-    del saved
-
-
 class _AfterSave:
     """What follows a checkpoint: evaluation, the command of the user. Training neither waits nor fails with them."""
 
@@ -497,16 +448,14 @@ class _AfterSave:
         """Steps whose checkpoints must not go yet."""
         return self._hook.busy() if self._hook is not None else []
 
-    def _evaluate(self, manifest: dict[str, Any]) -> None:
+    def _evaluate(self, manifest: Manifest) -> None:
         """Start a worker if none is at work: one at work will find the checkpoint, or the next will."""
-        if self._worker is not None and self._worker.poll() is None and not manifest["final"]:
+        if self._worker is not None and self._worker.poll() is None and not manifest.final:
             return
         try:
             self._worker = jobs.start_worker(self._run_dir, self._config)
         except OSError as error:
-            self._recorder.event(
-                "eval-failed", f"could not start the evaluation process: {error}", step=manifest["step"]
-            )
+            self._recorder.event("eval-failed", f"could not start the evaluation process: {error}", step=manifest.step)
 
 
 if __name__ == "__main__":

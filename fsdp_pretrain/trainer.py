@@ -153,7 +153,7 @@ class Trainer:
         self._issued: deque[Issued] = deque()
         self._verdict = Verdict()
         self._last_mark = mark(self.world.device)
-        self._documents = self._quarantined = 0
+        self._stretches = self._quarantined = 0
         self._data_error: DataError | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -407,7 +407,7 @@ class Trainer:
             self._verdict.overdue |= overdue > 0
             self._own.add(issued.own, issued.host_data)
             record = self._records.of(issued)
-            self._documents += record["documents"]
+            self._stretches += record["documents"] + record["batch"]  # a document may go on in many samples
             self._quarantined += record["quarantined"]
             judgement = self._health.step(record)
             record["health"] = [finding.to_json() for finding in judgement.findings]
@@ -424,10 +424,11 @@ class Trainer:
 
     def _check_quarantined(self, step: int) -> None:
         """Raise DataError if too many documents fail the packer's checks."""
-        limit = self.config.data.max_quarantined * max(self._documents, _QUARANTINE_BASE)
+        limit = self.config.data.max_quarantined * max(self._stretches, _QUARANTINE_BASE)
         if self._quarantined > limit:
             raise DataError(
-                f"{self._quarantined} of {self._documents} documents failed the packer's checks by step {step}",
+                f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks "
+                f"by step {step}",
                 effect="the corpus is not what its manifest says; training on would waste tokens",
                 remedy="run `fsdp-data validate` on the sources; the log names the documents",
             ).on_all_ranks()

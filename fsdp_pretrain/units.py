@@ -5,7 +5,9 @@ A bare number is rejected everywhere a duration is expected: unit mistakes in sc
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Self
@@ -151,23 +153,26 @@ class Seconds(_Written):
 
 def human_count(value: float) -> str:
     """1_260_000_000 -> `1.26B`: for people, never for a file a program reads."""
-    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:g}"
+    return _scaled(value, 1000, ("", "K", "M", "B", "T"))
 
 
 def human_bytes(value: float) -> str:
     """Bytes in binary units, `61.3 GiB`."""
-    for suffix in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or suffix == "TiB":
-            return f"{value:.0f} {suffix}" if suffix == "B" else f"{value:.3g} {suffix}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    return _scaled(value, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
+    """Three digits, or the whole ones where there are more, and the suffix of a power of `base`."""
+    power = 0
+    while abs(value) >= base - 0.5 and power < len(suffixes) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.0f}{suffixes[power]}" if abs(value) >= 99.95 else f"{value:.3g}{suffixes[power]}"
 
 
 def human_time(seconds: float) -> str:
-    """Seconds as `3h12m`, `2d04h`, `45s`."""
+    """Seconds as `3h12m`, `2d04h`, `45s`; infinite ones, since a time that is not known, in words."""
+    if math.isinf(seconds):
+        return "an unknown time"
     whole = int(seconds)
     if whole < 60:
         return f"{seconds:.3g}s" if seconds < 10 else f"{whole}s"

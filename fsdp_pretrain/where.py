@@ -18,12 +18,13 @@ from data.opening import open_packer, open_skips
 from data.packer import Packed, Packer
 from data.tokenizer import Tokenizer
 
-from .changes import differences
+from .changes import differences, load_recorded
 from .checkpoint.stores import stores
-from .config import Config, load
+from .config import Config
 from .errors import ConfigError, DataError
-from .record.files import RunDir, last_lines, read_json
-from .record.metrics import find_step, read_metrics
+from .record import environment
+from .record.files import RunDir
+from .record.metrics import find_step, last_records, read_metrics
 from .state import identity
 
 IN_FLIGHT = 3
@@ -70,11 +71,12 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
         ConfigError: the step is not in the record, or only as one that a later start replaced. Steps a few after the
             last record are found all the same: a run that died was in one of them.
         DataError: the corpora cannot be read, or give another batch than the recorded one.
+        DamagedFileError: the record of the start cannot be read.
     """
     record, replaced_by = _choose(run, step, segment)
     config, packer = _open(run, record["segment"])
-    environment = read_json(run.segment(record["segment"]) / "environment.json")
-    world = environment["world"]["size"] if environment else 1
+    begun = environment.read(run, record["segment"])
+    world = begun.world.size if begun is not None and begun.world is not None else 1
     found = TrainedStep(record, replaced_by, config, packer, world)
     if record["data_digest"] is None:
         return found
@@ -99,7 +101,7 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[dict[str, Any]
         for record, replaced_by in found:
             if record["segment"] == segment:
                 return record, replaced_by
-        newest = last_lines(run.segment(segment) / "metrics.jsonl")
+        newest = last_records(run.segment(segment))
         if newest and (ahead := _ahead(run, newest[-1], step)):
             return ahead, None
         others = ", ".join(str(record["segment"]) for record, _ in found)
@@ -149,7 +151,7 @@ def _ahead(run: RunDir, last: dict[str, Any], step: int) -> dict[str, Any] | Non
     """What stands for the record of a step that was in flight after the last record; None if it was not."""
     if not 0 < step - last["step"] <= IN_FLIGHT:
         return None
-    config = load(run.segment(last["segment"]) / "config.toml")
+    config, _ = load_recorded(run.segment(last["segment"]) / "config.toml")
     for batch in batches_after(config, last, IN_FLIGHT):
         if batch["step"] == step:
             return {**batch, "segment": last["segment"], "data_digest": None}
@@ -158,7 +160,7 @@ def _ahead(run: RunDir, last: dict[str, Any], step: int) -> dict[str, Any] | Non
 
 @functools.lru_cache(maxsize=1)
 def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
-    config = load(run.segment(segment) / "config.toml")
+    config, _ = load_recorded(run.segment(segment) / "config.toml")  # the digest proves that it means the same
     return config, open_packer(config)
 
 
@@ -168,7 +170,7 @@ def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
     if not whole:
         return []
     current = identity(config, packer)
-    return differences(whole[-1].train_state()["identity"], current)
+    return differences(whole[-1].train_state().identity, current)
 
 
 def describe_sample(
@@ -235,7 +237,7 @@ def describe_step(
     if size % world:
         raise ConfigError(f"the batch of step {number}, {size} samples, does not split over {world} ranks")
     if rank is not None and not 0 <= rank < world:
-        raise ConfigError(f"there is no rank {rank} of {world}")
+        raise ConfigError(f"there is no rank {rank}: step {number} is split over ranks 0 to {world - 1}")
     if sample is not None and sample not in indices:
         raise ConfigError(f"step {number} has no sample {sample}; it has {indices[0]} to {indices[-1]}")
     share = size // world

@@ -2,19 +2,29 @@
 #
 #   . scripts/environment.sh all     or: dev, train, ...
 #
-# An environment that is already there is kept while pyproject.toml does not change.
+# An environment that is already there is kept while pyproject.toml does not change. With INSTALL=no nothing is made or
+# installed: the Python that is active (PYTHON=... for another) has the packages, by PYTHONPATH for example.
 
 set -euo pipefail
 extras=${1:?which extras}
 python=${PYTHON:-python3}
 stamp=.venv/installed-$extras
-if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
-    echo "installing fsdp-pretrain[$extras] into .venv"
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]"
-    touch "$stamp"
+if [ "${INSTALL:-yes}" = no ]; then
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+    fsdp-data() { "$python" -m data.cli "$@"; }
+    fsdp-pretrain() { "$python" -m fsdp_pretrain.cli "$@"; }
+    fsdp-eval() { "$python" -m eval.cli "$@"; }
+    torchrun() { "$python" -m torch.distributed.run "$@"; }
+else
+    if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
+        echo "installing fsdp-pretrain[$extras] into .venv"
+        [ -x .venv/bin/python ] || "$python" -m venv .venv
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]"
+        touch "$stamp"
+    fi
+    python=$PWD/.venv/bin/python
+    export PATH="$PWD/.venv/bin:$PATH"
 fi
-export PATH="$PWD/.venv/bin:$PATH"
 export PYTHONSAFEPATH=1                       # `data` and `eval` are common names: never import them from a working directory
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # without it torchrun --max-restarts cannot recover a job
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # one thread per rank; torchrun would set the same and warn

@@ -4,6 +4,7 @@
 #
 #   scripts/quickstart.sh            about ten minutes on two cores, half of it installing packages
 #   RANKS=2 scripts/quickstart.sh    fewer processes
+#   INSTALL=no scripts/quickstart.sh with the packages of the active Python; nothing is installed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -35,4 +36,4 @@ say "the run"
 fsdp-pretrain status $work/run || true
 fsdp-pretrain journal $work/run
 fsdp-eval report $work/run
-printf '\nLook at the curves with: .venv/bin/aim up --repo %s/run/aim\n' "$work"
+printf '\nLook at the curves with: %s up --repo %s/run/aim\n' "$(command -v aim || echo aim)" "$work"

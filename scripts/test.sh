@@ -5,15 +5,16 @@
 #   scripts/test.sh -m quick    while editing (under three minutes)
 #   scripts/test.sh -m slow     long fault and soak tests
 #   scripts/test.sh tests/test_packer.py -k lanes      any pytest arguments
+#   INSTALL=no scripts/test.sh  with the packages of the active Python; nothing is installed
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh dev
 
-ruff format --check .
-ruff check .
-mypy
+"$python" -m ruff format --check .
+"$python" -m ruff check .
+"$python" -m mypy
 if [ "$#" -eq 0 ]; then
     set -- -m "not slow and not gpu"
 fi
-# Two files at a time: most tests wait for processes they have started. TEST_WORKERS=0 for one after the other.
-exec python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"
+# Three files at a time: many tests wait for processes they have started. TEST_WORKERS=0 for one after the other.
+exec "$python" -m pytest --numprocesses "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"

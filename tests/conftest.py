@@ -18,8 +18,12 @@ from typing import Any, NamedTuple
 import pytest
 import sight
 from endpoint import SECRET, Endpoint
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
+# Zygotes and tests fork, so neither pyarrow's allocator nor a progress bar shall start a thread.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+tqdm.monitor_interval = 0
 WORDS = (
     *"the run writes every checkpoint before it reads a shard and the loss falls while the mesh of ranks sums".split(),
     *"its gradients over replicas def return import class self None True data = ( ) [ ] : . , 0 1 2 3 state".split(),
@@ -29,14 +33,15 @@ WORDS = (
 )
 
 
-# Files that take longest, longest first: two workers that begin with them end together.
-LONG = ("training", "launch", "docs", "checkpoints", "lineage", "saves", "aim", "reading", "eval", "data_changes")
+# Files that take longest, longest first: workers that begin with them end together.
+LONG = "docs training interventions launch hangs checkpoints eval saves kills prepare aim".split()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is slow is not quick, also in a file that is."""
+    """What is slow is not quick, also in a file that is. Ctrl-C reaches what tests start."""
     if config.option.markexpr == "quick":
         config.option.markexpr = "quick and not slow"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,12 +101,17 @@ def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: 
     return path
 
 
+def python_path(*folders: object) -> str:
+    """PYTHONPATH with these folders and this checkout first; the packages that it carries already stay."""
+    return os.pathsep.join(map(str, filter(None, (*folders, ROOT, os.environ.get("PYTHONPATH")))))
+
+
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment of a user's shell: this checkout, no rank variables."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "PYTEST")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     environment.update(
-        PYTHONPATH=str(ROOT),
+        PYTHONPATH=python_path(),
         PYTHONSAFEPATH="1",
         OMP_NUM_THREADS="1",
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
@@ -123,7 +133,7 @@ IMPORTS = {
     "fsdp_pretrain": ["fsdp_pretrain.train", "fsdp_pretrain.cli", "fsdp_pretrain.bench", "tokenizers", "torch._dynamo"],
     "eval": ["eval.cli", "eval.checkpoints", "eval.harness", "eval.samples", "eval.tasks", "datasets", "torch._dynamo"],
 }
-QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 
 class Process:
@@ -137,7 +147,7 @@ class Process:
         exit_code = self._files.with_suffix(".exit")
         return int(exit_code.read_text()) if exit_code.exists() else None
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = sight.PATIENCE) -> int:
         """Exit code; raises TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -169,9 +179,14 @@ class Zygotes:
         self._zygotes: dict[str, subprocess.Popen[str]] = {}
 
     def start(
-        self, module: str, *arguments: object, environment: dict[str, str] | None = None, log: Path | None = None
+        self,
+        module: str,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+        cwd: Path = Path("/"),
     ) -> Process:
-        """Run a module from `/`; with `log`, both outputs are appended there."""
+        """Run a module; with `log`, both outputs are appended there."""
         zygote = self._zygote(module.partition(".")[0])
         self._started += 1
         files = self._folder / str(self._started)
@@ -182,6 +197,7 @@ class Zygotes:
             "out": str(log or files.with_suffix(".out")),
             "err": str(log or files.with_suffix(".err")),
             "exit": str(files.with_suffix(".exit")),
+            "cwd": str(cwd),
         }
         assert zygote.stdin is not None and zygote.stdout is not None
         zygote.stdin.write(json.dumps(request) + "\n")
@@ -203,10 +219,10 @@ class Zygotes:
         return self._zygotes[package]
 
     def run(
-        self, module: str, *arguments: object, timeout: float = 120, **extra: str
+        self, module: str, *arguments: object, timeout: float = sight.PATIENCE, cwd: Path = Path("/"), **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a module from `/` to its end and capture what it says."""
-        process = self.start(module, *arguments, environment=clean_environment(**extra))
+        """Run a module to its end and capture what it says."""
+        process = self.start(module, *arguments, environment=clean_environment(**extra), cwd=cwd)
         try:
             code = process.wait(timeout)
         finally:
@@ -256,7 +272,7 @@ class Job:
             for rank in range(ranks)
         ]
 
-    def wait(self, timeout: float = 150) -> list[int]:
+    def wait(self, timeout: float = sight.PATIENCE) -> list[int]:
         """Exit codes of all ranks."""
         deadline = time.monotonic() + timeout
         try:
@@ -376,6 +392,26 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
 
 
 @pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Path]]:
+    """`gates(5, 9)`: runs that start from now on wait before these steps until the files that it returns exist, so that
+    they do not end before the test has done something to them. `gates()`: they do not wait any more."""
+    made: list[Path] = []
+
+    def make(*steps: int) -> list[Path]:
+        new = [tmp_path / f"gate-{len(made) + number}" for number in range(len(steps))]
+        made.extend(new)
+        faults = [
+            {"rank": "all", "step": step, "kind": "await_file", "path": str(path)}
+            for step, path in zip(steps, new, strict=True)
+        ]
+        monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/faults.py"))
+        monkeypatch.setenv("FAULT", json.dumps(faults))
+        return new
+
+    return make
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """`small_disk("4m")` mounts a real file system of that size."""
     mounted = []
@@ -393,6 +429,53 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     for path in mounted:
         subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+class Removable:
+    """A mounted file system that goes away under those who use it, and comes back with all that was on it.
+
+    Args:
+        path: where it is mounted.
+        kept: a second place, by which it outlives being unmounted from the first.
+    """
+
+    def __init__(self, path: Path, kept: Path) -> None:
+        self.path, self._kept = path, kept
+        for place in (path, kept):
+            place.mkdir(parents=True, exist_ok=True)
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(kept)], capture_output=True
+        ).returncode:
+            pytest.skip("mounting a tmpfs needs root")
+        self.bring_back()
+
+    def take_away(self) -> None:
+        """Unmount it as busy as it is: an empty directory is left."""
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+    def bring_back(self) -> None:
+        """Mount it again."""
+        subprocess.run(["mount", "--bind", str(self._kept), str(self.path)], check=True)
+
+    def close(self) -> None:
+        """Unmount it everywhere."""
+        for place in (self.path, self._kept):
+            while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
+                pass
+
+
+@pytest.fixture
+def removable(tmp_path: Path) -> Iterator[Callable[[Path], Removable]]:
+    """`removable(path)` mounts a file system there that can be taken away."""
+    made: list[Removable] = []
+
+    def mount(path: Path) -> Removable:
+        made.append(Removable(path, tmp_path / f"kept-{len(made)}"))
+        return made[-1]
+
+    yield mount
+    for one in made:
+        one.close()
 
 
 class Node(NamedTuple):
@@ -477,6 +560,7 @@ def helpers() -> Any:
         jsonl = staticmethod(write_jsonl)
         corpus = staticmethod(write_tokens)
         environment = staticmethod(clean_environment)
+        python_path = staticmethod(python_path)
         port = staticmethod(free_port)
 
         @staticmethod

@@ -52,6 +52,12 @@ def wait(fault: dict[str, Any]) -> None:
     optim.step = slow
 
 
+def await_file(fault: dict[str, Any]) -> None:
+    """Wait until the file `path` exists: what a test does to a run comes before the steps that follow."""
+    while not os.path.exists(fault["path"]):  # noqa: PTH110
+        time.sleep(0.01)
+
+
 def desync(fault: dict[str, Any]) -> None:
     """Call a collective operation that no other rank calls."""
     import torch.distributed as dist
@@ -117,7 +123,8 @@ def trust(fault: dict[str, Any]) -> None:
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function for function in (hold, doze, wait, desync, die, crash, drag, rewind, swap, trust)
+    function.__name__: function
+    for function in (hold, doze, wait, await_file, desync, die, crash, drag, rewind, swap, trust)
 }
 
 

@@ -12,6 +12,12 @@ import psutil
 
 WATCHED = {"enabled": True, "interval": "0.2 s", "hang": {"soft": "2 s", "hard": "5 s", "save_soft": "4 s"}}
 """A watchdog that is quick about it."""
+PATIENT = {**WATCHED, "hang": {"soft": "60 s", "hard": "120 s"}}
+"""The same where nothing hangs: a busy machine may keep all ranks from running for some seconds."""
+CALM = {"enabled": False, "window": 10**6}
+"""`watchdog.pace` where nothing is to be slow: steps on a busy machine are now and then."""
+PATIENCE = 180.0
+"""Seconds that tests wait for what takes a few: the machine may have other work to do."""
 
 
 def family(pid: int) -> list[int]:
@@ -22,7 +28,16 @@ def family(pid: int) -> list[int]:
         return []
 
 
-def until(condition: Callable[[], Any], timeout: float = 60, what: str = "") -> Any:
+def rank_of(pid: int) -> int | None:
+    """Number of the rank that a process is; None of any other, which may have ended meanwhile."""
+    try:
+        number = psutil.Process(pid).environ().get("RANK")
+    except psutil.NoSuchProcess:
+        return None
+    return None if number is None else int(number)
+
+
+def until(condition: Callable[[], Any], timeout: float = PATIENCE, what: str = "") -> Any:
     """Poll until a condition holds; its value."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
@@ -44,6 +59,19 @@ def alarms(run: Path, key: str | None = None) -> list[dict[str, Any]]:
     except OSError:
         return []
     return [alarm for alarm in map(json.loads, lines) if key in (None, alarm["key"])]
+
+
+def hang(run: Path, **facts: Any) -> dict[str, Any]:
+    """Wait until a hang is told with these facts; the transition. An earlier one may be of a machine that was busy, or
+    have told less."""
+    return until(  # type: ignore[no-any-return]
+        lambda: [
+            alarm
+            for alarm in alarms(run, "hang")
+            if alarm["state"] == "open" and facts.items() <= alarm["facts"].items()
+        ],
+        what=f"a hang with {facts}",
+    )[-1]
 
 
 def agents(run: Path) -> list[int]:

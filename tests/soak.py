@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -35,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from fsdp_pretrain.record.files import RunDir  # noqa: E402
 from fsdp_pretrain.record.metrics import read_metrics  # noqa: E402
-from tests.conftest import clean_environment, free_port  # noqa: E402
+from tests.conftest import clean_environment, free_port, python_path  # noqa: E402
 from tests.endpoint import Endpoint  # noqa: E402
 
 NAN_HOOK = """
@@ -81,8 +80,9 @@ class Soak:
         (folder / "hook/sitecustomize.py").write_text(NAN_HOOK)
         self.nan = folder / "nan-steps"
         self.nan.touch()
-        self.environment = clean_environment(SOAK=self.mark, SOAK_NAN=str(self.nan))
-        self.environment["PYTHONPATH"] = f"{folder / 'hook'}{os.pathsep}{ROOT}"
+        self.environment = clean_environment(
+            SOAK=self.mark, SOAK_NAN=str(self.nan), PYTHONPATH=python_path(folder / "hook")
+        )
 
     def prepare(self) -> None:
         """The quickstart's text, tokenizer and corpus."""

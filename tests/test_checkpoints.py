@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,8 +19,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from fsdp_pretrain.checkpoint.dcp import _missing_chunks
-from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.store import Store, describe_file
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import now
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -50,18 +51,42 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def another_digest(path: Path) -> None:
+    digest = json.loads(path.read_text())["state_digest"]
+    replace(path, digest, f"{int(digest, 16) ^ 1:016x}")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "bit": (lambda p: flip(p / "__1_0.distcp"), "its bytes are not the ones that were written"),
     "truncated": (lambda p: (p / "__0_0.distcp").write_bytes(b"x"), "has 1 bytes"),
     "metadata": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
     "metadata-bit": (lambda p: flip(p / ".metadata"), "its bytes are not the ones that were written"),
     "manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "segment": (
+        lambda p: replace(p / "manifest.json", '"segment": 1', '"segment": 3'),
+        "manifest.json is damaged: its values are not the ones",
+    ),
+    "digest": (lambda p: another_digest(p / "manifest.json"), "manifest.json is damaged: its values are not the ones"),
+    "key": (
+        lambda p: replace(p / "manifest.json", '"consumed"', '"consumee"'),
+        "manifest.json is damaged: its values are not the ones",
+    ),
+    "moved": (
+        lambda p: shutil.copyfile(p.parent / "step-00000020/manifest.json", p / "manifest.json"),
+        "is that of step 20",
+    ),
     "state": (lambda p: flip(p / "train_state.json"), "its bytes are not the ones that were written"),
     "half-deleted": (lambda p: [f.unlink() for f in p.glob("*.distcp")], "__0_0.distcp is missing"),
 }
 
 
-SLOW = {"truncated", "metadata", "half-deleted"}  # noticed as the others are
+SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # noticed as the others are
 
 
 @pytest.mark.parametrize(
@@ -123,6 +148,95 @@ def test_nothing_valid_is_an_error_and_never_step_0(lab: Any, copy: tuple[Path, 
     assert helpers.metrics(run)[-1]["step"] == 5
 
 
+def test_a_record_without_its_checkpoints_never_begins_at_step_0(
+    lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run
+) -> None:
+    """Fault matrix 51: they are gone without a trace, but the record knows of them: 93, however often. With
+    --allow-fresh another line begins, and nothing of the old one is on it, not even if it comes back."""
+    config, run = copy
+    for path in (run / "checkpoints").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    status = run_command("fsdp_pretrain.cli", "status", run)
+    assert status.returncode == 2 and "INCOMPLETE" in status.stdout and "step 40 was saved" in status.stdout
+    before = sorted(run.rglob("*"))
+    for _ in range(2):
+        output = lab.train(config, f"run.dir={run}", ranks=2, expect=93)
+        assert "a checkpoint of step 40 was saved, and there is none" in output and output.count("error:") == 1
+        assert "--allow-fresh" in output and f"{run}/checkpoints" in output
+        assert sorted(run.rglob("*")) == before
+    shorter = (f"run.dir={run}", "train.duration=12 steps", "optimizer.decay=40 steps")
+    lab.train(config, *shorter, ranks=2, flags=("--allow-fresh",))
+    (fresh,) = helpers.journal(run, "fresh")
+    assert fresh["lost"] == {"steps": 40, "tokens": 40 * 8 * 32} and not helpers.journal(run, "resume")
+    assert [(record["step"], record["segment"]) for record in helpers.metrics(run)] == [(n + 1, 2) for n in range(12)]
+    status = run_command("fsdp_pretrain.cli", "status", run)
+    assert status.returncode == 0 and ": COMPLETE" in status.stdout
+    account = json.loads(run_command("fsdp_pretrain.cli", "goodput", run, "--json").stdout)
+    assert (account["tokens"], account["tokens_lost"]) == (12 * 8 * 32, 40 * 8 * 32)
+    assert json.loads(run_command("fsdp_pretrain.cli", "where", run, "--step", 3, "--json").stdout)["segment"] == 2
+    shutil.copytree(trained / "checkpoints/step-00000030", run / "checkpoints/step-00000030")
+    output = lab.train(config, *shorter, ranks=2)
+    assert "passed over step-00000030: segment 2 went back to step 0" in output
+    assert helpers.journal(run, "resume")[-1]["step"] == 12 and not helpers.journal(run, "checkpoint-missing")
+
+
+def test_a_missing_checkpoint_is_told_once(lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run) -> None:
+    """The newest is gone, an older one is there: loud, and training goes on. What was moved aside is not missed."""
+    config, run = copy
+    status = run_command("fsdp_pretrain.cli", "status", run)
+    assert status.returncode == 2 and "step 40 was saved, and the newest there is of step 30" in status.stdout
+    output = lab.train(config, f"run.dir={run}", ranks=2)
+    assert "[checkpoint-missing] the record says that a checkpoint of step 40 was saved" in output
+    assert helpers.journal(run, "resume")[-1]["step"] == 30
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    (run / "checkpoints/abandoned").mkdir()
+    (run / "checkpoints/step-00000040").rename(run / "checkpoints/abandoned/step-00000040-by-hand")
+    lab.train(config, f"run.dir={run}", ranks=2)
+    assert len(helpers.journal(run, "checkpoint-missing")) == 1
+
+
+def test_a_crash_before_the_first_checkpoint_starts_again(lab: Any, helpers: Any, run_command: Run) -> None:
+    """Nobody is needed for that, and the chronicle says what is lost."""
+    config, run = lab.config(train={"duration": "4000 steps"}, checkpoint={"every": "4000 steps"}), lab.path / "run"
+    job = lab.start(config)
+    helpers.wait_for(lambda: run.exists() and len(helpers.metrics(run)) >= 3, what="steps")
+    job.kill()
+    job.wait()
+    steps = helpers.metrics(run)[-1]["step"]
+    job = lab.start(config)
+    (fresh,) = helpers.wait_for(lambda: helpers.journal(run, "fresh"), what="another start")
+    assert fresh["lost"]["steps"] == steps and "no checkpoint had been saved" in fresh["text"]
+    helpers.wait_for(lambda: [one["segment"] for one in helpers.metrics(run)][:1] == [2], what="a step")
+    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    job.kill(0, signal.SIGTERM)
+    assert job.wait() == [75], job.output()
+
+
+@pytest.mark.parametrize(("rank", "begun"), [(0, True), (1, True), (1, False)])
+def test_a_host_that_does_not_see_the_run_is_named(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, copy: tuple[Path, Path], rank: int, begun: bool
+) -> None:
+    """Fault matrix 51: the mount is missing on one host, where the directory is empty: 93, and nothing changes."""
+    config, run = copy
+    if not begun:
+        shutil.rmtree(run)
+    first = lab.path / "first.py"
+    first.write_text(
+        "import ctypes, os, subprocess\n"
+        f"if os.environ['RANK'] == '{rank}':\n"
+        "    if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):\n"
+        "        raise PermissionError('mounts of its own need root')\n"
+        "    subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
+        f"    subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', {str(run.parent)!r}], check=True)\n"
+    )
+    monkeypatch.setenv("EXECUTE_FIRST", str(first))
+    before = sorted(run.rglob("*"))
+    output = lab.train(config, f"run.dir={run}", ranks=2, expect=93)
+    assert f"the run directory {run} is gone on {os.uname().nodename}: there is no such directory" in output
+    assert ("rank 1: " in output) == (rank == 1) and output.count("error:") == 1
+    assert sorted(run.rglob("*")) == (before if begun else [run / "run_id"])
+
+
 def test_weights_and_optimiser_come_back_to_the_bit(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any
 ) -> None:
@@ -148,27 +262,16 @@ def test_hyperparameters_of_the_configuration_win(lab: Any, copy: tuple[Path, Pa
     assert "optimizer.lr: 0.01 -> 0.005" in helpers.journal(run, "resume")[-1]["changed"]
 
 
-def test_chunks_that_no_file_holds_are_noticed(trained: Path) -> None:
-    """DCP can report success with chunks missing; its metadata betrays it."""
-    metadata = FileSystemReader(trained / "checkpoints/step-00000040").read_metadata()
-    assert _missing_chunks(metadata) == []
-    lost = next(index for index in metadata.storage_data if "exp_avg" in index.fqn)
-    del metadata.storage_data[lost]
-    assert _missing_chunks(metadata) == [lost.fqn]
-
-
 def test_another_model_does_not_load_silently(lab: Any, copy: tuple[Path, Path]) -> None:
     """Should the identity check ever pass, names, shapes and dtypes are compared before DCP may ignore or cast them."""
     config, run = copy
     for path in (run / "checkpoints").glob("*/train_state.json"):
         state = json.loads(path.read_text())
         state["identity"]["model"]["ffn"] = 96
-        path.write_text(json.dumps(state))
-        manifest = json.loads((path.parent / "manifest.json").read_text())
-        from fsdp_pretrain.checkpoint.store import describe_file
-
-        manifest["files"] = [f for f in manifest["files"] if f["name"] != path.name] + [vars(describe_file(path))]
-        (path.parent / "manifest.json").write_text(json.dumps(manifest))
+        state_files.write(path, state)
+        content = json.loads((path.parent / "manifest.json").read_text())
+        content["files"] = [f for f in content["files"] if f["name"] != path.name] + [vars(describe_file(path))]
+        state_files.write(path.parent / "manifest.json", content)
     output = lab.train(config, f"run.dir={run}", "model.ffn=96", ranks=2, expect=78)
     assert "does not fit this model" in output and "(32, 64)" in output and "(32, 96)" in output
 
@@ -191,7 +294,7 @@ def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_dis
     """Fault matrix 1: A neighbour fills the disk: saves fail, training goes on and says so; space returns, saving does too."""
     disk = small_disk("12m")
     config = lab.config(
-        train={"duration": "400 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
+        train={"duration": "40_000 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
     )
     run, hog = disk / "run", disk / "hog"
     job = lab.start(config, f"run.dir={run}", ranks=2)
@@ -204,9 +307,9 @@ def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_dis
     helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] > at + 10, what="training going on")
     hog.unlink()
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint")[-1]["step"] > at, what="a checkpoint after the alarm")
-    assert not list((run / "checkpoints").glob("*writing*"))
     job.kill(0, 15)
     assert job.wait() == [75, 75], job.output()
+    assert not list((run / "checkpoints").glob("*writing*"))
 
 
 def fill(disk: Path, hog: Path, leave: int) -> None:
@@ -266,13 +369,15 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
 
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str) -> None:
+def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault matrix 2 and 22: The second rank's files end at 1000 bytes, by the kernel: every rank drops the save, and knows within a step."""
     config = lab.config(
         train={"duration": "100000 steps"},
-        checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},
+        checkpoint={"every": "2 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},
     )
     run = lab.path / "run"
+    monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("faults.py")))  # steps are longer than a look here
+    monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 0, "kind": "wait", "seconds": 0.3}))
     job = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
     resource.prlimit(job.ranks[1].pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,24 @@ def segment(run: RunDir, number: int, *overrides: str, **environment: Any) -> No
     }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps({**usual, **environment}))
     lineage.record(folder, parent=number - 1 or None, step=0, kind="start")
+
+
+def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any) -> None:
+    """A run that is killed meanwhile leaves no lock in it."""
+    checkout = tmp_path / "checkout"
+    if subprocess.run(["git", "clone", "-q", str(helpers.root), str(checkout)], capture_output=True).returncode:
+        pytest.skip("this is not a checkout")
+    os.utime(checkout / "README.md", (1, 1))  # what git notes, unless it is told not to
+    index = (checkout / ".git/index").read_bytes()
+    code = (
+        "import json; from fsdp_pretrain.environment import describe; from fsdp_pretrain.mesh import Alone\n"
+        "print(json.dumps(describe(Alone(), [])['git']))"
+    )
+    environment = helpers.environment(PYTHONPATH=helpers.python_path(checkout))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["commit"]) == 40 and json.loads(done.stdout)["changed"] == []
+    assert (checkout / ".git/index").read_bytes() == index
 
 
 @pytest.mark.parametrize(
@@ -110,7 +131,9 @@ def test_the_journal_is_searched_and_followed(
     assert kinds("--since", "1 h") == ["start", "checkpoint", "stop", "note"]
     assert kinds("--since", "2100-01-01") == []
     refused = run_command(CLI, "journal", tmp_path, "--since", "yesterday")
-    assert refused.returncode == 2 and "neither a time" in refused.stderr
+    assert refused.returncode == 78 and "neither a time" in refused.stderr
+    refused = run_command(CLI, "journal", tmp_path, "--kind", "stops")
+    assert refused.returncode == 78 and "'stops' (choose from" in refused.stderr and "'stop'" in refused.stderr
     out = tmp_path / "out"
     following = start_command(CLI, "journal", tmp_path, "--follow", "--kind", "alarm", log=out)
     writer.write("alarm", "first")
@@ -119,7 +142,7 @@ def test_the_journal_is_searched_and_followed(
     helpers.wait_for(lambda: "second" in out.read_text(), what="the second alarm")
     assert "checkpoint" not in out.read_text()
     following.signal(2)
-    assert following.wait(10) == 130
+    assert following.wait() == 130
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def digests(config: Path, run: Path, helpers: Any) -> list[str]:
     return recorded
 
 
-def test_skipped_steps_across_crashes(lab: Any, helpers: Any) -> None:
+def test_skipped_steps_across_crashes(lab: Any, helpers: Any, gates: Any) -> None:
     """Steps 10 to 20 at 4 x 3 samples: never trained, whether the skip is there from the start or comes after a crash."""
     train = {"duration": "30 steps", "global_batch": "12 samples", "micro_batch": 6}
     plain = lab.config("plain", train=train, checkpoint={"every": "6 steps"})
@@ -48,6 +48,7 @@ def test_skipped_steps_across_crashes(lab: Any, helpers: Any) -> None:
     late = lab.path / "late"  # trained step 6 without the skip, crashed in step 14, resumed from 12 would be too late
     lab.train(plain, f"run.dir={late}", "train.duration=6 steps", "optimizer.decay=30 steps")
     for step in (8, 16):  # before and after the range
+        gates(step + 4)
         job = lab.start(skipping, f"run.dir={late}", flags=("--allow", "data.skip"))
         helpers.wait_for(
             lambda step=step, job=job: helpers.metrics(late)[-1]["step"] >= step or job.ranks[0].poll() is not None,
@@ -55,6 +56,7 @@ def test_skipped_steps_across_crashes(lab: Any, helpers: Any) -> None:
         )
         job.kill(0, signal.SIGKILL)
         job.wait()
+    gates()
     lab.train(skipping, f"run.dir={late}")  # declared once is enough
     assert digests(skipping, late, helpers) == reference
     assert helpers.losses(late) == helpers.losses(lab.path / "skipping")

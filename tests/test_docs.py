@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from data.findings import CATALOGUE
 from fsdp_pretrain.errors import Exit
+from fsdp_pretrain.watchdog.alarms import Alarms, Severity
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -72,6 +75,141 @@ def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str)
     assert (reader.path / made).exists()
 
 
+# ---------------------------------------------------------------- examples in --help
+
+COMMANDS = {"fsdp-data": "data.cli", "fsdp-eval": "eval.cli", "fsdp-pretrain": "fsdp_pretrain.cli"}
+CODES = {
+    "fsdp-pretrain status": 1,  # the alarm that is open
+    "fsdp-pretrain alarms": 1,
+    "fsdp-pretrain control": 78,  # no job is running
+}
+"""Exit codes other than 0, by how an example begins."""
+NOT_RUN = {"--nnodes 16": "needs 16 nodes"}
+LONG = (
+    *("fsdp-pretrain launch", "fsdp-pretrain doctor", "torchrun"),  # start several ranks
+    *("fsdp-data bench", "fsdp-data quickstart-corpus", "fsdp-pretrain aim"),
+)
+QUICKSTART = """
+include = ["{root}/configs/runs/quickstart.toml"]
+[model]
+layers = 1
+hidden = 32
+heads = 2
+kv_heads = 1
+ffn = 64
+vocab = 512
+declared_params = 42_080
+[data]
+sequence_length = 16
+lanes = 8
+[train]
+global_batch = "8 samples"
+micro_batch = 1
+[eval]
+limit = 2
+launch = false
+[record]
+aim = false
+[watchdog]
+enabled = false
+[watchdog.notify.command]
+argv = ["true"]
+"""
+
+TINIER = """
+include = ["{root}/configs/bench/llama-tiny.toml"]
+[model]
+layers = 1
+hidden = 32
+heads = 2
+ffn = 64
+vocab = 512
+[data]
+sequence_length = 32
+"""
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, run_command: Any) -> Path:
+    """A checkout after `scripts/quickstart.sh`, with a smaller corpus and model, and an open alarm."""
+    path = tmp_path_factory.mktemp("quickstart")
+    shutil.copytree(ROOT / "configs", path / "configs")
+    (path / "configs/runs/quickstart.toml").write_text(QUICKSTART.format(root=ROOT))
+    (path / "configs/bench/llama-tiny.toml").write_text(TINIER.format(root=ROOT))
+    made = path / "runs/quickstart"
+    shutil.copytree(shared_corpus / "tokenizer", made / "tokenizer")
+    (made / "text").mkdir()
+    for name in ("train.jsonl", "heldout.jsonl"):
+        shutil.copyfile(shared_corpus / name, made / "text" / name)
+    corpus = ["runs/quickstart/text/train.jsonl", "--tokenizer", "runs/quickstart/tokenizer"]
+    for module, *arguments in (
+        ["data.cli", "prepare", *corpus, "--out", "runs/quickstart/corpus"],
+        ["fsdp_pretrain.train", "configs/runs/quickstart.toml", "parallel.shard=1", "train.micro_batch=8"],
+    ):
+        done = run_command(module, *arguments, cwd=path)
+        assert done.returncode == 0, done.stderr
+    alarms = Alarms(made / "run/watchdog/alarms.jsonl", told=lambda *_: None)
+    alarms.open("disk/run", Severity.WARN, "two checkpoints fit")
+    alarms.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def examples(run_command: Any) -> list[str]:
+    """Every example in a `--help`, in the order in which a reader meets them."""
+
+    found: list[str] = []
+
+    def read(module: str, *words: str) -> list[str]:
+        """Take the examples of one help text; the verbs that it lists."""
+        shown = run_command(module, *words, "--help")
+        verbs, _, rest = shown.stdout.replace("\\\n", " ").partition("\nexample:\n")
+        lines = [line.strip() for line in rest.splitlines() if line.strip()]
+        assert shown.returncode == 0 and (lines or not words), (module, words)
+        assert all(f" {words[0]} " in f"{line} " for line in lines if words), lines
+        found.extend(lines)
+        return re.findall(r"^    (\S+)(?:  |$)", verbs, re.MULTILINE)
+
+    for module in COMMANDS.values():
+        for verb in read(module):
+            for action in read(module, verb):
+                read(module, verb, "RUN", action)
+    for module in ("fsdp_pretrain.train", "fsdp_pretrain.bench"):
+        read(module)
+    return [text for text in found if not any(part in text for part in NOT_RUN)]
+
+
+def code_of(example: str) -> int:
+    """The exit code that an example should have."""
+    return next((code for begin, code in CODES.items() if example.startswith(begin)), 0)
+
+
+def test_examples_of_help_run(quickstart: Path, examples: list[str], run_command: Any) -> None:
+    """One after the other in one directory: a reader who tries them sees them work."""
+    short = [text for text in examples if not text.startswith(LONG)]
+    wrong = []
+    for text in short:
+        command, *arguments = shlex.split(text.removeprefix("python -m "))
+        done = run_command(COMMANDS.get(command, command), *arguments, cwd=quickstart)
+        if done.returncode != code_of(text):
+            wrong.append(f"{text}\nexit {done.returncode}\n{done.stderr}")
+    assert not wrong, "\n".join(wrong)
+    assert {text.partition(" ")[0] for text in short} == {*COMMANDS, "python"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helpers: Any) -> None:
+    long = [text for text in examples if text.startswith(LONG)]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for text in long:
+        ran = subprocess.run(
+            ["bash", "-c", text], cwd=quickstart, env=helpers.environment(PATH=path), capture_output=True, text=True
+        )
+        assert ran.returncode == 0, f"{text}\n{ran.stdout}\n{ran.stderr}"
+    assert all(any(text.startswith(begin) for text in long) for begin in LONG)
+
+
 @pytest.mark.quick
 def test_files_named_in_the_documentation_exist() -> None:
     for page in [
@@ -84,6 +222,7 @@ def test_files_named_in_the_documentation_exist() -> None:
             "docs/incidents.md",
             "docs/decisions.md",
             "docs/faults.md",
+            "docs/trust.md",
         ),
     ]:
         text = (ROOT / page).read_text()

@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer
 
 TESTS = Path(__file__).resolve().parent
 STORAGE = {"interval": "0.2 s", "audit": "1 s"}
-NOISE = {"gradient", "loss", "pace", "straggler", "stolen-time", "memory"}
+NOISE = {"gradient", "loss", "pace", "straggler", "stolen-time", "memory", "mount-slow", "data-wait", "blind"}
 Disk = Callable[[str], Path]
 Said = list[tuple[str, str]]
 TOLD_AND_OVER: Said = [("CRIT", "open"), ("CRIT", "resolved")]
@@ -63,8 +63,8 @@ class Watched:
 
     def ends(self, job: Any, code: int) -> None:
         """Wait for an exit code, and for the end of the watchdog."""
-        assert job.wait(90) == [code] * self.ranks, job.output()[-3000:]
-        self.helpers.wait_for(lambda: not self.helpers.agents(self.run), 60, "the end of the watchdog")
+        assert job.wait() == [code] * self.ranks, job.output()[-3000:]
+        self.helpers.wait_for(lambda: not self.helpers.agents(self.run), what="the end of the watchdog")
         self.is_consistent()
 
     def until(self, key: str, state: str = "open", severity: str = "") -> dict[str, Any]:
@@ -74,13 +74,13 @@ class Watched:
             alarm = (self.helpers.alarms(self.run, key) or [{}])[-1]
             return alarm if alarm.get("state") == state and severity in ("", alarm["severity"]) else None
 
-        found: dict[str, Any] = self.helpers.wait_for(standing, 60, f"{key} {state} {severity}")
+        found: dict[str, Any] = self.helpers.wait_for(standing, what=f"{key} {state} {severity}")
         return found
 
     def reaches(self, steps: int, more: bool = False) -> None:
         """Wait for a step, or for so many more."""
         begin = self.step if more else 0
-        self.helpers.wait_for(lambda: self.step >= begin + steps, 120, f"step {begin} + {steps}")
+        self.helpers.wait_for(lambda: self.step >= begin + steps, what=f"step {begin} + {steps}")
 
     @property
     def step(self) -> int:
@@ -208,7 +208,7 @@ def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole
     job = watched.start(trap=at("__0_0.distcp", "fill", skip=1, hog=str(disk / "hog"), leave=60_000))
     told = watched.until("checkpoint-failed")
     assert told["severity"] == "CRIT" and told["step"] == 40
-    watched.reaches(20, more=True)
+    watched.reaches(60)  # not 20 more: the record is on the same disk, and ends when that is full
     assert watched.saved() == [20]
     (disk / "hog").unlink()
     watched.until("checkpoint-failed", "resolved")
@@ -255,7 +255,7 @@ def test_a_record_that_is_full_is_written_later(
     watched.helpers.wait_for(watched.saved, what="a checkpoint")
     hog = take(record, leave=0)
     begin = watched.saved()[-1]
-    watched.helpers.wait_for(lambda: watched.saved()[-1] >= begin + 60, 60, "checkpoints of a run without a record")
+    watched.helpers.wait_for(lambda: watched.saved()[-1] >= begin + 60, what="checkpoints of a run without a record")
     time.sleep(1)  # several looks
     hog.unlink()
     watched.until("disk/run", "resolved")
@@ -305,7 +305,7 @@ def test_a_writer_that_hangs(watched: Watched, whole: Callable[[int], list[Any]]
     """Fault matrix 15: told as the writer's, never as a hang of training; the save after it is made by another."""
     watched.configure(
         checkpoint={"every": "100 steps"},
-        parallel={"timeout": "4 s"},
+        parallel={"timeout": "10 s"},
         watchdog={"storage": {**STORAGE, "still": "0.3 s"}},
     )
     job = watched.start(trap=at("__0_0.distcp", "wait", skip=1, seconds=600))
@@ -324,10 +324,10 @@ def test_a_writer_that_hangs(watched: Watched, whole: Callable[[int], list[Any]]
 @pytest.mark.slow
 def test_writers_that_die(watched: Watched, whole: Callable[[int], list[Any]]) -> None:
     """Fault matrix 22: the thread that writes, here, twice. Each is a failed save, and the next one works."""
-    watched.configure(ranks=2, checkpoint={"every": "40 steps"}, parallel={"timeout": "4 s"})
+    watched.configure(ranks=2, checkpoint={"every": "40 steps"}, parallel={"timeout": "10 s"})
     # 1: fine; 2: dies; 3: made while training waits; 4: dies; 5: as 3
     job = watched.start(trap=at(r"\.train_state", "end_thread", skip=1, times=3))
-    watched.helpers.wait_for(lambda: len(watched.said("checkpoint-failed")) == 4, 60, "two failures, two successes")
+    watched.helpers.wait_for(lambda: len(watched.said("checkpoint-failed")) == 4, what="two failures, two successes")
     watched.reaches(60, more=True)
     watched.stop(job)
     assert watched.said("checkpoint-failed") == 2 * TOLD_AND_OVER
@@ -433,7 +433,7 @@ def test_a_shard_that_is_deleted(watched: Watched) -> None:
     assert told["severity"] == "CRIT" and str(shard) in told["summary"]
     watched.stop(job)
     again = watched.start()
-    assert again.wait(60) == [78] and again.output().count("error:") == 1 and shard.name in again.output()
+    assert again.wait() == [78] and again.output().count("error:") == 1 and shard.name in again.output()
     shutil.copy(watched.lab.path / "kept", shard)
     job = watched.start()
     watched.until("data-shard/text", "resolved")
@@ -524,7 +524,7 @@ def test_a_clock_that_jumps(
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()
     first.write_text(CLOCK.format(jump=str(jump)))
-    watched.configure(checkpoint={"max_age": "30 s"}, watchdog={"hang": {"soft": "3 s", "hard": "6 s"}})
+    watched.configure(checkpoint={"max_age": "30 s"}, watchdog={"hang": {"soft": "20 s", "hard": "40 s"}})
     monkeypatch.setenv("EXECUTE_FIRST", str(first))
     job = watched.start()
     for seconds in (3600, -3600):

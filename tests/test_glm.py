@@ -119,9 +119,10 @@ def test_every_mesh_gives_the_curve_of_one_process(trained: Callable[[str], Path
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["one-accumulating", "fsdp2-accumulating", "hsdp2x2"])
 def test_kill_and_restart_is_bitwise(
-    trained: Callable[[str], Path], module_lab: Any, config: Path, helpers: Any, mesh: str
+    trained: Callable[[str], Path], module_lab: Any, config: Path, helpers: Any, mesh: str, gates: Any
 ) -> None:
     run, (ranks, overrides) = module_lab.path / f"killed-{mesh}", RUNS[mesh]
+    (gate,) = gates(9)
     job = module_lab.start(config, f"run.dir={run}", *overrides, ranks=ranks)
 
     def beyond_a_checkpoint() -> bool:
@@ -129,6 +130,7 @@ def test_kill_and_restart_is_bitwise(
 
     helpers.wait_for(beyond_a_checkpoint, what="step 6")
     job.kill(random.Random(mesh).randrange(ranks), signal.SIGKILL)
+    gate.touch()
     assert -signal.SIGKILL in job.wait(), job.output()
     module_lab.train(config, f"run.dir={run}", *overrides, ranks=ranks)
     kept = ("step", "loss", "loss_sequence", "sources", "grad_norm", "data_digest", "lr", "cursor")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from fsdp_pretrain.record.attempts import unread_bytes
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.goodput import State, goodput, render
 from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.units import human_time
 
 LENGTH, BATCH = 32, 8
 BEGIN = 1_700_000_000.0
@@ -60,7 +62,12 @@ class Script:
         parent = self.number or None
         self.number += 1
         folder = self.run.segment(self.number)
-        times = {"time": stamp(self.clock), "launched": stamp(launched), "host": "h", "world": {"size": 2}}
+        times = {
+            "time": stamp(self.clock),
+            "launched": stamp(launched),
+            "host": "h",
+            "world": {"size": 2, "replicas": 1, "shards": 2},
+        }
         self.write(folder / "environment.json", times)
         self.tell("start")
         self.spend(load, State.LOAD)
@@ -80,11 +87,9 @@ class Script:
         for _ in range(steps):
             self.step += 1
             stalled, self.stalled = self.stalled, 0.0
-            record = {
-                "step": self.step, "batch": BATCH, "sequence_length": LENGTH, "overflow": False, "mfu": 0.4,
-                "skipped": self.step in skip, "tokens": self.step * BATCH * LENGTH, "consumed": self.step * BATCH,
-                "seconds": {"iteration": seconds + data + stalled, "data": data, "checkpoint": stalled},
-            }  # fmt: skip
+            parts = {"iteration": seconds + data + stalled, "data": data, "checkpoint": stalled}
+            more = {"mfu": 0.4, "skipped": self.step in skip, "seconds": parts}
+            record = records.metric(self.step, batch=BATCH, length=LENGTH, **more)
             self.clock += seconds + data + stalled
             self.done.append((self.number, self.step, seconds + data + stalled))
             self.write(self.run.segment(self.number) / "metrics.jsonl", {**record, "time": stamp(self.clock)})
@@ -92,7 +97,7 @@ class Script:
     def save(self, stall: float = 0.0) -> None:
         """A save in the background: training waited `stall` for it, before the next step."""
         self.saved, self.stalled = self.step, stall
-        self.tell("checkpoint", step=self.step, seconds=1.0)
+        self.tell("checkpoint", step=self.step, seconds=1.0, bytes=1)
 
     def stop(self, code: int = 75, *, save: float = 3.0, down: float = 1.0) -> None:
         """An end on purpose: saves, says so."""
@@ -131,10 +136,10 @@ class Script:
     def queue(self, seconds: float) -> None:
         self.spend(seconds, State.QUEUED)
 
-    def roll_back(self, step: int) -> None:
+    def roll_back(self, step: int, reason: str = "spike") -> None:
         parent, self.saved = self.number, step
         self.number += 1
-        self.join(parent, "rollback", reason="spike")
+        self.join(parent, "rollback", reason=reason)
 
     def check(self, **others: float) -> dict[str, Any]:
         """The account agrees with the truth, state by state; `others`: truth about the steps."""
@@ -189,6 +194,17 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     assert failure["recovery_seconds"] == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
     assert (back["cause"], back["step"]) == ("spike", 60)
     assert found["mtti_seconds"] == pytest.approx(available / 3, rel=1e-4)
+
+
+@pytest.mark.quick
+def test_a_rollback_without_a_reason_is_not_explained_by_how_the_start_before_ended(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.start()
+    script.train(10)
+    script.stop(0, down=0.0)
+    script.roll_back(5, reason="")
+    (back,) = script.check(step_kept=5 * 2.0, data_wait=5 * 0.1)["incidents"]
+    assert back["cause"] == "no reason was given" and not back["over"]
 
 
 @pytest.mark.quick
@@ -375,16 +391,18 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
     assert earliest - 0.05 <= BEGIN + sum(shorter["states"].values()) <= script.lines[cut - 1][0] + 0.05
 
 
-def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any) -> None:
+def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any, gates: Any) -> None:
     """Fault matrix 46, in part: kill -9 and resume on two ranks, with another learning rate; every second is named."""
     began = time.time()
     config = lab.config(train={"duration": "60 steps"}, checkpoint={"every": "10 steps"})
+    gates(29)
     job = lab.start(config, ranks=2)
     run = lab.path / "run"
     helpers.wait_for(lambda: len(helpers.journal(run, "checkpoint")) >= 2, what="two saves")
     helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] >= 25, what="step 25")
     job.kill()
     job.wait()
+    gates()
     recorded = helpers.metrics(run)[-1]["step"]
     writer = Journal(RunDir(run))
     writer.write("restart", "rank 0 died by SIGKILL")  # as the launcher says it
@@ -417,4 +435,6 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     assert reached[-2:] == ["80% of the run", "90% of the run"]
     shown = run_command("fsdp_pretrain.cli", "goodput", run).stdout
     assert "interrupted every" in shown and "recommended interval" in shown
+    account = dict(line.split()[:2] for line in shown.splitlines()[1 : len(states) + 1])
+    assert account == {name: human_time(seconds) for name, seconds in states.items()}  # seconds of a short run too
     assert f"goodput {found['goodput']:.1%}" in run_command("fsdp_pretrain.cli", "status", run).stdout

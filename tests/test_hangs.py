@@ -9,14 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from sight import WATCHED, family, steps, until
+from sight import CALM, PATIENCE, PATIENT, WATCHED, family, hang, steps, until
+
+from fsdp_pretrain.watchdog.ranks import Standing
+from fsdp_pretrain.watchdog.verdict import judge
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
 
@@ -78,21 +80,17 @@ def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, helpers: Any, watch
     config, run = watched(), lab.path / "run"
     job = lab.start(config, ranks=2)
     until(lambda: steps(run) > 30)
-    stopped = time.monotonic()
     job.kill(1, signal.SIGSTOP)
-    alarm = until(lambda: helpers.alarms(run, "hang"))[0]
-    told = time.monotonic() - stopped
-    assert 2.0 <= told <= 4.5, told
-    assert alarm["severity"] == "CRIT" and alarm["facts"]["verdict"] == "stopped" and alarm["facts"]["suspects"] == [1]
+    alarm = hang(run, suspects=[1])
+    assert alarm["severity"] == "CRIT" and alarm["facts"]["verdict"] == "stopped" and alarm["facts"]["seconds"] >= 2.0
     assert f"rank 1 ({os.uname().nodename}, pid {job.ranks[1].pid}) is stopped" in alarm["summary"]
-    assert job.wait(30) == [-signal.SIGKILL] * 2
-    assert 5.0 <= time.monotonic() - stopped <= 9.0
+    assert job.wait() == [-signal.SIGKILL] * 2
     found = helpers.intent(run)
     assert found["code"] == 75 and found["restart"] and found["suspects"] == [1]
     stacks = sorted(path.name for path in (run / "watchdog/stacks").iterdir())
     assert stacks == ["0001-rank-00000.txt", "0001-rank-00001.txt"]
     assert all("most recent call first" in (run / "watchdog/stacks" / name).read_text() for name in stacks)
-    until(lambda: not helpers.agents(run), 10)
+    until(lambda: not helpers.agents(run))
 
 
 CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
@@ -112,14 +110,61 @@ def test_hangs_are_told_apart(
     fault, verdict, suspects, words = CASES[case]
     monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
     monkeypatch.setenv("FAULT", json.dumps({"rank": 1, "step": 30, **fault}))
-    hang = {"soft": "6 s", "hard": "9 s"}  # a wedged interpreter shows after five seconds
-    job = lab.start(watched(watchdog={**WATCHED, "hang": hang}), ranks=2)
+    deadlines = {"soft": "6 s", "hard": "9 s"}  # a wedged interpreter shows after five seconds
+    job = lab.start(watched(watchdog={**WATCHED, "hang": deadlines}), ranks=2)
     run = lab.path / "run"
-    alarm = until(lambda: helpers.alarms(run, "hang"))[0]
-    assert (alarm["facts"]["verdict"], alarm["facts"]["suspects"]) == (verdict, suspects), alarm
-    assert words in alarm["summary"] and alarm["step"] == 30
-    assert job.wait(60) == [-signal.SIGKILL] * 2
+    alarm = hang(run, verdict=verdict)
+    assert alarm["facts"]["suspects"] == suspects and words in alarm["summary"] and alarm["step"] == 30, alarm
+    assert job.wait() == [-signal.SIGKILL] * 2
     assert helpers.intent(run)["code"] == 75 and helpers.intent(run)["verdict"] == verdict
+
+
+def standing(rank: int, host: str, **changes: Any) -> Standing:
+    """Where a rank stands; as long as nothing is changed, it waits in the operation in which all do."""
+    known: dict[str, Any] = {
+        "collective": "all_reduce", "place": "distributed_c10d.py:9 all_reduce", "group": ("all_reduce", "mesh.py:sum_"),
+        **changes,
+    }  # fmt: skip
+    return Standing(rank, host, 100 + rank, 30, "reduce", 999, 5.0, known.pop("state", "S"), False, **known)
+
+
+NO_STACK: dict[str, Any] = {"collective": None, "place": "", "group": ()}
+"""It was asked for its stack and has not answered."""
+STUCK: dict[str, Any] = {**NO_STACK, "place": "threading.py:9 wait", "group": ("", "saves.py:finish")}
+VICTIM, STOPPED = standing(0, "n0"), standing(1, "n1", state="T", **NO_STACK)
+OTHER = {"group": ("all_gather", "parallel.py:gather")}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("standings", "quiet", "untold", "kind", "suspects", "hosts", "said"),
+    [
+        ([VICTIM, standing(1, "n1")], {}, [], "network", (), (), "all ranks wait in all_reduce"),
+        ([VICTIM], {}, ["n1"], "unknown", (), (), "nothing is known yet of where all ranks of n1 stand"),
+        ([VICTIM, standing(1, "n1", **NO_STACK)], {}, [], "unknown", (), (), "n1"),
+        ([VICTIM, standing(1, "n0", **OTHER)], {}, ["n1"], "unknown", (), (), "n1"),
+        ([VICTIM, standing(1, "n0", **OTHER)], {}, [], "desync", (), (), "different operations"),
+        ([VICTIM], {"n1": 20.0}, [], "silent", (), ("n1",), "nothing is heard of n1 for 20s"),
+        ([VICTIM, STOPPED], {}, ["n2"], "stopped", (1,), ("n1",), "rank 1 (n1, pid 101) is stopped"),
+        ([VICTIM, STOPPED], {"n2": 20.0}, [], "stopped", (1,), ("n1", "n2"), "nothing is heard of n2"),
+        ([standing(0, "n0", state="D"), STOPPED], {}, [], "stopped", (1, 0), ("n1", "n0"), "waits in the kernel"),
+        ([standing(0, "n0", **STUCK), STOPPED], {}, [], "stopped", (1,), ("n1",), "rank 1"),
+        ([VICTIM, standing(1, "n1", **STUCK)], {}, [], "stuck", (1,), ("n1",), "is stuck in threading.py:9 wait"),
+    ],
+)
+def test_a_verdict_is_as_good_as_what_is_known(
+    standings: list[Standing],
+    quiet: dict[str, float],
+    untold: list[str],
+    kind: str,
+    suspects: tuple[int, ...],
+    hosts: tuple[str, ...],
+    said: str,
+) -> None:
+    """Nothing is concluded from what a node or a rank has not said yet, and two causes are both told."""
+    verdict = judge(standings, quiet, untold)
+    assert (verdict.kind, verdict.suspects, verdict.hosts) == (kind, suspects, hosts) and said in verdict.text
+    assert verdict.silent == tuple(quiet) and set(untold) <= set(verdict.unknown)
 
 
 def test_a_shard_that_does_not_answer_is_named(
@@ -129,8 +174,8 @@ def test_a_shard_that_does_not_answer_is_named(
     corpus = lab.path / "corpus"
     shutil.copytree(shared_corpus / "corpus", corpus)
     data = {"sources": [{"name": "text", "path": str(corpus)}]}
-    hang = {"soft": "2 s", "hard": "60 s", "unknown_soft": "4 s", "act": False}
-    path, run = watched(data=data, watchdog={**WATCHED, "hang": hang}), lab.path / "run"
+    deadlines = {"soft": "2 s", "hard": "60 s", "unknown_soft": "3 s", "act": False}
+    path, run = watched(data=data, watchdog={**WATCHED, "hang": deadlines}), lab.path / "run"
     shards = sorted(corpus.glob("shards/*.bin"))
     assert shards
     job = lab.start(path, "train.duration='100000 steps'")
@@ -139,45 +184,46 @@ def test_a_shard_that_does_not_answer_is_named(
     shard.unlink()
     os.mkfifo(shard)
     job.kill()
-    until(lambda: not helpers.agents(run), 20)
+    until(lambda: not helpers.agents(run))
     lab.start(path, "train.duration='100000 steps'", flags=("--allow", "train.duration"))
-    alarm = until(lambda: [a for a in helpers.alarms(run, "hang") if a["state"] == "open"])[-1]
-    assert alarm["facts"]["verdict"] == "data" and str(shard) in alarm["summary"], alarm
+    assert str(shard) in hang(run, verdict="data")["summary"]
 
 
+@pytest.mark.slow  # test_launch has a killed rank, with the launcher
 def test_a_killed_rank_is_seen_at_once_and_torchrun_goes_on(
     lab: Any, watched: Callable[..., Path], start: Callable[..., Elastic], helpers: Any
 ) -> None:
     """Fault matrix 16: kill -9 of a rank: seen within a second, restarted, the curve as if nothing had happened."""
-    config, run = watched(train={"duration": "60 steps"}, checkpoint={"every": "20 steps"}), lab.path / "run"
+    sections = {"train": {"duration": "60 steps"}, "checkpoint": {"every": "20 steps"}, "watchdog": PATIENT}
+    config, run = watched(**sections), lab.path / "run"
     lab.train(config, f"run.dir={lab.path / 'whole'}", "watchdog.enabled=false", ranks=2)
     fault = {"rank": 1, "step": 33, "kind": "die", "attempt": 0}
     job = start(config, restarts=1, FAULT=json.dumps(fault))
     alarm = until(lambda: helpers.alarms(run, "rank-died"))[0]
     assert "rank 1" in alarm["summary"] and alarm["step"] == 32  # it died before it began step 33
-    assert job.process.wait(60) == 0
+    assert job.process.wait(PATIENCE) == 0
     assert helpers.alarms(run, "rank-died")[-1]["state"] == "resolved" or len(helpers.alarms(run, "rank-died")) == 1
     died = json.loads((run / "segments/0001/exit_intent.json").read_text())
     assert died["code"] == 75 and died["restart"] and died["suspects"] == [1]
     assert helpers.losses(run) == helpers.losses(lab.path / "whole")
-    until(lambda: not helpers.agents(run), 10)
+    until(lambda: not helpers.agents(run))
 
 
 def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:
     """Fault matrix 24."""
-    config, run = watched(), lab.path / "run"
+    config, run = watched(watchdog=PATIENT), lab.path / "run"
     job = lab.start(config, ranks=2)
     first = until(lambda: helpers.agents(run))
     until(lambda: steps(run) > 10)
     os.kill(first[0], signal.SIGKILL)
-    again = until(lambda: [pid for pid in helpers.agents(run) if pid not in first], 20)
+    again = until(lambda: [pid for pid in helpers.agents(run) if pid not in first])
+    until(lambda: "started again" in (run / "journal.jsonl").read_text())
     before = steps(run)
     until(lambda: steps(run) > before + 20)
     assert not helpers.alarms(run, "hang") and not helpers.alarms(run, "rank-died")
-    assert "started again" in (run / "journal.jsonl").read_text()
     job.kill(0, signal.SIGTERM)
-    assert job.wait(30) == [75, 75]
-    until(lambda: not psutil.pid_exists(again[0]), 10)
+    assert job.wait() == [75, 75]
+    until(lambda: not psutil.pid_exists(again[0]))
 
 
 def test_nothing_outlives_a_killed_torchrun(
@@ -185,12 +231,12 @@ def test_nothing_outlives_a_killed_torchrun(
 ) -> None:
     """Fault matrix 25: the agent ends the ranks that a killed torchrun leaves, and itself."""
     run = lab.path / "run"
-    job = start(watched())
+    job = start(watched(watchdog=PATIENT))
     until(lambda: steps(run) > 10)
     processes = [*family(job.process.pid), *helpers.agents(run)]
     assert len(processes) >= 3
     job.process.kill()
-    until(lambda: not any(map(psutil.pid_exists, processes)), 15)
+    until(lambda: not any(map(psutil.pid_exists, processes)))
     assert helpers.intent(run)["code"] == 75 and "what started the ranks is gone" in helpers.intent(run)["reason"]
 
 
@@ -212,12 +258,12 @@ def test_status_shows_alarms_and_whether_anybody_watches(
 ) -> None:
     """One screen: the open alarm with its exit code, acknowledged it is only a warning, and the watchdog's last look."""
     run = lab.path / "run"
-    hang = {"soft": "2 s", "hard": "600 s"}
-    job = lab.start(watched(watchdog={**WATCHED, "hang": hang}), ranks=2)
+    watchdog = {**WATCHED, "hang": {"soft": "3 s", "hard": "600 s"}, "pace": CALM}
+    job = lab.start(watched(watchdog=watchdog), ranks=2)
     until(lambda: steps(run) > 20)
     assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
     job.kill(1, signal.SIGSTOP)
-    until(lambda: helpers.alarms(run, "hang"))
+    hang(run, suspects=[1])
     shown = run_command("fsdp_pretrain.cli", "status", run)
     assert shown.returncode == 2 and "hang: no progress" in shown.stdout and "is stopped" in shown.stdout
     assert run_command("fsdp_pretrain.cli", "ack", run, "hang").returncode == 0
@@ -225,7 +271,7 @@ def test_status_shows_alarms_and_whether_anybody_watches(
     assert shown.returncode == 1 and "acknowledged" in shown.stdout and "watchdog    looked" in shown.stdout
     job.kill(1, signal.SIGCONT)
     until(lambda: helpers.alarms(run, "hang")[-1]["state"] == "resolved")
-    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    until(lambda: run_command("fsdp_pretrain.cli", "status", run).returncode == 0)
 
 
 def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
@@ -239,18 +285,17 @@ def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
     metrics = run / "segments/0001/metrics.jsonl"
     metrics.rename(metrics.with_suffix(".away"))
     os.mkfifo(metrics)  # whoever opens it to read waits; the trainer has its file open
-    message = json.loads(until(lambda: told.exists() and told.read_text().splitlines())[0])
-    assert message["key"].startswith("blind/") and "does not answer" in message["summary"]
+    messages = lambda: map(json.loads, told.read_text().splitlines() if told.exists() else ())  # noqa: E731
+    (message, *_) = until(lambda: [each for each in messages() if each["key"].startswith("blind/")])
+    assert "does not answer" in message["summary"]
     job.kill(1, signal.SIGSTOP)
-    assert job.wait(40) == [-signal.SIGKILL] * 2
+    assert job.wait() == [-signal.SIGKILL] * 2
     fifo = metrics.rename(metrics.with_suffix(".fifo"))  # it answers again
     metrics.with_suffix(".away").rename(metrics)
     os.close(os.open(fifo, os.O_WRONLY))
-    until(lambda: not helpers.agents(run), 20)
-    assert [alarm["state"] for alarm in helpers.alarms(run) if alarm["key"].startswith("blind/")] == [
-        "open",
-        "resolved",
-    ]
+    until(lambda: not helpers.agents(run))
+    states = [alarm["state"] for alarm in helpers.alarms(run) if alarm["key"].startswith("blind/")]
+    assert states[:2] == ["open", "resolved"] and states[-1] == "resolved"
 
 
 @pytest.mark.slow
@@ -280,4 +325,4 @@ def test_metrics_of_a_live_run(lab: Any, watched: Callable[..., Path]) -> None:
     assert found["loss"] == pytest.approx(last["loss"]["sum"] / last["loss"]["count"])
     assert found["train_step"] - 45 < found["ckpt_last_verified_step"] <= found["train_step"]
     job.kill(0, signal.SIGTERM)
-    assert job.wait(30) == [75, 75]
+    assert job.wait() == [75, 75]

@@ -357,6 +357,7 @@ def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[st
         {
             "time": (datetime.now(UTC) - timedelta(hours=ago)).isoformat(),
             "kind": "health-rollback",
+            "text": "",
             "key": k,
             "start": s,
         }

@@ -1,14 +1,43 @@
-"""Installing from nothing, with pip and an empty home."""
+"""Installing from nothing, with pip and an empty home; and doing without an installation."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def carried(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment whose Python has nothing installed; packages come by PYTHONPATH alone."""
+    folders = [*(path for path in sys.path if path.endswith("-packages")), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+    environment: dict[str, str] = helpers.environment(
+        PATH="/usr/bin:/bin", PYTHON=str(sys._base_executable), INSTALL="no", CUDA_VISIBLE_DEVICES=""
+    )
+    return environment
+
+
+@pytest.mark.parametrize("command", ["fsdp-data", "fsdp-pretrain", "fsdp-eval"])
+def test_scripts_without_an_installation(carried: dict[str, str], tmp_path: Path, command: str) -> None:
+    for name in ("scripts", "fsdp_pretrain", "data", "eval"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = ["bash", "-c", f". scripts/environment.sh dev && {command} --help"]
+    done = subprocess.run(script, env=carried, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_the_gpu_suite_without_an_installation(carried: dict[str, str]) -> None:
+    """Without a GPU, that it is collected."""
+    done = subprocess.run([ROOT / "scripts/test_gpu.sh", "suite"], env=carried, capture_output=True, text=True)
+    assert done.returncode == 0 and " skipped" in done.stdout and "error" not in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,16 +16,19 @@ from typing import Any
 
 import psutil
 import pytest
+import records
+from sight import PATIENCE, PATIENT, rank_of
 
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.launch import limit, torchrun
+from fsdp_pretrain.launch import limit, outcome, torchrun
 from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import Ended, decide
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record import journal
+from fsdp_pretrain.record.files import RunDir, read_lines
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog_sections import LaunchSection
 
-HASTE = {"pauses": ["0.1 s"], "end_timeout": "5 s", "stop_timeout": "60 s"}
+HASTE = {"pauses": ["0.1 s"], "end_timeout": "30 s", "stop_timeout": "120 s"}
 
 
 class Launched:
@@ -35,13 +39,23 @@ class Launched:
         config: file.
         arguments: of the trainer.
         options: of the launcher.
+        run: its directory, if it is not the one that the configuration of a lab has.
         extra: variables of the environment.
     """
 
     def __init__(
-        self, lab: Any, helpers: Any, config: Path, *arguments: str, options: tuple[str, ...] = (), **extra: str
+        self,
+        lab: Any,
+        helpers: Any,
+        config: Path,
+        *arguments: str,
+        options: tuple[str, ...] = (),
+        run: Path | None = None,
+        **extra: str,
     ) -> None:
-        self.run, self.log, self._helpers = lab.path / config.stem, lab.path / f"launch-{time.monotonic_ns()}", helpers
+        arguments = arguments if run is None else (f"run.dir={run}", *arguments)
+        self.run, self._helpers = run or lab.path / config.stem, helpers
+        self.log = lab.path / f"launch-{time.monotonic_ns()}"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [
@@ -57,7 +71,7 @@ class Launched:
 
     def reaches(self, step: int) -> None:
         """Wait until a step is recorded."""
-        self._helpers.wait_for(lambda: self.step >= step or self.process.poll() is not None, 60, f"step {step}")
+        self._helpers.wait_for(lambda: self.step >= step or self.process.poll() is not None, what=f"step {step}")
         assert self.process.poll() is None, self.output()
 
     @property
@@ -72,13 +86,13 @@ class Launched:
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks, in order."""
-        found = [one for one in self.family() if "RANK" in one.environ()]
-        return sorted(found, key=lambda one: int(one.environ()["RANK"]))
+        found = {number: one for one in self.family() if (number := rank_of(one.pid)) is not None}
+        return [found[number] for number in sorted(found)]
 
     def ends(self, code: int) -> str:
         """Wait for the exit code; what was printed."""
         try:
-            assert self.process.wait(240) == code, self.output()
+            assert self.process.wait(2 * PATIENCE) == code, self.output()
         finally:
             self.process.kill()
         return self.output()
@@ -113,10 +127,10 @@ def segments(job: Launched) -> int:
     return len(list((job.run / "segments").iterdir()))
 
 
-def dies_at(path: Path, cursor: int) -> dict[str, str]:
-    """Environment in which rank 1 dies of a defect when it has read the batch that ends at a cursor."""
-    (path / "fault").mkdir()
-    (path / "fault/sitecustomize.py").write_text(
+def dies_at(folder: Path, cursor: int) -> Path:
+    """A folder for PYTHONPATH: rank 1 dies of a defect when it has read the batch that ends at a cursor."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    from data import loader\n"
@@ -127,19 +141,24 @@ def dies_at(path: Path, cursor: int) -> dict[str, str]:
         "        return batch\n"
         "    loader.Loader.__next__ = fail\n"
     )
-    return {"PYTHONPATH": f"{path / 'fault'}:{Path(__file__).resolve().parent.parent}"}
+    return folder
 
 
 def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
-    """Fault matrix 16, 11: kill -9 of a rank: a new start goes on; SIGUSR1 to the launcher saves, stops, exits 75."""
-    job = launch(lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE))
+    """Fault matrix 16, 11: kill -9 of a rank is told with its number, and a new start goes on; SIGUSR1 to the launcher
+    saves, stops, exits 75."""
+    config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
+    job = launch(config)
     job.reaches(12)
-    killed = time.monotonic()
+    (torchrun_process,) = psutil.Process(job.process.pid).children()
+    assert torchrun_process.environ()["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"  # HASTE
     job.ranks()[1].kill()
-    helpers.wait_for(lambda: helpers.journal(job.run, "restart"), 30, "a restart")
-    assert time.monotonic() - killed < 20
+    helpers.wait_for(lambda: helpers.journal(job.run, "restart"), what="a restart")
     (restart,) = helpers.journal(job.run, "restart")
-    assert restart["attempt"] == 2 and restart["code"] in (None, 1) and restart["last_step"] >= 10
+    assert restart["attempt"] == 2 and restart["code"] in (1, 75) and restart["last_step"] >= 10
+    assert "rank 1" in helpers.wait_for(lambda: helpers.alarms(job.run, "rank-died"))[0]["summary"]
+    died = json.loads((job.run / "segments/0001/exit_intent.json").read_text())
+    assert (died["code"], died["suspects"]) == (75, [1]) and died["restart"]
     job.reaches(restart["last_step"] + 5)
     job.process.send_signal(signal.SIGUSR1)
     job.ends(75)
@@ -171,18 +190,19 @@ def test_stops_are_not_started_again(
         for rank in job.ranks():
             rank.suspend()  # so that nothing is saved
         job.process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        helpers.wait_for(lambda: "asking the ranks" in job.output(), what="the first to be heard")
         job.process.send_signal(signal.SIGINT)
     printed = job.ends(75)
     assert segments(job) == 1
     if how == "twice":
-        assert "ending at once" in printed and not psutil.wait_procs(family, timeout=10)[1]
+        assert "ending at once" in printed and not psutil.wait_procs(family, timeout=PATIENCE)[1]
         return
     last = helpers.metrics(job.run)[-1]["step"]
     assert (job.run / f"checkpoints/step-{last:08d}/verified.json").exists()
     assert job.intent()["code"] == 75
 
 
+@pytest.mark.slow
 def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
     """Nothing is lost, so nobody is alarmed: 75, and no death, hang or traceback is told of."""
     folder = lab.path / "hook"
@@ -193,16 +213,16 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched],
         "    from fsdp_pretrain.checkpoint.resume import Resume\n"
         "    def call(self):\n"
         f"        pathlib.Path({str(lab.path)!r}, 'loads-' + os.environ['RANK']).touch()\n"
-        "        time.sleep(100)\n"
+        "        time.sleep(1000)\n"
         "    Resume.__call__ = call\n"
     )
     config = lab.config(launch=HASTE, watchdog={"enabled": True, "interval": "0.1 s"})
-    job = launch(config, PYTHONPATH=f"{folder}:{Path(__file__).resolve().parent.parent}")
-    helpers.wait_for(lambda: len(list(lab.path.glob("loads-*"))) == 2, 60, "ranks that load")
+    job = launch(config, PYTHONPATH=helpers.python_path(folder))
+    helpers.wait_for(lambda: len(list(lab.path.glob("loads-*"))) == 2, what="ranks that load")
     job.process.send_signal(signal.SIGTERM)
     assert "stopped: SIGTERM before training began" in job.ends(75)
     assert "Interrupted" not in job.output()  # torchrun has a traceback of its own for every exit but 0
-    helpers.wait_for(lambda: not helpers.agents(job.run), 20, "the end of the agent")
+    helpers.wait_for(lambda: not helpers.agents(job.run), what="the end of the agent")
     assert not helpers.alarms(job.run) and segments(job) == 1
     assert "SIGTERM before training began" in helpers.journal(job.run)[-1]["text"]
 
@@ -216,12 +236,12 @@ def test_no_process_outlives_its_parent(launch: Callable[..., Launched], lab: An
     family, ranks = job.family(), job.ranks()
     if victim == "launcher":
         job.process.kill()
-        assert not psutil.wait_procs(family, timeout=10)[1]
+        assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
         return
     (torchrun,) = [one for one in psutil.Process(job.process.pid).children() if one not in ranks]
     torchrun.kill()
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
-    helpers.wait_for(lambda: segments(job) == 2, 60, "a second start")
+    assert not psutil.wait_procs(ranks, timeout=PATIENCE)[1]
+    helpers.wait_for(lambda: segments(job) == 2, what="a second start")
     job.process.terminate()
     job.ends(75)
 
@@ -235,8 +255,8 @@ def test_a_torchrun_that_does_not_end_is_killed(launch: Callable[..., Launched],
     (torchrun,) = [one for one in psutil.Process(job.process.pid).children() if one not in ranks]
     torchrun.suspend()
     ranks[0].kill()
-    assert not psutil.wait_procs([torchrun, *ranks], timeout=20)[1]
-    helpers.wait_for(lambda: segments(job) == 2, 60, "a second start")
+    assert not psutil.wait_procs([torchrun, *ranks], timeout=PATIENCE)[1]
+    helpers.wait_for(lambda: segments(job) == 2, what="a second start")
     job.process.terminate()
     job.ends(75)
 
@@ -247,7 +267,7 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(
 ) -> None:
     """Fault matrix 17: three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE)
-    job = launch(config, **dies_at(lab.path, cursor=13 * 8))
+    job = launch(config, PYTHONPATH=helpers.python_path(dies_at(lab.path / "fault", cursor=13 * 8)))
     printed = job.ends(93)
     assert segments(job) == 4  # the first made a checkpoint, the three others none
     intent = job.intent()
@@ -270,6 +290,185 @@ def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) ->
     assert "does not divide the world size" in printed and not (job.run / "segments").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ([], ["--reset-optimiser", "4"], "unrecognized arguments: --reset-optimiser 4"),
+        (["--nproc-per-node", "two"], [], "'two' is neither a number of ranks nor"),
+    ],
+)
+def test_a_mistake_in_the_arguments_starts_nothing(
+    lab: Any, run_command: Callable[..., Any], options: list[str], arguments: list[str], said: str
+) -> None:
+    done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 1, *options, lab.config(), *arguments)
+    assert done.returncode == 78 and said in done.stderr and "launch: exit" not in done.stderr
+    assert not (lab.path / "run").exists()
+
+
+def test_options_of_torchrun_that_it_does_not_know_are_no_failed_start(tmp_path: Path) -> None:
+    from torch.distributed.run import parse_args
+
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--nosuch", "x.py"])
+    assert isinstance(ended.value.code, int)
+    refused = outcome.read_outcome(RunDir(tmp_path), 0, tmp_path / "note", ended.value.code)
+    assert refused.code == 78 and "torchrun does not know" in refused.reason
+    assert decide([Ended(0.0, refused, 0)], LaunchSection(), asked=False, host="a", elastic=False).code == 78
+
+
+def test_a_reason_is_no_setting(lab: Any, run_command: Callable[..., Any]) -> None:
+    arguments = [lab.config(), "--reason", "optimizer.lr=3 was too much", "optimizer.lr=1e-3"]
+    done = run_command("fsdp_pretrain.cli", "launch", "--print-run", *arguments)
+    assert (done.returncode, done.stdout) == (0, f"{lab.path / 'run'}\n"), done.stderr
+
+
+class Gone:
+    """Ways in which a run directory goes away, and comes back.
+
+    Args:
+        how: its mount, or the one of what is above it or of its checkpoints, is taken away; or it is removed, or moved.
+        path: the run directory.
+        mount: the fixture `removable`.
+    """
+
+    def __init__(self, how: str, path: Path, mount: Callable[[Path], Any]) -> None:
+        self.how, self.run, self._aside = how, path, path.with_name("aside")
+        mounted = {"above": path.parent, "itself": path, "checkpoints": path / "checkpoints"}
+        self._mount = mount(mounted[how]) if how in mounted else None
+
+    def take_away(self) -> None:
+        """It goes."""
+        if self._mount is not None:
+            self._mount.take_away()
+        elif self.how == "moved":
+            self.run.rename(self._aside)
+        else:
+            subprocess.run(["cp", "-r", self.run, self._aside])  # files that it replaces meanwhile may be missed
+            while self.run.exists():  # what is written meanwhile makes it fail
+                shutil.rmtree(self.run, ignore_errors=True)
+
+    def left(self) -> list[Path]:
+        """What is in its place."""
+        return [*(self.run if self._mount is None else self._mount.path).rglob("*")]
+
+    def bring_back(self) -> None:
+        """It comes back as it was."""
+        if self._mount is not None:
+            self._mount.bring_back()
+        else:
+            self._aside.rename(self.run)
+
+
+SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("itself", "checkpoints", "removed", "moved")]
+
+
+@pytest.mark.parametrize("how", ["above", *SLOW_WAYS])
+def test_a_run_directory_that_is_gone_is_not_begun_again(
+    launch: Callable[..., Launched],
+    lab: Any,
+    helpers: Any,
+    removable: Callable[[Path], Any],
+    run_command: Callable[..., Any],
+    how: str,
+) -> None:
+    """Fault matrix 51: 93 at the next save, nothing is in its place, and when it is back the same command goes on."""
+    run = lab.path / "disk/run"
+    directory = Gone(how, run, removable)
+    config = lab.config(train=LONG, checkpoint={"every": "40 steps"}, launch=HASTE)
+    job = launch(config, run=run)
+    helpers.wait_for(lambda: run.exists() and helpers.journal(run, "checkpoint"), 120, "a checkpoint")
+    job.reaches(helpers.journal(run, "checkpoint")[-1]["step"] + 10)
+    directory.take_away()
+    printed = job.ends(93)
+    where = run / "checkpoints" if how == "checkpoints" else run
+    assert f"directory {where} is gone on {os.uname().nodename}" in printed and "is mounted on that host" in printed
+    assert "begins at step 0" not in printed and "follows in" not in printed and "IndexError" not in printed
+    assert directory.left() == []
+    directory.bring_back()
+
+    def trained(segment: int) -> dict[int, tuple[float, float]]:
+        records = read_lines(run / f"segments/{segment:04d}/metrics.jsonl")
+        return {record["step"]: (record["loss"]["sum"], record["grad_norm"]) for record, _ in records}
+
+    again = launch(config, run=run)
+    helpers.wait_for(lambda: len(trained(2)) > 5, 120, "another start")
+    again.process.send_signal(signal.SIGUSR1)
+    again.ends(75)
+    (resume,) = helpers.journal(run, "resume")
+    first, second = trained(1), trained(2)
+    both = first.keys() & second.keys()
+    assert min(second) == resume["step"] + 1 > 40 and min(both) == min(second)
+    assert all(first[step] == second[step] for step in both)
+    assert run_command("fsdp_pretrain.cli", "status", run, "--json").returncode == 1  # stopped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["above", "checkpoints"])
+def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
+    launch: Callable[..., Launched], lab: Any, helpers: Any, removable: Callable[[Path], Any], endpoint: Any, how: str
+) -> None:
+    """Fault matrix 51: long before the next save; the message goes out though the run directory takes nothing."""
+    run = lab.path / "disk/run"
+    directory = Gone(how, run, removable)
+    endpoint.up()
+    watchdog = {"enabled": True, "interval": "0.2 s", "notify": {"webhook": {}}}
+    config = lab.config(train=LONG, checkpoint={"every": "3000 steps"}, launch=HASTE, watchdog=watchdog)
+    job = launch(config, run=run)
+    job.reaches(10)
+    helpers.wait_for((run / "watchdog/snapshot.json").exists, 60, "a watchdog that speaks for the run")
+    directory.take_away()
+    assert "is gone on" in job.ends(93)
+    helpers.wait_for(lambda: not helpers.agents(run), 60, "the end of the watchdog")
+    assert directory.left() == []
+    assert "run-directory" in {body["key"] for body in endpoint.bodies()}
+
+
+@pytest.mark.slow
+def test_a_launcher_does_not_accept_less_than_it_has_seen(
+    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any]
+) -> None:
+    """Somebody deletes the newest checkpoint under a live run, and a rank dies: an older one is not taken in silence."""
+    job = launch(lab.config(train=LONG, checkpoint={"every": "100_000 steps"}, launch=HASTE))
+    for count in (1, 2):
+        job.reaches(5)
+        assert run_command("fsdp_pretrain.cli", "control", job.run, "save").returncode == 0
+        helpers.wait_for(lambda count=count: len(helpers.journal(job.run, "checkpoint")) == count, 60, "a checkpoint")
+    older, newest = (entry["step"] for entry in helpers.journal(job.run, "checkpoint"))
+    shutil.rmtree(job.run / f"checkpoints/step-{newest:08d}")
+    job.ranks()[1].kill()
+    printed = job.ends(93)
+    assert f"a checkpoint of step {newest} was saved" in printed and f"--to {older}" in printed
+    assert run_command("fsdp_pretrain.cli", "rollback", job.run, "--to", older).returncode == 0  # says that it is meant
+    again = launch(lab.path / "run.toml")
+    again.reaches(older + 5)
+    again.process.terminate()
+    again.ends(75)
+    assert helpers.journal(job.run, "resume")[-1]["step"] == older
+    assert not helpers.journal(job.run, "checkpoint-missing")
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(
+    lab: Any, helpers: Any, removable: Callable[[Path], Any]
+) -> None:
+    """Fault matrix 51, without the launcher: the ranks that torchrun starts again know what those before them had."""
+    run, disk = lab.path / "disk/run", removable(lab.path / "disk")
+    config, log = lab.config(train=LONG, checkpoint={"every": "40 steps"}), lab.path / "log"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "2", "-m", "fsdp_pretrain.train", str(config), f"run.dir={run}"]
+    with log.open("wb") as out:
+        job = subprocess.Popen(command, cwd="/", env=helpers.environment(), stdout=out, stderr=out)
+    try:
+        helpers.wait_for(lambda: run.exists() and helpers.journal(run, "checkpoint"), 120, "a checkpoint")
+        disk.take_away()
+        assert job.wait(240) == 1
+    finally:
+        job.kill()
+    printed = log.read_text()
+    assert printed.count(f"error: the run directory {run} is gone") == 3, printed  # at the save, and at two restarts
+    assert not [*disk.path.rglob("*")]
+
+
 @pytest.mark.slow
 def test_a_broken_gpu_keeps_its_host_away(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
     """Fault matrix 45: saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
@@ -280,7 +479,6 @@ def test_a_broken_gpu_keeps_its_host_away(launch: Callable[..., Launched], lab: 
     config = lab.config(train=LONG, checkpoint={"every": "1000 steps"}, launch=HASTE, watchdog=watchdog)
     job = launch(config)
     job.reaches(5)
-    time.sleep(1)  # so that both were seen
     gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1, "lost": "fallen off the bus"}]}))
     job.ends(76)
     assert segments(job) == 1 and job.intent()["code"] == 76
@@ -411,12 +609,11 @@ def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.Monk
     run = RunDir(tmp_path)
     assert limit.needed_grace(run) is None and limit.grace(run, None) == 120
     segment = run.new_segment()
-    lines = [json.dumps({"step": step, "seconds": {"iteration": 20.0}}) for step in range(20_000)]
+    parts = {"iteration": 20.0, "data": 0.0, "checkpoint": 0.0}
+    lines = [json.dumps(records.metric(step, seconds=parts)) for step in range(2_000)]
     (segment / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    saves = [
-        json.dumps({"kind": "checkpoint", "seconds": seconds}) for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0)
-    ]
-    run.journal.write_text("\n".join(saves) + "\n")
+    for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0):
+        journal.tell(run, "checkpoint", "saved", step=1, seconds=seconds, bytes=1)
     needed = 1.5 * (4 * 20 + 2 * 50)
     assert limit.needed_grace(run) == limit.grace(run, None) == needed
     assert limit.grace(run, Seconds(3600)) == 3600
@@ -447,8 +644,9 @@ def test_torchrun_gets_what_it_needs() -> None:
         torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "nowhere.invalid")
     with pytest.raises(ConfigError, match="without --rdzv-endpoint"):
         torchrun_arguments("--nnodes", "3")
-    with pytest.raises(ConfigError, match="neither a number"):
-        torchrun_arguments("--nnodes", "x")
+    for wrong in ("x", "0", "3:2", "1:2:3"):
+        with pytest.raises(ConfigError, match="neither a number"):
+            torchrun_arguments("--nnodes", wrong)
     variables = torchrun.environment({"OMP_NUM_THREADS": "7", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"})
     assert (variables["OMP_NUM_THREADS"], variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]) == ("7", "1")
     assert variables["PYTHONSAFEPATH"] == "1"

@@ -17,15 +17,18 @@ from typing import Any
 
 import psutil
 import pytest
+import records
 
 from data.opening import open_packer
 from fsdp_pretrain import overrides
+from fsdp_pretrain.checkpoint.expected import missing
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.config import load
 from fsdp_pretrain.errors import BusyError, UserError
 from fsdp_pretrain.fork import fork
-from fsdp_pretrain.record import lineage
-from fsdp_pretrain.record.files import RunDir, read_json, replace_file
+from fsdp_pretrain.record import claim, lineage, state_files
+from fsdp_pretrain.record.files import RunDir, replace_file
+from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.lock import RunLock, hold
 from fsdp_pretrain.record.metrics import read_metrics
 from fsdp_pretrain.rollback import finish, rollback
@@ -79,9 +82,8 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     """Fault matrix 5 and 20: Skipped steps and a new learning rate from step 12 on, kept by restarts with the first command."""
     config, run = copy
     before = {r["step"]: r for r in helpers.metrics(run)}
-    done = run_command(
-        CLI, "rollback", run, "--to", 12, "--skip-steps", "15:17", "--set", "optimizer.lr=5e-3", "--reason", "spike"
-    )
+    decided = ["--skip-steps", "15:17", "--set", "optimizer.lr=5e-3", "--reason", "spike"]
+    done = run_command(CLI, "rollback", run.name, "--to", 12, *decided, cwd=run.parent)
     assert done.returncode == 0, done.stderr
     assert "optimizer.lr: 0.01 -> 0.005" in done.stdout and "112:136" in done.stdout
     assert [c.step for c in Store(run / "checkpoints").scan()] == [6, 12]
@@ -157,7 +159,8 @@ def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], ru
         (12, {"changes": ["optimizer.min_lr=1"]}, "is above optimizer.lr"),
         (12, {"changes": ["data.seed=7"]}, "data.seed: 1234 -> 7"),
         (12, {"changes": ["data.skip=[]"]}, "--skip-steps"),
-        (12, {"skip_steps": (10, 14)}, "must come after it"),
+        (12, {"changes": ["train.duration=10 steps"]}, "ends the run at step 10"),
+        (12, {"skip_steps": (10, 14)}, "must come after that"),
         (12, {"skip_steps": (20, 30)}, "no step 30 on the kept line"),
         (18, {}, "its bytes are not the ones that were written"),
     ],
@@ -283,6 +286,54 @@ def test_a_start_finishes_an_interrupted_rollback(lab: Any, copy: tuple[Path, Pa
     assert [r["lr"] for r in helpers.metrics(run)][12] < 0.005
 
 
+@pytest.mark.parametrize(
+    ("name", "also_refused"),
+    [
+        (
+            "segments/0001/lineage.json",
+            [("goodput",), ("where", "--step", 3), ("rollback", "--to", 6), ("fork", "--at", 6)],
+        ),
+        ("rollback.json", [("rollback", "--to", 6)]),
+    ],
+    ids=["lineage", "rollback"],
+)
+def test_what_decides_the_line_is_refused_when_it_is_damaged(
+    lab: Any, copy: tuple[Path, Path], run_command: Run, name: str, also_refused: list[tuple[object, ...]]
+) -> None:
+    """By every start and every command that would go by it, with nothing changed; the others say it."""
+    config, run = copy
+    operation = 1
+    while name == "rollback.json" and not (run / name).exists():
+        assert killed_at(lambda: rollback(RunDir(run), 12, changes=["optimizer.lr=0.005"]), operation)
+        operation += 1
+    RunDir(run).lock.unlink(missing_ok=True)
+    raw = bytearray((run / name).read_bytes())
+    raw[len(raw) // 2] ^= 4
+    (run / name).write_bytes(raw)
+    before = tree(run)
+    output = lab.train(config, f"run.dir={run}", ranks=2, expect=78)
+    assert f"{run / name} is damaged" in output and "remedy" in output and output.count("error:") == 1
+    assert tree(run) == before
+    for verb, *more in also_refused:
+        done = run_command(CLI, verb, run, *more, *([lab.path / "new"] if verb == "fork" else []))
+        assert done.returncode == 78 and f"{run / name} is damaged" in done.stderr, done.stderr
+    assert tree(run) == before and not (lab.path / "new").exists()
+    shown = run_command(CLI, "status", run)
+    assert shown.returncode and f"{run / name} is damaged" in shown.stdout, shown.stdout + shown.stderr
+    assert run_command(CLI, "journal", run).returncode == 0
+
+
+def test_a_flipped_override_is_no_declared_change(lab: Any, copy: tuple[Path, Path]) -> None:
+    """What overrides.toml says must be what the rollback made the run to be, unless somebody says otherwise."""
+    config, run = copy
+    rollback(RunDir(run), 12, changes=["optimizer.lr=0.005"])
+    text = (run / "overrides.toml").read_text()
+    (run / "overrides.toml").write_text(text.replace("optimizer.lr=0.005", "optimizer.lr=0.007"))
+    output = lab.train(config, f"run.dir={run}", expect=78)
+    assert "optimizer.lr: 0.005 -> 0.007" in output and "--allow optimizer.lr" in output
+    lab.train(config, f"run.dir={run}", flags=("--allow", "optimizer.lr"))
+
+
 def refused(act: Callable[[], object]) -> str:
     with pytest.raises(BusyError) as caught:
         act()
@@ -356,26 +407,29 @@ class Simulation:
             step = newest.step if newest else 0
             if self.rng.random() < 0.2:
                 return  # before it had a state
-            parent = newest.manifest()["segment"] if newest else None
+            parent = newest.manifest().segment if newest else None
             lineage.record(segment, parent=parent, step=step, kind="start")
             del self.kept[step:]
             lines = []
             for _ in range(self.rng.randrange(1, 13)):
                 step, self.marks = step + 1, self.marks + 1
                 self.kept.append((step, self.marks))
-                lines.append(
-                    json.dumps({"step": step, "cursor": step * 8, "tokens": step * 256, "mark": self.marks}) + "\n"
-                )
+                lines.append(json.dumps(records.metric(step, mark=self.marks, segment=int(segment.name))) + "\n")
                 if step % 5 == 0:
                     self._save(store, step, int(segment.name))
             (segment / "metrics.jsonl").write_text("".join(lines))
 
     def _save(self, store: Store, step: int, segment: int) -> None:
         attempt, state = store.begin(step), TrainState(step, step * 8, step * 8, 8)
-        (attempt / "train_state.json").write_text(state.to_json(identity=self._identity))
+        (attempt / "train_state.json").write_text(
+            state.to_json(identity=self._identity, tokens=step * 256, world=records.WORLD)
+        )
         shutil.copyfile(self.run.config, attempt / "config.toml")
-        facts = {"segment": segment, **vars(state)}
+        facts = records.facts(step, segment=segment)
         store.commit(attempt, [describe_file(p) for p in attempt.iterdir()], facts)
+        journal = Journal(self.run, segment)
+        journal.write("checkpoint", "", step=step)
+        journal.close()
 
     def branch(self, verb: str) -> None:
         """A rollback or fork to any checkpoint, killed somewhere or not, and then repeated."""
@@ -414,7 +468,8 @@ class Simulation:
         checkpoints = Store(self.run.checkpoints).scan()
         assert all(c.problem is None and c.step <= len(self.kept) for c in checkpoints)
         parts = lineage.line(lineage.nodes(self.run))
-        assert all(lineage.holds(parts, c.manifest()["segment"], c.step) for c in checkpoints)
+        assert all(lineage.holds(parts, c.manifest().segment, c.step) for c in checkpoints)
+        assert missing(self.run) is None  # what the record says was saved on the kept line is there
         assert not self.run.rollback.exists() and not self.run.lock.exists()
         assert not list(self.path.glob("*.forking"))
 
@@ -450,13 +505,11 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
     assert [p.name for p in (run / "segments").iterdir()] == ["0001"]
     first.kill()
     first.wait()
-    start = time.monotonic()
     second = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "resume"), what="a start after kill -9")
-    assert time.monotonic() - start < 20
-    (run / "lock.json").write_text(
-        (run / "lock.json").read_text().replace('"token": "', '"token": "x')
-    )  # frozen, taken
+    held = claim.read(run / "lock.json")
+    assert held is not None
+    state_files.write(run / "lock.json", {**held.model_dump(), "token": "x"})  # frozen, taken
     assert second.wait() == [78, 78] and "lost the lock" in second.output()
     assert (run / "lock.json").exists()  # it is the other's
 
@@ -468,9 +521,9 @@ def test_locks_of_other_hosts_are_watched(tmp_path: Path, capsys: pytest.Capture
         json.dumps({"token": "t", "host": "elsewhere", "pid": 5, "purpose": "training", "time": "then"})
     )
     os.utime(run.lock, (1, 1))  # its clock may be wrong: only changes count
-    lock = RunLock(run, "rollback", silent=5)
+    lock = RunLock(run, "rollback", silent=50)
     assert not lock.attempt() and not lock.attempt()
-    assert "waiting up to 5s" in capsys.readouterr().out
+    assert "waiting up to 50s" in capsys.readouterr().out
     os.utime(run.lock, (2, 2))
     assert "held by training on host elsewhere, pid 5, since then" in refused(lock.attempt)
     with hold(run, "rollback", silent=0.2) as held:  # silent: taken over
@@ -493,8 +546,8 @@ pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **claim.th
     root = Path(__file__).resolve().parent.parent
     subprocess.run([sys.executable, "-c", holder], check=True, cwd=root)
     assert "pid" in refused(RunLock(run, "rollback").attempt)
-    content = read_json(run.lock)
-    assert content is not None and content["pid"] == child.pid
+    content = json.loads(run.lock.read_text())
+    assert content["pid"] == child.pid
     if how == "another process":
         run.lock.write_text(json.dumps({**content, "process_started": content["process_started"] - 500}))
     else:

@@ -92,7 +92,7 @@ def test_shards_of_two_ranks(lab: Any, helpers: Any, model: dict[str, Any], over
     arguments = [2, helpers.port(), lab.path / "toy.toml", *overrides]
     done = subprocess.run(
         [sys.executable, ROOT / "tests/weigh.py", *map(str, arguments)],
-        capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=100,
+        capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

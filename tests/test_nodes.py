@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sight import WATCHED, agents, alarms, family, intent, steps, until
+from sight import PATIENCE, WATCHED, agents, alarms, family, hang, intent, rank_of, steps, until
 
 HOSTNAME = Path(__file__).resolve().parent / "hostname.py"
 NODES = {**WATCHED, "beat": "0.5 s", "silent": "3 s"}
@@ -28,8 +28,8 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         pytest.skip("host names of their own need root")
     monkeypatch.setenv("EXECUTE_FIRST", str(HOSTNAME))
 
-    def start(**hang: str) -> Any:
-        watchdog = {**NODES, "hang": {**WATCHED["hang"], **hang}}
+    def start(beat: str = NODES["beat"], silent: str = NODES["silent"], **deadlines: Any) -> Any:
+        watchdog = {**NODES, "beat": beat, "silent": silent, "hang": {**WATCHED["hang"], **deadlines}}
         config = lab.config(watchdog=watchdog, train={"duration": "9000 steps"}, checkpoint={"every": "50 steps"})
         job = lab.start(config, ranks=2, nodes=2)
         until(lambda: steps(lab.path / "run") > 10)
@@ -42,7 +42,9 @@ def agent_of(run: Path, node: int) -> int:
     """Process id of a node's agent."""
 
     def find() -> list[int]:
-        return [pid for pid in agents(run) if f"--node {node} " in " ".join(psutil.Process(pid).cmdline())]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [pid for pid in agents(run) if f"--node {node} " in " ".join(psutil.Process(pid).cmdline())]
+        return []
 
     return int(until(find)[0])
 
@@ -55,23 +57,39 @@ def chronicle(run: Path) -> str:
 
 def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
     """Fault matrix 6, between nodes: one alarm with rank and host, all ranks ended, stacks of both nodes."""
-    job, run = pair(), lab.path / "run"
+    job, run = pair(silent="60 s", hard="8 s"), lab.path / "run"
     stopped = time.monotonic()
     job.kill(1, signal.SIGSTOP)
-    (alarm,) = until(lambda: alarms(run, "hang"))
+    alarm = hang(run, suspects=[1])
     print(f"told after {time.monotonic() - stopped:.1f}s")
-    assert time.monotonic() - stopped < 5
-    assert alarm["facts"]["verdict"] == "stopped" and alarm["facts"]["suspects"] == [1]
+    assert alarm["facts"]["verdict"] == "stopped"
     assert f"rank 1 (node-1, pid {job.ranks[1].pid}) is stopped" in alarm["summary"]
     assert {rank["host"] for rank in alarm["facts"]["ranks"]} == {"node-0", "node-1"}
-    assert set(job.wait(30)) <= {1, -signal.SIGKILL}  # one node is a moment earlier, and the other loses the connection
+    assert set(job.wait()) <= {1, -signal.SIGKILL}  # one node is a moment earlier, and the other loses the connection
     print(f"ended after {time.monotonic() - stopped:.1f}s")
     found = intent(run)
     assert (found["code"], found["suspects"], found["hosts"]) == (75, [1], ["node-1"])
     stacks = sorted(path.name for path in (run / "watchdog/stacks").iterdir())
     assert stacks == ["0001-rank-00000.txt", "0001-rank-00001.txt"]
-    until(lambda: not agents(run), 10)
-    assert len(alarms(run, "hang")) == 1 and not alarms(run, "node/node-1")
+    until(lambda: not agents(run))
+    told = [each["facts"]["verdict"] for each in alarms(run, "hang")]
+    assert told[-1] == "stopped" and "network" not in told and not alarms(run, "node/node-1")
+
+
+def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Callable[..., Any]) -> None:
+    """The watchdog of the node whose rank is stopped is late: what it has not said is no evidence, and the alarm says
+    so until it has."""
+    job, run = pair(beat="2 s", silent="60 s", hard="8 s", act=False), lab.path / "run"
+    late = agent_of(run, 1)
+    os.kill(late, signal.SIGSTOP)
+    job.kill(1, signal.SIGSTOP)
+    first = until(lambda: alarms(run, "hang"))[0]
+    assert first["facts"]["verdict"] in ("unknown", "silent") and "node-1" in first["summary"]
+    os.kill(late, signal.SIGCONT)
+    revised = hang(run, verdict="stopped", suspects=[1], hosts=["node-1"])
+    assert revised["opened"] == first["opened"] and revised["changed"] > first["changed"]
+    journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    assert "is stopped" in [entry["text"] for entry in journal if entry["kind"] == "alarm"][-1]
 
 
 @pytest.mark.slow
@@ -84,8 +102,8 @@ def test_a_lost_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
     (alarm,) = until(lambda: alarms(run, "node/node-1"))
     print(f"told after {time.monotonic() - killed:.1f}s")
     assert alarm["severity"] == "CRIT" and "nothing has been heard of node-1" in alarm["summary"]
-    job.wait(30)
-    until(lambda: not agents(run), 10)
+    job.wait()
+    until(lambda: not agents(run))
     found = intent(run)
     assert (found["code"], found["lost"]) == (75, ["node-1"]) and not alarms(run, "rank-died")
 
@@ -99,8 +117,8 @@ def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Callable[..., An
     (alarm,) = until(lambda: alarms(run, "rank-died"))
     print(f"told after {time.monotonic() - killed:.1f}s")
     assert "rank 1 (node-1" in alarm["summary"]
-    job.wait(30)
-    until(lambda: not agents(run), 10)
+    job.wait()
+    until(lambda: not agents(run))
     assert intent(run)["code"] == 75 and intent(run)["suspects"] == [1]
     assert len(alarms(run, "rank-died")) == 1 and not alarms(run, "node/node-1")
 
@@ -115,9 +133,7 @@ def test_another_node_takes_the_lead(lab: Any, pair: Callable[..., Any]) -> None
     os.kill(agent_of(run, 0), signal.SIGKILL)
     until(lambda: alarms(run, "node/node-0"))
     print(f"taken over after {time.monotonic() - killed:.1f}s")
-    assert time.monotonic() - killed < 8
-    (hang,) = until(lambda: alarms(run, "hang"))
-    assert hang["facts"]["verdict"] == "silent" and hang["facts"]["hosts"] == ["node-0"]
+    assert hang(run, verdict="silent")["facts"]["hosts"] == ["node-0"]
     claim = run / "watchdog/agent.json"
     assert json.loads(claim.read_text())["host"] == "node-1" and "node-0 silent" in chronicle(run)
     job.kill(0, signal.SIGCONT)
@@ -125,7 +141,7 @@ def test_another_node_takes_the_lead(lab: Any, pair: Callable[..., Any]) -> None
     until(lambda: alarms(run, "hang")[-1]["state"] == "resolved")
     assert json.loads(claim.read_text())["host"] == "node-1"
     job.kill(0, signal.SIGTERM)
-    assert job.wait(30) == [75, 75]
+    assert job.wait() == [75, 75]
 
 
 @pytest.mark.slow
@@ -142,8 +158,8 @@ def test_a_frozen_leader_gives_up_the_lead(lab: Any, pair: Callable[..., Any]) -
     until(lambda: [alarm["state"] for alarm in alarms(run, "node/node-0")] == ["open", "resolved"])
     until(lambda: steps(run) > before + 10)  # nothing of it touches training
     job.kill(1, signal.SIGTERM)
-    assert job.wait(30) == [75, 75]
-    until(lambda: not agents(run), 10)
+    assert job.wait() == [75, 75]
+    until(lambda: not agents(run))
     assert not (run / "watchdog/agent.json").exists() and not alarms(run, "hang")
 
 
@@ -176,7 +192,7 @@ class Side:
 
     def rank(self, number: int) -> int:
         """Process id of a rank."""
-        return next(pid for pid in family(self.process.pid) if psutil.Process(pid).environ().get("RANK") == str(number))
+        return next(pid for pid in family(self.process.pid) if rank_of(pid) == number)
 
     def signal(self, number: int) -> None:
         """Send a signal to all of it."""
@@ -184,9 +200,9 @@ class Side:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def ends(self, code: int, seconds: float = 200) -> None:
+    def ends(self, code: int) -> None:
         """Wait for the exit code."""
-        assert self.process.wait(seconds) == code, self.log.read_text(errors="replace")
+        assert self.process.wait(2 * PATIENCE) == code, self.log.read_text(errors="replace")
 
 
 @pytest.fixture
@@ -201,7 +217,7 @@ def sides(lab: Any, helpers: Any, two_nodes: Callable[..., Any]) -> Iterator[Cal
         lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2 * ranks)
         for node in two_nodes(**{"ranks": 1, **options}):
             started.append(Side(node, config, lab.path / f"{node.name}.log", helpers))
-        until(lambda: steps(lab.path / "run") > 12 or started[0].process.poll() is not None, 120)
+        until(lambda: steps(lab.path / "run") > 12 or started[0].process.poll() is not None)
         return started
 
     yield start
@@ -246,17 +262,17 @@ def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Call
     name, pid = both[1].node.name, both[1].rank(3)
     stopped = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
-    alarm = until(lambda: alarms(run, "hang"))[0]
+    alarm = hang(run, suspects=[3])
     print(f"told after {time.monotonic() - stopped:.1f}s")
     assert f"rank 3 ({name}, pid {pid}) is stopped" in alarm["summary"]
-    until(lambda: intent(run), 20)
+    until(lambda: intent(run))
     print(f"ended after {time.monotonic() - stopped:.1f}s")
-    until(lambda: starts(run) == 2, 60)
+    until(lambda: starts(run) == 2)
     print(f"started again after {time.monotonic() - stopped:.1f}s")
     for side in both:
         side.ends(0)
     same_curve(helpers, lab)
-    assert [one["state"] for one in alarms(run, "hang")] == ["open", "resolved"] and not alarms(run, "rank-died")
+    assert alarms(run, "hang")[-1]["state"] == "resolved" and not alarms(run, "rank-died")
     assert len(list((run / "watchdog/stacks").glob("0001-*"))) == 4
     assert len(helpers.journal(run, "restart")) == 1
 
@@ -272,14 +288,13 @@ def test_a_node_dies(lab: Any, helpers: Any, sides: Callable[..., list[Side]], n
     both[1].signal(signal.SIGKILL)
     until(lambda: alarms(run, f"node/{name}"))
     print(f"told after {time.monotonic() - killed:.1f}s")
-    assert time.monotonic() - killed < 10
-    until(lambda: (intent(run) or {}).get("lost") == [name], 10)
+    until(lambda: (intent(run) or {}).get("lost") == [name])
     if nnodes == "2":
         both[0].ends(75)
         print(f"exit 75 after {time.monotonic() - killed:.1f}s")
         assert "did not find each other" in both[0].log.read_text() and starts(run) == 1
         return
-    until(lambda: starts(run) == 2, 90)
+    until(lambda: starts(run) == 2)
     print(f"started again after {time.monotonic() - killed:.1f}s")
     both[0].ends(0)
     same_curve(helpers, lab, rel=1e-5)
@@ -296,11 +311,10 @@ def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side
     both, run = sides(), lab.path / "run"
     cut = time.monotonic()
     both[1].node.cable("down")
-    alarm = until(lambda: alarms(run, "hang"))[0]
+    hang(run, verdict="network")
     print(f"told after {time.monotonic() - cut:.1f}s")
-    assert alarm["facts"]["verdict"] == "network", alarm["summary"]
     ranks = [both[number].rank(number) for number in (0, 1)]
-    until(lambda: not any(map(lives, ranks)), 20)
+    until(lambda: not any(map(lives, ranks)))
     print(f"ended after {time.monotonic() - cut:.1f}s")
     assert intent(run)["code"] == 75 and intent(run)["verdict"] == "network"
     if not mended:
@@ -314,7 +328,7 @@ def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side
     for side in both:
         side.ends(0)
     same_curve(helpers, lab)
-    assert starts(run) == 2 and [one["state"] for one in alarms(run, "hang")] == ["open", "resolved"]
+    assert starts(run) == 2 and alarms(run, "hang")[-1]["state"] == "resolved"
 
 
 @pytest.mark.slow
@@ -327,18 +341,17 @@ def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Callable[.
     name, stale = both[1].node.name, both[1].rank(1)
     frozen = time.monotonic()
     both[1].signal(signal.SIGSTOP)
-    alarm = until(lambda: alarms(run, "hang"))[0]
+    assert hang(run, verdict="silent")["facts"]["hosts"] == [name]
     print(f"told after {time.monotonic() - frozen:.1f}s")
-    assert alarm["facts"]["verdict"] == "silent" and alarm["facts"]["hosts"] == [name], alarm["summary"]
-    until(lambda: (intent(run) or {}).get("lost") == [name], 20)
+    until(lambda: (intent(run) or {}).get("lost") == [name])
     if nnodes == "1:2":
-        until(lambda: starts(run) == 2 and steps(run) > 5, 90)
+        until(lambda: starts(run) == 2 and steps(run) > 5)
         print(f"started again after {time.monotonic() - frozen:.1f}s")
     else:
         time.sleep(5)
     both[1].signal(signal.SIGCONT)
     thawed = time.monotonic()
-    until(lambda: not lives(stale), 20)
+    until(lambda: not lives(stale))
     print(f"stale ranks ended {time.monotonic() - thawed:.1f}s after the thaw")
     for side in both:
         side.ends(0)

@@ -71,8 +71,13 @@ def test_plan_shows_the_shrink(lab: Any, run_command: Run) -> None:
         (["--world-size", "3"], ["do not split over 3 ranks", "feasible world sizes: 1, 2, 4"]),
         (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide the world size 4"]),
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
+        (["--device", "NVIDIA A100-SXM4-80GB"], ["what a rank needs: give --world-size as well"]),
+        (["--seconds-per-step", "nan", "--world-size", "2"], ["--seconds-per-step needs a positive time"]),
         (["train.duration=100"], ["bare number has no unit"]),
         (["--at", "soon"], ["--at: not a quantity"]),
+        (["--at", "21 steps"], ["after the end of the run, which has 20 steps: 160 samples, 5_120 tokens"]),
+        (["--at", "6K tokens"], ["after the end of the run"]),
+        (["--at", "0 steps"], ["before the first step of the run"]),
         (["train.loss_scale.min=1e6"], ["min = 1000000.0 is above first = 65536.0"]),
         (
             ["optimizer.embedding_shrink=[{at='9 steps',value=1.0},{at='8 samples',value=0.1}]"],
@@ -93,6 +98,12 @@ def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
         "step": 4, "consumed": 32, "cursor": 32, "tokens": 1024, "batch": 8, "lr": 0.01, "sequence_length": 32,
         "shares": {"text": 1.0},
     }  # fmt: skip
+    for first, last in (("1 samples", "20 steps"), ("1 steps", "160 samples"), ("1 tokens", "5120 tokens")):
+        rows = [
+            json.loads(run_command("fsdp_pretrain.cli", "plan", lab.config(), "--at", at, "--json").stdout)
+            for at in (first, last)
+        ]
+        assert [(row["step"], row["consumed"]) for row in rows] == [(1, 8), (20, 160)]
     ramp = [{"at": "0 samples", "value": 1.0}, {"at": "60 samples", "value": 1.0}, {"at": "60 samples", "value": 3.0}]
     sources = [{"name": "a", "path": "/a", "weight": ramp}, {"name": "b", "path": "/b"}]
     config = lab.config("mixed", data={"sources": sources, "skip": ["8:40 samples", "72:80 samples"]})
@@ -228,6 +239,8 @@ def test_a_rank_that_does_not_fit() -> None:
         plan.plan(config, 128, gpus_per_node=3)
     result = plan.plan(config, 128, device="NVIDIA A100-SXM4-40GB")
     assert "has 40 GiB: shard over more" in result["warnings"][-1]
+    unknown = plan.plan(config, 128, device="NVIDIA A9000")
+    assert "the memory of a device 'NVIDIA A9000' is not on file" in unknown["warnings"][-1]
     shown = plan.render(result)
     assert "12.6 GiB per rank for parameters, gradients and optimiser" in shown and "of 40 GiB at the" in shown
     total = result["world"]["memory"]["total"]

@@ -20,9 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from sight import PATIENCE
 
 from data.corpus import Corpus, read_manifest
-from data.inputs import find_files, plan_shards, read_documents
+from data.files import find_files
+from data.inputs import plan_shards, read_documents
 from data.shards import Shard
 from data.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
@@ -152,7 +154,7 @@ def test_ctrl_c_says_so_and_loses_nothing(tmp_path: Path, shared_corpus: Path, h
     helpers.wait_for(lambda: list((tmp_path / "out").glob("shards/*.json")), what="a shard")
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "Traceback" not in errors and "interrupted" in errors
 
@@ -189,12 +191,12 @@ def test_another_job_is_not_mixed_in(tmp_path: Path, run_command: Run, shared_co
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2 of its part: not JSON"),
-        ("a.jsonl", b'{"body": "x"}\n', "no text in field 'text' (the record has 'body')"),
-        ("a.jsonl", b"[1]\n", "not an object"),
+        ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2: not JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', "no field 'text' (the record has \"body\")"),
+        ("a.jsonl", b"[1]\n", "a list is no object"),
         ("a.jsonl", b'{"text": ""}\n', "holds no text"),
         ("a.jsonl.gz", b"not gzip", "cannot read"),
-        ("a.jsonl.zst", b"not zstd", "cannot unpack"),
+        ("a.jsonl.zst", b"not zstd", "cannot read"),
         ("a.parquet", b"not parquet", "as parquet"),
     ],
 )

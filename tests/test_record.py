@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import os
+import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from records import metric
+from released import ARCHIVES, unpack
 
-from fsdp_pretrain.record import lineage
-from fsdp_pretrain.record.files import AppendFile, RunDir, read_json, read_lines, replace_file
-from fsdp_pretrain.record.journal import Journal, read
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.control import send
+from fsdp_pretrain.errors import RunGoneError, StorageError
+from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
+from fsdp_pretrain.record.claim import Claim
+from fsdp_pretrain.record.files import AppendFile, RunDir, now, read_lines, replace_file
+from fsdp_pretrain.record.journal import Journal, entries, read
 from fsdp_pretrain.record.metrics import find_step, read_metrics
-from fsdp_pretrain.record.recorder import Recorder, write_exit_intent
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.record.run_id import Memory
 from fsdp_pretrain.status import ALERT, OK, WARN, inspect, render
 
 pytestmark = pytest.mark.quick
@@ -69,6 +79,44 @@ def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "absent")) == []
 
 
+def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Callable[..., Any]) -> None:
+    """What a killed process left of a line is no part of the next entry, by whomever, also in a file long open."""
+    run = RunDir(tmp_path)
+    (tmp_path / "segments").mkdir()
+    journal = Journal(run, 1)
+    for number in range(3):
+        journal.write("start", f"entry {number}")
+        for path in (run.journal, run.chronicle):
+            with path.open("ab") as torn:
+                torn.write(b'{"time": "2026-11-2')
+        assert run_command("fsdp_pretrain.cli", "note", tmp_path, f"note {number}").returncode == 0
+        with run.journal.open("ab") as torn:
+            torn.write(b'{"kind": "no')
+    assert journal.close()
+    texts = [text for number in range(3) for text in (f"entry {number}", f"note {number}")]
+    damaged: list[bytes] = []
+    assert [entry["text"] for entry, _ in entries(run.journal, on_damaged=damaged.append)] == texts
+    assert len(damaged) == 5  # the last is not over yet
+    lines = run.chronicle.read_text().splitlines()
+    assert [line.rpartition("** ")[2].partition(" (")[0] for line in lines if line.startswith("- ")] == texts
+
+
+def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Callable[[str], Path]) -> None:
+    """The first wrote a part of a line; the other came before it could go on. Each line is there once."""
+    disk = small_disk("1m")
+    first, other = AppendFile(disk / "lines.jsonl"), AppendFile(disk / "lines.jsonl")
+    assert first.write(json.dumps({"n": 0})) and other.write(json.dumps({"n": 1}))
+    hog = disk / "hog"
+    with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 512):
+            pass
+    assert not first.write(json.dumps({"n": 2, "fill": "y" * 9000}))
+    assert not (disk / "lines.jsonl").read_bytes().endswith(b"\n")  # a part
+    hog.unlink()
+    assert other.write(json.dumps({"n": 3})) and first.write(json.dumps({"n": 4}))
+    assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl")] == [0, 1, 3, 2, 4]
+
+
 def test_replaced_files_are_never_seen_half_written(tmp_path: Path) -> None:
     path, stop = tmp_path / "status.json", threading.Event()
     replace_file(path, json.dumps({"n": -1, "fill": "x" * 5000}))
@@ -81,21 +129,75 @@ def test_replaced_files_are_never_seen_half_written(tmp_path: Path) -> None:
     writer = threading.Thread(target=rewrite)
     writer.start()
     while not stop.is_set():
-        assert read_json(path) is not None
+        assert json.loads(path.read_text())["fill"]
     writer.join()
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
 
 
-def metric(step: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "step": step, "consumed": step * 8, "cursor": step * 8, "tokens": step * 256, "loss": {"sum": 512.0, "count": 256},
-        "sources": {"a": {"sum": 512.0, "count": 256}}, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 1e4, "mfu": None,
-        "overflow": False, "loss_scale": None, "memory_bytes": 2**30, "seconds": {"iteration": 0.5, "data": 0.0}, **changes,
-    }  # fmt: skip
-
-
 def recorder(run: RunDir) -> Recorder:
     return Recorder(run, run.new_segment(), name="x", console_every=2, total_steps=10)
+
+
+WRITERS: dict[str, Callable[[RunDir], object]] = {
+    "status": lambda run: replace_file(run.status, "{}"),
+    "segment": lambda run: run.new_segment(),
+    "lineage": lambda run: lineage.record(run.segment(1), parent=None, step=0, kind="start"),
+    "journal": lambda run: Journal(run).write("note", "not lost: it waits"),
+    "lock": lambda run: Claim.take(run.lock),
+    "request": lambda run: send(run, "stop"),
+    "checkpoint": lambda run: Store(run.checkpoints).begin(5),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("left", ["nothing", "empty", "another run"])
+def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, left: str
+) -> None:
+    """Fault matrix 51: a mount point that lost its mount stays empty, whatever this process writes."""
+    monkeypatch.setattr(run_id, "_bound", {})
+    run = RunDir(tmp_path / "run")
+    known = run_id.give(run.path)
+    assert run_id.give(run.path) == known
+    run_id.bind(run.path, known)
+    run.new_segment()
+    WRITERS[writer](run)  # as long as it is there
+    run.path.rename(tmp_path / "away")
+    if left != "nothing":
+        run.path.mkdir()
+    if left == "another run":
+        run_id.give(run.path)
+    before = sorted(tmp_path.rglob("*"))
+    if writer == "journal":
+        WRITERS[writer](run)
+    else:
+        with pytest.raises((OSError, StorageError)):
+            WRITERS[writer](run)
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(RunGoneError, match="mounted") as refused:
+        run_id.check()
+    assert str(run.path) in str(refused.value) and refused.value.exit == 93
+
+
+def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> None:
+    """A run directory that has gone back to an earlier state, as a snapshot does, is as bad as one that is gone."""
+    run, note = RunDir(tmp_path / "run"), tmp_path / "notes/seen.json"
+    first = Memory(note)
+    first.check(run.path, lambda: 0)  # nothing was seen
+    first.remember(run_id=run_id.give(run.path))
+    first.remember(segment=3, checkpoint=40)
+    Memory(note, active=False).remember(segment=9)
+    second = Memory(note)
+    assert second.seen == first.seen
+    second.check(run.path, lambda: 3)
+    with pytest.raises(RunGoneError, match="its newest segment is 2, but segment 3 has been there"):
+        second.check(run.path, lambda: 2)
+    (run.path / "run_id").unlink()
+    with pytest.raises(RunGoneError, match="the directory is empty"):
+        second.check(run.path, lambda: 3)
+    note.write_text("{")
+    with pytest.raises(StorageError, match="cannot read"):
+        Memory(note)
 
 
 def test_restarts_make_one_curve(tmp_path: Path) -> None:
@@ -140,7 +242,7 @@ def test_journal_and_chronicle(tmp_path: Path, run_command: Callable[..., subpro
     journal.write("checkpoint", "step-00000010: 5 MiB", step=10, bytes=5)
     journal.close()
     noted = run_command("fsdp_pretrain.cli", "note", tmp_path, "new switch in rack 4")
-    assert noted.returncode == 0, noted.stderr
+    assert noted.returncode == 0 and "noted in" in noted.stdout, noted.stderr
     first, second = read(run)
     assert (first["kind"], first["segment"], first["step"], first["bytes"]) == ("checkpoint", 3, 10, 5)
     assert (second["kind"], second["text"]) == ("note", "new switch in rack 4")
@@ -153,12 +255,11 @@ def test_first_exit_intent_wins(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record = recorder(run)
     record.status(force=True, state="running")
-    write_exit_intent(run, record.segment, 93, "disk full")
-    write_exit_intent(run, record.segment, 1, "later")
-    intent = read_json(record.segment / "exit_intent.json")
-    status = read_json(run.status)
-    assert intent is not None and status is not None
-    assert (intent["code"], intent["reason"]) == (93, "disk full")
+    exit_intent.write(run, record.segment, 93, "disk full")
+    exit_intent.write(run, record.segment, 1, "later")
+    intent = exit_intent.read(record.segment)
+    assert intent is not None and (intent.code, intent.reason) == (93, "disk full")
+    status = json.loads(run.status.read_text())
     assert status["state"] == "failed" and status["exit_intent"]["code"] == 93
 
 
@@ -182,9 +283,7 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
     record = recorder(run)
     record.step(metric(2), target=10)
     record.status(force=True, **fields)
-    status = read_json(run.status)
-    assert status is not None
-    replace_file(run.status, json.dumps({**status, **fields}))
+    state_files.write(run.status, {**json.loads(run.status.read_text()), **fields})
     report = inspect(run)
     assert report.level == level, render(report)
     assert text in render(report)
@@ -193,9 +292,20 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
     assert json.loads(done.stdout)["step"] == 2
 
 
+def test_status_after_a_rollback(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record = recorder(run)
+    record.step(metric(9), target=10)
+    assert "progress" not in render(inspect(run))  # the first look
+    record.status(force=True, step=4)
+    assert "progress    went back 5 steps in the " in render(inspect(run))
+    record.status(force=True, step=6)
+    assert "progress    2 steps in the " in render(inspect(run))
+
+
 def test_status_of_nothing(tmp_path: Path, run_command: Any) -> None:
     refused = run_command("fsdp_pretrain.cli", "status", tmp_path)
-    assert refused.returncode == 2 and "is not a run directory" in refused.stderr
+    assert refused.returncode == 78 and "is not a run directory" in refused.stderr
     (tmp_path / "segments").mkdir()
     assert run_command("fsdp_pretrain.cli", "status", tmp_path).returncode == ALERT
 
@@ -206,3 +316,51 @@ def test_control_is_refused_when_nobody_listens(tmp_path: Path, run_command: Any
     done = run_command("fsdp_pretrain.cli", "control", tmp_path, "stop")
     assert done.returncode == 78 and "no job" in done.stderr
     assert not run.control.exists()
+
+
+# ---------------------------------------------------------------- a directory that may not be written
+
+
+@pytest.fixture(scope="module")
+def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of the first release with a live job, as its status says, on a file system that is read-only."""
+    place = tmp_path_factory.mktemp("mounted")
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(place)], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        run = RunDir(unpack(ARCHIVES[0], place))
+        run.lock.unlink()
+        alive = {"state": "running", "host": socket.gethostname(), "pid": os.getpid(), "heartbeat": now()}
+        state_files.write(run.status, {"step": 28, "total_steps": 100, "tokens": 1792, **alive})
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        yield run.path
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("note", "RUN", "a line"),
+        ("ack", "RUN", "rank-died"),
+        ("mute", "RUN", "2h", "new firmware"),
+        ("mute", "RUN", "0h"),
+        ("control", "RUN", "save"),
+        ("rollback", "RUN", "--to", 16),
+        ("fork", "RUN", "--at", 16, "RUN-new"),
+        ("checkpoints", "RUN", "pin", 16),
+        ("checkpoints", "RUN", "unpin", 8),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments[:1] + arguments[2:3])),
+)
+def test_a_command_that_cannot_write_says_so(read_only: Path, run_command: Any, arguments: tuple[object, ...]) -> None:
+    """Exit 93 and why; nothing on standard output looks like success."""
+    done = run_command("fsdp_pretrain.cli", *(str(each).replace("RUN", str(read_only)) for each in arguments))
+    assert done.returncode == 93, done.stdout + done.stderr
+    assert "Read-only file system" in done.stderr and not done.stdout and "Traceback" not in done.stderr
+
+
+def test_commands_that_only_look_do_not_mind(read_only: Path, run_command: Any) -> None:
+    for verb, code in (("status", 2), ("journal", 0), ("goodput", 0), ("alarms", 2)):
+        done = run_command("fsdp_pretrain.cli", verb, read_only)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr

@@ -37,6 +37,7 @@ from fsdp_pretrain.checkpoint.stores import fallback, stores
 from fsdp_pretrain.config import load, schema_keys
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError
 from fsdp_pretrain.fork import fork
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.rollback import rollback
 from fsdp_pretrain.state import identity
@@ -157,6 +158,23 @@ def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_lin
     assert helpers.journal(run, "resume")[-1]["step"] == 18
 
 
+def test_a_fallback_that_is_not_mounted_is_missed(
+    lab: Any, spread: tuple[Path, Path, Path], helpers: Any, run_command: Run
+) -> None:
+    """The record knows what was in it: told by `status`; without another checkpoint 93; when it is back all is well."""
+    config, run, other = spread
+    other.rename(other.with_name("unmounted"))
+    status = run_command(CLI, "status", run)
+    assert status.returncode == 2 and "step 24 was saved, and the newest there is of step 6" in status.stdout
+    (run / "checkpoints/step-00000006").rename(run / "kept")
+    output = lab.train(config, expect=93)
+    assert "a checkpoint of step 24 was saved, and there is none" in output and "checkpoint.fallback_dir" in output
+    (run / "kept").rename(run / "checkpoints/step-00000006")
+    other.with_name("unmounted").rename(other)
+    lab.train(config)
+    assert helpers.journal(run, "resume")[-1]["step"] == 24 and not helpers.journal(run, "checkpoint-missing")
+
+
 def test_a_fallback_that_is_no_longer_configured_is_still_known(
     lab: Any, spread: tuple[Path, Path, Path], helpers: Any
 ) -> None:
@@ -259,7 +277,7 @@ def test_what_cannot_be_allowed(name: str, said: str) -> None:
 
 
 def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
-    lab: Any, copy: tuple[Path, Path], helpers: Any
+    lab: Any, copy: tuple[Path, Path], helpers: Any, gates: Any
 ) -> None:
     """Fault matrix 46: what cannot go on is refused."""
     config, run = copy
@@ -275,15 +293,38 @@ def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
     flags = tuple(line.partition("add:")[2].split())
     assert flags == ("--allow", "train.z_loss", "--allow", "optimizer.lr", "--allow", "optimizer.decay")
     assert helpers.metrics(run)[-1]["step"] == 24
+    gates(28)
     job = lab.start(config, *changed, ranks=2, flags=flags)
     helpers.wait_for(lambda: helpers.metrics(run)[-1]["step"] >= 25, what="a step")
     job.kill()
     job.wait()
+    gates()
     lab.train(config, *changed, ranks=2)  # said once is enough, also if the start came to no checkpoint
     first, last = helpers.journal(run, "resume")
     assert len(first["declared"]) == 3 and not last["declared"] and last["changed"] == first["changed"]
     assert "optimizer.lr: 0.01 -> 0.005" in first["text"] and helpers.metrics(run)[-1]["step"] == 30
     lab.train(config, "train.duration=30 steps", ranks=2, expect=78)  # nor does it go back by itself
+
+
+@pytest.mark.parametrize(
+    ("table", "code"), [("[watchdog.colour]\nred = 1", 0), ("[future]\nkey = 3", 78), ("[model.mixer]\nkind = 1", 78)]
+)
+def test_keys_of_another_version(
+    lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, table: str, code: int
+) -> None:
+    """In what a start recorded: free ones are listed; what could change what is learned is not left out in silence."""
+    config, run = copy
+    shutil.rmtree(run / "checkpoints/step-00000024")
+    (run / "segments/0001/config.toml").open("a").write(f"\n{table}\n")
+    key = table.replace("[", "").replace("]\n", ".").replace(" = ", ": ")
+    output = lab.train(config, expect=code)
+    if code:
+        assert f"segments/0001/config.toml has keys that this version does not know:\n    {key.split('.')[0]}" in output
+        assert "environment.json of the segment" in output and "Traceback" not in output
+    else:
+        assert any("watchdog.colour" in text for text in helpers.journal(run, "resume")[-1]["changed"])
+    shown = run_command(CLI, "where", run, "--step", 3)  # the digest proves that nothing was lost
+    assert shown.returncode == 0, shown.stderr
 
 
 # ---------------------------------------------------------------- what comes back
@@ -296,7 +337,7 @@ def test_the_load_is_reported(lab: Any, copy: tuple[Path, Path], helpers: Any) -
     (entry,) = helpers.journal(run, "resume")
     assert "restored: model, optimiser, data position (sample 144)" in entry["text"] and entry["text"] in output
     assert "written by 1 x 1 ranks, read by 2 x 1 ranks" in entry["text"]
-    saved = stores(RunDir(run)).find(18).manifest()["state_digest"]
+    saved = stores(RunDir(run)).find(18).manifest().state_digest
     assert entry["state_digest"] == saved and f"state digest {saved} as saved" in entry["text"]
 
 
@@ -340,13 +381,19 @@ def test_a_run_begins_with_the_weights_of_another(
     done = run_command(CLI, "checkpoints", new, "import", source, "--config", config, *changed, "--json", timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["padded_rows"] == 88
+    (new / "checkpoints").rename(new / "kept")
+    assert "a checkpoint of step 0 was saved, and there is none" in lab.train(config, *changed[:-1], expect=93)
+    (new / "kept").rename(new / "checkpoints")
     lab.train(config, *changed[:-1])
     (entry,) = helpers.journal(new, "resume")
     assert entry["step"] == 0 and not entry["optimizer"] and "the optimiser starts fresh" in entry["text"]
     first, model = helpers.metrics(new)[0], models.build(load(config, ["model.vocab_multiple=600"]).model)
     assert first["cursor"] == 8 and first["lr"] == 1e-3 / 4
-    assert "imported" in stores(RunDir(new)).find(0).manifest()
-    weights, imported = Weights(stores(RunDir(run)).find(18)), Weights(stores(RunDir(new)).find(0))
+    assert stores(RunDir(new)).find(0).manifest().imported
+    weights, imported = (
+        Weights(checkpoint, models.build(load(checkpoint.path / "config.toml").model))
+        for checkpoint in (stores(RunDir(run)).find(18), stores(RunDir(new)).find(0))
+    )
     assert set(imported.shapes) == set(model.state_dict())
     for name in imported.shapes:
         assert torch.equal(imported[name][: weights.shapes[name][0]], weights[name]), name
@@ -375,10 +422,10 @@ def test_damaged_weights_and_another_tokenizer_are_refused(copy: tuple[Path, Pat
     settings = load(config, [f"run.dir={new.path}"])
     manifest, state = source / "manifest.json", json.loads((source / "train_state.json").read_text())
     state["identity"]["tokenizer"]["fingerprint"] = "another"
-    (source / "train_state.json").write_text(json.dumps(state))
+    state_files.write(source / "train_state.json", state)
     content = json.loads(manifest.read_text())
-    content["files"] = [vars(describe_file(source / entry["name"])) for entry in content["files"]]
-    manifest.write_text(json.dumps(content))
+    content["files"] = [describe_file(source / entry["name"]).model_dump() for entry in content["files"]]
+    state_files.write(manifest, content)
     with pytest.raises(DataError, match="another tokenizer"):
         import_checkpoint(new, source, settings)
     data = run / "checkpoints/step-00000012/__0_0.distcp"

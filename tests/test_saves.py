@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import records
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp_pretrain import mesh
+from fsdp_pretrain.checkpoint.background import Stager
 from fsdp_pretrain.checkpoint.space import Ballast, Need, make_room
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, describe_file
 from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.sections import ParallelSection
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,7 +30,7 @@ def commit(store: Store, step: int, verified: bool = True) -> Checkpoint:
     attempt = store.begin(step)
     for name in ("train_state.json", "config.toml"):
         (attempt / name).write_text("{}")
-    checkpoint = store.commit(attempt, [describe_file(path) for path in attempt.iterdir()], {"step": step})
+    checkpoint = store.commit(attempt, [describe_file(path) for path in attempt.iterdir()], records.facts(step))
     return store.mark_verified(checkpoint) if verified else checkpoint
 
 
@@ -123,19 +130,44 @@ def test_other_storage_takes_over(lab: Any, helpers: Any, small_disk: Callable[[
 # ---------------------------------------------------------------------- beside training
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.quick
+def test_every_copy_of_the_state_is_made_into_the_same_memory() -> None:
+    """It shares none with the live state, and is as large as this rank's share of it."""
+    with mesh.connect(ParallelSection()) as world:
+        ones = torch.ones(6, 2048, device=world.device)
+        weight, step = distribute_tensor(ones, world.mesh, (Replicate(), Shard(0))), torch.zeros((), device=ones.device)
+        stager, addresses = Stager(world.device), set()
+        for number in (1.0, 2.0, 3.0):
+            step.fill_(number)
+            weight.to_local().fill_(number)
+            copy = stager.copy({"model": {"w": weight}, "optim": {"w": {"step": step, "exp_avg": weight}}})
+            step.fill_(9.0)
+            weight.to_local().fill_(9.0)
+            counted, copied = copy["optim"]["w"]["step"], copy["model"]["w"]
+            assert isinstance(copied, DTensor) and (copied.device_mesh, copied.placements, copied.shape) == (
+                *(weight.device_mesh, weight.placements, weight.shape),
+            )
+            tensors = [counted, copied.to_local(), copy["optim"]["w"]["exp_avg"].to_local()]
+            for tensor in tensors:
+                assert tensor.device.type == "cpu" and (tensor == number).all()
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
+        assert len(addresses) == 1 and len(set(*addresses)) == 3
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
 def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any, ranks: int) -> None:
     config = lab.config(checkpoint={"every": "2 steps", "keep_last": 20}, parallel={"shard": max(1, ranks // 2)})
     lab.train(config, ranks=ranks)
     lab.train(config, f"run.dir={lab.path / 'waiting'}", "checkpoint.background=false", ranks=ranks)
     assert helpers.losses(lab.path / "run") == helpers.losses(lab.path / "waiting")
     digests = [
-        [checkpoint.manifest()["state_digest"] for checkpoint in Store(lab.path / run / "checkpoints").scan()]
+        [checkpoint.manifest().state_digest for checkpoint in Store(lab.path / run / "checkpoints").scan()]
         for run in ("run", "waiting")
     ]
     assert len(set(digests[0])) == 10 and digests[0] == digests[1]
     lab.train(config, f"run.dir={lab.path / 'alone'}", "checkpoint.every=20 steps", "parallel.shard=1")
-    assert len(Store(lab.path / "alone/checkpoints").newest().manifest()["state_digest"]) == 16  # type: ignore[union-attr]
+    assert len(Store(lab.path / "alone/checkpoints").newest().manifest().state_digest) == 16  # type: ignore[union-attr]
 
 
 def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -> None:
@@ -145,7 +177,7 @@ def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -
     path = Store(lab.path / "run/checkpoints").find(10).path / "manifest.json"
     content = json.loads(path.read_text())
     content["state_digest"] = f"{int(content['state_digest'], 16) ^ 1:016x}"
-    path.write_text(json.dumps(content))
+    state_files.write(path, content)
     output = lab.train(config, expect=78)
     assert "gave another state than was saved" in output and output.count("error:") == 1
 
@@ -154,10 +186,10 @@ def test_no_checkpoint_for_too_long_ends_the_run(lab: Any, helpers: Any, small_d
     disk = small_disk("300k")
     config = lab.config(
         train={"duration": "100000 steps"},
-        checkpoint={"every": "2 steps", "max_failures": 10000, "max_age": "3 s", "retry": "1 s"},
+        checkpoint={"every": "2 steps", "max_failures": 10000, "max_age": "5 s", "retry": "1 s"},
     )
     output = lab.train(config, f"run.dir={disk / 'run'}", ranks=2, expect=93)
-    assert "no checkpoint was verified for longer than checkpoint.max_age = 3 s" in output
+    assert "no checkpoint was verified for longer than checkpoint.max_age = 5 s" in output
     assert helpers.journal(disk / "run", "checkpoint-failed")
 
 
@@ -178,6 +210,31 @@ def test_a_command_for_every_checkpoint(lab: Any, helpers: Any) -> None:
     assert (copies / "step-00000010/manifest.json").read_text()
 
 
+def test_a_path_is_never_a_command(lab: Any, helpers: Any) -> None:
+    """Whatever it holds: it is a parameter. Where an older configuration makes it text, such a path is refused."""
+    out, marker, path = (
+        lab.path / "out",
+        lab.path / "executed",
+        lab.path / 'it\'s a "run" $(touch executed);`touch executed`',
+    )
+    config = lab.config(
+        train={"duration": "4 steps"},
+        checkpoint={
+            "every": "4 steps",
+            "on_commit": f'cd {lab.path} && printf "%s\\n" "$1" $2 "$CHECKPOINT_PATH" $CHECKPOINT_STEP > part && mv part out',
+        },
+    )
+    lab.train(config, f"run.dir={path}")
+    helpers.wait_for(out.exists, what="the command")
+    assert out.read_text().splitlines() == [str(path / "checkpoints/step-00000004"), "4"] * 2
+    again = lab.config(
+        "again", train={"duration": "4 steps"}, checkpoint={"on_commit": f'cd {lab.path}; echo "{{path}}"'}
+    )
+    output = lab.train(again, f"run.dir={path.with_name(path.name + '2')}", expect=78)
+    assert "checkpoint.on_commit has {path}" in output and 'write "$1"' in output and output.count("error:") == 1
+    assert not marker.exists() and not Path("/executed").exists()
+
+
 def test_a_command_that_hangs_or_fails_harms_nothing(lab: Any, helpers: Any) -> None:
     """Hanging ones keep their checkpoints and are not piled up; failing ones are lines in the journal."""
     config = lab.config(
@@ -185,10 +242,11 @@ def test_a_command_that_hangs_or_fails_harms_nothing(lab: Any, helpers: Any) -> 
         checkpoint={
             "every": "2 steps",
             "keep_last": 2,
-            "on_commit": "echo {step} >&2; [ {step} -gt 8 ] || sleep 30; false",
+            "on_commit": f"echo {{step}} >&2; [ {{step}} -gt 8 ] || while [ ! -e {lab.path / 'end'} ]; do sleep 0.1; done; false",
         },
     )
     lab.train(config)
+    (lab.path / "end").touch()
     lab.train(config, f"run.dir={lab.path / 'plain'}", 'checkpoint.on_commit="true"')
     assert helpers.losses(lab.path / "run") == helpers.losses(lab.path / "plain")
     texts = [entry["text"] for entry in helpers.journal(lab.path / "run", "on-commit-failed")]

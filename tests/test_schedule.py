@@ -46,6 +46,15 @@ def test_other_quantities() -> None:
     assert Seconds.parse("30 minutes").value == 1800
     assert Seconds.parse("1.5 h").value == 5400
     assert (human_count(1.26e9), human_bytes(61.3 * 2**30), human_time(11520)) == ("1.26B", "61.3 GiB", "3h12m")
+    assert [human_time(value) for value in (0, 0.0412, 59.9, 60, 86_400, float("inf"))] == [
+        "0s", "0.0412s", "59s", "1m00s", "1d00h", "an unknown time",
+    ]  # fmt: skip
+    assert [human_count(value) for value in (0, 12.345, 999, 999.6, 999_999, 123_456, 5e15)] == [
+        "0", "12.3", "999", "1K", "1M", "123K", "5000T",
+    ]  # fmt: skip
+    assert [human_bytes(value) for value in (0, 1023, 1010 * 2**20, 2**30 - 1, 3 * 2**50)] == [
+        "0 B", "1023 B", "1010 MiB", "1 GiB", "3 PiB",
+    ]  # fmt: skip
 
 
 # Iteration, samples consumed and batch as the published runs logged them.

@@ -116,6 +116,16 @@ def test_what_is_wrong_is_told(
     assert all(step is not None and first <= step < first + within for _, _, step in found)
 
 
+def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_path: Path) -> None:
+    """Also of a document that goes on in many samples and ends in none of them."""
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
+    detector = Sentinels(alarms, SentinelSection(), rates={}, row=32, causal=True, max_quarantined=1e-4)
+    for record in records[:3]:
+        detector.step({**record, "documents": 0, "separators": 0, "quarantined": record["batch"]})
+    (alarm,) = [alarm for alarm in alarms if alarm.key == "data-quarantined"]
+    assert "24 of 24 stretches of documents failed" in alarm.summary
+
+
 @pytest.mark.parametrize(
     ("factor", "said"), [(1.0, []), (0.5, ["data-separator-rate"]), (2.0, ["data-separator-rate"])]
 )

@@ -43,7 +43,7 @@ def slow(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Slow:
 def alarms_of(lab: Any, helpers: Any, detector: str) -> list[dict[str, Any]]:
     """Transitions of the alarms of a detector, when the agent of a run that ended has read all of it."""
     run = lab.path / "run"
-    helpers.wait_for(lambda: not helpers.agents(run), 20, "the end of the agent")
+    helpers.wait_for(lambda: not helpers.agents(run), what="the end of the agent")
     return [alarm for alarm in helpers.alarms(run) if alarm["key"].partition("/")[0] == detector]
 
 
@@ -55,15 +55,15 @@ def own_times(pids: list[int]) -> dict[int, float]:
 
 @pytest.mark.parametrize("recompute", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, recompute: int) -> None:
-    """Two blocks by two micro-batches sleep 15 ms each on rank 1: that is in its own time once, and not in the other's."""
-    dragged = [{"rank": 1, "step": 0, "kind": "drag", "seconds": 0.015}]
+    """Two blocks by two micro-batches sleep 40 ms each on rank 1: that is in its own time once, and not in the other's."""
+    dragged = [{"rank": 1, "step": 0, "kind": "drag", "seconds": 0.040}]
     config = slow(4000, dragged, {"window": 8}, parallel={"timeout": "60 s", "recompute": recompute})
     job = lab.start(config, ranks=2)
     pids = [rank.pid for rank in job.ranks]
     own = helpers.wait_for(lambda: len(found := own_times(pids)) == 2 and found, what="own times")
     typical = sorted(record["seconds"]["iteration"] for record in helpers.metrics(lab.path / "run"))
-    assert 0.060 <= own[1] - own[0] <= 0.070, own
-    assert own[0] < 0.025 and typical[len(typical) // 2] > 0.060  # the wait for rank 1 is no time of its own
+    assert 0.120 < own[1] - own[0] < 0.300, own  # it would be 0.320 if recomputing counted, and noise is milliseconds
+    assert own[0] < 0.080 and typical[len(typical) // 2] > 0.160  # the wait for rank 1 is no time of its own
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow
         {**usual, "from": 580, "until": 700, "seconds": 0.25 * (1 + slower)},
         {**usual, "from": 700},
     ]
-    assert lab.start(slow(800, faults, {}), ranks=2).wait(500) == [0, 0]
+    assert lab.start(slow(800, faults, {}), ranks=2).wait(550) == [0, 0]
     told = alarms_of(lab, helpers, "pace")
     assert [(alarm["key"], alarm["state"]) for alarm in told] == [("pace", "open"), ("pace", "resolved")], told
     assert 580 < told[0]["step"] <= 580 + (48 if slower == 0.05 else 40)
@@ -121,10 +121,10 @@ def test_a_slowdown_that_comes_and_goes_is_three_messages(
         faults.append({**usual, "from": turn, "until": turn + 48, "seconds": 0.24})
         faults.append({**usual, "from": turn + 48, "until": turn + 160, "seconds": 0.2})
     config = slow(1200, faults, {}, watchdog={"enabled": True, "interval": "0.1 s", "notify": {"webhook": {}}})
-    assert lab.start(config, ranks=2).wait(500) == [0, 0]
+    assert lab.start(config, ranks=2).wait(550) == [0, 0]
     told = alarms_of(lab, helpers, "pace")
     assert [alarm["state"] for alarm in told] == ["open", "resolved"] * len(turns)
-    helpers.wait_for(lambda: len(endpoint.bodies()) >= 3, 20, "the messages")
+    helpers.wait_for(lambda: len(endpoint.bodies()) >= 3, what="the messages")
     kinds = [body["kind"] for body in endpoint.bodies() if body["key"] == "pace"]
     assert kinds == ["open", "resolved", "flapping"], kinds
 
@@ -226,6 +226,6 @@ def test_ranks_that_vary_are_no_stragglers_and_those_that_are_slow_are(
     tmp_path: Path, ranks: int, noise: float
 ) -> None:
     """Fault matrix 12: nobody in many windows of noise; a rank slower by more than that in the third window."""
-    assert stragglers_of(tmp_path, ranks, noise, {}, 3000 if ranks < 8 else 500) == []
+    assert stragglers_of(tmp_path, ranks, noise, {}, 3000 if ranks < 8 else 12000 // ranks) == []
     slower = max(0.06, 14 * noise)
     assert stragglers_of(tmp_path, ranks, noise, {1: slower}, 40)[0] in [("straggler/rank-1", n) for n in (23, 24)]

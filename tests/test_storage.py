@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import records
+from sight import PATIENCE
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.config import load
-from fsdp_pretrain.record.files import RunDir, read_lines
+from fsdp_pretrain.record.files import RunDir, now, read_lines
 from fsdp_pretrain.units import Progress, Seconds
 from fsdp_pretrain.watchdog.alarms import Alarm, Alarms, Severity
 from fsdp_pretrain.watchdog.checkpoints import Checkpoints
@@ -43,7 +45,7 @@ class Watch:
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
         """Move the clock, and let looks come back until none but so many are under way."""
         self.now += seconds
-        quiet, end = 0, time.monotonic() + 20
+        quiet, end = 0, time.monotonic() + PATIENCE
         while quiet < 2:
             assert time.monotonic() < end, f"{self.looks.waiting} looks do not come back"
             for detector in self.detectors:
@@ -66,28 +68,21 @@ def commit(store: Store, step: int, size: int = 200_000, verified: bool = True) 
     """A checkpoint with one file."""
     attempt = store.begin(step)
     (attempt / "data").write_bytes(np.random.default_rng(step).bytes(size))
-    made = store.commit(attempt, [describe_file(attempt / "data")], {"step": step, "tokens": step * 256})
+    made = store.commit(attempt, [describe_file(attempt / "data")], records.facts(step))
     if verified:
         store.mark_verified(made)
     return made.path
 
 
 def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -> dict[str, Any]:
-    return {
-        "step": step,
-        "consumed": step * batch,
-        "batch": batch,
-        "tokens": step * batch * 32,
-        "sequence_length": 32,
-        "seconds": {"iteration": seconds, "data": data},
-        "data_read": {"file": "shard-7.bin"},
-    }
+    return records.metric(step, batch=batch, seconds={"iteration": seconds, "data": data, "checkpoint": 0.0})
 
 
 def saves(
     watch: Watch, run: Path, every: str = "100 steps", reached: Callable[[], int] = int, **section: Any
 ) -> Checkpoints:
-    (run / "control").mkdir(parents=True, exist_ok=True)
+    for name in ("segments", "control"):
+        (run / name).mkdir(parents=True, exist_ok=True)
     values = {"interval": Seconds(60), **section}
     return Checkpoints(
         watch.alarms,
@@ -103,7 +98,7 @@ def saves(
 
 def write_journal(run: Path, *entries: dict[str, Any]) -> None:
     with (run / "journal.jsonl").open("a") as file:
-        file.writelines(json.dumps({"text": "", "segment": 2, **entry}) + "\n" for entry in entries)
+        file.writelines(json.dumps({"time": now(), "text": "", "segment": 2, **entry}) + "\n" for entry in entries)
 
 
 # ---------------------------------------------------------------------- looks that hang
@@ -236,13 +231,13 @@ class Scripted:
 @pytest.mark.parametrize(
     ("per_hour", "warns"), [(0, False), (1e9, False), (20e9, False), (150e9, True), (-5e9, False)], ids=str
 )
-def test_time_to_full_is_foreseen(watch: Watch, per_hour: float, warns: bool) -> None:
+def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float, warns: bool) -> None:
     """3 TB free on shared storage with bursts of other users: warned when a day or less is left."""
     rng = np.random.default_rng(1)
     hours = np.arange(0, 12, 0.5)
     noise = np.where(rng.random(len(hours)) < 0.1, 30e9, 0) + rng.normal(0, 2e9, len(hours))
-    checkpoints = saves(watch, Path("/nowhere"))
-    space = Space(watch.alarms, StorageSection(), watch.looks, [("checkpoints", Path("/nowhere"), True)], checkpoints)
+    checkpoints = saves(watch, tmp_path)
+    space = Space(watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints)
     space.places[0].look = Scripted(list(3e12 - per_hour * hours + noise))  # type: ignore[assignment]
     for hour in hours:
         checkpoints.completed += 1
@@ -255,10 +250,12 @@ def test_time_to_full_is_foreseen(watch: Watch, per_hour: float, warns: bool) ->
 
 
 @pytest.mark.parametrize(("per_second", "warns"), [(1e6, False), (1e9, True)], ids=str)
-def test_what_seconds_show_says_nothing_of_tomorrow(watch: Watch, per_second: float, warns: bool) -> None:
+def test_what_seconds_show_says_nothing_of_tomorrow(
+    watch: Watch, tmp_path: Path, per_second: float, warns: bool
+) -> None:
     """A checkpoint every second and 40 GB free: full in half a minute is told, a trend towards half a day is not."""
-    checkpoints = saves(watch, Path("/nowhere"))
-    space = Space(watch.alarms, StorageSection(), watch.looks, [("checkpoints", Path("/nowhere"), True)], checkpoints)
+    checkpoints = saves(watch, tmp_path)
+    space = Space(watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints)
     space.places[0].look = Scripted([40e9 - per_second * second for second in range(12)])  # type: ignore[assignment]
     for second in range(12):
         checkpoints.completed += 1
@@ -456,7 +453,7 @@ def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
 def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> int | None:
     """What the watchdog's process does beside a real run, to its end; the exit code."""
     found = sensors(load(run.config), run, watch.alarms, segment=1, host="here", pids=lambda: [job.ranks[0].pid])
-    offset, end, code = 0, time.monotonic() + 90, None
+    offset, end, code = 0, time.monotonic() + PATIENCE, None
     while code is None and time.monotonic() < end:
         code = job.ranks[0].poll()
         for record, behind in read_lines(run.segment(1) / "metrics.jsonl", offset):

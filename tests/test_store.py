@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ def make(store: Store, step: int, *, verified: bool = True, content: bytes = b"w
     for name, data in (("__0_0.distcp", content), (".metadata", b"meta"), (TRAIN_STATE, b"{}"), (CONFIG, b"")):
         (attempt / name).write_bytes(data)
     names = ("__0_0.distcp", ".metadata", TRAIN_STATE, CONFIG)
-    checkpoint = store.commit(attempt, [describe_file(attempt / name) for name in names], {"step": step, **facts})
+    checkpoint = store.commit(attempt, [describe_file(attempt / name) for name in names], records.facts(step, **facts))
     return store.mark_verified(checkpoint) if verified else checkpoint
 
 
@@ -67,9 +68,16 @@ def test_order_is_by_step_not_by_time_or_spelling(store: Store) -> None:
     ("damage", "problem"),
     [
         (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is missing or damaged"),
-        (lambda p: (p / "manifest.json").write_text('{"format": 1}'), "does not list files"),
-        (lambda p: (p / "manifest.json").write_text('{"format": 99, "files": []}'), "format is 99"),
+        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is damaged: it is not JSON"),
+        (lambda p: (p / "manifest.json").write_text('{"format": 1}'), "manifest.json is damaged: step: field required"),
+        (
+            lambda p: (p / "manifest.json").write_text('{"format": 99, "files": []}'),
+            "of a later version: its format is 99",
+        ),
+        (
+            lambda p: shutil.copyfile(p.with_name("step-00000001") / "manifest.json", p / "manifest.json"),
+            "is that of step 1",
+        ),
         (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
         (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda p: (p / "__0_0.distcp").write_bytes(b"we"), "has 2 bytes, the manifest says 7"),

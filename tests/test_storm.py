@@ -55,6 +55,21 @@ def test_an_incident_is_told_when_it_opens_worsens_and_ends(life: Life) -> None:
     assert life.said() == ["open disk/run", "worse disk/run", "resolved disk/run"]
 
 
+def test_what_was_told_is_revised_once_more_is_known(life: Life) -> None:
+    life.alarms.open("hang", CRIT, "no progress: nothing is known yet of n1")
+    life.alarms.open("hang", CRIT, "no progress for longer")
+    life.alarms.open("hang", CRIT, "no progress: rank 8 on n1 is stopped", revised=True)
+    life.alarms.acknowledge("hang", "ada")
+    life.alarms.open("hang", CRIT, "no progress: rank 8 on n1 and rank 16 on n2 are stopped", revised=True)
+    life.storm.muted = True
+    life.alarms.open("hang", CRIT, "no progress: rank 16 on n2 is stopped", revised=True)
+    assert life.said() == ["open hang", "revised hang", "acknowledged hang", "revised hang"]
+    assert [alarm.state for alarm in life.alarms] == ["acknowledged"]
+    life.storm.muted = False
+    life.wait(1000)
+    assert life.said() == ["digest"]
+
+
 def test_a_channel_hears_from_its_severity_on() -> None:
     life = Life(Storm(CRIT))
     life.alarms.open("disk/run", WARN, "two fit")

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from sight import CALM, steps
 
 from tests.endpoint import SECRET, Endpoint
-
-
-def steps(run: Path) -> int:
-    """Steps in the newest segment's record."""
-    found = sorted((run / "segments").glob("*/metrics.jsonl"))
-    return found[-1].read_text().count("\n") if found else 0
 
 
 def heard(endpoint: Endpoint, key: str) -> list[tuple[str, str]]:
@@ -29,27 +22,27 @@ def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
     lab: Any, helpers: Any, endpoint: Endpoint
 ) -> None:
     """Fault matrix 33, 48: delivered once when the endpoint is back; training goes on; the secret is nowhere."""
-    hang = {"soft": "1.5 s", "hard": "120 s"}
-    watchdog = {"enabled": True, "interval": "0.2 s", "hang": hang, "notify": {"webhook": {}}}
+    hang = {"soft": "4 s", "hard": "600 s"}
+    watchdog = {"enabled": True, "interval": "0.2 s", "hang": hang, "pace": CALM, "notify": {"webhook": {}}}
     config = lab.config(train={"duration": "100_000 steps"}, checkpoint={"every": "10_000 steps"}, watchdog=watchdog)
     run = lab.path / "run"
     job = lab.start(config, ranks=2)
     helpers.wait_for(lambda: steps(run) > 30, what="steps")
     job.kill(1, signal.SIGSTOP)
     helpers.wait_for(lambda: helpers.alarms(run, "hang"), what="the alarm")
-    time.sleep(1.5)  # one try and one more have failed
+    helpers.wait_for(lambda: helpers.alarms(run, "notify/webhook"), what="a try that has failed")
     assert list((run / "watchdog/spool/webhook").glob("[0-9]*.json")) and not endpoint.requests
     endpoint.up()
-    helpers.wait_for(lambda: heard(endpoint, "hang"), 20, "the message")
+    helpers.wait_for(lambda: heard(endpoint, "hang"), what="the message")
     job.kill(1, signal.SIGCONT)
-    helpers.wait_for(lambda: len(heard(endpoint, "hang")) > 1, 20, "its end")
+    helpers.wait_for(lambda: len(heard(endpoint, "hang")) > 1, what="its end")
     before = steps(run)
     processes = [psutil.Process(pid) for pid in [*helpers.agents(run), *(rank.pid for rank in job.ranks)]]
     shown = " ".join(part for process in processes for part in process.cmdline())
     helpers.wait_for(lambda: steps(run) > before + 20, what="more steps")
     job.kill(0, signal.SIGTERM)
-    assert job.wait(60) == [75, 75]
-    helpers.wait_for(lambda: not helpers.agents(run), 20, "the end of the agent")
+    assert job.wait() == [75, 75]
+    helpers.wait_for(lambda: not helpers.agents(run), what="the end of the agent")
     assert heard(endpoint, "hang") == [("open", "CRIT"), ("resolved", "CRIT")]
     assert {body["key"] for body in endpoint.bodies()} <= {"hang", "notify/webhook"}
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
@@ -76,11 +69,11 @@ def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers
     )
     run = lab.path / "run"
     job = lab.start(config, ranks=2)
-    told = helpers.wait_for(lambda: helpers.alarms(run, "evaluation/40"), 90, "the alarm")
+    told = helpers.wait_for(lambda: helpers.alarms(run, "evaluation/40"), what="the alarm")
     assert (told[0]["state"], told[0]["severity"]) == ("open", "WARN")
     assert "the evaluation of step 40 (deadlock)" in told[0]["summary"] and "longer than 4s" in told[0]["summary"]
     before = steps(run)
-    helpers.wait_for(lambda: len(helpers.alarms(run, "evaluation/40")) == 2, 60, "its end")
+    helpers.wait_for(lambda: len(helpers.alarms(run, "evaluation/40")) == 2, what="its end")
     assert helpers.alarms(run, "evaluation/40")[1]["state"] == "resolved"
     failed = helpers.journal(run, "eval-failed")
     assert failed[0]["step"] == 40 and "ended after 12s" in failed[0]["text"]
@@ -88,7 +81,7 @@ def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers
     assert dumps.count("most recent call first") == 2
     assert steps(run) > before and not helpers.alarms(run, "hang")
     job.kill(0, signal.SIGTERM)
-    assert job.wait(90) == [75, 75]
+    assert job.wait() == [75, 75]
 
 
 # ---------------------------------------------------------------- numbers

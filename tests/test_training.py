@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from sight import PATIENCE
 
 MESHES = {
     # name: (ranks, overrides)
@@ -83,7 +84,7 @@ def long_config(module_lab: Any) -> Path:
         "long",
         train={"duration": "40 steps"},
         checkpoint={"every": "7 steps"},
-        parallel={"shard": 2, "timeout": "20 s"},
+        parallel={"shard": 2},
     )
     return path
 
@@ -105,12 +106,13 @@ def same_within_rounding(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
 
 
 def test_kill_and_restart_is_bitwise(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Callable[..., list[Path]]
 ) -> None:
     """kill -9 of one rank at random steps, several times; started again, the curve is the uninterrupted one to the bit."""
     rng = random.Random()
     run = module_lab.path / "killed"
     for segment, at in ((1, rng.randrange(8, 20)), (2, rng.randrange(20, 34))):
+        (gate,) = gates(at + 6)
         job = module_lab.start(long_config, f"run.dir={run}", ranks=4)
 
         def there(segment: int = segment, at: int = at, job: Any = job) -> bool:
@@ -120,8 +122,10 @@ def test_kill_and_restart_is_bitwise(
 
         helpers.wait_for(there, what=f"step {at} of segment {segment}")
         job.kill(rng.randrange(4))
+        gate.touch()
         codes = job.wait()
         assert -signal.SIGKILL in codes and 0 not in codes, job.output()
+    gates()
     module_lab.train(long_config, f"run.dir={run}", ranks=4)
     assert curve(helpers.metrics(run)) == curve(uninterrupted)
     resumes = helpers.journal(run, "resume")
@@ -192,10 +196,10 @@ def test_torchrun_restarts_by_itself(module_lab: Any, long_config: Path, helpers
             stdout=out,
             stderr=out,
         )
-    helpers.wait_for(lambda: reached(run, 20, helpers) or torchrun.poll() is not None, 120, "step 20")
+    helpers.wait_for(lambda: reached(run, 20, helpers) or torchrun.poll() is not None, what="step 20")
     status = json.loads((run / "status.json").read_text())
     subprocess.run(["kill", "-9", str(status["pid"])], check=True)
-    assert torchrun.wait(150) == 0, log.read_text()
+    assert torchrun.wait(PATIENCE) == 0, log.read_text()
     assert curve(helpers.metrics(run)) == curve(helpers.metrics(whole))
     assert len(list((run / "segments").iterdir())) == 2
 
@@ -219,7 +223,7 @@ def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
         )
     helpers.wait_for(lambda: reached(run, 8, helpers) or torchrun.poll() is not None, what="step 8")
     assert run_command("fsdp_pretrain.cli", "control", run, "stop").returncode == 0
-    assert torchrun.wait(100) == 1, log.read_text()
+    assert torchrun.wait(PATIENCE) == 1, log.read_text()
     assert "not restarted by torchrun: the run ended on purpose (stopped on request" in log.read_text()
     assert len(list((run / "segments").iterdir())) == 1
     assert json.loads((run / "status.json").read_text())["exit_intent"]["code"] == 75
@@ -245,7 +249,7 @@ def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupt
         )
         for node in range(2)
     ]
-    outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
@@ -278,14 +282,14 @@ def test_two_nodes_over_a_network(
         for prefix, options, extra in two_nodes()
     ]
     if killed:
-        helpers.wait_for(lambda: reached(run, 12, helpers) or agents[0].poll() is not None, 120, "step 12")
+        helpers.wait_for(lambda: reached(run, 12, helpers) or agents[0].poll() is not None, what="step 12")
         hit = next(
             one
             for one in psutil.Process(agents[1].pid).children(recursive=True)
             if one.environ().get("LOCAL_RANK") == "1"
         )
         hit.kill()
-    outputs = [agent.communicate(timeout=200)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
@@ -314,29 +318,43 @@ def test_killed_at_any_instant(
 
 
 def test_stopping_saves_and_says_resume(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, run_command: Callable[..., Any]
+    module_lab: Any,
+    long_config: Path,
+    uninterrupted: list[Any],
+    helpers: Any,
+    run_command: Callable[..., Any],
+    gates: Callable[..., list[Path]],
 ) -> None:
     """SIGTERM to one rank only: all agree, save, exit 75; `control save` and `stop` likewise; nothing is lost."""
     run = module_lab.path / "stopped"
+    (gate,) = gates(12)
     job = module_lab.start(long_config, f"run.dir={run}", ranks=2)
     helpers.wait_for(lambda: reached(run, 9, helpers), what="step 9")
     job.kill(1, signal.SIGTERM)
+    gate.touch()
     assert job.wait() == [75, 75], job.output()
     stopped_at = helpers.metrics(run)[-1]["step"]
     assert (run / f"checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     assert json.loads((run / "status.json").read_text())["exit_intent"]["code"] == 75
     assert json.loads((run / "segments/0001/exit_intent.json").read_text())["code"] == 75
 
+    first, second = gates(22, 29)
     job = module_lab.start(long_config, f"run.dir={run}", ranks=2)
-    helpers.wait_for(lambda: reached(run, stopped_at + 2, helpers), what="the second start")
+    helpers.wait_for(lambda: reached(run, 19, helpers), what="the second start")
     assert run_command("fsdp_pretrain.cli", "control", run, "save").returncode == 0
+    time.sleep(0.5)  # requests are looked for twice a second, so the next step finds it
+    first.touch()
     helpers.wait_for(
-        lambda: any(e["step"] % 7 for e in helpers.journal(run, "checkpoint")[1:]), what="a save on request"
+        lambda: any(stopped_at < e["step"] and e["step"] % 7 for e in helpers.journal(run, "checkpoint")),
+        what="a save on request",
     )
     assert run_command("fsdp_pretrain.cli", "control", run, "stop").returncode == 0
+    time.sleep(0.5)
+    second.touch()
     assert job.wait() == [75, 75], job.output()
     assert "control stop by" in json.loads((run / "status.json").read_text())["exit_intent"]["reason"]
 
+    gates()
     module_lab.train(long_config, f"run.dir={run}", ranks=2)
     same_within_rounding(helpers.metrics(run), uninterrupted)
     assert json.loads((run / "status.json").read_text())["state"] == "complete"

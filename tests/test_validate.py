@@ -254,7 +254,7 @@ def test_command_line(
     wrong = run_command("data.cli", "validate", corpus, "--tokenizer", other)
     assert wrong.returncode == 2 and "ERROR   tokenizer" in wrong.stdout and "remedy:" in wrong.stdout
     nothing = run_command("data.cli", "validate", corpus / "absent")
-    assert nothing.returncode == 78 and "is not there" in nothing.stderr
+    assert nothing.returncode == 78 and "there is no" in nothing.stderr
 
 
 def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpers: Any) -> None:

@@ -160,7 +160,7 @@ def test_what_a_person_sees(trained: Path, steps: list[dict[str, Any]], run_comm
         (11, None, {}, "segment 2 went back to an earlier checkpoint and has not trained it again"),
         (11, None, {}, "look at the replaced step with --segment 1"),
         (3, 2, {}, "segment 2 has no record of step 3; segments that have: 1"),
-        (3, None, {"rank": 2}, "there is no rank 2 of 2"),
+        (3, None, {"rank": 2}, "there is no rank 2: step 3 is split over ranks 0 to 1"),
         (3, None, {"world": 5}, "12 samples, does not split over 5 ranks"),
         (3, None, {"sample": 5}, "step 3 has no sample 5; it has 24 to 35"),
     ],

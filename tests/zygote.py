@@ -2,7 +2,7 @@
 
     python tests/zygote.py IMPORTED ...
 
-Reads one JSON request per line from standard input, `{"module", "arguments", "environment", "out", "err", "exit"}`,
+Reads one JSON request per line from standard input, `{"module", "arguments", "environment", "out", "err", "exit", "cwd"}`,
 answers with the child's pid, and writes the file `exit` with the exit code (negative for a signal) when the child ends.
 Exit codes, outputs, tracebacks and what an interrupt does are those of `python -m`. Saved are importing torch or lm-eval,
 seconds each, and taking the imported modules down again at the end.
@@ -30,6 +30,7 @@ def become(request: dict) -> None:
         opened = os.open(request[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
+    os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
     if "EXECUTE_FIRST" in os.environ:  # of a test: a trap, for example

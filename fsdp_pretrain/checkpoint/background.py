@@ -7,13 +7,19 @@ would meet in the wrong order. At most one save is in flight. What became of it 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..errors import ConfigError
 
 T = TypeVar("T")
+_PAGE = 4096
+"""Bytes from which on a tensor's host memory is pinned."""
 
 
 class Pending(Generic[T]):
@@ -60,19 +66,69 @@ class Pending(Generic[T]):
 
 
 class Stager:
-    """Copies state into host memory, the same memory every time.
+    """Copies state into host memory, the same memory every time: the next copy overwrites the last.
+
+    DCP's `DefaultStager` does not: in torch 2.11 it frees the memory after every copy, and fails at the second.
 
     Args:
         device: where the live state is; from a GPU the copies go to pinned memory.
     """
 
     def __init__(self, device: torch.device) -> None:
-        gpu = device.type == "cuda"
-        options = StagingOptions(
-            use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
-        )
-        self._stager = DefaultStager(options)
+        self._device = device
+        self._copy: dict[str, Any] | None = None
 
+    @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of nested dictionaries of tensors, DTensors among them; complete when this returns."""
-        return cast(dict[str, Any], self._stager.stage(state))
+        """A copy of nested dictionaries of tensors, DTensors among them; complete when this returns.
+
+        Args:
+            state: with the same names, shapes and dtypes every time.
+        """
+        gpu = self._device.type == "cuda"
+        if self._copy is None:
+            self._copy = _empty_copy(state, pinned=gpu)
+        _fill(self._copy, state)
+        if gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._copy
+
+
+def _empty_copy(state: Any, *, pinned: bool) -> Any:
+    """The same tree, its tensors in host memory. DTensors keep their mesh and placements, which DCP reads."""
+    if isinstance(state, dict):
+        return {name: _empty_copy(value, pinned=pinned) for name, value in state.items()}
+    copy = torch.empty_like(_local(state), device="cpu")
+    if pinned and copy.nbytes >= _PAGE:
+        _pin(copy)
+    # Not `DTensor.from_local`, which would move it to the device of the mesh.
+    return DTensor(copy, state._spec, requires_grad=False) if isinstance(state, DTensor) else copy
+
+
+def _pin(tensor: Tensor) -> None:
+    """Pin a tensor's memory until it is freed. (`pin_memory=True` would round its size up to a power of two.)
+
+    Raises ConfigError.
+    """
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+    try:
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, tensor.nbytes, 0)))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot pin host memory for a copy of the state: {error}",
+            effect="checkpoints cannot be made beside training",
+            remedy="set checkpoint.background = false, or give the node more memory",
+        ) from None
+    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+
+
+def _fill(copy: dict[str, Any], state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            _fill(copy[name], value)
+        else:
+            _local(copy[name]).copy_(_local(value), non_blocking=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

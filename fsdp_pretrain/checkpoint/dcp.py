@@ -11,10 +11,10 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,16 +22,24 @@ import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, StorageError, shortened
 from ..mesh import World
 from ..optim import state_by_name
-from ..record.files import replace_file
+from ..record.files import make_directory, replace_file
+from ..record.journal import Kind
 from ..units import human_bytes
 from .digest import StateDigest, state_digest
+from .metadata import StoredTensor, read_metadata, wrong_metadata
 from .space import GiveUp, Need, make_room
 from .store import (
     CONFIG,
@@ -44,8 +52,8 @@ from .store import (
     verify_files,
 )
 
-T = TypeVar("T")
-METADATA = ".metadata"
+Note = tuple[Kind, str]
+"""For the journal: the kind of entry, and a text."""
 _FILES_BESIDE = 8
 """Files of a checkpoint besides one per rank: metadata, manifest, and those that replace them atomically."""
 _CHUNK_OVERHEAD = 2048
@@ -73,6 +81,9 @@ class _HashingFileSystem(FileSystem):
     def __init__(self) -> None:
         self.written: list[FileEntry] = []
 
+    def mkdir(self, path: Any) -> None:
+        make_directory(Path(path))
+
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         if mode != "wb":
@@ -83,7 +94,7 @@ class _HashingFileSystem(FileSystem):
             hashing: Any = _HashingStream(file)
             yield hashing
         name = Path(path).name.removesuffix(".tmp")
-        self.written.append(FileEntry(name, hashing.size, hashing.digest.hexdigest()))
+        self.written.append(FileEntry(name=name, bytes=hashing.size, xxh3=hashing.digest.hexdigest()))
 
 
 class _Delivering(DefaultSavePlanner):
@@ -126,7 +137,7 @@ class Saved:
         seconds: from the beginning of writing to the end of reading back.
         stalled: seconds for which training waited.
         deleted: steps whose checkpoints retention removed afterwards.
-        notes: what else should be told: (kind of entry, text).
+        notes: what else should be told.
     """
 
     checkpoint: Checkpoint
@@ -134,7 +145,7 @@ class Saved:
     seconds: float
     stalled: float = 0.0
     deleted: tuple[int, ...] = ()
-    notes: tuple[tuple[str, str], ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 def save(
@@ -183,14 +194,14 @@ def save(
         _verify_after_save(world, store, checkpoint)
         checkpoint = world.decide(lambda: store.mark_verified(checkpoint))
     size = sum(entry.bytes for entry in files)
-    notes = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
+    notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
     return Saved(checkpoint, size, time.perf_counter() - start, notes=notes)
 
 
 def _begin(store: Store, step: int, need: Need, give_up: GiveUp) -> tuple[Path, list[str]]:
     """Make sure that the checkpoint fits before a byte of it is written."""
     try:
-        store.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(store.directory)
     except OSError as error:
         raise StorageError(f"cannot create {store.directory}: {error.strerror}") from None
     given_up = list(make_room(store.directory, need, give_up))
@@ -207,6 +218,10 @@ def _write(
     files = _HashingFileSystem()
     # DCP holds on to the tensors of a file until it is written: what is fetched gets a file for each.
     writer = FileSystemWriter(attempt, single_file_per_rank=fetch is None, sync_files=True, overwrite=False)
+    if not any(tensor.is_cuda for tensor in _flatten(state).values()):
+        # A copy in host memory. To copy ahead from a GPU, DCP would wait between tensors for all that training has
+        # queued; and for GPU 0 in every process, since that is the current device of a new thread.
+        writer.per_thread_copy_ahead = 0
     delivering = _Delivering(world, fetch) if fetch else None
     writer.fs = files
     failure = None
@@ -221,11 +236,10 @@ def _write(
     outcomes = world.gather((failure, files.written))
     failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
     if failures:
-        free = shutil.disk_usage(attempt.parent).free
-        raise StorageError(
-            f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]} "
-            f"({human_bytes(free)} free)"
-        )
+        free = ""
+        with suppress(OSError):  # the directory may be gone
+            free = f" ({human_bytes(shutil.disk_usage(attempt.parent).free)} free)"
+        raise StorageError(f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]}{free}")
     world.decide(lambda: _check_complete(attempt))
     digest = delivering.digest() if delivering else state_digest(world, _flatten(state))
     return [entry for _, written in outcomes for entry in written], digest
@@ -242,25 +256,9 @@ def _cause(error: BaseException) -> str:
 
 
 def _check_complete(attempt: Path) -> None:
-    """Raise StorageError if DCP reported success with chunks missing. The metadata is read as it was written."""
-    try:
-        missing = _missing_chunks(FileSystemReader(attempt).read_metadata())
-    except Exception as error:  # unpickling damaged bytes raises anything
-        raise StorageError(f"what DCP wrote into {attempt} cannot be read: {_cause(error)}") from None
-    if missing:
-        raise StorageError(f"DCP reported success but left out {len(missing)} chunks, first {missing[0]}")
-
-
-def _missing_chunks(metadata: Metadata) -> list[str]:
-    """Chunks that the metadata promises but no file holds."""
-    held = {(index.fqn, tuple(index.offset) if index.offset is not None else None) for index in metadata.storage_data}
-    promised: set[tuple[str, tuple[int, ...] | None]] = set()
-    for name, item in metadata.state_dict_metadata.items():
-        if isinstance(item, TensorStorageMetadata):
-            promised |= {(name, tuple(chunk.offsets)) for chunk in item.chunks}
-        else:
-            promised.add((name, None))
-    return sorted(name for name, _ in promised - held)
+    """Raise StorageError if DCP reported success with chunks missing."""
+    if wrong := wrong_metadata(attempt):
+        raise StorageError(f"DCP reported success, but in {attempt} {wrong[0]}")
 
 
 def _commit(
@@ -311,7 +309,8 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     """
     entries = world.decide(checkpoint.files)
     mine = [entry for i, entry in enumerate(entries) if (i + world.local_world) % world.size == world.rank]
-    return [text for texts in world.gather(verify_files(checkpoint.path, mine)) for text in texts]
+    wrong = [text for texts in world.gather(verify_files(checkpoint.path, mine)) for text in texts]
+    return wrong or world.decide(lambda: wrong_metadata(checkpoint.path))
 
 
 @dataclass(frozen=True)
@@ -322,6 +321,10 @@ class Loaded:
     digest: str
 
 
+class UnreadableError(CheckpointError):
+    """Loading failed on its way, on all ranks: what was to be filled may hold parts of the checkpoint."""
+
+
 def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loaded:
     """Load a checkpoint, of any mesh, into a model and optimiser. All ranks call it together.
 
@@ -330,13 +333,18 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torc
     If it has no optimiser state (it was imported), the optimiser is left as it is.
 
     Raises:
+        UnreadableError: a tensor cannot be read from its file.
         CheckpointError: tensors are missing, superfluous, or of another shape or dtype, or not what was saved.
     """
-    whole = world.decide(lambda: checkpoint.manifest().get("optimizer", True))
+    whole = world.decide(lambda: checkpoint.manifest().optimizer)
     state = state_dict(model, optimizer if whole else None)
-    world.decide(lambda: _compare(checkpoint, state))
-    dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), process_group=world.host_group)
-    digest, expected = state_digest(world, _flatten(state)), world.decide(checkpoint.manifest)["state_digest"]
+    reader = world.together(lambda: _Reader(checkpoint.path))
+    world.decide(lambda: _compare(checkpoint, reader.tensors, state))
+    try:
+        dcp.load(state, storage_reader=reader, process_group=world.host_group)
+    except CheckpointException as error:  # DCP raises it on every rank
+        raise UnreadableError(f"{checkpoint.path} cannot be read: {_cause(error)}").on_all_ranks() from None
+    digest, expected = state_digest(world, _flatten(state)), world.decide(lambda: checkpoint.manifest().state_digest)
     if digest != expected:
         raise CheckpointError(
             f"{checkpoint.path} gave another state than was saved (digest {digest}, at saving {expected})",
@@ -347,16 +355,14 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torc
     parameters = dict(model.named_parameters())
     for name, values in state.get("optim", {}).items():
         optimizer.state[parameters[name]] = values
-    return Loaded(bool(whole), digest)
+    return Loaded(whole, digest)
 
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Load only the weights, without a process group, into an unsharded model. Raises CheckpointError."""
-    state = {"model": model.state_dict()}
-    _compare(checkpoint, state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group is the point
-        dcp.load(state, storage_reader=FileSystemReader(checkpoint.path), no_dist=True)
+    state, reader = {"model": model.state_dict()}, _Reader(checkpoint.path)
+    _compare(checkpoint, reader.tensors, state)
+    _load_alone(checkpoint, state, reader)
 
 
 class Weights:
@@ -364,57 +370,76 @@ class Weights:
 
     Args:
         checkpoint: whose files were verified.
+        model: what it must be the weights of; on the meta device.
 
     Attributes:
         shapes: of every parameter, by name.
 
     Raises:
-        CheckpointError: its metadata cannot be read.
+        CheckpointError: its metadata cannot be read, or its tensors are not those of the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._reader = checkpoint, _PatientReader(checkpoint.path)
-        items = self._read(self._reader.read_metadata).state_dict_metadata
-        tensors = {
-            name.removeprefix("model."): item
-            for name, item in items.items()
-            if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
-        }
-        self.shapes = {name: tuple(item.size) for name, item in tensors.items()}
-        self._dtypes = {name: item.properties.dtype for name, item in tensors.items()}
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module) -> None:
+        self._checkpoint, self._reader, self._model = checkpoint, _Reader(checkpoint.path), model.state_dict()
+        _compare(checkpoint, self._reader.tensors, {"model": self._model})
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A parameter, whole, in the dtype it is stored in. Raises CheckpointError."""
-        tensor = torch.empty(self.shapes[name], dtype=self._dtypes[name])
-        self._read(lambda: dcp.load({f"model.{name}": tensor}, storage_reader=self._reader, no_dist=True))
+        tensor = torch.empty_like(self._model[name], device="cpu")
+        _load_alone(self._checkpoint, {f"model.{name}": tensor}, self._reader)
         return tensor
 
-    def _read(self, act: Callable[[], T]) -> T:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there is no process group is the point
-                return act()
-        except (CheckpointException, OSError, RuntimeError) as error:
-            raise CheckpointError(
-                f"cannot read {self._checkpoint.path}: {_cause(error)}",
-                remedy="if the run is live, retention may just have deleted it: take a newer one",
-            ) from None
 
+class _Reader(FileSystemReader):
+    """DCP's reader with our way of reading `.metadata`; once, as with thousands of chunks it takes a second.
 
-class _PatientReader(FileSystemReader):
-    """Reads the metadata once: with thousands of chunks it takes a second."""
+    Attributes:
+        tensors: all that the checkpoint holds, by name.
 
-    _metadata: Metadata | None = None
+    Raises:
+        CheckpointError: see `metadata.read_metadata`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.tensors = read_metadata(path)
+        self._metadata = Metadata(
+            state_dict_metadata={
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                    torch.Size(tensor.shape),
+                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
+                )
+                for name, tensor in self.tensors.items()
+            },
+            storage_data={
+                MetadataIndex(name, chunk.offsets): _StorageInfo(chunk.file, chunk.start, chunk.length)
+                for name, tensor in self.tensors.items()
+                for chunk in tensor.chunks
+            },
+        )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
+        """What DCP asks for, instead of its unpickling of the file."""
         return self._metadata
 
 
-def _compare(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+def _load_alone(checkpoint: Checkpoint, state: dict[str, Any], reader: _Reader) -> None:
+    """Fill tensors without a process group. Raises CheckpointError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group is the point
+            dcp.load(state, storage_reader=reader, no_dist=True)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"cannot read {checkpoint.path}: {_cause(error)}",
+            remedy="if the run is live, retention may just have deleted it: take a newer one",
+        ) from None
+
+
+def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dict[str, Any]) -> None:
     """DCP ignores keys nobody asks for and casts dtypes silently: compare names, shapes and dtypes first."""
-    stored = FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
     wanted = _flatten(state)
     prefixes = tuple(f"{key}." for key in state)
     problems = [f"{name} is missing in the checkpoint" for name in sorted(set(wanted) - set(stored))]
@@ -422,18 +447,11 @@ def _compare(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         f"{name} is not in the model" for name in sorted(set(stored) - set(wanted)) if name.startswith(prefixes)
     ]
     for name in sorted(set(wanted) & set(stored)):
-        item, tensor = stored[name], wanted[name]
-        if (
-            not isinstance(item, TensorStorageMetadata)
-            or item.size != tensor.shape
-            or item.properties.dtype != tensor.dtype
-        ):
-            held = (
-                f"{tuple(item.size)} {item.properties.dtype}"
-                if isinstance(item, TensorStorageMetadata)
-                else "no tensor"
+        held, asked = (stored[name].shape, getattr(torch, stored[name].dtype)), (wanted[name].shape, wanted[name].dtype)
+        if held != asked:
+            problems.append(
+                f"{name} is {held[0]} {held[1]} in the checkpoint, {tuple(asked[0])} {asked[1]} in the model"
             )
-            problems.append(f"{name} is {held} in the checkpoint, {tuple(tensor.shape)} {tensor.dtype} in the model")
     if problems:
         raise CheckpointError(
             f"{checkpoint.path} does not fit this model:\n    " + shortened(problems),
@@ -451,4 +469,4 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, torch.Tensor | DTensor]:
     }
 
 
-__all__ = ["Saved", "Weights", "load", "load_model", "save", "state_dict", "verify"]
+__all__ = ["Saved", "UnreadableError", "Weights", "load", "load_model", "save", "state_dict", "verify"]

@@ -6,27 +6,27 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from data.opening import open_packer
 
 from .. import __version__, models
-from ..config import Config, load
-from ..errors import CheckpointError, ConfigError, DataError, StorageError, shortened
-from ..model_sections import AnyModel
+from ..changes import load_compatible
+from ..config import Config
+from ..errors import CheckpointError, ConfigError, DataError, StorageError
 from ..record.files import RunDir
 from ..units import human_bytes
 from . import dcp
-from .hf_layout import Weight, is_computed, read_model, to_hf, weights, without_base
+from .hf_folder import INDEX, Folder
+from .hf_layout import Weight, read_model, to_hf, weights
 from .importing import Imported, begin, refuse_another_model, refuse_begun
 from .store import CONFIG, Checkpoint, sync_directory, verify_files
 from .stores import stores
@@ -34,7 +34,6 @@ from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _SAFE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
-_INDEX = "model.safetensors.index.json"
 
 
 # ------------------------------------------------------------------------ out
@@ -84,13 +83,13 @@ def export_checkpoint(
     if out.exists():
         raise ConfigError(f"{out} exists", remedy="name a folder that does not; nothing is overwritten")
     checkpoint = stores(run).find(step)
-    config = load(checkpoint.path / CONFIG)
+    config = load_compatible(checkpoint.path / CONFIG)
     tokenizer = find_tokenizer(checkpoint, config, tokenizer_path)
     type_name = str(DTYPES[dtype]).removeprefix("torch.")
     length = config.data.sequence_length
     content = to_hf(config.model, sequence_length=length, eod=tokenizer.eod, dtype=type_name)
     _verify(checkpoint)
-    stored = dcp.Weights(checkpoint)
+    stored = dcp.Weights(checkpoint, models.build(config.model))
     pieces = [_piece(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)]
     files = _deal(pieces, shard_bytes)
     facts = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
@@ -170,7 +169,7 @@ def _write_weights(
             _write_file(folder / name, group, stored, dtype, facts, bar)
     if len(files) > 1:
         where = {piece.weight.theirs: name for name, group in files for piece in group}
-        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
 def _write_file(
@@ -211,117 +210,35 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------- in
 
 
-def import_folder(run: RunDir, folder: Path, config: Config) -> Imported:
+def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[str] = ()) -> Imported:
     """Make the checkpoint of step 0 of a new run from a Hugging Face folder: fp32 weights, no optimiser state.
 
     Args:
         run: its directory, new or empty.
         folder: `config.json` and safetensors.
         config: of the run; its model must be that of the folder.
+        accept: keys of `ACCEPTABLE` that a person vouches for.
 
     Raises:
         ConfigError: the configuration is for another model or another run, or the run has begun.
-        DataError: the folder is incomplete, or its tokenizer is not that of the corpora.
+        DataError: the folder is incomplete, contradicts itself or has values that are not finite, or its tokenizer is
+            not that of the corpora.
         StorageError: the checkpoint cannot be written.
     """
     refuse_begun(run, config)
     theirs = read_model(folder)
     refuse_another_model(folder, theirs, config.model)
-    source = _Folder(folder, theirs, config.model)
+    source = Folder(folder, theirs, config.model)
     packer = open_packer(config)
-    said = compare_with_folder(next(iter(packer.corpora.values())).tokenizer(), folder)
+    tokenizer = next(iter(packer.corpora.values())).tokenizer()
+    said = compare_with_folder(tokenizer, folder, accept="tokenizer" in accept)
+    if not source.head_is_table():
+        if "tied-head" not in accept:
+            raise DataError(
+                f"{folder}: config.json ties the output matrix to the embedding table, but lm_head.weight is another",
+                effect="it would be left out. transformers 5 computes with it, transformers 4 without: one is wrong",
+                remedy='if lm_head.weight counts, set "tie_word_embeddings": false in config.json and model.tied_head '
+                "= false here; if the table does, add --accept tied-head",
+            )
+        said += "; its lm_head.weight, which is not the embedding table, was left out (--accept tied-head)"
     return begin(run, config, packer, source, folder, said)
-
-
-class _Folder:
-    """The weights of a folder under our names.
-
-    Args:
-        folder: with safetensors.
-        theirs, ours: the model as the folder and as the configuration has it; they differ at most in rows.
-
-    Attributes:
-        parameters: fp32 tensors on the meta device, by our names.
-        padded: rows of the embedding table that the folder does not have.
-
-    Raises:
-        DataError: tensors are missing, unknown, or of another shape or kind.
-    """
-
-    def __init__(self, folder: Path, theirs: AnyModel, ours: AnyModel) -> None:
-        self.parameters: dict[str, Tensor] = models.build(ours).state_dict()
-        self.padded = ours.rows - theirs.rows
-        self._rows = theirs.rows
-        files = _tensors(folder)
-        bare = {without_base(name): name for name in files}
-        table = weights(ours, list(self.parameters))
-        found = {weight.theirs: bare.get(without_base(weight.theirs)) for weight in table}
-        problems = [f"{name} is missing" for name, there in found.items() if there is None]
-        tied = {"lm_head.weight"} if ours.tied_head else set()  # some writers store the table twice
-        known = {*found.values(), *tied}
-        problems += [f"{name} is unknown" for name in files if name not in known and not is_computed(name)]
-        self._places: dict[str, tuple[Path, str, Weight, int]] = {}
-        for weight in table:
-            name = found[weight.theirs]
-            if name is None:
-                continue
-            path, shape, kind = files[name]
-            wanted = self._wanted(weight)
-            if shape != wanted or kind not in ("F64", "F32", "F16", "BF16"):
-                problems.append(f"{name} is {kind} {list(shape)}, it should be {list(wanted)} in F32, F16 or BF16")
-            for number, parameter in enumerate(weight.ours):
-                self._places[parameter] = (path, name, weight, number)
-        if problems:
-            raise DataError(f"the tensors of {folder} do not fit its config.json:\n    " + shortened(problems))
-
-    def _is_padded(self, name: str) -> bool:
-        return self.padded > 0 and name in ("embedding.weight", "head.weight")
-
-    def _wanted(self, weight: Weight) -> tuple[int, ...]:
-        shapes = [tuple(self.parameters[name].shape) for name in weight.ours]
-        rows = self._rows if self._is_padded(weight.ours[0]) else sum(shape[0] for shape in shapes)
-        shape = (rows, *shapes[0][1:])
-        return shape[::-1] if weight.transposed else shape
-
-    def read(self, name: str) -> Tensor:
-        """A parameter, in fp32 and in memory of its own, with the rows of the folder. Raises OSError."""
-        path, stored, weight, number = self._places[name]
-        height = self.parameters[name].shape[0]
-        part = slice(number * height, (number + 1) * height)
-        with safe_open(path, "pt") as file:  # opened anew for each, so that nothing stays mapped
-            view = file.get_slice(stored)
-            tensor: Tensor = (view[:, part].T if weight.transposed else view[part]).float().contiguous()
-        return tensor
-
-
-def _tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
-    """Every tensor of a folder: its file, shape and kind (`F32`, ...). Raises DataError."""
-    try:
-        names = {"model.safetensors"}
-        if (folder / _INDEX).is_file():
-            names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        paths = [folder / Path(name).name for name in sorted(names)]
-        missing = [path for path in paths if not path.is_file()]
-        if missing:
-            raise _no_weights(folder, missing[0])
-        found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
-        for path in paths:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    view = file.get_slice(name)
-                    found[name] = (path, tuple(view.get_shape()), view.get_dtype())
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        raise DataError(f"cannot read the weights of {folder}: {error}") from None
-    return found
-
-
-def _no_weights(folder: Path, missing: Path) -> DataError:
-    pickles = sorted(folder.glob("*.bin"))
-    if pickles:
-        return DataError(
-            f"{folder} has its weights in {pickles[0].name}, a pickle",
-            effect="opening it can run any program",
-            remedy="convert it where you trust it: "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)",
-        )
-    return DataError(f"{missing} is missing")

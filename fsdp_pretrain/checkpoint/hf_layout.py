@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+import reprlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ConfigError, DataError
 from ..model_sections import AnyModel, GLMModel, GPTModel, LlamaModel, Model, RopeScaling
+from ..units import human_bytes
 
 GLM_TYPE = "fsdp-pretrain-glm"
+ACCEPTABLE = {
+    "tokenizer": "the folder has no tokenizer that can be compared with that of the corpora",
+    "tied-head": "lm_head.weight is not the embedding table, which config.json says it is, and is left out",
+}
+"""What an import refuses unless a person vouches for it."""
+JSON_BYTES = 4 * 2**20
+"""Largest JSON that is read; models have some 100 bytes per tensor. Parsed, it can take 45 times as much memory."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +239,21 @@ def _rope_to_hf(model: LlamaModel) -> dict[str, Any]:
     }
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a folder. Raises DataError."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(JSON_BYTES + 1)
+        if len(text) > JSON_BYTES:
+            raise ValueError(f"it is larger than {human_bytes(JSON_BYTES)}")
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    return content
+
+
 def read_model(folder: Path) -> AnyModel:
     """The `[model]` section for a folder.
 
@@ -238,11 +262,7 @@ def read_model(folder: Path) -> AnyModel:
         ConfigError: this trainer has no such model.
     """
     path = folder / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
-    return from_hf(content, str(path))
+    return from_hf(read_json_object(path), str(path))
 
 
 def from_hf(content: dict[str, Any], where: str) -> AnyModel:
@@ -255,25 +275,44 @@ def from_hf(content: dict[str, Any], where: str) -> AnyModel:
     Raises:
         ConfigError: it describes a model that we do not have; everything that does not fit is listed.
     """
-    kind, problems = content.get("model_type"), []
+    kind, problems, values, theirs = content.get("model_type"), list[str](), None, dict[str, str]()
     if content.get("quantization_config"):
         problems.append("quantization_config: quantised weights cannot be trained")
+    if content.get("transformers_weights"):
+        problems.append("transformers_weights: the weights are in a file of another name")
     if kind == "llama":
-        values = _llama_from_hf(content, problems)
+        values, theirs = _llama_from_hf(content, problems), {ours: key for ours, key, _ in _LLAMA_KEYS}
     elif kind == "gpt2":
-        values = _gpt2_from_hf(content, problems)
+        values, theirs = _gpt2_from_hf(content, problems), {ours: key for ours, key, _ in _GPT2_KEYS}
     elif kind == GLM_TYPE:
         values = content.get("model") or {}
     else:
-        problems.append(f"model_type = {kind!r}; known are llama, gpt2 and {GLM_TYPE}")
-    if not problems:
+        problems.append(f"model_type = {reprlib.repr(kind)}; known are llama, gpt2 and {GLM_TYPE}")
+    model: AnyModel | None = None
+    if values is not None:
         try:
-            adapter: TypeAdapter[AnyModel] = TypeAdapter(Model)
-            return adapter.validate_python(values)
+            model = TypeAdapter[AnyModel](Model).validate_python(values)
         except ValidationError as error:
             for item in error.errors(include_url=False):
-                problems.append(f"{'.'.join(str(key) for key in item['loc'][1:])}: {item['msg']}".removeprefix(": "))
-    raise ConfigError(f"{where} describes a model that this trainer does not have:\n    " + "\n    ".join(problems))
+                key = ".".join(theirs.get(str(part), str(part)) for part in item["loc"][1:])
+                problems.append(f"{key} = {reprlib.repr(item['input'])}: {item['msg']}" if key else item["msg"])
+    if model is not None and kind != GLM_TYPE:
+        problems += _not_numbers(values or {}, theirs)
+    head_dim = content.get("head_dim")
+    if isinstance(model, LlamaModel) and head_dim not in (None, model.head_dim):
+        problems.append(f"head_dim = {reprlib.repr(head_dim)}; ours is hidden_size / num_attention_heads")
+    if problems or model is None:
+        raise ConfigError(f"{where} describes a model that this trainer does not have:\n    " + "\n    ".join(problems))
+    return model
+
+
+def _not_numbers(values: dict[str, Any], theirs: dict[str, str]) -> Iterator[str]:
+    """Texts and truth values where numbers belong: a configuration file may have some of them, `config.json` not."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _not_numbers(value, theirs)
+        elif isinstance(value, str | bool) and key not in ("family", "kind", "tied_head"):
+            yield f"{theirs.get(key, key)} = {reprlib.repr(value)}: not a number"
 
 
 def _values(
@@ -285,16 +324,16 @@ def _values(
     for key, allowed in fixed:
         value = content.get(key, allowed[0])
         if value not in allowed:
-            problems.append(f"{key} = {value!r}; ours is {allowed[0]!r}")
+            problems.append(f"{key} = {reprlib.repr(value)}; ours is {allowed[0]!r}")
     return {ours: content.get(theirs, default) for ours, theirs, default in keys}
 
 
 def _llama_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     values = _values(content, _LLAMA_KEYS, _LLAMA_FIXED, problems)
-    head_dim = content.get("head_dim")
-    if head_dim is not None and head_dim * values["heads"] != values["hidden"]:
-        problems.append(f"head_dim = {head_dim}; ours is hidden_size / num_attention_heads")
-    rope = (content.get("rope_scaling") or content.get("rope_parameters") or {}) | {}
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        problems.append(f"rope_parameters = {reprlib.repr(rope)}: not a JSON object")
+        rope = {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", content.get("partial_rotary_factor")) not in (None, 1, 1.0):
         problems.append("partial_rotary_factor: ours rotates whole heads")
@@ -302,7 +341,7 @@ def _llama_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, An
     if kind in ("linear", "llama3"):
         scaling = {"kind": kind, "factor": rope.get("factor")}
     elif kind != "default":
-        problems.append(f"rope_type = {kind!r}; ours are default, linear and llama3")
+        problems.append(f"rope_type = {reprlib.repr(kind)}; ours are default, linear and llama3")
     if scaling is not None and kind == "llama3":
         scaling |= {
             "low_frequency": rope.get("low_freq_factor"),

@@ -1,21 +1,42 @@
 """`checkpoint.on_commit`: a command for every new checkpoint, for copies to other storage. No torch.
 
 The command runs beside training, in a session of its own: nothing waits for it, and its failure is a line in the
-journal. While it runs, its checkpoint is not deleted.
+journal. While it runs, its checkpoint is not deleted. It gets the path as a parameter: as a part of its text, a shell
+could take what the path says for a command.
 """
 
 from __future__ import annotations
 
-import shlex
+import os
+import re
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import Config
+from ..errors import ConfigError
 from ..record.recorder import Recorder
 from ..units import human_time
 
 _AT_ONCE = 4
+_UNSAFE = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
+"""What a shell may take for more than a character of a name."""
+
+
+def refuse_path_in_text(config: Config) -> None:
+    """Raise ConfigError if `{path}` in the command would become text that a shell may not take for a path.
+
+    No way to quote it is right everywhere: the user's own quotes may stand around it.
+    """
+    places = (config.run.dir, config.checkpoint.fallback_dir)
+    odd = [str(place) for place in places if place is not None and _UNSAFE.search(str(place))]
+    if odd and "{path}" in (config.checkpoint.on_commit or ""):
+        raise ConfigError(
+            f"checkpoint.on_commit has {{path}}, which would become a path below {odd[0]!r}",
+            effect="the shell would split that path, or run a part of it as a command",
+            remedy='write "$1" instead of {path}, with the double quotes: it is the path of the checkpoint',
+        )
 
 
 @dataclass
@@ -29,7 +50,8 @@ class CommitHook:
     """Runs the command of one run.
 
     Args:
-        command: shell command; `{path}` and `{step}` are replaced.
+        command: shell command, with the checkpoint's path as `$1` and its step as `$2`. Older configurations have
+            `{path}` and `{step}`, which are replaced; see `refuse_path_in_text`.
         log: file that collects what the commands print.
         recorder: where beginnings and failures are told.
     """
@@ -50,11 +72,16 @@ class CommitHook:
                 step=step,
             )
             return
-        command = self._command.replace("{path}", shlex.quote(str(path))).replace("{step}", str(step))
+        command = self._command.replace("{path}", str(path)).replace("{step}", str(step))
         try:
             with self._log.open("ab") as log:
                 process = subprocess.Popen(
-                    command, shell=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    ["/bin/sh", "-c", command, "on_commit", str(path), str(step)],
+                    env={**os.environ, "CHECKPOINT_PATH": str(path), "CHECKPOINT_STEP": str(step)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
         except OSError as error:
             self._recorder.event("on-commit-failed", f"step {step}: {error}", step=step)

@@ -15,13 +15,13 @@ from data.opening import open_packer
 from data.packer import Packer
 
 from .. import __version__, models
-from ..changes import differences
-from ..config import Config, load
+from ..changes import differences, load_compatible
+from ..config import Config
 from ..errors import CheckpointError, ConfigError, DataError, shortened
 from ..mesh import Alone
 from ..model_sections import AnyModel
+from ..record import journal, run_id
 from ..record.files import RunDir
-from ..record.journal import Journal
 from ..state import TrainState, identity
 from . import dcp
 from .hf_layout import function
@@ -42,7 +42,10 @@ class Source(Protocol):
     padded: int
 
     def read(self, name: str) -> Tensor:
-        """A parameter in fp32, with the rows that the source has. Raises OSError, CheckpointError."""
+        """A parameter in fp32, with the rows that the source has. Raises DataError, CheckpointError."""
+
+    def called(self, name: str) -> str:
+        """What the source calls a parameter."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,12 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
         said: what is known of its tokenizer.
 
     Raises:
+        DataError: weights are not finite.
         StorageError: the checkpoint cannot be written.
     """
+    _refuse_not_finite(source, where)
+    known = run_id.give(run.path)
+    run_id.give(run.checkpoints, known)
     state = TrainState()
     shape = {"size": 1, "replicas": 1, "shards": 1}
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
@@ -131,10 +138,20 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
     text = f"weights of {where.resolve()}; {said}"
     if source.padded:
         text += f"; {source.padded} rows of the embedding table are the mean of the others"
-    journal = Journal(run)
-    journal.write("import", text, step=0, folder=str(where.resolve()), padded=source.padded)
-    journal.close()
+    journal.tell(run, "import", text, step=0, folder=str(where.resolve()), padded=source.padded)
     return Imported(saved, source.padded, said)
+
+
+def _refuse_not_finite(source: Source, where: Path) -> None:
+    """Raise DataError, naming all tensors with NaN or infinite values; everything is read for it."""
+    bar = tqdm(source.parameters, desc="checking values", unit="tensors", delay=2, disable=None)
+    wrong = sorted({source.called(name) for name in bar if not source.read(name).isfinite().all()})
+    if wrong:
+        raise DataError(
+            f"{where} has tensors with values that are NaN, or infinite in fp32:\n    " + shortened(wrong),
+            effect="every loss of a training from them would be NaN",
+            remedy="take the weights from before they were damaged",
+        )
 
 
 # ------------------------------------------------------------------------ another run's checkpoint
@@ -161,10 +178,10 @@ def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
     checkpoint = next((item for item in Store(path.resolve().parent).scan() if item.path.name == path.name), None)
     if checkpoint is None or checkpoint.problem:
         raise CheckpointError(f"{path} is no whole checkpoint: {checkpoint.problem if checkpoint else 'its name'}")
-    theirs = load(path / CONFIG).model
+    theirs = load_compatible(path / CONFIG).model
     refuse_another_model(path, theirs, config.model)
     packer = open_packer(config)
-    known = checkpoint.train_state()["identity"]["tokenizer"]["fingerprint"]
+    known = checkpoint.train_state().identity["tokenizer"]["fingerprint"]
     if known != packer.tokenizer.fingerprint:
         raise DataError(
             f"{path} was trained with another tokenizer than that of the corpora (fingerprint differs)",
@@ -184,17 +201,12 @@ class _Checkpoint:
     def __init__(self, checkpoint: Checkpoint, theirs: AnyModel, ours: AnyModel) -> None:
         self.parameters: dict[str, Tensor] = models.build(ours).state_dict()
         self.padded = ours.rows - theirs.rows
-        self._stored = dcp.Weights(checkpoint)
-        wanted = {name: tuple(tensor.shape) for name, tensor in models.build(theirs).state_dict().items()}
-        problems = [
-            f"{name}: {self._stored.shapes.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in "
-            "the model"
-            for name in sorted({*wanted, *self._stored.shapes})
-            if wanted.get(name) != self._stored.shapes.get(name)
-        ]
-        if problems:
-            raise CheckpointError(f"{checkpoint.path} does not fit its model:\n    " + shortened(problems))
+        self._stored = dcp.Weights(checkpoint, models.build(theirs))
 
     def read(self, name: str) -> Tensor:
         """A parameter in fp32, with the rows that the checkpoint has. Raises CheckpointError."""
         return self._stored[name].float()
+
+    def called(self, name: str) -> str:
+        """The name: it is the same."""
+        return name

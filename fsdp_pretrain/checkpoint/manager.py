@@ -17,7 +17,7 @@ from ..state import TrainState
 from . import dcp
 from .background import Pending, Stager
 from .space import Ballast, GiveUp
-from .store import Checkpoint, Store
+from .store import Checkpoint, Manifest, Store
 from .stores import fallback, newest_clean, stores
 from .subject import Subject
 
@@ -28,8 +28,8 @@ class Manager:
     Args:
         subject: what is saved.
         segment: number of this start.
-        guard: raises BusyError when this job does not hold the run any more; asked before a save begins and before
-            it is committed.
+        guard: raises BusyError when this job does not hold the run any more, RunGoneError when the run directory is
+            gone; asked on every rank before a save begins, and on rank 0 before it is committed.
         protected: steps that retention must spare for now (pending evaluations).
         suspicion: why what is saved now should not be gone back to, or None; see `Health.suspicion`.
         clean_until: steps before which retention keeps a checkpoint that is not suspect; see `Health.clean_until`.
@@ -58,16 +58,20 @@ class Manager:
         """Write, commit and verify a checkpoint, then apply the retention policy.
 
         Raises:
-            StorageError: on every rank; BusyError if another job took the run over.
+            StorageError: on every rank; BusyError if another job took the run over; RunGoneError.
         """
-        self._world.decide(self._guard)
+        self._world.together(self._guard)
         tensors = dcp.state_dict(self._model, self._optimizer)
         return self._save(self._world, state, final, tensors, self._suspicion())
 
     def begin(self, state: TrainState) -> Pending[dcp.Saved]:
-        """Copy the state, and do the same as `save` in the background; training may go on when this returns."""
-        self._world.decide(self._guard)
-        tensors = self._stager.copy(dcp.state_dict(self._model, self._optimizer))
+        """Copy the state, and do the same as `save` in the background; training may go on when this returns.
+
+        Raises:
+            ConfigError: on every rank, if host memory for the copy cannot be had on any.
+        """
+        self._world.together(self._guard)
+        tensors = self._world.together(lambda: self._stager.copy(dcp.state_dict(self._model, self._optimizer)))
         world, suspicion = self._world.on(self._writers), self._suspicion()
         return Pending(lambda: self._save(world, state, False, tensors, suspicion))
 
@@ -83,19 +87,9 @@ class Manager:
         self, world: World, state: TrainState, final: bool, tensors: dict[str, Any], suspicion: str | None
     ) -> dcp.Saved:
         config = self._config
-        shape = {"size": world.size, "replicas": world.replicas, "shards": world.shards}
-        facts = {
-            "run": config.run.name,
-            "segment": self._segment,
-            **vars(state),
-            "tokens": state.consumed * config.data.sequence_length,
-            "final": final,
-            **({} if suspicion is None else {"suspect": suspicion}),
-            "world": shape,
-            "torch": torch.__version__,
-            "fsdp_pretrain": __version__,
-        }
-        content = state.to_json(identity=self._identity, tokens=facts["tokens"], world=shape)
+        facts = manifest_facts(config, world, state, segment=self._segment, final=final)
+        facts |= {} if suspicion is None else {"suspect": suspicion}
+        content = state.to_json(identity=self._identity, tokens=facts["tokens"], world=facts["world"])
 
         def save(store: Store, give_up: GiveUp) -> dcp.Saved:
             world.decide(store.sweep)  # of an attempt whose writers did not end together
@@ -118,7 +112,10 @@ class Manager:
             if self._fallback is None:
                 raise
             saved = save(self._fallback, [])
-            note = ("checkpoint-fallback", f"{saved.checkpoint.path} instead of the run directory: {error.cause}")
+            note: dcp.Note = (
+                "checkpoint-fallback",
+                f"{saved.checkpoint.path} instead of the run directory: {error.cause}",
+            )
             saved = replace(saved, notes=(note, *saved.notes))
         return self._tidy(saved) if world.is_main else saved
 
@@ -130,7 +127,7 @@ class Manager:
                 Ballast(self._store.directory).take(saved.bytes)
             return replace(saved, deleted=self._retain(policy.keep_last))
         except (OSError, UserError) as error:
-            note = ("checkpoint-room", f"old checkpoints could not be deleted: {error}")
+            note: dcp.Note = ("checkpoint-room", f"old checkpoints could not be deleted: {error}")
             return replace(saved, notes=(*saved.notes, note))
 
     def _sacrifices(self) -> GiveUp:
@@ -156,16 +153,32 @@ class Manager:
         return tuple(item.step for item in deleted)
 
 
-def kept_for_ever(config: Config, facts: dict[str, Any]) -> bool:
+def kept_for_ever(config: Config, manifest: Manifest) -> bool:
     """Whether a checkpoint stays however many newer ones there are: a final one, or one named by `keep_every`.
 
     Args:
         config: the run.
-        facts: its manifest.
+        manifest: of the checkpoint.
     """
-    before, after = facts["consumed"] - facts["batch"], facts["consumed"]
+    before, after = manifest.consumed - manifest.batch, manifest.consumed
     due = (
-        config.schedule.due(every, step=facts["step"], before=before, after=after)
+        config.schedule.due(every, step=manifest.step, before=before, after=after)
         for every in config.checkpoint.kept_intervals
     )
-    return bool(facts.get("final")) or any(due)
+    return manifest.final or any(due)
+
+
+def manifest_facts(
+    config: Config, world: World, state: TrainState, *, segment: int | None, final: bool = False
+) -> dict[str, Any]:
+    """What the manifest says of a checkpoint besides its files, see `store.Manifest`."""
+    return {
+        "run": config.run.name,
+        "segment": segment,
+        **vars(state),
+        "tokens": state.consumed * config.data.sequence_length,
+        "final": final,
+        "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
+        "torch": torch.__version__,
+        "fsdp_pretrain": __version__,
+    }

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from ..changes import DECLARED, changes, differences, refuse, undeclared
-from ..config import load
+from ..changes import DECLARED, changes, differences, load_recorded, refuse, refuse_unknown, undeclared
 from ..errors import CheckpointError, ConfigError, Exit, StorageError
 from ..parallel import compute_dtype
 from ..record import lineage
+from ..record.environment import WorldShape
 from ..record.metrics import left_behind
 from ..record.recorder import Recorder
 from ..state import TrainState, forbidden
 from ..units import human_count
 from . import dcp
-from .store import CONFIG, Checkpoint, Store
+from .store import CONFIG, Checkpoint, SavedState, Store
 from .stores import stores
 from .subject import Subject
 
@@ -28,7 +27,7 @@ class Terms:
     """What the person who starts a run allows.
 
     Attributes:
-        fresh: step 0 although there are (only invalid) checkpoints.
+        fresh: step 0 although there are (only invalid) checkpoints, or the record says that there were some.
         changes: keys and tables of the configuration that may differ though that changes what is learned.
         reset_optimizer: step of the checkpoint from which on the optimiser begins anew.
         reason: why this start differs from the last, for the chronicle.
@@ -47,11 +46,13 @@ class Resumed:
     Attributes:
         state: the counters.
         parent: the segment that wrote the checkpoint; None: no segment did.
+        checkpoint: step of the checkpoint that was loaded; None: none was.
         whole: all is as it was, so the steps that follow are those that followed before.
     """
 
     state: TrainState
     parent: int | None = None
+    checkpoint: int | None = None
     whole: bool = True
 
 
@@ -81,20 +82,27 @@ class Resume:
         found = world.decide(lambda: stores(self._run))
         world.decide(found.sweep)
         passed_over: list[str] = []
+        partly = False
         for checkpoint in reversed(world.decide(found.scan)):
             problem = checkpoint.problem or world.decide(partial(self._set_aside, checkpoint))
             problem = problem or next(iter(dcp.verify(world, checkpoint)), None)
             if problem is None:
-                return self._load(checkpoint, passed_over)
+                try:
+                    return self._load(checkpoint, passed_over)
+                except dcp.UnreadableError as unreadable:
+                    problem, partly = unreadable.cause, True
+                    self._optimizer.state.clear()  # the one before may hold weights alone
             text = f"{checkpoint.path.name}: {problem}"
             passed_over.append(text)
             self._recorder.event("checkpoint-rejected", f"passed over {text}", step=checkpoint.step)
-        if passed_over and not self._terms.fresh:
+        if passed_over and (partly or not self._terms.fresh):  # a fresh start needs the initial values, untouched
             error = CheckpointError(
                 f"{found.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
                 + "\n    ".join(passed_over),
                 effect="starting again from step 0 would throw the run away without a word",
-                remedy="restore a checkpoint, or pass --allow-fresh to begin again in this directory",
+                remedy="move those that cannot be read out of the directory, then start again with --allow-fresh"
+                if partly and self._terms.fresh
+                else "restore a checkpoint, or pass --allow-fresh to begin again in this directory",
             )
             error.exit = Exit.NEEDS_PERSON
             raise error.on_all_ranks()
@@ -103,9 +111,9 @@ class Resume:
 
     def _set_aside(self, checkpoint: Checkpoint) -> str | None:
         """Move a checkpoint aside if a rollback left its line while its storage was away; why it was."""
-        segment = checkpoint.manifest().get("segment")
+        segment = checkpoint.manifest().segment
         known = lineage.nodes(self._run)
-        left = None if segment is None else lineage.left_by_rollback(known, segment, checkpoint.step)
+        left = None if segment is None else lineage.left_on_purpose(known, segment, checkpoint.step)
         if left is None:
             return None
         try:
@@ -117,18 +125,18 @@ class Resume:
     def _load(self, checkpoint: Checkpoint, passed_over: list[str]) -> Resumed:
         world, content = self._world, self._world.decide(checkpoint.train_state)
         changed, declared = world.decide(partial(self._judge, checkpoint, content))
-        reset = self._judge_reset(content["step"])
+        reset = self._judge_reset(content.step)
         loaded = dcp.load(world, checkpoint, self._model, self._optimizer)
         if reset:  # loaded nevertheless, so that the digest of the whole could be compared
             self._optimizer.state.clear()
         if not checkpoint.verified:
             world.decide(lambda: Store(checkpoint.path.parent).mark_verified(checkpoint))
-        state = TrainState.from_json(content)
+        state = TrainState.of(content)
         parts = [
             f"from {checkpoint.path if checkpoint.path.parent != self._run.checkpoints else checkpoint.path.name}, "
             f"{state.consumed:_} samples consumed",
             *self._restored(state, loaded.optimizer, reset),
-            self._mesh(content["world"]),
+            self._mesh(content.world),
             f"state digest {loaded.digest} as saved",
         ]
         length = self._config.data.sequence_length
@@ -145,7 +153,7 @@ class Resume:
             optimizer=loaded.optimizer and not reset,
             loss_scale=state.loss_scale,
             state_digest=loaded.digest,
-            world={"from": content["world"], "to": self._shape()},
+            world={"from": content.world.model_dump(), "to": self._shape()},
             changed=changed,
             declared=declared,
             passed_over=passed_over,
@@ -153,26 +161,30 @@ class Resume:
         )
         self._recorder.status(checkpoint={"step": state.step, "consumed": state.consumed, "verified": True})
         whole = loaded.optimizer and not reset
-        return Resumed(state, world.decide(checkpoint.manifest).get("segment"), whole)
+        return Resumed(state, world.decide(lambda: checkpoint.manifest().segment), state.step, whole)
 
     # ------------------------------------------------------------------ may it go on?
 
-    def _judge(self, checkpoint: Checkpoint, content: dict[str, Any]) -> tuple[list[str], list[str]]:
+    def _judge(self, checkpoint: Checkpoint, content: SavedState) -> tuple[list[str], list[str]]:
         """What differs from the start that wrote the checkpoint; what of it was declared for this start.
 
         Raises ConfigError. What needs declaring is measured against the run as it stands: so once is enough, also if
         the start ends before its first checkpoint, and a rollback or fork has declared what it was told.
         """
-        wrote = load(checkpoint.path / CONFIG)
+        wrote, _ = load_recorded(checkpoint.path / CONFIG)
         head = max(lineage.nodes(self._run), key=lambda node: node.segment, default=None)
-        path = None if head is None else self._run.segment(head.segment) / "config.toml"
-        stands = load(path) if path is not None and path.exists() else wrote
+        path = checkpoint.path / CONFIG
+        if head is not None and (its := self._run.segment(head.segment) / "config.toml").exists():
+            path = its
+        stands, unknown = load_recorded(path)
+        refuse_unknown(path, unknown)
         here = changes(stands, self._config)
-        missing = undeclared(here, self._terms.changes) if content["consumed"] else []  # nothing was learned so far
-        wrong = forbidden(content["identity"], self._identity, content["cursor"])
-        refuse(str(checkpoint.path), wrong, missing, content["cursor"])
+        missing = undeclared(here, self._terms.changes) if content.consumed else []  # nothing was learned so far
+        wrong = forbidden(content.identity, self._identity, content.cursor)
+        refuse(str(checkpoint.path), wrong, missing, content.cursor)
         changed = [change.text for change in changes(wrote, self._config)]
-        changed += differences(content["world"], self._shape(), "world")
+        changed += [f"{change.text} -> not known to this version" for change in unknown]
+        changed += differences(content.world.model_dump(), self._shape(), "world")
         return changed, [change.text for change in here if change.kind == DECLARED]
 
     def _judge_reset(self, step: int) -> bool:
@@ -212,6 +224,6 @@ class Resume:
     def _shape(self) -> dict[str, int]:
         return {"size": self._world.size, "replicas": self._world.replicas, "shards": self._world.shards}
 
-    def _mesh(self, old: dict[str, int]) -> str:
-        was, is_ = (f"{mesh['replicas']} x {mesh['shards']} ranks" for mesh in (old, self._shape()))
+    def _mesh(self, old: WorldShape) -> str:
+        was, is_ = (f"{mesh.replicas} x {mesh.shards} ranks" for mesh in (old, self._world))
         return f"written and read by {is_}" if was == is_ else f"written by {was}, read by {is_}"

@@ -8,7 +8,6 @@ are verified, and a deletion begins by renaming, so a half-deleted checkpoint is
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,27 +16,87 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import Field
 
-from ..errors import CheckpointError, StorageError
-from ..record.files import now, read_json, replace_file
+from ..errors import CheckpointError, StorageError, UserError
+from ..record import state_files
+from ..record.environment import WorldShape
+from ..record.files import make_directory, now
+from ..record.state_files import StateFile
 
 MANIFEST, VERIFIED, TRAIN_STATE, CONFIG = "manifest.json", "verified.json", "train_state.json", "config.toml"
 PINNED = "pinned.json"
-FORMAT = 1
-_NAME = re.compile(r"^step-(\d{8,})$")
+_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _LEFTOVER = re.compile(r"^step-\d{8,}\.(writing|deleting)-")
+Count = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(StateFile):
     """A file of a checkpoint as its writer made it."""
 
-    name: str
-    bytes: int
+    name: Annotated[str, Field(pattern=r"^[^/]+$")]
+    bytes: Count
     xxh3: str
+
+
+class Manifest(StateFile):
+    """`manifest.json`: what a checkpoint is, and what its files are.
+
+    Attributes:
+        step, consumed, cursor, batch, tokens: of the training state, see `state.TrainState`.
+        run: name of the run.
+        segment: that wrote it; None if no segment did (an import).
+        final: it is the last of a complete run.
+        optimizer: it holds optimiser state; else weights alone.
+        imported: folder or checkpoint that its weights are from, if they were imported.
+        suspect: why nothing should go back to it, if it was saved during an incident.
+        world: the ranks that wrote it.
+        state_digest: of its tensors, see `digest`.
+        torch, fsdp_pretrain: versions that wrote it.
+        committed: when.
+        files: all its files but this and the marks that are added later.
+    """
+
+    step: Count
+    consumed: Count
+    cursor: Count
+    batch: Count
+    tokens: Count
+    run: str
+    segment: int | None = None
+    final: bool
+    optimizer: bool = True
+    imported: str | None = None
+    suspect: str | None = None
+    world: WorldShape
+    state_digest: str
+    torch: str
+    fsdp_pretrain: str
+    committed: str
+    files: list[FileEntry]
+
+
+class SavedState(StateFile):
+    """`train_state.json`: the counters of the run, and what no resume may change.
+
+    Attributes:
+        step, consumed, cursor, batch, loss_scale: see `state.TrainState`.
+        tokens: trained.
+        world: the ranks that wrote it.
+        identity: see `state.identity`.
+    """
+
+    step: Count
+    consumed: Count
+    cursor: Count
+    batch: Count
+    loss_scale: list[float] | None = None
+    tokens: Count
+    world: WorldShape
+    identity: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,28 +117,46 @@ class Checkpoint:
     verified: bool
     pinned: bool = False
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Manifest:
         """Contents of its manifest. Raises CheckpointError."""
-        manifest = read_json(self.path / MANIFEST)
+        try:
+            manifest = state_files.read(self.path / MANIFEST, Manifest)
+        except UserError as error:
+            raise CheckpointError(error.cause) from None
         if manifest is None:
-            raise CheckpointError(f"{self.path / MANIFEST} is missing or damaged")
+            raise CheckpointError(f"{self.path / MANIFEST} is missing")
+        if manifest.step != self.step:
+            raise CheckpointError(f"{self.path / MANIFEST} is that of step {manifest.step}")
         return manifest
 
     def files(self) -> list[FileEntry]:
         """Files listed in the manifest. Raises CheckpointError."""
-        return [FileEntry(**entry) for entry in self.manifest()["files"]]
+        return self.manifest().files
 
-    def train_state(self) -> dict[str, Any]:
-        """Contents of `train_state.json`. Raises CheckpointError."""
-        state = read_json(self.path / TRAIN_STATE)
-        if state is None:
-            raise CheckpointError(f"{self.path / TRAIN_STATE} is missing or damaged")
-        return state
+    def train_state(self) -> SavedState:
+        """Contents of `train_state.json`, which are those that the manifest promises. Raises CheckpointError."""
+        path = self.path / TRAIN_STATE
+        promised = [entry for entry in self.files() if entry.name == TRAIN_STATE]
+        try:
+            raw = path.read_bytes()
+            if not promised or xxhash.xxh3_128_hexdigest(raw) != promised[0].xxh3:
+                raise ValueError("is damaged: its bytes are not the ones that were written (checksum)")
+            return state_files.parse(raw, SavedState)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise CheckpointError(f"{path} {error}") from None
 
 
 def directory_name(step: int) -> str:
     """`step-00001000`."""
     return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of which a directory of this name holds the checkpoint, or evaluations; None if of none."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class Shelf(ABC):
@@ -113,7 +190,7 @@ class Shelf(ABC):
     def mark_verified(self, checkpoint: Checkpoint) -> Checkpoint:
         """Note that the bytes were read back and match. Raises StorageError."""
         try:
-            replace_file(checkpoint.path / VERIFIED, json.dumps({"verified": now()}) + "\n")
+            state_files.write(checkpoint.path / VERIFIED, {"verified": now()})
         except OSError as error:
             raise StorageError(f"cannot write {checkpoint.path / VERIFIED}: {error}") from None
         return replace(checkpoint, verified=True)
@@ -122,7 +199,7 @@ class Shelf(ABC):
         """Keep a checkpoint whatever the policy says, or no longer. Raises StorageError."""
         try:
             if pinned:
-                replace_file(checkpoint.path / PINNED, json.dumps({"pinned": now()}) + "\n")
+                state_files.write(checkpoint.path / PINNED, {"pinned": now()})
             else:
                 (checkpoint.path / PINNED).unlink(missing_ok=True)
         except OSError as error:
@@ -147,11 +224,8 @@ class Store(Shelf):
             paths = list(self.directory.iterdir())
         except OSError as error:
             raise StorageError(f"cannot read {self.directory}: {error.strerror}") from None
-        found = [(int(match[1]), path) for path in paths if (match := _NAME.match(path.name))]
-        return [
-            Checkpoint(step, path, _problem(path), (path / VERIFIED).is_file(), (path / PINNED).is_file())
-            for step, path in sorted(found)
-        ]
+        found = [(step, path) for path in paths if (step := step_of(path.name)) is not None]
+        return [_look(step, path) for step, path in sorted(found)]
 
     def begin(self, step: int) -> Path:
         """A fresh directory to write the checkpoint of `step` into; its name is never used twice.
@@ -161,7 +235,7 @@ class Store(Shelf):
         """
         path = self.directory / f"{directory_name(step)}.writing-{uuid.uuid4().hex[:12]}"
         try:
-            path.mkdir(parents=True)
+            make_directory(path)
         except OSError as error:
             raise StorageError(f"cannot create {path}: {error.strerror}") from None
         return path
@@ -172,20 +246,17 @@ class Store(Shelf):
         Args:
             attempt: from `begin`; all its files durable, `train_state.json` and `config.toml` among them.
             files: what the manifest promises.
-            facts: further entries of the manifest (step, mesh, fingerprints).
+            facts: further entries of the manifest, see `Manifest`.
 
         Raises:
             StorageError: the manifest or the rename could not be made durable; nothing was committed.
         """
-        manifest = {
-            "format": FORMAT,
-            **facts,
-            "committed": now(),
-            "files": [vars(entry) for entry in sorted(files, key=lambda entry: entry.name)],
-        }
+        listed = [entry.model_dump() for entry in sorted(files, key=lambda entry: entry.name)]
+        content = {**facts, "committed": now(), "files": listed}
+        manifest = Manifest.model_validate(content)
         target = attempt.with_name(attempt.name.partition(".")[0])
         try:
-            replace_file(attempt / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            state_files.write(attempt / MANIFEST, content)
             sync_directory(attempt)
             if target.exists():  # a damaged one of the same step, which the run passed over when it resumed
                 self.abandon(target)
@@ -197,7 +268,7 @@ class Store(Shelf):
                 raise
         except OSError as error:
             raise StorageError(f"cannot commit {target}: {error}") from None
-        return Checkpoint(manifest["step"], target, None, False)
+        return Checkpoint(manifest.step, target, None, False)
 
     def abandon(self, path: Path) -> Path:
         """Move a checkpoint aside into `abandoned/`, where nothing looks for one. Raises OSError."""
@@ -260,22 +331,24 @@ class Store(Shelf):
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory as far as names and sizes tell."""
-    if not path.is_dir():
+def _look(step: int, path: Path) -> Checkpoint:
+    """A directory called like the checkpoint of a step, as far as its manifest, names and sizes tell."""
+    # The marks say what they say by being there; their contents are for people.
+    found = Checkpoint(step, path, None, (path / VERIFIED).is_file(), (path / PINNED).is_file())
+    return replace(found, problem=_problem(found))
+
+
+def _problem(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with a checkpoint as far as its manifest, names and sizes tell."""
+    if not checkpoint.path.is_dir():
         return "not a directory"
-    manifest = read_json(path / MANIFEST)
-    if manifest is None:
-        return f"{MANIFEST} is missing or damaged"
-    if manifest.get("format") != FORMAT:
-        return f"its format is {manifest.get('format')!r}; this program reads {FORMAT}"
     try:
-        entries = [FileEntry(**entry) for entry in manifest["files"]]
-    except (KeyError, TypeError):
-        return f"{MANIFEST} does not list files"
+        entries = checkpoint.files()
+    except CheckpointError as error:
+        return error.cause.replace(f"{checkpoint.path}{os.sep}", "")
     for entry in entries:
         try:
-            size = (path / entry.name).stat().st_size
+            size = (checkpoint.path / entry.name).stat().st_size
         except OSError:
             return f"{entry.name} is missing"
         if size != entry.bytes:
@@ -314,7 +387,7 @@ def checksum(path: Path) -> tuple[int, str]:
 def describe_file(path: Path) -> FileEntry:
     """The manifest entry of a file on disk. Raises OSError."""
     size, digest = checksum(path)
-    return FileEntry(path.name, size, digest)
+    return FileEntry(name=path.name, bytes=size, xxh3=digest)
 
 
 def sync_directory(path: Path) -> None:

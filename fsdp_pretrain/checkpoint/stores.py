@@ -60,7 +60,7 @@ def stores(run: RunDir) -> Stores:
 def newest_clean(shelf: Shelf, until: float) -> Checkpoint | None:
     """The newest verified checkpoint of step `until` or earlier that was not made during an incident, or None."""
     found = [item for item in shelf.scan() if item.problem is None and item.verified and item.step <= until]
-    return next((item for item in reversed(found) if not item.manifest().get("suspect")), None)
+    return next((item for item in reversed(found) if not item.manifest().suspect), None)
 
 
 def fallback(config: Config) -> Store | None:

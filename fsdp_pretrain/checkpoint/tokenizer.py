@@ -33,7 +33,7 @@ def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = 
         CheckpointError: it is not the one the model was trained with.
         DataError: there is none.
     """
-    recorded = checkpoint.train_state()["identity"]["tokenizer"]
+    recorded = checkpoint.train_state().identity["tokenizer"]
     copies = (run / "tokenizer" for run in (checkpoint.path.parent.parent, config.run.dir))  # the latter: of a fallback
     path = named or next((copy for copy in copies if copy.exists()), config.data.sources[0].path)
     tokenizer = Tokenizer.load(path, eod=recorded["eod"])
@@ -63,23 +63,35 @@ def first_difference(tokenizer: Tokenizer, encoded: Sequence[Sequence[int]]) -> 
     return None
 
 
-def compare_with_folder(tokenizer: Tokenizer, folder: Path) -> str:
+def compare_with_folder(tokenizer: Tokenizer, folder: Path, *, accept: bool) -> str:
     """Whether a Hugging Face folder encodes like `tokenizer`.
+
+    Args:
+        tokenizer: of the corpora.
+        folder: with `tokenizer.json` or `tokenizer.model`.
+        accept: go on if the two cannot be compared; a person vouches for it.
 
     Returns:
         What was found, for people.
 
     Raises:
-        DataError: it has a tokenizer that encodes otherwise.
+        DataError: its tokenizer encodes otherwise, or cannot be compared.
     """
     names = ("tokenizer.json", "tokenizer.model")
     path = next((folder / name for name in names if (folder / name).is_file()), None)
-    if path is None:
-        return "the folder has no tokenizer.json or tokenizer.model: that the corpora fit it is your word"
     try:
+        if path is None:
+            raise DataError(f"{folder} has no tokenizer.json or tokenizer.model")
         theirs = Tokenizer.load(path, eod=tokenizer.eod)
     except DataError as error:
-        return f"its tokenizer could not be compared with that of the corpora: {error.cause}"
+        if accept:
+            return f"that the corpora fit its tokenizer is your word (--accept tokenizer): {error.cause}"
+        raise DataError(
+            f"the tokenizer of the model cannot be compared with that of the corpora: {error.cause}",
+            effect="if it is another, the imported model would be shown ids that mean something else to it",
+            remedy="put the tokenizer.json or tokenizer.model of the model into the folder; if you know that the "
+            "corpora were prepared with it, add --accept tokenizer",
+        ) from None
     text = first_difference(tokenizer, theirs.encode(samples(tokenizer)))
     if text is not None:
         raise DataError(
@@ -87,7 +99,7 @@ def compare_with_folder(tokenizer: Tokenizer, folder: Path) -> str:
             effect="the imported model would be shown ids that mean something else to it",
             remedy=f"prepare the corpora with --tokenizer {path}",
         )
-    return f"its {path.name} encodes as the tokenizer of the corpora"
+    return f"its {theirs.path.name} encodes as the tokenizer of the corpora"
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int) -> str:

@@ -18,12 +18,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from ..arguments import parse_trainer
 from ..config import Config
 from ..console import Command
 from ..errors import ConfigError, Exit
 from ..overrides import load_run
+from ..record import run_id
 from ..record.files import RunDir
-from ..record.journal import Journal
+from ..record.journal import Journal, Kind
+from ..record.run_id import Memory
 from ..units import Seconds, human_time
 from . import limit, outcome, torchrun
 from .outcome import Outcome
@@ -44,7 +47,7 @@ def add(command: Command) -> None:
         "Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. "
         "Exit 0 complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, "
         "93 a person must look.",
-        "fsdp-pretrain launch --nproc-per-node 4 configs/runs/quickstart.toml optimizer.lr=1e-3\n"
+        "fsdp-pretrain launch --nproc-per-node 4 configs/runs/quickstart.toml train.micro_batch=2\n"
         "  fsdp-pretrain launch --nnodes 16 --rdzv-endpoint node001 my-run.toml   # the same on every node",
     )
     parser.set_defaults(passed_on=[])
@@ -53,7 +56,7 @@ def add(command: Command) -> None:
         "--time-limit",
         type=_seconds,
         metavar="TIME",
-        help="end, saved, before so much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
+        help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
     )
     parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
     parser.add_argument("--no-preflight", action="store_true", help="start without looking at storage and devices")
@@ -77,7 +80,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _launch(args: argparse.Namespace) -> int:
     options, job = split(args.passed_on)
-    config, _ = load_run(job[0], [text for text in job[1:] if "=" in text and not text.startswith("-")])
+    asked = parse_trainer(job)  # a mistake ends it here, before every rank would find it
+    config, _ = load_run(asked.config, asked.overrides)
     if args.print_run:
         print(config.run.dir)
         return 0
@@ -94,7 +98,7 @@ class Launcher:
         options: further options of torchrun.
         job: configuration file and arguments of the trainer.
         config: what they come to.
-        notes: a directory for the ranks' exit notes.
+        notes: a directory for the ranks' notes.
     """
 
     def __init__(
@@ -102,11 +106,14 @@ class Launcher:
     ) -> None:
         self._args, self._config, self._settings = args, config, config.launch
         self._run, self._notes, self._host = RunDir(config.run.dir), notes, socket.gethostname()
+        self._seen = notes / "seen.json"
         self._many = torchrun.most_nodes(args.nnodes) > 1
         self._first = torchrun.is_first(args)
-        ending = ["--shutdown-timeout", str(max(1, int(self._settings.stop_timeout.value)))]
         join = self._settings.join_timeout.value
-        self._command = torchrun.command(args, [*ending, *options], "fsdp_pretrain.train", job, join=join)
+        self._command = torchrun.command(args, options, "fsdp_pretrain.train", job, join=join)
+        # When a rank has ended, torchrun gives the others so long; that of torch 2.11 always 30 s, and knows no option.
+        ending = str(max(1, int(self._settings.stop_timeout.value)))
+        self._environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": ending, **os.environ}
         self._deadline = limit.deadline(args.time_limit)
         self._signals: list[int] = []
         self._grace = limit.grace(self._run, self._settings.grace)
@@ -114,11 +121,13 @@ class Launcher:
         self._history: list[Ended] = []
 
     def run(self) -> int:
-        """Start until there is a reason to end; the exit code. Raises UserError from the checks before a start."""
+        """Start until there is a reason to end; the exit code. Raises UserError from the checks around a start."""
         limit.check_grace(self._run, self._settings.grace)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
+        self._take_up_the_run()
         while True:
+            self._check_place()
             if not self._args.no_preflight:
                 for warning in preflight(self._config, self._run, self._args.nproc_per_node):
                     _say(f"preflight: {warning}")
@@ -134,11 +143,24 @@ class Launcher:
                     Decision(int(Exit.RESUME), f"asked to stop before it was started again: {self._asked}")
                 )
 
+    def _take_up_the_run(self) -> None:
+        """Remember the run directory that there is, if there is one: no start may find another in its place."""
+        known = run_id.read(self._run.path)
+        if known is not None:
+            Memory(self._seen).remember(run_id=known)
+
+    def _check_place(self) -> None:
+        """Raise RunGoneError if the run directory is not what the starts so far have seen."""
+        memory = Memory(self._seen)
+        if memory.seen is not None:
+            run_id.bind(self._run.path, memory.seen.run_id)
+        memory.check(self._run.path, lambda: outcome.newest_segment(self._run))
+
     def _start_once(self) -> Decision:
         """One start to its end, and what follows."""
         before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
         note = self._notes / f"{len(self._history)}.json"
-        child = Torchrun(self._command, torchrun.environment(os.environ, note))
+        child = Torchrun(self._command, torchrun.environment(self._environment, note, self._seen))
         host, begun = self._host if self._many else None, time.monotonic()
         watch = Watch(self._run, self._settings, child, before, host=host)
         code = watch.run(self._take_signal, self._on_look)
@@ -147,6 +169,8 @@ class Launcher:
             return outcome.read_outcome(self._run, before, note, code, host=host, met=child.met or not self._many)
 
         ended = read()
+        if ended.code != Exit.COMPLETE:
+            self._check_place()
         if self._many and ended.segment is not None:
             self._wait_for_others(ended.segment)
             ended = read()
@@ -221,7 +245,7 @@ class Launcher:
             self._journal("avoid-hosts", f"start again without {', '.join(hosts)}", hosts=hosts)
         return decision.code
 
-    def _journal(self, kind: str, text: str, **data: object) -> None:
+    def _journal(self, kind: Kind, text: str, **data: object) -> None:
         """An entry, from one of the nodes."""
         if self._first:
             journal = Journal(self._run)

@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from ..arguments import run_directory
 from ..console import Command
 from ..errors import BusyError, Exit
-from ..record.files import RunDir, read_json
+from ..record import state_files
+from ..record.exit_intent import ExitIntent
 from ..status import inspect
 from . import torchrun
+from .preflight import check_devices
 from .torchrun import Torchrun
 
 
@@ -31,7 +34,9 @@ def add(command: Command) -> None:
     )
     parser.set_defaults(passed_on=[])
     parser.usage = "fsdp-pretrain doctor [options] [torchrun options]"
-    parser.add_argument("--run", type=Path, metavar="RUN", help="refuse if a job of this run directory is running")
+    parser.add_argument(
+        "--run", type=run_directory, metavar="RUN", help="refuse if a job of this run directory is running"
+    )
     add_options(parser)
     torchrun.add_options(parser)
 
@@ -39,7 +44,10 @@ def add(command: Command) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of the check, as `fsdp_pretrain.doctor` takes them too."""
     parser.add_argument(
-        "--slow", type=float, default=1.15, help="a matrix product of so many times the median is slow (default: 1.15)"
+        "--slow",
+        type=float,
+        default=1.15,
+        help="a matrix product that takes this many times the median is slow (default: 1.15)",
     )
     parser.add_argument("--slow-sum", type=float, default=1.5, help="the same of sums (default: 1.5)")
     parser.add_argument("--megabytes", type=float, help="size of what is summed (default: 256, on CPU 1)")
@@ -48,12 +56,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    if args.run is not None and inspect(RunDir(args.run)).running:
+    if args.run is not None and inspect(args.run).running:
         raise BusyError(
-            f"a job of {args.run} is running",
+            f"a job of {args.run.path} is running",
             effect="the check would take its devices' time, or fail for want of memory",
-            remedy=f"stop it first: fsdp-pretrain control {args.run} stop",
+            remedy=f"stop it first: fsdp-pretrain control {args.run.path} stop",
         )
+    if args.nproc_per_node == "gpu":  # of another number of ranks the check itself says what is missing
+        check_devices("gpu")
     args.rdzv_id = args.rdzv_id or "doctor"
     options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum), "--timeout", str(args.timeout)]
     options += ["--megabytes", str(args.megabytes)] if args.megabytes else []
@@ -69,8 +79,12 @@ def _doctor(args: argparse.Namespace) -> int:
         finally:
             if child.poll() is None:
                 child.kill()
-        found = read_json(note)
-    return int(found["code"]) if found is not None else int(Exit.UNEXPECTED) if code else 0
+        found = state_files.view(note, ExitIntent)
+    if found is not None:
+        return found.code
+    if code == torchrun.WRONG_OPTIONS:
+        return int(Exit.REFUSED)
+    return int(Exit.UNEXPECTED) if code else 0
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

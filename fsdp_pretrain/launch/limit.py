@@ -7,7 +7,9 @@ import statistics
 import time
 
 from ..errors import ConfigError
-from ..record.files import RunDir, last_lines
+from ..record import journal
+from ..record.files import RunDir, tail_offset
+from ..record.metrics import last_records
 from ..units import Seconds, human_time
 
 _SAVES, _MARGIN, _LEAST = 5, 1.5, 120.0
@@ -22,10 +24,11 @@ def needed_grace(run: RunDir) -> float | None:
     """
     steps: list[float] = []
     for segment in reversed(run.segments):
-        steps = [record["seconds"]["iteration"] for record in last_lines(segment / "metrics.jsonl")]
+        steps = [record["seconds"]["iteration"] for record in last_records(segment)]
         if steps:
             break
-    saves = [entry["seconds"] for entry in last_lines(run.journal, 1 << 20) if entry["kind"] == "checkpoint"][-_SAVES:]
+    recent = [entry for entry, _ in journal.entries(run.journal, tail_offset(run.journal, 1 << 20))]
+    saves = [entry["seconds"] for entry in journal.of_kind(recent, "checkpoint")][-_SAVES:]
     if not steps or not saves:
         return None
     return float(_MARGIN * (_STEPS_TO_AGREE * statistics.median(steps) + 2 * max(saves)))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import re
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ..changes import load_recorded
 from ..checkpoint.stores import stores
-from ..config import load
-from ..errors import Exit, UserError
-from ..record.files import RunDir, last_lines, now, read_json, replace_file
+from ..errors import ConfigError, Exit, UserError
+from ..record import environment, exit_intent, lineage, state_files, status
+from ..record.exit_intent import EXIT_INTENT, ExitIntent
+from ..record.files import RunDir, now, replace_file
+from ..record.metrics import last_records
 from ..where import IN_FLIGHT, batches_after
+from .torchrun import WRONG_OPTIONS
+
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
 
 
 @dataclass(frozen=True)
@@ -89,31 +94,51 @@ def read_outcome(
     """
     number, verified = segment_of(run, before, host), verified_step(run)
     if number <= before:
-        left = read_json(note)
+        left = state_files.view(note, ExitIntent)
         if left is not None:
-            return Outcome(left["code"], left["reason"], verified=verified)
+            return Outcome(left.code, left.reason, verified=verified)
         if code == 0:
             return Outcome(0, "complete", verified=verified)
+        if code == WRONG_OPTIONS:
+            return Outcome(int(Exit.REFUSED), "torchrun does not know one of its options", verified=verified)
         return Outcome(None, f"torchrun exit {code} before training began", verified=verified, met=met or code != 1)
-    segment = run.segment(number)
-    intent = read_json(segment / "exit_intent.json") or {}
-    last = _last_counters(segment)
+    segment, reason = run.segment(number), f"ended without a word (torchrun exit {code})"
+    intent = None
+    try:
+        intent = state_files.read(segment / EXIT_INTENT, ExitIntent)
+    except UserError as error:
+        reason = f"torchrun exit {code}; why is not known: {error.cause}"
+    step, ahead = _last_place(run, number)
     return Outcome(
-        intent.get("code"),
-        intent.get("reason", f"ended without a word (torchrun exit {code})"),
-        asked=bool(intent.get("asked")),
-        avoid=tuple(intent.get("avoid_hosts", ())),
+        None if intent is None else intent.code,
+        reason if intent is None else intent.reason,
+        asked=intent is not None and intent.asked,
+        avoid=() if intent is None else tuple(intent.avoid_hosts),
         segment=number,
-        step=last["step"] if last else None,
-        ahead=tuple(batches_after(load(segment / "config.toml"), last, IN_FLIGHT)) if last else (),
+        step=step,
+        ahead=tuple(ahead),
         verified=verified,
     )
 
 
-def _last_counters(segment: Path) -> dict[str, Any] | None:
-    """What holds step, consumed and cursor at the end of a segment, or at its begin if it has no record."""
-    newest = last_lines(segment / "metrics.jsonl")
-    return newest[-1] if newest else read_json(segment / "lineage.json")
+def _last_place(run: RunDir, number: int) -> tuple[int | None, list[dict[str, int]]]:
+    """The last step of a segment, or at which it began if it has no record, and the batches after it, if known."""
+    segment = run.segment(number)
+    newest = last_records(segment)
+    try:
+        node = next((node for node in lineage.nodes(run) if node.segment == number), None)
+    except UserError:  # the next start refuses it
+        node = None
+    place = newest[-1] if newest else node.model_dump() if node is not None else None
+    if place is None:
+        return None, []
+    step: int = place["step"]
+    if place["consumed"] is None or place["cursor"] is None:
+        return step, []
+    try:
+        return step, batches_after(load_recorded(segment / "config.toml")[0], place, IN_FLIGHT)
+    except UserError:
+        return step, []
 
 
 # ---------------------------------------------------------------------- what nodes tell each other
@@ -132,18 +157,17 @@ def ended_hosts(run: RunDir, number: int) -> set[str]:
 
 def gone_hosts(run: RunDir, number: int) -> set[str]:
     """The same, and those that the watchdog has found to be lost."""
-    intent = read_json(run.segment(number) / "exit_intent.json") or {}
-    return ended_hosts(run, number) | set(intent.get("lost") or ())
+    intent = exit_intent.read(run.segment(number))
+    return ended_hosts(run, number) | set(intent.lost if intent is not None else ())
 
 
 def hosts_of(run: RunDir, number: int) -> set[str]:
     """The hosts of a segment; empty if it is not known."""
-    environment = read_json(run.segment(number) / "environment.json") or {}
-    return set(environment.get("hosts") or ())
+    return set(environment.view(run, number).hosts)
 
 
 def avoid(run: RunDir, hosts: Collection[str]) -> list[str]:
-    """Add hosts to `RUN/avoid_hosts`, one per line; all that are in it now. Raises OSError."""
+    """Add hosts to `RUN/avoid_hosts`, one per line; all that are in it now. Raises OSError, ConfigError."""
     known = avoided(run)
     new = [host for host in hosts if host not in known]
     if new:
@@ -152,20 +176,30 @@ def avoid(run: RunDir, hosts: Collection[str]) -> list[str]:
 
 
 def avoided(run: RunDir) -> list[str]:
-    """The hosts in `RUN/avoid_hosts`."""
+    """The hosts in `RUN/avoid_hosts`. Raises ConfigError."""
     try:
-        return run.avoid_hosts.read_text(encoding="utf-8").split()
-    except OSError:
+        hosts = run.avoid_hosts.read_text(encoding="utf-8").split()
+        wrong = next((host for host in hosts if not _HOST.fullmatch(host)), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong!r} is no name of a host")
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{run.avoid_hosts} cannot be read: {error}",
+            effect="the run could be started on a host that was found broken",
+            remedy="restore it, one host per line, or remove it; the journal names the hosts "
+            f"(`fsdp-pretrain journal {run.path} --kind avoid-hosts`)",
+        ) from None
+    return hosts
 
 
 def overrule(run: RunDir, segment: int | None, reason: str) -> None:
     """Record that the launcher gave up, over what the last start said of itself. Raises OSError."""
     facts = {"code": int(Exit.NEEDS_PERSON), "reason": reason, "time": now(), "host": socket.gethostname()}
     if segment is not None:
-        path = run.segment(segment) / "exit_intent.json"
-        replace_file(path, json.dumps({**facts, "was": read_json(path)}) + "\n")
-    status = read_json(run.status)
-    if status is not None:
-        status.update(state="failed", exit_intent={"code": facts["code"], "reason": reason})
-        replace_file(run.status, json.dumps(status, indent=1) + "\n")
+        was = exit_intent.read(run.segment(segment))
+        facts["was"] = was.model_dump() if was is not None else None
+        state_files.write(run.segment(segment) / EXIT_INTENT, facts)
+    if run.status.exists():
+        status.update(run, state="failed", exit_intent={"code": facts["code"], "reason": reason})

@@ -14,7 +14,7 @@ import psutil
 from ..checkpoint.space import Need
 from ..checkpoint.stores import fallback, stores
 from ..config import Config
-from ..errors import ConfigError, Exit, UserError
+from ..errors import ConfigError, Exit
 from ..record.files import RunDir
 from ..units import human_bytes
 from .outcome import avoided
@@ -47,7 +47,7 @@ def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
         raise error
     offset = _write_test(run.path)
     _write_test(run.checkpoints)
-    _check_devices(nproc)
+    check_devices(nproc)
     _check_space(config, run)
     return [*_look_at_clock(offset), *_look_at_memory(config, run, nproc)]
 
@@ -86,7 +86,8 @@ def gpu_count() -> int:
     return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
-def _check_devices(nproc: str) -> None:
+def check_devices(nproc: str) -> None:
+    """Raise ConfigError if this node shows fewer GPUs than ranks, or none for `gpu`."""
     gpus = gpu_count()
     if nproc == "gpu" and not gpus:
         raise ConfigError(
@@ -136,11 +137,10 @@ def _look_at_clock(offset: float) -> Iterator[str]:
 def _look_at_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
     """A save in the background keeps a copy of the ranks' shares in host memory."""
     ranks = int(nproc) if nproc.isdecimal() else gpu_count()
-    try:
-        world = int(stores(run).newest().manifest()["world"]["size"])  # type: ignore[union-attr]
-    except (AttributeError, KeyError, TypeError, UserError):
+    newest = stores(run).newest()
+    if newest is None:
         return
-    need = _checkpoint_bytes(run)[0] * min(1.0, ranks / world)
+    need = _checkpoint_bytes(run)[0] * min(1.0, ranks / newest.manifest().world.size)
     free = psutil.virtual_memory().available
     if config.checkpoint.background and free < need:
         yield f"a copy of the next checkpoint takes {human_bytes(need)} of host memory, {human_bytes(free)} are free"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,9 +21,16 @@ from pathlib import Path
 import psutil
 
 from ..errors import ConfigError
+from ..record import state_files
+from ..record.claim import process_start, this_process
+from ..watchdog.heart import root
 
-LAUNCHER, NOTE = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE"
-"""Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment."""
+LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
+"""Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment; file for
+what its starts have seen of the run, see `record.run_id.Memory`."""
+
+WRONG_OPTIONS = 2
+"""Exit code of a torchrun that does not know one of its options."""
 
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_SECONDS = {"close_timeout": 30, "read_timeout": 60}
@@ -33,7 +40,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those options of torchrun that the launcher fills in or reads; all others pass through."""
     options = parser.add_argument_group("torchrun options (any other is passed on as it is)")
     options.add_argument("--nnodes", default="1", help="number of nodes, or MIN:MAX (default: 1)")
-    options.add_argument("--nproc-per-node", "--nproc_per_node", default="gpu", help="ranks per node (default: gpu)")
+    options.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=_ranks,
+        default="gpu",
+        help="ranks per node: a number, gpu, cpu or auto (default: gpu)",
+    )
     options.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST[:PORT]", help="first node; the same on every node"
     )
@@ -41,6 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--local-addr", "--local_addr", help="address of this node, if its host name means another to the others"
     )
+
+
+def _ranks(text: str) -> str:
+    if text not in ("gpu", "cpu", "auto") and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of ranks nor gpu, cpu or auto")
+    return text
 
 
 def command(
@@ -80,10 +99,10 @@ def command(
 
 def most_nodes(nnodes: str) -> int:
     """Of `--nnodes N` or `MIN:MAX`, the larger. Raises ConfigError."""
-    try:
-        return max(int(part) for part in nnodes.split(":"))
-    except ValueError:
-        raise ConfigError(f"--nnodes {nnodes} is neither a number nor MIN:MAX") from None
+    found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nnodes)
+    if found is None or int(found[2] or found[1]) < int(found[1]):
+        raise ConfigError(f"--nnodes {nnodes} is neither a number of nodes nor MIN:MAX")
+    return int(found[2] or found[1])
 
 
 def is_first(args: argparse.Namespace) -> bool:
@@ -106,8 +125,14 @@ def _endpoint(text: str) -> str:
     return text if ":" in text else f"{text}:29400"
 
 
-def environment(base: Mapping[str, str], note: Path | None = None) -> dict[str, str]:
-    """The environment of torchrun and its ranks: `base`, and what the trainer wants of it."""
+def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | None = None) -> dict[str, str]:
+    """The environment of torchrun and its ranks: `base`, and what the trainer wants of it.
+
+    Args:
+        base: variables to begin with.
+        note: the file for `leave_note`.
+        seen: the file for `seen_note`.
+    """
     return {
         "OMP_NUM_THREADS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -115,7 +140,7 @@ def environment(base: Mapping[str, str], note: Path | None = None) -> dict[str, 
         "PYTHONSAFEPATH": "1",  # `data` and `eval` are common names: never import them from a working directory
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's restarts do not recover without it
         LAUNCHER: str(os.getpid()),
-        **({} if note is None else {NOTE: str(note)}),
+        **{name: str(path) for name, path in ((NOTE, note), (SEEN, seen)) if path is not None},
     }
 
 
@@ -150,9 +175,26 @@ def leave_note(code: int, reason: str) -> bool:
     path = os.environ.get(NOTE)
     if path is None:
         return False
-    with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
-        file.write(json.dumps({"code": code, "reason": reason}))
+    with contextlib.suppress(OSError):
+        state_files.create(Path(path), {"code": code, "reason": reason})
     return True
+
+
+def seen_note() -> Path | None:
+    """From a rank: the file in which starts under one launcher, or else one torchrun, note what they have seen.
+
+    None if nothing started this process that could start another.
+    """
+    if SEEN in os.environ:
+        return Path(os.environ[SEEN])
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    agent, namespace = os.getppid(), re.sub(r"\D", "", str(this_process()["namespace"]))
+    for left in root().glob(f"torchrun-{namespace}-*.json"):  # by agents that have ended
+        pid, started = (int(part) for part in left.stem.split("-")[2:])
+        if round(process_start(pid) or 0) != started:
+            left.unlink(missing_ok=True)
+    return root() / f"torchrun-{namespace}-{agent}-{process_start(agent) or 0:.0f}.json"
 
 
 class Torchrun:

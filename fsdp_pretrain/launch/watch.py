@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from ..errors import Exit
-from ..record.files import RunDir, read_json
+from ..record import exit_intent
+from ..record.files import RunDir
 from ..watchdog_sections import LaunchSection
 from .outcome import ended_hosts, hosts_of, segment_of
 from .torchrun import Torchrun
@@ -100,8 +101,8 @@ class Watch:
             on_look(segment)
             if segment is None:
                 continue
-            intent = read_json(self._run.segment(segment) / "exit_intent.json") or {}
-            self._ends_well = intent.get("code") in (Exit.COMPLETE, Exit.RESUME)
+            intent = exit_intent.read(self._run.segment(segment))
+            self._ends_well = intent is not None and intent.code in (Exit.COMPLETE, Exit.RESUME)
             if self._host is not None:
                 self._others_ended = bool(
                     (ended_hosts(self._run, segment) & hosts_of(self._run, segment)) - {self._host}

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
-import json
 import os
 import select
 import subprocess
@@ -19,13 +18,15 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, UserError
-from . import lineage
-from .files import RunDir, read_json, read_lines, replace_file
-from .journal import Journal
+from . import journal, lineage, run_id, state_files
+from .files import RunDir
+from .metrics import METRICS, records
+from .state_files import StateFile
 
 _POLL_SECONDS, _STUCK_SECONDS, _FINISH_SECONDS = 2.0, 120.0, 20.0
 _PLAIN = ("grad_norm", "lr", "tokens_per_second", "mfu", "memory_bytes", "loss_scale", "consumed", "tokens", "batch")
@@ -35,9 +36,9 @@ def check_installed() -> None:
     """Raise ConfigError if aim is not there."""
     if importlib.util.find_spec("aim") is None:
         raise ConfigError(
-            "record.aim is on, but aim is not installed",
-            remedy="pip install 'fsdp-pretrain[aim]' (Python 3.11 or 3.12), or set record.aim=false; "
-            "`fsdp-pretrain aim RUN` builds the same view later",
+            "aim is not installed",
+            remedy="in the checkout: pip install -e '.[aim]' (Python 3.11 or 3.12); or train with record.aim=false and "
+            "build the same view later, wherever aim is, with `fsdp-pretrain aim RUN`",
         )
 
 
@@ -45,6 +46,14 @@ def repository(run: RunDir) -> Path:
     """The Aim repository of a run, by its configuration."""
     config = tomllib.loads(run.config.read_text(encoding="utf-8"))
     return Path(config.get("record", {}).get("aim_repo", run.path / "aim"))
+
+
+class _Known(StateFile):
+    """`RUN/aim.json`: the Aim run that is written, and the head of the line that is in it."""
+
+    repo: str = ""
+    hash: str = ""
+    segment: int = 0
 
 
 class Mirror:
@@ -67,21 +76,21 @@ class Mirror:
             "capture_terminal_logs": False,
         }
         note = run.path / "aim.json"
-        known = read_json(note) or {}
-        same = known.get("repo") == str(self._repo) and (self._repo / ".aim").is_dir()
+        known = state_files.view(note, _Known) or _Known()
+        same = known.repo == str(self._repo) and (self._repo / ".aim").is_dir()
         nodes = lineage.nodes(run)
         self._line = lineage.line(nodes)
-        if same and any(node.kind == "rollback" and node.segment > known.get("segment", 0) for node in nodes):
-            left = aim.Repo(str(self._repo)).request_props(known["hash"], read_only=False)
+        if same and any(node.kind in lineage.LEAVING and node.segment > known.segment for node in nodes):
+            left = aim.Repo(str(self._repo)).request_props(known.hash, read_only=False)
             left.name, left.archived = f"{left.name} (left by a rollback)", True
             same = False  # points cannot be taken out of an Aim run
-        self._aim = aim.Run(run_hash=known["hash"] if same else None, repo=str(self._repo), **options)
+        self._aim = aim.Run(run_hash=known.hash if same else None, repo=str(self._repo), **options)
         config = tomllib.loads(run.config.read_text(encoding="utf-8"))
         self._aim.name = config["run"]["name"]
         self._aim["config"] = config
         head = self._line[-1].segment if self._line else 0
-        facts = {"repo": str(self._repo), "hash": self._aim.hash, "segment": max(head, known.get("segment", 0))}
-        replace_file(note, json.dumps(facts) + "\n")
+        facts = {"repo": str(self._repo), "hash": self._aim.hash, "segment": max(head, known.segment)}
+        state_files.write(note, facts)
         self._identity = (self._repo / ".aim").stat().st_ino
         self._offsets: dict[Path, int] = {}
 
@@ -91,22 +100,21 @@ class Mirror:
             raise OSError(f"{self._repo} was replaced")
         count = 0
         for part in self._line:
-            for record in self._new(self._run.segment(part.segment) / "metrics.jsonl"):
+            for record in self._new(self._run.segment(part.segment) / METRICS, records):
                 if part.after < record["step"] <= part.until:
                     self._track_step(record)
                     count += 1
-        for entry in lineage.drop_abandoned(self._new(self._run.journal)):
-            if entry.get("kind") == "eval":
-                self._track_eval(entry)
-                count += 1
+        for entry in journal.of_kind(lineage.drop_abandoned(self._new(self._run.journal, journal.entries)), "eval"):
+            self._track_eval(entry)
+            count += 1
         return count
 
-    def _new(self, path: Path) -> list[dict[str, Any]]:
-        records = []
-        for record, offset in read_lines(path, self._offsets.get(path, 0)):
-            records.append(record)
+    def _new(self, path: Path, read: Callable[[Path, int], Iterator[tuple[Any, int]]]) -> list[dict[str, Any]]:
+        found = []
+        for line, offset in read(path, self._offsets.get(path, 0)):
+            found.append(line)
             self._offsets[path] = offset
-        return records
+        return found
 
     def _track_step(self, record: dict[str, Any]) -> None:
         step = record["step"]
@@ -141,9 +149,11 @@ def rebuild(run: RunDir) -> tuple[Path, int]:
         (repository, records tracked).
 
     Raises:
-        ConfigError: aim is not installed, or the repository cannot be written.
+        ConfigError: aim is not installed, the run was never started, or the repository cannot be written.
     """
     check_installed()
+    if not run.config.is_file():
+        raise ConfigError(f"there is nothing to show: {run.path} was never started")
     try:
         mirror = Mirror(run)
         count = mirror.sync()
@@ -215,12 +225,9 @@ def _follow(run: RunDir) -> NoReturn:
 
 
 def _tell(run: RunDir, reason: str) -> None:
-    journal = Journal(run)
-    journal.write(
-        "aim-stopped",
-        f"the Aim mirror stopped, training goes on: {reason}; rebuild it with `fsdp-pretrain aim`",
-    )
-    journal.close()
+    with contextlib.suppress(UserError):
+        text = f"the Aim mirror stopped, training goes on: {reason}; rebuild it with `fsdp-pretrain aim`"
+        journal.tell(run, "aim-stopped", text)
 
 
 def main() -> int:
@@ -231,6 +238,7 @@ def main() -> int:
     args = parser.parse_args()
     run = RunDir(args.run)
     if args.follow:
+        run_id.bind(run.path, run_id.read(run.path))
         _follow(run)
     try:
         rebuild(run)

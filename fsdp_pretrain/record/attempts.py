@@ -18,8 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import lineage
-from .files import RunDir, read_json, read_lines, replace_file, seconds_of
+from ..errors import UserError
+from . import environment, exit_intent, journal, lineage, state_files
+from .environment import Environment
+from .files import RunDir, replace_file, seconds_of
+from .metrics import METRICS, records
+from .status import Status
 
 _CLEAN = (0, 75)
 _DECLARING = frozenset(("hang", "rank-died"))
@@ -124,49 +128,60 @@ class History:
         attempts: those since the run, or the fork, began.
         nodes: the lineage.
         launches: times at which a launcher began, or began again.
+        damaged_lines: of the journal and the metrics, that were passed over.
+        damaged_files: what is wrong with small files, whose starts are left out.
     """
 
     attempts: list[Attempt]
     nodes: list[lineage.Node]
     launches: list[float]
+    damaged_lines: int
+    damaged_files: list[str]
 
 
-def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Steps:
-    """The columns of a metrics file; `shown` may wrap the lines in a progress bar.
+def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[Steps, int]:
+    """The columns of a metrics file, and how many lines were passed over as damaged.
 
     What was read is kept beside the file, so that the next call reads only what was added.
+
+    Args:
+        path: the file.
+        shown: may wrap the lines in a progress bar.
     """
-    table, offset = _read_before(path)
-    rows = []
-    for record, behind in shown(read_lines(path, offset)):
+    table, offset, before = _read_before(path)
+    rows, damaged, among = list[tuple[float, ...]](), list[bytes](), 0
+    for record, behind in shown(records(path, offset, on_damaged=damaged.append)):
         rows.append(_row(record))
-        offset = behind
+        offset, among = behind, len(damaged)
     if rows:
         table = np.concatenate([table, np.array(rows, dtype=np.float64)])
     if len(rows) >= _WORTH_KEEPING:
-        _keep(path, table, offset)
-    return Steps(*table.T)
+        _keep(path, table, offset, before + among)
+    return Steps(*table.T), before + len(damaged)
 
 
 def unread_bytes(run: RunDir) -> int:
     """Bytes of metrics that `read_steps` has not seen yet."""
     return sum(
-        (path / "metrics.jsonl").stat().st_size - _read_before(path / "metrics.jsonl")[1]
+        (path / METRICS).stat().st_size - _read_before(path / METRICS)[1]
         for path in run.segments
-        if (path / "metrics.jsonl").exists()
+        if (path / METRICS).exists()
     )
 
 
-def _read_before(path: Path) -> tuple[Column, int]:
-    """(rows, offset behind them) of an earlier reading of a metrics file; nothing if the file is another now."""
+def _read_before(path: Path) -> tuple[Column, int, int]:
+    """(rows, offset behind them, damaged lines up to there) of an earlier reading of a metrics file; nothing if the
+    file is another now."""
+    nothing = np.zeros((0, len(fields(Steps)))), 0, 0
     try:
         with np.load(path.with_name(_READ), allow_pickle=False) as kept:
             table, offset, tail = kept["table"], int(kept["offset"]), kept["tail"].tobytes()
+            damaged = int(kept["damaged"])
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        return np.zeros((0, len(fields(Steps)))), 0
+        return nothing
     if table.shape[1:] != (len(fields(Steps)),) or _tail(path, offset) != tail:
-        return np.zeros((0, len(fields(Steps)))), 0
-    return table, offset
+        return nothing
+    return table, offset, damaged
 
 
 def _tail(path: Path, offset: int) -> bytes:
@@ -179,9 +194,9 @@ def _tail(path: Path, offset: int) -> bytes:
         return b""
 
 
-def _keep(path: Path, table: Column, offset: int) -> None:
-    content = io.BytesIO()
-    np.savez(content, table=table, offset=offset, tail=np.frombuffer(_tail(path, offset), dtype=np.uint8))
+def _keep(path: Path, table: Column, offset: int, damaged: int) -> None:
+    content, tail = io.BytesIO(), np.frombuffer(_tail(path, offset), dtype=np.uint8)
+    np.savez(content, table=table, offset=offset, tail=tail, damaged=damaged)
     with contextlib.suppress(OSError):  # looking must work on a full or read-only disk too
         replace_file(path.with_name(_READ), content.getvalue())
 
@@ -212,30 +227,36 @@ def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = 
     """
     nodes = lineage.nodes(run)
     first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # what was before is the parent's
-    journal = [entry for entry, _ in read_lines(run.journal)]
-    status = read_json(run.status) or {}
-    starts: list[tuple[int, Path, dict[str, Any]]] = []
+    damaged, wrong = list[bytes](), list[str]()
+    entries = [entry for entry, _ in journal.entries(run.journal, on_damaged=damaged.append)]
+    status = state_files.view(run.status, Status) or Status()
+    starts: list[tuple[int, Path, Environment]] = []
     for path in run.segments:
-        environment = read_json(path / "environment.json")
-        if int(path.name) >= first and environment is not None and seconds_of(environment.get("time")) is not None:
-            starts.append((int(path.name), path, environment))
-    connected = [seconds_of(environment["time"]) for _, _, environment in starts]
-    attempts = []
-    for at, (number, path, environment) in enumerate(starts):
+        try:
+            begun = environment.read(run, int(path.name))
+        except UserError as error:
+            wrong.append(error.cause)
+            continue
+        if int(path.name) >= first and begun is not None and seconds_of(begun.time) is not None:
+            starts.append((int(path.name), path, begun))
+    connected = [seconds_of(begun.time) for _, _, begun in starts]
+    attempts, lines = list[Attempt](), len(damaged)
+    for at, (number, path, begun) in enumerate(starts):
         until = connected[at + 1] if at + 1 < len(starts) else None
-        mine = [entry for entry in journal if entry.get("segment") == number]
-        around = [entry for entry in journal if entry.get("segment") in (number, None)]
-        steps = read_steps(path / "metrics.jsonl", shown)
-        heartbeat = seconds_of(status.get("heartbeat")) if status.get("segment") == number else None
-        attempts.append(_attempt(number, path, environment, mine, around, steps, heartbeat, until or math.inf))
-    told = [seconds_of(entry["time"]) for entry in journal if entry["kind"] in ("launch", "restart")]
-    return History(attempts, nodes, sorted(time for time in told if time is not None))
+        mine = [entry for entry in entries if entry.get("segment") == number]
+        around = [entry for entry in entries if entry.get("segment") in (number, None)]
+        steps, passed_over = read_steps(path / METRICS, shown)
+        lines += passed_over
+        heartbeat = seconds_of(status.heartbeat) if status.segment == number else None
+        attempts.append(_attempt(number, path, begun, mine, around, steps, heartbeat, until or math.inf))
+    told = [seconds_of(entry["time"]) for entry in entries if entry["kind"] in ("launch", "restart")]
+    return History(attempts, nodes, sorted(time for time in told if time is not None), lines, wrong)
 
 
 def _attempt(
     number: int,
     path: Path,
-    environment: dict[str, Any],
+    begun: Environment,
     mine: list[dict[str, Any]],
     around: list[dict[str, Any]],
     steps: Steps,
@@ -243,24 +264,24 @@ def _attempt(
     until: float,
 ) -> Attempt:
     """One start, from the journal entries of its segment (`mine`) and also those of no segment (`around`)."""
-    connected = seconds_of(environment["time"]) or 0.0
+    connected = seconds_of(begun.time) or 0.0
     times = [(seconds_of(entry["time"]) or 0.0, entry) for entry in mine]
     ready = next((time for time, entry in times if entry["kind"] == "ready"), None)
     if ready is None and len(steps):  # the entry was lost
         ready = float(steps.written[0] - steps.iteration[0])
     stop = next((entry for _, entry in reversed(times) if entry["kind"] == "stop"), None)
-    intent = read_json(path / "exit_intent.json")
-    code = (intent or stop or {}).get("code")
+    intent = exit_intent.read(path)
+    code = intent.code if intent is not None else (stop or {}).get("code")
     progress = (ready or connected) + float(steps.iteration.sum() + steps.missing.sum())
     ends = [(seconds_of(e["time"]) or 0.0, e) for e in around if _declares(e)]
     declared = next((time for time, _ in ends if progress <= time <= until), None)
-    signs = [progress, *(time for time, _ in times), heartbeat, declared, seconds_of((intent or {}).get("time"))]
-    saves = [(time, float(entry["seconds"])) for time, entry in times if entry["kind"] == "checkpoint"]
+    signs = [progress, *(time for time, _ in times), heartbeat, declared, seconds_of(intent and intent.time)]
+    saves = [(seconds_of(entry["time"]) or 0.0, entry["seconds"]) for entry in journal.of_kind(mine, "checkpoint")]
     after = [time for time, entry in times if entry["kind"] in _SAVING and time > progress]
-    cause = (intent or {}).get("reason") or (stop or {}).get("text") or _said(ends, declared)
+    cause = (intent and intent.reason) or (stop or {}).get("text") or _said(ends, declared)
     return Attempt(
         segment=number,
-        launched=seconds_of(environment.get("launched")) or connected,
+        launched=seconds_of(begun.launched) or connected,
         connected=connected,
         ready=ready,
         steps=steps,
@@ -272,8 +293,8 @@ def _attempt(
         clean=stop is not None and "step" in stop and code in _CLEAN,
         code=code,
         cause=cause or "ended without a word",
-        host=str(environment.get("host", "?")),
-        world=int(environment.get("world", {}).get("size", 1)),
+        host=begun.host,
+        world=begun.world.size if begun.world is not None else 1,
     )
 
 

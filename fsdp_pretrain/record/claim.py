@@ -7,7 +7,6 @@ systems, where locks of the kernel are often local or absent.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -18,9 +17,39 @@ from typing import Any
 
 import psutil
 
-from .files import now, read_json
+from ..errors import StorageError
+from . import state_files
+from .files import make_directory, now
+from .state_files import DamagedFileError, StateFile
 
 BEAT_SECONDS = 10.0
+_LOOKS, _LOOK_SECONDS = 10, 0.1
+
+
+class Held(StateFile):
+    """What a claim says of its holder.
+
+    Attributes:
+        token: what tells it from every other claim.
+        host, namespace, pid, process_started: the process, see `this_process`.
+        time: when it was made.
+        purpose: what the holder does.
+        deadline: seconds that this may take, if it has a limit.
+    """
+
+    token: str
+    host: str = "?"
+    namespace: str | None = None
+    pid: int | None = None
+    process_started: float | None = None
+    time: str = "?"
+    purpose: str = "an unknown process"
+    deadline: float | None = None
+
+
+def read(path: Path) -> Held | None:
+    """The holder of a claim; None if there is none, or the claim is damaged or being written this moment."""
+    return state_files.view(path, Held)
 
 
 class Claim:
@@ -41,11 +70,11 @@ class Claim:
     def take(cls, path: Path, *, beat: float = BEAT_SECONDS, **facts: Any) -> Claim | None:
         """Make the file, with `facts` about the holder; None if it exists. Raises OSError."""
         token = uuid.uuid4().hex
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         try:
             with path.open("x", encoding="utf-8") as file:
                 try:
-                    file.write(json.dumps({"token": token, **this_process(), "time": now(), **facts}) + "\n")
+                    file.write(state_files.seal({"token": token, **this_process(), "time": now(), **facts}))
                     file.flush()
                 except OSError:  # a full disk: leave nothing that looks like a holder
                     path.unlink(missing_ok=True)
@@ -61,8 +90,16 @@ class Claim:
 
     def still_mine(self) -> bool:
         """Whether nobody took it over, which happens to a process that was frozen for long."""
-        held = read_json(self.path)
-        return held is not None and held.get("token") == self._token
+        for _ in range(_LOOKS):
+            try:
+                held = state_files.read(self.path, Held)
+            except DamagedFileError:  # another's that is being written this moment, or flipped bits
+                time.sleep(_LOOK_SECONDS)
+            except StorageError:
+                return False
+            else:
+                return held is not None and held.token == self._token
+        return True  # flipped bits: nobody has made another
 
     def release(self) -> None:
         """Give it up."""
@@ -108,15 +145,14 @@ def process_start(pid: int) -> float | None:
         return None
 
 
-def is_alive(held: dict[str, Any]) -> bool | None:
+def is_alive(held: Held) -> bool | None:
     """Whether the holder that a claim names lives; None if that cannot be seen from here."""
-    if held.get("host") != socket.gethostname() or held.get("namespace", _pid_namespace()) != _pid_namespace():
+    if held.host != socket.gethostname() or held.namespace != _pid_namespace():
         return None
-    try:
-        started = process_start(int(held["pid"]))
-        return started is not None and abs(started - held["process_started"]) <= 1
-    except (KeyError, TypeError, ValueError):
+    if held.pid is None or held.process_started is None:
         return None
+    started = process_start(held.pid)
+    return started is not None and abs(started - held.process_started) <= 1
 
 
 class Holder:
@@ -134,7 +170,7 @@ class Holder:
         self._sign: tuple[Any, float] | None = None
         self._since = 0.0
 
-    def lives(self, held: dict[str, Any] | None) -> bool | None:
+    def lives(self, held: Held | None) -> bool | None:
         """Whether it does; None as long as that is not known.
 
         Args:
@@ -143,7 +179,7 @@ class Holder:
         Raises:
             OSError: there is no claim any more.
         """
-        sign = (held and held.get("token"), self.path.stat().st_mtime)
+        sign = (held and held.token, self.path.stat().st_mtime)
         alive = is_alive(held) if held is not None else None
         if alive is not None:
             return alive
@@ -154,12 +190,12 @@ class Holder:
         return False if now - self._since > self._silent else None
 
 
-def take_away(path: Path, held: dict[str, Any] | None) -> None:
+def take_away(path: Path, held: Held | None) -> None:
     """Remove the claim that was seen as `held`. If it is another one meanwhile, that one is given back."""
     aside = path.with_name(f"{path.stem}-stale-{uuid.uuid4().hex[:8]}.json")
     with contextlib.suppress(OSError):
         path.rename(aside)
-        if read_json(aside) != held:  # between the look and the rename another process had renewed it
+        if read(aside) != held:  # between the look and the rename another process had renewed it
             with contextlib.suppress(OSError):
                 os.link(aside, path)
         aside.unlink(missing_ok=True)

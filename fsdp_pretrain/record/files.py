@@ -6,18 +6,25 @@ descriptor opened for appending. A full disk must not stop training: lines wait 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from . import run_id
+
 _WAITING_LINES = 100_000
+_SEGMENT = re.compile(r"\d{4}|[1-9]\d{4,}")
+_WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems answer that have no hard links."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,11 @@ class RunDir:
 
     @property
     def segments(self) -> list[Path]:
-        """One directory per start, oldest first."""
+        """One directory per start, oldest first. What is called otherwise than a segment is none."""
         folder = self.path / "segments"
-        found = [path for path in folder.glob("[0-9]*") if path.is_dir()] if folder.is_dir() else []
-        return sorted(found, key=lambda path: int(path.name))
+        found = folder.iterdir() if folder.is_dir() else ()
+        named = [path for path in found if _SEGMENT.fullmatch(path.name) and path.is_dir()]
+        return sorted(named, key=lambda path: int(path.name))
 
     def segment(self, number: int) -> Path:
         """Directory of the start with this number."""
@@ -107,22 +115,31 @@ class RunDir:
         existing = self.segments
         number = int(existing[-1].name) + 1 if existing else 1
         path = self.segment(number)
-        path.mkdir(parents=True)
+        make_directory(path.parent)
+        path.mkdir()
         return path
 
 
 class AppendFile:
     """A file of lines that several processes may append to.
 
+    A process that was killed in a write, or whose disk was full, leaves a line without an end. Every write first looks
+    whether the file ends with one, and else begins a new line, so that a fragment costs no other line. Two processes
+    that do so at once leave an empty line, which readers do not mind.
+
     Args:
         path: created, with its directory, at the first line.
         durable: fsync after every line.
+
+    Attributes:
+        problem: why a write failed, the last time that one did.
     """
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         self._path, self._durable = path, durable
         self._descriptor: int | None = None
         self._waiting: deque[bytes] = deque(maxlen=_WAITING_LINES)
+        self._synced, self.problem = True, ""
 
     def write(self, line: str) -> bool:
         """Append a line; if the file cannot take it now, keep it for later. Whether everything is written."""
@@ -133,34 +150,61 @@ class AppendFile:
         """Try to write what is waiting. Whether everything is written."""
         try:
             if self._descriptor is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                make_directory(self._path.parent)
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             while self._waiting:
-                written = os.write(self._descriptor, self._waiting[0])
-                rest = self._waiting[0][written:]
-                if rest:  # a full disk took a part of the line
-                    self._waiting[0] = rest
+                line = b"" if _ends_with_a_line(self._descriptor) else b"\n"
+                line += self._waiting[0]
+                written = os.write(self._descriptor, line)
+                if written < len(line):  # a full disk took a part of it; the whole is written again
+                    if line[written:] == b"\n":
+                        self._waiting[0] = b"\n"
+                    self.problem = "no space left"
                     return False
                 self._waiting.popleft()
-            if self._durable:
+                self._synced = not self._durable
+            if not self._synced:
                 os.fsync(self._descriptor)
-        except OSError:
+                self._synced = True
+        except OSError as error:
+            self.problem = error.strerror or str(error)
             return False
         return True
 
-    def close(self) -> None:
-        """Write what can be written and close."""
-        self.flush()
+    def close(self) -> bool:
+        """Write what can be written and close. Whether everything is written."""
+        written = self.flush()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+        return written
 
 
-def read_lines(path: Path, offset: int = 0, holding: bytes = b"") -> Iterator[tuple[dict[str, Any], int]]:
+def _ends_with_a_line(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return size == 0 or os.pread(descriptor, 1, size - 1) in (b"\n", b"")
+
+
+def read_lines(
+    path: Path,
+    offset: int = 0,
+    holding: bytes = b"",
+    *,
+    is_whole: Callable[[dict[str, Any]], bool] = lambda record: True,
+    on_damaged: Callable[[bytes], object] = lambda line: None,
+) -> Iterator[tuple[dict[str, Any], int]]:
     """Parsed lines of a JSONL file from byte `offset` on, each with the offset behind it.
 
-    Passes over lines without the bytes `holding`, and lines damaged by a crash. Stops at an unfinished last line (a
-    writer may be in the middle of it).
+    Passes over lines without the bytes `holding`. Stops at an unfinished last line (a writer may be in the middle of
+    it).
+
+    Args:
+        path: the file; an absent one has no lines.
+        offset: where to begin.
+        holding: bytes that a line must have.
+        is_whole: whether a line that is an object has what lines of this file must have; the others are passed over
+            like those that a crash has damaged.
+        on_damaged: called with every line that is passed over for that.
     """
     try:
         file = path.open("rb")
@@ -172,46 +216,79 @@ def read_lines(path: Path, offset: int = 0, holding: bytes = b"") -> Iterator[tu
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            if holding not in line:
+            if holding not in line or not line.strip():
                 continue
             try:
                 record = json.loads(line)
             except ValueError:
-                continue
-            if isinstance(record, dict):
+                record = None
+            if isinstance(record, dict) and is_whole(record):
                 yield record, offset
+            else:
+                on_damaged(line)
 
 
-def last_lines(path: Path, tail: int = 1 << 18) -> list[dict[str, Any]]:
-    """Parsed lines within the last `tail` bytes of a JSONL file, oldest first; see `read_lines`."""
+def tail_offset(path: Path, reach: int) -> int:
+    """Where to begin to read the last `reach` bytes of a file; the first line from there on may be cut."""
     try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return []
-    return [line for line, _ in read_lines(path, max(0, size - tail))]  # the first, cut, is passed over as damaged
+        return max(0, path.stat().st_size - reach)
+    except OSError:
+        return 0
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory with what is missing above it. Raises OSError.
+
+    A run directory that this process is bound to is never made: one that is gone must not come back empty.
+    """
+    bound = run_id.require(path)
+    if bound is None:
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    for level in reversed([level for level in (path, *path.parents) if bound in level.parents]):
+        level.mkdir(exist_ok=True)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file atomically and durably. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}")
+    make_directory(path.parent)
+    partial = _beside(path)
     try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_durably(partial, content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None if the file is absent or not one."""
+def _beside(path: Path) -> Path:
+    """A name that no other process uses, for what is to become a file."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}")
+
+
+def _write_durably(path: Path, content: str | bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def create_file(path: Path, content: str) -> None:
+    """Make a small file that must not exist, whole or not at all, and durably. Raises FileExistsError, OSError."""
+    partial = _beside(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+        _write_durably(partial, content)
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            if partial.stat().st_nlink != 2:  # else it was made, and a network file system lost the answer
+                raise
+        except OSError as error:
+            if error.errno not in _WITHOUT_LINKS:
+                raise
+            with path.open("x", encoding="utf-8") as file:
+                file.write(content)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def now() -> str:
@@ -228,5 +305,5 @@ def seconds_of(stamp: Any) -> float | None:
     """A time of the record as seconds since 1970; None if it is none."""
     try:
         return datetime.fromisoformat(stamp).timestamp()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import load
+from ..changes import load_recorded
 from ..errors import UserError
 from ..units import human_count, human_time
 from .attempts import Attempt, Column, History, kept_steps, left_by, read_history
@@ -147,7 +147,7 @@ def account(history: History) -> tuple[_Ledger, list[Incident]]:
 
 
 def _launch(history: History, attempt: Attempt, after: float) -> float:
-    """When the launch of a start began: with its launcher, if it was told of, else with its process."""
+    """When the launch of a start began: with its launcher, if the journal names it, else with its process."""
     return next((time for time in history.launches if after <= time <= attempt.connected), attempt.launched)
 
 
@@ -182,13 +182,13 @@ def _judge(history: History, attempt: Attempt, after: Attempt | None) -> Inciden
     unplanned = not attempt.clean and (after is not None or attempt.closed)
     if not len(attempt.steps) or not (rollbacks or unplanned):
         return None
-    reason = str(rollbacks[-1].facts.get("reason") or "") if rollbacks else ""
+    reason = rollbacks[-1].reason if rollbacks else ""
     return Incident(
         segment=attempt.segment,
         step=int(attempt.steps.step[-1]),
         time=attempt.progress,
         kind="rollback" if rollbacks else "failure",
-        cause=reason or attempt.cause,
+        cause=reason or ("no reason was given" if attempt.clean else attempt.cause),
     )
 
 
@@ -250,7 +250,8 @@ def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter)
         `runtime_goodput` (without the queue), `ettr` (kept and slow / wall without the queue), `ettr_queued` (with
         it); `tokens` (kept, since the beginning or the fork), `tokens_lost`, `tokens_per_day`, `mfu`,
         `mfu_effective` (null if not known); `incidents`; `mtti_seconds`, `mttr_seconds` (null without incidents);
-        `saves` (`count`, `block_seconds`, `seconds`: means); `unprotected` and `interval`, see `_protection`.
+        `saves` (`count`, `block_seconds`, `seconds`: means); `unprotected` and `interval`, see `_protection`;
+        `damaged`: what of the record was passed over, `lines` (how many) and `files` (what is wrong with each).
     """
     history = read_history(run, shown)
     if not history.attempts:
@@ -286,6 +287,7 @@ def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter)
         "mtti_seconds": mtti,
         "mttr_seconds": sum(i.recovery for i in ended) / len(ended) if ended else None,
         **_protection(run, history, mtti),
+        "damaged": {"lines": history.damaged_lines, "files": history.damaged_files},
     }
 
 
@@ -330,7 +332,7 @@ def _configured_interval(run: RunDir, history: History, typical: float | None) -
     """Seconds between saves by the run's configuration, at its typical pace."""
     batches = [attempt.steps.batch[-1] for attempt in history.attempts if len(attempt.steps)]
     try:
-        config = load(run.config)
+        config, _ = load_recorded(run.config)
     except UserError:
         return None
     if typical is None or not batches:
@@ -373,7 +375,7 @@ def render(found: dict[str, Any]) -> str:
     lines = [f"{found['begin'][:19]} to {found['end'][:19]} UTC: {human_time(wall)}"]
     for state, meaning in MEANING.items():
         seconds = states[state]
-        lines.append(f"  {state:13} {seconds / 3600:>10.3f} h {seconds / max(wall, 1e-9):>7.2%}  {meaning}")
+        lines.append(f"  {state:13} {human_time(seconds):>8} {seconds / max(wall, 1e-9):>7.2%}  {meaning}")
     lines.append(
         f"goodput {found['goodput']:.2%}; {found['runtime_goodput']:.2%} without the queue; "
         f"ETTR {found['ettr']:.2%} ({found['ettr_queued']:.2%} with the queue)"
@@ -384,7 +386,9 @@ def render(found: dict[str, Any]) -> str:
         f"{human_count(found['tokens_per_day'])} tokens a day{mfu}"
     )
     for incident in found["incidents"]:
-        over = f"{human_time(incident['recovery_seconds'])} to go on" if incident["over"] else "not over"
+        over = (
+            f"{human_time(incident['recovery_seconds'])} to go on" if incident["over"] else "training has not gone on"
+        )
         lines.append(
             f"  {incident['time'][:19]} {incident['kind']} after step {incident['step']:_}: {incident['cause']}; "
             f"{over}, {incident['lost_steps']:_} steps lost, cost {human_time(incident['cost_seconds'])}"
@@ -395,21 +399,27 @@ def render(found: dict[str, Any]) -> str:
             f"interrupted every {human_time(found['mtti_seconds'])} (MTTI)"
             + ("" if repair is None else f", going on after {human_time(repair)} (MTTR)")
         )
-    return "\n".join([*lines, *_render_saves(found)])
+    lines += _render_saves(found)
+    if found["damaged"]["lines"]:
+        lines.append(f"damaged lines of the journal and the metrics, passed over: {found['damaged']['lines']:_}")
+    return "\n".join([*lines, *(f"left out: {text}" for text in found["damaged"]["files"])])
 
 
 def _render_saves(found: dict[str, Any]) -> list[str]:
     saves, interval, unprotected = found["saves"], found["interval"], found["unprotected"]
     lines = []
     if saves["seconds"] is not None:
-        block = "" if saves["block_seconds"] is None else f", training waits {saves['block_seconds']:.2f}s for each"
-        lines.append(f"{saves['count']:_} saves of {saves['seconds']:.2f}s{block}")
+        waits = saves["block_seconds"]
+        block = "" if waits is None else f", training waits {human_time(waits)} for each"
+        lines.append(f"{saves['count']:_} saves of {human_time(saves['seconds'])}{block}")
     configured = interval["configured_seconds"]
     if configured is not None:
+        over = unprotected["over_interval"]
+        unit, size = ("h", 3600) if over >= 3600**2 else ("min", 60) if over >= 60**2 else ("s", 1)
         lines.append(
             f"saves are due every {human_time(configured)}; the longest stretch without one was "
             f"{human_time(unprotected['longest_seconds'])} "
-            f"(unprotected integral {unprotected['over_interval'] / 3600**2:.3g} h x h)"
+            f"(unprotected integral {human_count(over / size**2)} {unit} x {unit})"
         )
     if interval["seconds"] is not None:
         lines.append(

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
-from .files import now, read_json, replace_file
+from pydantic import Field
+
+from . import state_files
+from .files import now
 from .journal import who
+from .state_files import StateFile
+
+
+class Request(StateFile):
+    """What somebody asks for.
+
+    Attributes:
+        verb: what to do; empty in place of a request that was damaged.
+        reason, avoid_hosts: of a stop, see `control.send`.
+        key: of an alarm.
+        by: who asks.
+    """
+
+    verb: str = ""
+    reason: str = ""
+    avoid_hosts: list[str] = Field(default_factory=list)
+    key: str = ""
+    by: str = "?"
 
 
 def leave(folder: Path, **content: Any) -> Path:
     """Leave a request, with the time and the user; its file. Raises OSError."""
     path = folder / f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
-    replace_file(path, json.dumps({**content, "time": now(), "by": who()}) + "\n")
+    state_files.write(path, {**content, "time": now(), "by": who()})
     return path
 
 
-def take(folder: Path) -> list[dict[str, Any]]:
+def take(folder: Path) -> list[Request]:
     """Remove all requests, oldest first; a damaged one is empty."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and name[0] != ".")  # noqa: PTH208
@@ -28,6 +48,6 @@ def take(folder: Path) -> list[dict[str, Any]]:
         return []
     found = []
     for name in names:
-        found.append(read_json(folder / name) or {})
+        found.append(state_files.view(folder / name, Request) or Request())
         (folder / name).unlink(missing_ok=True)
     return found

@@ -10,12 +10,33 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from .files import AppendFile, RunDir, now, read_lines
+from ..errors import StorageError
+from .files import AppendFile, RunDir, now, read_lines, seconds_of
 
+Kind = Literal[
+    "start", "fresh", "ready", "resume", "changed", "overrides", "skip", "optimizer", "loss-scale", "control",
+    "milestone", "stop",
+    "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-fallback", "checkpoint-late",
+    "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "on-commit-failed", "import", "rollback", "fork",
+    "health", "health-again", "health-rollback", "health-skip", "data-read",
+    "launch", "restart", "hosts", "avoid-hosts",
+    "eval", "eval-failed", "eval-late", "eval-refused",
+    "alarm", "mute", "watchdog", "note", "aim-stopped",
+]  # fmt: skip
+"""What an entry is about."""
+KINDS: tuple[str, ...] = get_args(Kind)
 _POLL_SECONDS = 0.5
+_NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "checkpoint": {"step": int, "seconds": (int, float), "bytes": (int, float)},
+    "eval": {"step": int, "scores": dict},
+    "health-rollback": {"key": str, "start": int},
+    "health-again": {"step": int, "repeats": bool},
+}
+"""What entries of a kind must say for those who compute with them."""
 
 
 class Journal:
@@ -31,11 +52,11 @@ class Journal:
         self._lines = AppendFile(run.journal, durable=True)
         self._chronicle = AppendFile(run.chronicle)
 
-    def write(self, kind: str, text: str, **data: Any) -> None:
+    def write(self, kind: Kind, text: str, **data: Any) -> None:
         """Add an entry.
 
         Args:
-            kind: short stable name, such as `start` or `checkpoint`.
+            kind: what it is about.
             text: one sentence for people.
             data: the facts, JSON values.
         """
@@ -46,10 +67,27 @@ class Journal:
         self._lines.write(json.dumps(entry))
         self._chronicle.write(render(entry))
 
-    def close(self) -> None:
-        """Close the files."""
-        self._lines.close()
+    @property
+    def problem(self) -> str:
+        """Why the journal could not be written when that failed last."""
+        return self._lines.problem
+
+    def close(self) -> bool:
+        """Write what waits, if it can be, and close the files. Whether all is in the journal."""
         self._chronicle.close()
+        return self._lines.close()
+
+
+def tell(run: RunDir, kind: Kind, text: str, /, *, segment: int | None = None, **data: Any) -> None:
+    """Add one entry, by a command, which has no time to wait until it can be written. Raises StorageError."""
+    writer = Journal(run, segment)
+    writer.write(kind, text, **data)
+    if not writer.close():
+        raise StorageError(
+            f"cannot write {run.journal}: {writer.problem}",
+            effect=f"the chronicle does not say: {text}",
+            remedy="make the run directory writable, then repeat the command",
+        )
 
 
 def who() -> str:
@@ -67,16 +105,38 @@ def render(entry: dict[str, Any]) -> str:
     return f"- {entry['time'][:19].replace('T', ' ')} **{entry['kind']}**{step} {entry['text']}{by}"
 
 
+def entries(
+    path: Path, offset: int = 0, *, on_damaged: Callable[[bytes], object] = lambda line: None
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """The entries of a journal with their offsets; what is none is passed over, see `read_lines`."""
+    return read_lines(path, offset, is_whole=_is_entry, on_damaged=on_damaged)
+
+
+def _is_entry(line: dict[str, Any]) -> bool:
+    texts = isinstance(line.get("kind"), str) and isinstance(line.get("text"), str)
+    return texts and seconds_of(line.get("time")) is not None and isinstance(line.get("step") or 0, int)
+
+
+def is_whole(entry: dict[str, Any]) -> bool:
+    """Whether an entry says what those of its kind must say."""
+    return all(isinstance(entry.get(key), type_) for key, type_ in _NEEDED.get(entry["kind"], {}).items())
+
+
+def of_kind(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The entries of a kind, without those that lack what the kind must say."""
+    return [entry for entry in found if entry["kind"] == kind and is_whole(entry)]
+
+
 def read(run: RunDir) -> list[dict[str, Any]]:
     """All entries, oldest first."""
-    return [entry for entry, _ in read_lines(run.journal)]
+    return [entry for entry, _ in entries(run.journal)]
 
 
 def follow(run: RunDir) -> Iterator[dict[str, Any]]:
-    """All entries, and then those that are added, for ever."""
+    """All entries, and then those that are added, until the caller ends."""
     offset = 0
     while True:
-        for entry, behind in read_lines(run.journal, offset):
+        for entry, behind in entries(run.journal, offset):
             offset = behind
             yield entry
         time.sleep(_POLL_SECONDS)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ..errors import BusyError, StorageError
-from .claim import BEAT_SECONDS, Claim, Holder, take_away
-from .files import RunDir, read_json
+from . import claim, state_files
+from .claim import BEAT_SECONDS, Claim, Held, Holder, take_away
+from .files import RunDir
+from .status import Status
 
 SILENT_SECONDS = 90.0
 _LOOK_SECONDS = 1.0
@@ -51,7 +52,7 @@ class RunLock:
             raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
         if self._claim is not None:
             return True
-        held = read_json(path)
+        held = claim.read(path)
         try:
             alive = self._holder.lives(held)
         except OSError:  # released this moment
@@ -68,16 +69,16 @@ class RunLock:
             time.sleep(min(_LOOK_SECONDS, self._silent / 5))
         return False
 
-    def describe(self, held: dict[str, Any] | None) -> str:
+    def describe(self, held: Held | None) -> str:
         """One phrase: which run is held by whom."""
-        held, status = held or {}, read_json(self._run.status) or {}
-        where = f"segment {status.get('segment', '?')}, step {status.get('step', '?')}"
+        held = held or Held(token="")
+        status = state_files.view(self._run.status, Status) or Status()
         return (
-            f"{self._run.path} is held by {held.get('purpose', 'an unknown process')} on host {held.get('host', '?')}, "
-            f"pid {held.get('pid', '?')}, since {held.get('time', '?')} ({where})"
+            f"{self._run.path} is held by {held.purpose} on host {held.host}, pid {held.pid or '?'}, since {held.time} "
+            f"(segment {status.segment or '?'}, step {'?' if status.step is None else status.step})"
         )
 
-    def _busy(self, held: dict[str, Any] | None) -> BusyError:
+    def _busy(self, held: Held | None) -> BusyError:
         return BusyError(
             self.describe(held),
             effect="two writers would mix two lines of training in one run",
@@ -89,7 +90,7 @@ class RunLock:
     def check(self) -> None:
         """Raise BusyError if another process took the lock over, which happens to one that was frozen for long."""
         if self._claim is None or not self._claim.still_mine():
-            held = read_json(self._run.lock)
+            held = claim.read(self._run.lock)
             raise BusyError(
                 f"this process lost the lock of the run; {self.describe(held)}" if held else "the run's lock is gone",
                 effect="going on could overwrite what another job does",
@@ -101,6 +102,16 @@ class RunLock:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+
+
+def is_held(run: RunDir) -> bool:
+    """Whether a process seems to hold a run: it lives, or beats where that cannot be seen from here."""
+    held = claim.read(run.lock)
+    alive = claim.is_alive(held) if held is not None else None
+    try:
+        return alive if alive is not None else time.time() - run.lock.stat().st_mtime < SILENT_SECONDS
+    except OSError:
+        return False
 
 
 @contextmanager

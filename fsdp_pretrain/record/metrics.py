@@ -3,12 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from . import lineage
-from .files import RunDir, last_lines, read_lines
+from .files import RunDir, read_lines, tail_offset
+
+METRICS = "metrics.jsonl"
+_COUNTS = ("step", "consumed", "cursor", "tokens", "batch", "sequence_length")
+_PARTS = {"iteration", "data", "checkpoint"}
+_KEYS = {
+    *_COUNTS,
+    *("loss", "sources", "grad_norm", "loss_scale", "overflow", "skipped", "not_finite", "lr", "ramps", "mixture"),
+    *("data_digest", "documents", "separators", "adjacent_specials", "quarantined", "data_read", "seconds"),
+    *("tokens_per_second", "segment", "time"),
+}
+"""What a record has had since release 0.1. What later ones have besides, readers must ask for with `get`."""
+
+
+def records(
+    path: Path,
+    offset: int = 0,
+    holding: bytes = b"",
+    *,
+    on_damaged: Callable[[bytes], object] = lambda line: None,
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """The records of a metrics file with their offsets; what is none is passed over, see `read_lines`."""
+    return read_lines(path, offset, holding, is_whole=_is_record, on_damaged=on_damaged)
+
+
+def _is_record(line: dict[str, Any]) -> bool:
+    if not line.keys() >= _KEYS:
+        return False
+    loss, seconds = line["loss"], line["seconds"]
+    return (
+        all(type(line[key]) is int for key in _COUNTS)
+        and isinstance(loss, dict)
+        and loss.keys() >= {"sum", "count"}
+        and isinstance(loss["sum"] or 0, int | float)
+        and isinstance(loss["count"], int)
+        and isinstance(seconds, dict)
+        and seconds.keys() >= _PARTS
+        and all(isinstance(part, int | float) for part in seconds.values())
+        and isinstance(line.get("mfu") or 0, int | float)
+    )
+
+
+def last_records(segment: Path, reach: int = 1 << 18) -> list[dict[str, Any]]:
+    """The records within the last `reach` bytes of a segment's file, oldest first."""
+    path = segment / METRICS
+    return [record for record, _ in records(path, tail_offset(path, reach))]
 
 
 def mean_loss(record: dict[str, Any]) -> float:
@@ -32,8 +77,7 @@ def find_step(run: RunDir, step: int) -> list[tuple[dict[str, Any], int | None]]
     lines = {node.segment: lineage.line(known, node.segment) for node in known}
     found: list[tuple[dict[str, Any], int | None]] = []
     for number in lines:
-        path = run.segment(number) / "metrics.jsonl"
-        for record, _ in read_lines(path, holding=f'"step": {step}'.encode()):
+        for record, _ in records(run.segment(number) / METRICS, holding=f'"step": {step}'.encode()):
             if record["step"] == step:
                 left = [later for later in lines if later > number and not lineage.holds(lines[later], number, step)]
                 kept = lineage.holds(lines[max(lines)], number, step)
@@ -45,7 +89,7 @@ def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
     """The kept line: records with strictly increasing steps, each from the segment that `lineage` names."""
     last = 0
     for part in lineage.line(lineage.nodes(run)):
-        for record, _ in read_lines(run.segment(part.segment) / "metrics.jsonl"):
+        for record, _ in records(run.segment(part.segment) / METRICS):
             if record["step"] > part.until:
                 break
             if record["step"] > max(part.after, last):
@@ -55,8 +99,8 @@ def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
 
 def last_record(run: RunDir, segment: int) -> dict[str, Any] | None:
     """The last whole metrics record of a segment, read from the end of its file; None if it has none."""
-    lines = last_lines(run.segment(segment) / "metrics.jsonl", 65_536)
-    return lines[-1] if lines else None
+    found = last_records(run.segment(segment), 65_536)
+    return found[-1] if found else None
 
 
 def left_behind(run: RunDir, step: int, tokens: int) -> tuple[int, int]:
@@ -77,9 +121,9 @@ def tail(path: Path, step: int) -> list[dict[str, Any]]:
     reach = 1 << 20
     while True:
         offset = max(0, size - reach)
-        records = [record for record, _ in read_lines(path, offset)]
-        if offset == 0 or (records and records[0]["step"] <= step):
-            return [record for record in records if record["step"] >= step]
+        found = [record for record, _ in records(path, offset)]
+        if offset == 0 or (found and found[0]["step"] <= step):
+            return [record for record in found if record["step"] >= step]
         reach *= 4
 
 
@@ -88,7 +132,7 @@ def last_metrics(run: RunDir, step: int, count: int) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for part in reversed(lineage.line(lineage.nodes(run))):
         first = max(part.after, step - count) + 1
-        for record in tail(run.segment(part.segment) / "metrics.jsonl", first):
+        for record in tail(run.segment(part.segment) / METRICS, first):
             if record["step"] <= min(part.until, step):
                 found.setdefault(record["step"], record)
         if first <= step - count + 1:

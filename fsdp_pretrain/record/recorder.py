@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..units import human_bytes, human_count, human_time
-from .files import AppendFile, RunDir, now, read_json, replace_file
-from .journal import Journal
-from .metrics import mean_loss
+from . import state_files
+from .files import AppendFile, RunDir, now
+from .journal import Journal, Kind
+from .metrics import METRICS, mean_loss
 
 _STATUS_INTERVAL = 1.0
 
@@ -34,7 +35,7 @@ class Recorder:
         self.run, self.segment, self.number = run, segment, int(segment.name)
         self._console_every, self._total = console_every, total_steps
         self._journal = Journal(run, self.number)
-        self._metrics = AppendFile(segment / "metrics.jsonl")
+        self._metrics = AppendFile(segment / METRICS)
         self._log = AppendFile(segment / "log")
         self._status: dict[str, Any] = {
             "run": name,
@@ -44,7 +45,7 @@ class Recorder:
             "started": now(),
             "total_steps": total_steps,
         }
-        self._status_written = -math.inf
+        self._status_written, self._status_fails = -math.inf, False
         self._steps_shown = 0
         self._ahead: list[tuple[int, str]] = []
 
@@ -53,12 +54,12 @@ class Recorder:
         print(text, flush=True)
         self._log.write(f"{now()} {text}")
 
-    def event(self, kind: str, text: str, **data: Any) -> None:
+    def event(self, kind: Kind, text: str, **data: Any) -> None:
         """An entry in the journal, shown on the console too."""
         self._journal.write(kind, text, **data)
         self.say(f"[{kind}] {text}")
 
-    def note(self, kind: str, text: str, **data: Any) -> None:
+    def note(self, kind: Kind, text: str, **data: Any) -> None:
         """An entry in the journal alone, on any rank: what one rank may meet alone, and has shown already."""
         self._journal.write(kind, text, **data)
 
@@ -115,11 +116,14 @@ class Recorder:
             return
         self._status_written = time.monotonic()
         try:
-            if force and self.segment != self.run.segments[-1]:
-                return  # this process was frozen, and the run went on elsewhere
-            replace_file(self.run.status, json.dumps({**self._status, "heartbeat": now()}, indent=1) + "\n")
+            if force and self.run.segments[-1:] != [self.segment]:
+                return  # this process was frozen, and the run went on elsewhere; or the run directory is gone
+            state_files.write(self.run.status, {**self._status, "heartbeat": now()})
+            self._status_fails = False
         except OSError as error:
-            print(f"cannot write {self.run.status}: {error}", file=sys.stderr)
+            if not self._status_fails:  # once, and not every second
+                print(f"cannot write {self.run.status}: {error.strerror}", file=sys.stderr)
+            self._status_fails = True
 
     def close(self) -> None:
         """Write what waits and close the files."""
@@ -139,7 +143,7 @@ class Silent(Recorder):
     def __init__(self, run: RunDir, segment: Path) -> None:
         self.run, self.number = run, int(segment.name)
 
-    def note(self, kind: str, text: str, **data: Any) -> None:
+    def note(self, kind: Kind, text: str, **data: Any) -> None:
         """An entry in the journal, which is opened for it: notes are rare, and ranks are many."""
         journal = Journal(self.run, self.number)
         journal.write(kind, text, **data)
@@ -148,7 +152,7 @@ class Silent(Recorder):
     def say(self, text: str) -> None:
         """Nothing."""
 
-    def event(self, kind: str, text: str, **data: Any) -> None:
+    def event(self, kind: Kind, text: str, **data: Any) -> None:
         """Nothing."""
 
     def step(self, record: dict[str, Any], *, target: int) -> None:
@@ -192,30 +196,3 @@ def console_line(record: dict[str, Any], target: int) -> str:
         "eta": human_time(eta),
     }
     return " ".join(f"{key}={value}" for key, value in fields.items())
-
-
-def write_exit_intent(run: RunDir, segment: Path, code: int, reason: str, **facts: Any) -> None:
-    """Say how this start ended, for launchers: torchrun turns every exit code into 1. The first writer wins.
-
-    Args:
-        run: the run directory.
-        segment: of the start that ended.
-        code: see `errors.Exit`.
-        reason: one sentence.
-        facts: more for the launcher: `asked`: somebody asked the run to stop; `restart`: it was no decision to end, so
-            that torchrun may start it again; `avoid_hosts`, with code 76; `suspects`.
-
-    A disk too full for this file is no reason to end otherwise than decided.
-    """
-    intent = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname(), **facts}
-    content = json.dumps(intent) + "\n"
-    try:
-        with (segment / "exit_intent.json").open("x", encoding="utf-8") as file:
-            file.write(content)
-        status = read_json(run.status)
-        if status is not None and segment == run.segments[-1]:
-            state = "complete" if code == 0 else "stopped" if code == 75 else "failed"
-            status.update(state=state, exit_intent={"code": code, "reason": reason})
-            replace_file(run.status, json.dumps(status, indent=1) + "\n")
-    except OSError:
-        pass

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..config import Config
-from ..errors import Exit
+from ..errors import Exit, StorageError
+from ..record import claim, exit_intent, run_id
 from ..record.claim import Holder
-from ..record.files import RunDir, read_json
+from ..record.exit_intent import EXIT_INTENT, ExitIntent
+from ..record.files import RunDir, make_directory
 from ..record.journal import Journal
-from ..record.recorder import write_exit_intent
 from .alarms import Alarm, Alarms, Severity
 from .blind import Blind
 from .desk import keeper
@@ -38,12 +39,14 @@ from .hang import Hang
 from .heart import root, sweep
 from .leader import Leader, take_the_lead
 from .nodes import Nodes, Relay
-from .page import Phase
+from .page import Beat, Phase
 from .ranks import Rank, Ranks
 from .sensors import sensors
 
 _STALLED = 0.5
 """Seconds between two looks while nothing moves."""
+_ABSENT = 10.0
+"""Seconds for which a run directory may be gone, as when it is mounted again, before the ranks are asked to stop."""
 _GIVE_UP = 60.0
 """Seconds in which no rank shows itself, or after a takeover the earlier agent does not end."""
 
@@ -74,6 +77,9 @@ class Agent:
         self._died: list[Rank] = []
         self._ended = False
         self._asked_to_end = False
+        self._absent_since: float | None = None
+        self._stop_asked = False
+        self._bind()
         self.hang = Hang(config.watchdog.hang, self.ranks, self.nodes, keep=self._keep_stack, end=self._end_ranks)
 
     # ------------------------------------------------------------------ life
@@ -115,7 +121,7 @@ class Agent:
     def _hear_the_others(self) -> None:
         """Wait for the last words of the other nodes. One without any, when ranks just fail, is the reason."""
         intent = self._intent()
-        if intent is not None and intent["code"] == Exit.COMPLETE:
+        if intent is not None and intent.code == Exit.COMPLETE:
             return
         patience, begun = self.nodes.patience, time.monotonic()
         self._keeper = Holder(self._keeper.path, patience - self.nodes.beat)
@@ -130,7 +136,7 @@ class Agent:
             return
         self._leader.look()
         intent = self._intent()
-        if lost and (intent is None or intent["code"] == Exit.UNEXPECTED):
+        if lost and (intent is None or intent.code == Exit.UNEXPECTED):
             for host, seconds in lost.items():
                 self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
             text = f"{', '.join(lost)} is lost: nothing has been heard of it since the ranks failed"
@@ -151,12 +157,19 @@ class Agent:
 
     def _look(self) -> None:
         self.ranks.look()
-        if self.ranks.launcher_gone and self.ranks.alive and not self._ended:
-            self._end_ranks("what started the ranks is gone", {}, restart=False)
-        if segment := self.ranks.segment:
+        if run_id.bound_to(self.run.path) is None:
+            self._bind()
+        if (segment := self.ranks.segment) and segment != self.segment:
             self.segment = segment
+            run_id.bind(self.run.checkpoints, run_id.read(self.run.checkpoints))
+        died = self._take_the_dead()
+        # The kernel kills the ranks of a torchrun that is killed, and all may be seen at once. When one dies by itself,
+        # the others fail and say so.
+        if self.ranks.launcher_gone and not self._ended and (self.ranks.alive or len(died) == len(self.ranks.all)):
+            reason = "what started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
+            self._end_ranks(reason, {}, restart=False)
         self._look_at_nodes()
-        self._look_at_the_dead()
+        self._look_at_the_dead(died)
         if not self._ended:
             self.hang.check()
         stalled = [standing.to_json() for standing in self.hang.stalled]
@@ -165,6 +178,48 @@ class Agent:
             self._leader.look()
         elif self.segment:
             self._look_locally()
+        self._look_at_the_directory()
+
+    def _bind(self) -> None:
+        """Take the id of the run directory from the ranks; until they know it, nothing is written there."""
+        known = run_id.read(self._pages)
+        run_id.bind(self.run.path, known)
+        if known is None:
+            return
+        with contextlib.suppress(OSError):
+            make_directory(self.directory)
+            with (self.directory / "agent.log").open("ab") as log:
+                for stream in (sys.stdout, sys.stderr):
+                    os.dup2(log.fileno(), stream.fileno())
+
+    def _look_at_the_directory(self) -> None:
+        """No save can succeed without the run directory: when it stays away it is told, and the ranks asked to stop."""
+        try:
+            directory = run_id.lost()
+        except StorageError:  # it does not answer, which is told of mounts
+            return
+        if directory is None:
+            self._absent_since = None
+            self.alarms.resolve("run-directory", f"{self.run.path} is there again")
+            return
+        if self._absent_since is None:
+            self._absent_since = time.monotonic()
+        if time.monotonic() - self._absent_since < _ABSENT:
+            return
+        act = self.config.watchdog.storage.act
+        error = run_id.gone(directory)
+        self.alarms.open(
+            "run-directory",
+            Severity.CRIT,
+            error.cause,
+            effect="nothing can be saved or recorded; a save that is due ends the run with exit 93",
+            remedy=error.remedy,
+            action="asked the ranks to stop" if act else "",
+        )
+        if act and not self._stop_asked and not self._ended and Phase.END not in self.ranks.phases:
+            self._stop_asked = True
+            for rank in self.ranks.alive[:1]:
+                rank.signal(signal.SIGUSR1)
 
     def _look_at_nodes(self) -> None:
         """What the others say, who leads, and whether the run went on without this node, which was frozen then."""
@@ -199,7 +254,7 @@ class Agent:
     def _watch_the_leader(self) -> None:
         """See its claim beat, so that it need not be waited for when it has become silent."""
         with contextlib.suppress(OSError):
-            self._keeper.lives(read_json(self._keeper.path))
+            self._keeper.lives(claim.read(self._keeper.path))
 
     def _lead(self) -> None:
         claim = take_the_lead(self.config, self._keeper)
@@ -236,44 +291,49 @@ class Agent:
 
     # ------------------------------------------------------------------ ranks that end
 
-    def _look_at_the_dead(self) -> None:
+    def _take_the_dead(self) -> list[Beat]:
+        """The last beats of the ranks that have ended since this was last asked, and did not say why."""
+        died, self._died = [(rank, rank.beat) for rank in self._died if rank.beat is not None], []
+        return [
+            beat
+            for rank, beat in died
+            if beat.segment != 0 and beat.phase is not Phase.END and not self._explained(rank)
+        ]
+
+    def _look_at_the_dead(self, died: list[Beat]) -> None:
         """Ranks that ended without saying why: told, and the run's intent is to be resumed."""
-        died, self._died = self._died, []
-        for rank in died:
-            beat = rank.beat
-            if self._ended or beat is None or beat.phase is Phase.END or beat.segment == 0 or self._explained(rank):
-                continue
-            host = socket.gethostname()
-            text = f"rank {rank.number} ({host}, pid {beat.pid}) died in step {beat.step} without a word"
-            broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
-            code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
-            facts = {"suspects": [rank.number], "hosts": [host], **({"avoid_hosts": broken} if broken else {})}
-            self._write_intent(code, text, facts)
-            self.alarms.open(
-                "rank-died",
-                Severity.CRIT,
-                text + _killed_for_memory(),
-                effect="the other ranks cannot go on",
-                remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
-                step=beat.step,
-                facts={"rank": rank.number, "host": host},
-            )
+        if self._ended or not died:
+            return
+        host, ranks, text = socket.gethostname(), [beat.rank for beat in died], _deaths(died)
+        broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
+        code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
+        facts = {"suspects": ranks, "hosts": [host], **({"avoid_hosts": broken} if broken else {})}
+        self._write_intent(code, text, facts)
+        self.alarms.open(
+            "rank-died",
+            Severity.CRIT,
+            text + _killed_for_memory(),
+            effect="the other ranks cannot go on",
+            remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
+            step=max(beat.step for beat in died),
+            facts={"ranks": ranks, "host": host},
+        )
 
     def _explained(self, rank: Rank) -> bool:
         """Whether the run has said why it ends, other than by what its death did to another rank."""
         intent = self._intent()
-        return intent is not None and (intent["code"] != Exit.UNEXPECTED or intent.get("rank") == rank.number)
+        return intent is not None and (intent.code != Exit.UNEXPECTED or intent.rank == rank.number)
 
-    def _intent(self) -> dict[str, Any] | None:
-        return read_json(self.run.segment(self.segment) / "exit_intent.json") if self.segment else None
+    def _intent(self) -> ExitIntent | None:
+        return exit_intent.read(self.run.segment(self.segment)) if self.segment else None
 
     def _write_intent(self, code: Exit, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
         if self.segment:
             segment = self.run.segment(self.segment)
             intent = self._intent()
-            if intent is not None and intent["code"] == Exit.UNEXPECTED:  # a consequence
-                (segment / "exit_intent.json").unlink(missing_ok=True)
-            write_exit_intent(self.run, segment, int(code), reason, by="watchdog", restart=restart, **facts)
+            if intent is not None and intent.code == Exit.UNEXPECTED:  # a consequence
+                (segment / EXIT_INTENT).unlink(missing_ok=True)
+            exit_intent.write(self.run, segment, int(code), reason, by="watchdog", restart=restart, **facts)
 
     def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
         """Write down why, let stopped ranks say where they stand, and end all of this node."""
@@ -286,9 +346,16 @@ class Agent:
         """Add a dump to `RUN/watchdog/stacks`."""
         path = self.directory / "stacks" / f"{self.segment:04d}-rank-{rank:05d}.txt"
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
+
+
+def _deaths(died: list[Beat]) -> str:
+    host = socket.gethostname()
+    return "; ".join(
+        f"rank {beat.rank} ({host}, pid {beat.pid}) died in step {beat.step} without a word" for beat in died
+    )
 
 
 def _attempt() -> str:

@@ -7,6 +7,8 @@ follows from a worse one, is written down each time and told once.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +16,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..record.files import AppendFile, now
+from pydantic import TypeAdapter
+
+from ..record.files import AppendFile, now, read_lines, seconds_of
 
 
 class Severity(IntEnum):
@@ -69,8 +73,11 @@ class Alarm:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Alarm:
-        """The inverse of `to_json`."""
-        return cls(**{**content, "severity": Severity[content["severity"]]})
+        """The inverse of `to_json`. Raises ValueError, KeyError."""
+        found = _schema().validate_python({**content, "severity": Severity[content["severity"]]})
+        if seconds_of(found.opened) is None:
+            raise ValueError(f"it was opened at {found.opened!r}")
+        return found
 
 
 class Alarms:
@@ -89,8 +96,9 @@ class Alarms:
     def __iter__(self) -> Iterator[Alarm]:
         return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
 
-    def open(self, key: str, severity: Severity, summary: str, **more: Any) -> Alarm:
-        """An incident is there: opened, or brought up to date. Told when it is new or its severity rises."""
+    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> Alarm:
+        """An incident is there: opened, or brought up to date. Told when it is new, its severity rises, or it is
+        `revised`: what was told of it is not what is known now."""
         before, time = self._known.get(key), now()
         if before is None or before.state == "resolved":
             count = 1 if before is None else before.count + 1
@@ -99,7 +107,7 @@ class Alarms:
             worst = max(severity, before.severity)
             state: State = "open" if worst > before.severity else before.state
             alarm = replace(before, severity=worst, state=state, summary=summary, **more)
-            if worst == before.severity:
+            if worst == before.severity and not revised:
                 self._known[key] = alarm  # the same incident with newer numbers: nothing to write or tell
                 return alarm
             alarm = replace(alarm, changed=time)
@@ -127,22 +135,22 @@ class Alarms:
         self._told(alarm, before)
         self._file.write(json.dumps(alarm.to_json()))
 
-    def close(self) -> None:
-        """Write what waits, if it can be, and close the file."""
-        self._file.close()
+    def close(self) -> bool:
+        """Write what waits, if it can be, and close the file. Whether all is written."""
+        return self._file.close()
 
 
 def read_alarms(path: Path) -> list[Alarm]:
-    """Every alarm there has been, as it stands, in the order of their first opening; a torn last line is left out."""
+    """Every alarm there has been, as it stands, in the order of their first opening; damaged lines are left out."""
     known: dict[str, Alarm] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            alarm = Alarm.from_json(json.loads(line))
-        except (ValueError, TypeError, KeyError):
-            continue
-        known[alarm.key] = alarm
+    with contextlib.suppress(OSError):
+        for line, _ in read_lines(path):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                alarm = Alarm.from_json(line)
+                known[alarm.key] = alarm
     return list(known.values())
+
+
+@functools.cache
+def _schema() -> TypeAdapter[Alarm]:
+    return TypeAdapter(Alarm)

@@ -54,8 +54,8 @@ class Attempt:
 
 
 class Checkpoints(Detector):
-    """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-writer`, `checkpoint-speed`, `checkpoint-fallback` and
-    `checkpoint-damaged/NAME`.
+    """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`,
+    `checkpoint-fallback` and `checkpoint-damaged/NAME`.
 
     Args:
         alarms: where incidents are told.
@@ -97,7 +97,7 @@ class Checkpoints(Detector):
             every=section.interval.value,
             deadline=deadline,
             directories=directories,
-            journal=journal,
+            chronicle=journal,
             offset=0,
         )
         self._audit = Look(
@@ -252,11 +252,21 @@ class Checkpoints(Detector):
                 self._world = entry.get("world") or 1
                 if self.need is None and entry.get("parameters"):
                     self.need = Need(int(_FIRST_STATE * BYTES_PER_PARAMETER * entry["parameters"]), 1 + self._world)
-            elif entry["kind"] == "checkpoint" and entry.get("seconds"):
-                self.speed = float(entry["bytes"]) / max(1e-9, float(entry["seconds"]))
-                self._judge_speed(float(entry["bytes"]), float(entry["seconds"]), entry["step"] if mine else None)
+            elif entry["kind"] == "checkpoint" and entry["seconds"]:
+                self.speed = entry["bytes"] / entry["seconds"]
+                self._judge_speed(entry["bytes"], entry["seconds"], entry["step"] if mine else None)
                 if mine:
-                    self.alarms.resolve("checkpoint-failed", f"step {entry['step']} was saved", step=entry["step"])
+                    for key in ("checkpoint-failed", "checkpoint-missing"):
+                        self.alarms.resolve(key, f"step {entry['step']} was saved", step=entry["step"])
+            elif entry["kind"] == "checkpoint-missing" and mine:
+                self.alarms.open(
+                    "checkpoint-missing",
+                    Severity.CRIT,
+                    entry["text"],
+                    effect="what was trained after the older one is trained again",
+                    remedy="see whether a mount is missing (checkpoint.fallback_dir?), or somebody deleted checkpoints",
+                    step=entry["step"],
+                )
             elif entry["kind"] == "checkpoint-failed" and mine:
                 self.failures += 1
                 self.alarms.open(

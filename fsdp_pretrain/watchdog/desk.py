@@ -7,7 +7,6 @@ leave requests in `RUN/watchdog/inbox`; while nobody does, a command takes the c
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -16,13 +15,20 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from ..errors import ConfigError, StorageError
-from ..record import inbox
+from ..record import claim as claims
+from ..record import inbox, journal, state_files
 from ..record.claim import BEAT_SECONDS, Claim, Holder, take_away
-from ..record.files import RunDir, now, read_json, replace_file
-from ..record.journal import Journal
+from ..record.files import RunDir, now, seconds_of
+from ..record.state_files import StateFile
 from .alarms import Alarm, Alarms, read_alarms
 
 _WAIT_SECONDS = 10.0
+
+
+class Window(StateFile):
+    """A maintenance window: until when no alarm is sent, UTC."""
+
+    until: str
 
 
 def alarms_file(run: RunDir) -> Path:
@@ -60,7 +66,7 @@ def keep_alarms(run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder
     path = _claim(run)
     claim = Claim.take(path, beat=beat, purpose=purpose)
     if claim is None:
-        held = read_json(path)
+        held = claims.read(path)
         try:
             if (holder or keeper(run)).lives(held) is not False:
                 return None
@@ -74,8 +80,8 @@ def keep_alarms(run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder
 def serve(run: RunDir, alarms: Alarms) -> None:
     """What people have asked of the watchdog since the last pass."""
     for request in inbox.take(_inbox(run)):
-        if request.get("verb") == "ack":
-            alarms.acknowledge(str(request.get("key")), str(request.get("by", "?")))
+        if request.verb == "ack":
+            alarms.acknowledge(request.key, request.by)
 
 
 def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
@@ -100,11 +106,11 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
             left = inbox.leave(_inbox(run), verb="ack", key=key)
             return _is_true(lambda: not left.exists(), wait)
         try:
-            journal = Journal(run)
-            alarms = Alarms(alarms_file(run), told=lambda alarm, before: journal_alarm(journal, alarm))
+            writer = journal.Journal(run)
+            alarms = Alarms(alarms_file(run), told=lambda alarm, before: journal_alarm(writer, alarm))
             known = alarms.acknowledge(key, os.environ.get("USER", "?"))
-            alarms.close()
-            journal.close()
+            if not all((alarms.close(), writer.close())):
+                raise StorageError(f"cannot write to the run directory {run.path}: {writer.problem or 'it is full'}")
             return known
         finally:
             claim.release()
@@ -112,12 +118,12 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
         raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
 
 
-def journal_alarm(journal: Journal, alarm: Alarm) -> None:
+def journal_alarm(writer: journal.Journal, alarm: Alarm) -> None:
     """A transition as a line of the chronicle."""
     facts = alarm.to_json()
     step = {"step": alarm.step} if alarm.step is not None else {}
     text = f"{alarm.severity.name} {alarm.key} {alarm.state}: {alarm.summary}"
-    journal.write("alarm", text, **step, **{key: facts[key] for key in ("key", "severity", "state", "facts")})
+    writer.write("alarm", text, **step, **{key: facts[key] for key in ("key", "severity", "state", "facts")})
 
 
 def mute(run: RunDir, seconds: float, reason: str) -> str:
@@ -125,21 +131,17 @@ def mute(run: RunDir, seconds: float, reason: str) -> str:
     until = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="seconds").replace("+00:00", "Z")
     window = {"until": until, "since": now(), "reason": reason, "by": os.environ.get("USER", "?")}
     try:
-        replace_file(_window(run), json.dumps(window) + "\n")
+        state_files.write(_window(run), window)
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
-    journal = Journal(run)
-    journal.write("mute", f"alarms are not sent until {until}: {reason}" if seconds else "alarms are sent again")
-    journal.close()
+    journal.tell(run, "mute", f"alarms are not sent until {until}: {reason}" if seconds else "alarms are sent again")
     return until
 
 
 def muted_until(run: RunDir) -> float:
     """When the maintenance window ends, seconds since the epoch; 0 if there is none."""
-    try:
-        return datetime.fromisoformat(str((read_json(_window(run)) or {})["until"])).timestamp()
-    except (KeyError, ValueError):
-        return 0.0
+    window = state_files.view(_window(run), Window)
+    return (seconds_of(window.until) or 0.0) if window is not None else 0.0
 
 
 def _claim(run: RunDir) -> Path:

@@ -10,12 +10,14 @@ import contextlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..record.files import read_json, replace_file
+from ..record import state_files
+from ..record.files import replace_file
 from ..watchdog_sections import PaceSection
 from .alarms import Alarms, Severity
 from .detector import Detector
@@ -29,6 +31,14 @@ _AMONG, _OVER_TIME, _KNOWN, _KEPT = 6, 3, 7, 16
 which the latter is known, and windows it is taken from."""
 _FIRST, _BEST = 64, 512
 """Steps after a restart that are compared, and those whose median is the best of a start."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best median of step times, in seconds, of the starts of one size, and the hosts it was reached on."""
+
+    seconds: float
+    hosts: list[str]
 
 
 class Drift(Detector):
@@ -49,7 +59,7 @@ class Drift(Detector):
         self._clean: list[float] = []
         self._key = ""
         self._judged = False
-        self._best: dict[str, Any] = read_json(path) or {}
+        self._best = state_files.view(path, dict[str, Best]) or {}
         self._slow_since: float | None = None
         self._step = 0
 
@@ -118,20 +128,21 @@ class Drift(Detector):
         if count == _FIRST and not self._judged:
             self._judged = True
             if best is not None:
-                self._compare(median(self._clean) / best["seconds"], best)
+                self._compare(median(self._clean) / best.seconds, best)
         if count >= _FIRST and (self._steps % _FIRST) == 0:
             now = median(self._clean)
-            if best is None or now < best["seconds"]:
-                self._best[self._key] = {"seconds": now, "hosts": self._hosts}
+            if best is None or now < best.seconds:
+                self._best[self._key] = Best(now, self._hosts)
                 with contextlib.suppress(OSError):
-                    replace_file(self._path, json.dumps(self._best, indent=1) + "\n")
+                    known = {key: asdict(value) for key, value in self._best.items()}
+                    replace_file(self._path, json.dumps(known, indent=1) + "\n")
 
-    def _compare(self, ratio: float, best: dict[str, Any]) -> None:
+    def _compare(self, ratio: float, best: Best) -> None:
         if ratio - 1 < self._section.restart:
             self.alarms.resolve("pace/restart", "as fast as before the restart", step=self._step)
             return
-        new = sorted(set(self._hosts) - set(best["hosts"]))
-        gone = sorted(set(best["hosts"]) - set(self._hosts))
+        new = sorted(set(self._hosts) - set(best.hosts))
+        gone = sorted(set(best.hosts) - set(self._hosts))
         hosts = f"new since then: {', '.join(new)}" if new else "on the same hosts"
         self.alarms.open(
             "pace/restart",

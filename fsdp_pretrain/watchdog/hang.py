@@ -19,18 +19,21 @@ from ..watchdog_sections import HangSection
 from .alarms import Alarms, Severity
 from .nodes import Nodes
 from .page import Phase
-from .ranks import Rank, Ranks, Standing
+from .ranks import Ranks, Standing
 from .stalls import History
 from .verdict import Verdict, judge
 
 _BETWEEN_DUMPS = 30.0
-_LAST_WORDS = 1.0
+_LAST_WORDS = 3.0
+"""Seconds that ranks have to say where they stand before they are ended; they take milliseconds."""
 
 
 @dataclass
 class _Stall:
-    """A stall under way. Times in seconds without progress. `read`: dumps were; `told`: the alarm was opened."""
+    """A stall under way. Times in seconds without progress, but `began`, of `time.monotonic()`. `read`: dumps were;
+    `told`: the alarm was opened; `seen`: where each rank first stood."""
 
+    began: float
     dumped: float
     dumps: int = 1
     read: bool = False
@@ -135,21 +138,24 @@ class Hang:
         if seconds < soft:
             return
         if self._stall is None:
+            for rank in self._ranks.all:
+                rank.stack = None  # of an earlier stall
             self._dump()
-            self._stall = _Stall(dumped=seconds)
+            self._stall = _Stall(began=time.monotonic() - seconds, dumped=seconds)
             return
         stall = self._stall
         self.read()
         if not stall.read:  # the pass after the dumps were asked for
             stall.read, stall.since = True, seconds
-            stall.seen = self._signatures()
+        if stall.dumps == 1:
+            stall.seen |= {rank: place for rank, place in self._signatures().items() if rank not in stall.seen}
         if not stall.told:
             waited, patience = seconds - stall.since, min(self._nodes.patience, (hard - soft) / 3)
-            stall.told = self.alarms is not None and (self._nodes.all_told or waited > patience)
+            stall.told = self.alarms is not None and (not self._judge(stall).unknown or waited > patience)
             if stall.told:
-                self._tell(seconds, "stacks of all ranks are in watchdog/stacks/")
-        elif self.verdict is not None and not self.verdict.suspects:
-            self._tell(seconds, "")  # other nodes may have said more meanwhile
+                self._tell(stall, seconds, "stacks of all ranks are in watchdog/stacks/")
+        elif self.verdict is not None and (self.verdict.unknown or not self.verdict.suspects):
+            self._tell(stall, seconds, "")  # more may be known by now
         gap = min(_BETWEEN_DUMPS, (hard - soft) / 2)
         if stall.dumps == 1 and seconds - stall.dumped >= gap:
             stall.dumps, stall.dumped = 2, seconds
@@ -158,7 +164,7 @@ class Hang:
             self._last_resort(stall, seconds, hard)
 
     def _last_resort(self, stall: _Stall, seconds: float, hard: float) -> None:
-        now, verdict = self._signatures(), self._judge()
+        now, verdict = self._signatures(), self._judge(stall)
         guilty = [rank for rank in stall.seen if rank in verdict.suspects] or list(stall.seen)
         moved = stall.dumps >= 2 and any(now.get(rank) != stall.seen[rank] for rank in guilty)
         if moved and seconds < self._section.longest.value:
@@ -167,39 +173,38 @@ class Hang:
             stall.dumps, stall.dumped = 1, seconds
             return
         if not self._section.act:
-            self._tell(seconds, "not ended: watchdog.hang.act is off")
+            self._tell(stall, seconds, "not ended: watchdog.hang.act is off")
             stall.patience += hard
             return
-        self._tell(seconds, "ended the ranks, to be started again")
-        hosts = list(verdict.hosts)
-        facts = {"suspects": list(verdict.suspects), "hosts": hosts, "verdict": verdict.kind}
-        facts |= {"lost": hosts} if verdict.kind == "silent" else {}
+        self._tell(stall, seconds, "ended the ranks, to be started again")
+        facts = verdict.facts | ({"lost": list(verdict.silent)} if verdict.silent else {})
         self._end(f"no progress for {human_time(seconds)}: {verdict.text}", facts)
 
-    def _tell(self, seconds: float, action: str) -> None:
-        self.verdict = self._judge()
+    def _tell(self, stall: _Stall, seconds: float, action: str) -> None:
+        self.verdict = self._judge(stall)
         if self.alarms is None:
             return
         phases = "/".join(sorted(phase.name.lower() for phase in self._ranks.phases))
-        suspects, hosts = list(self.verdict.suspects), list(self.verdict.hosts)
-        facts = {"verdict": self.verdict.kind, "suspects": suspects, "hosts": hosts, "seconds": round(seconds, 1)}
+        facts = self.verdict.facts
+        told = next((alarm.facts for alarm in self.alarms if alarm.key == "hang"), facts)
         self.alarms.open(
             "hang",
             Severity.CRIT,
             f"no progress for {human_time(seconds)} in step {self._step} ({phases}): {self.verdict.text}",
+            revised={**told, **facts} != told,
             effect="nothing is trained",
             remedy="the ranks are ended at the hard deadline and start again from the last checkpoint; "
             "if it comes back, look at the stacks and take the named host out",
             step=self._step,
             **({"action": action} if action else {}),
-            facts={**facts, "ranks": [standing.to_json() for standing in self._everywhere()]},
+            facts=facts | {"seconds": round(seconds, 1), "ranks": [each.to_json() for each in self._everywhere(stall)]},
         )
 
-    def _judge(self) -> Verdict:
-        return judge(self._everywhere(), self._nodes.quiet())
+    def _judge(self, stall: _Stall) -> Verdict:
+        return judge(self._everywhere(stall), self._nodes.quiet(), self._nodes.untold(stall.began))
 
-    def _everywhere(self) -> list[Standing]:
-        return [*self._standings(), *self._nodes.standings()]
+    def _everywhere(self, stall: _Stall) -> list[Standing]:
+        return [*self._standings(), *self._nodes.standings(stall.began)]
 
     def _standings(self) -> list[Standing]:
         found = [rank.standing() for rank in self._ranks.all]
@@ -232,8 +237,4 @@ class Hang:
         return found
 
     def _signatures(self) -> dict[int, Any]:
-        return {rank.number: _signature(rank) for rank in self._ranks.all}
-
-
-def _signature(rank: Rank) -> Any:
-    return None if rank.stack is None else rank.stack.signature
+        return {rank.number: rank.stack.signature for rank in self._ranks.all if rank.stack is not None}

@@ -23,6 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..config import Config
+from ..errors import StorageError
+from ..record import run_id
+from ..record.files import make_directory
 from .page import Page, Phase
 
 _ALIVE_INTERVAL = 1.0
@@ -109,6 +112,8 @@ class Watched(Heart):
 
     def belongs_to(self, segment: int) -> None:
         """The number of this start has become known."""
+        if self._agent is not None:
+            self._agent.pass_id()
         self._page.belongs_to(segment)
 
     def close(self) -> None:
@@ -130,13 +135,21 @@ class Agent:
     """
 
     def __init__(self, config: Config, where: Path, *, node: int, nodes: int, ranks: range) -> None:
-        self._config, self._run = config.to_toml(), config.run.dir
+        self._config, self._run, self._pages = config.to_toml(), config.run.dir, where
         self._command = [sys.executable, "-m", "fsdp_pretrain.watchdog.agent", str(config.run.dir)]
         self._command += ["--pages", str(where), "--node", str(node), "--nodes", str(nodes)]
         self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
         self._starts = 0
         self.process: subprocess.Popen[bytes] | None = None
+        self.pass_id()
         self.tend()
+
+    def pass_id(self) -> None:
+        """Leave the id of the run directory beside the pages, if it is known: it writes nothing there before."""
+        known = run_id.bound_to(self._run)
+        if known is not None:
+            with contextlib.suppress(StorageError):
+                run_id.give(self._pages, known)
 
     def tend(self) -> None:
         """Start it if it does not run."""
@@ -148,11 +161,11 @@ class Agent:
         self._starts += 1
         try:
             log = self._run / "watchdog" / "agent.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(log.parent)
             with log.open("ab") as output:
                 self.process = self._spawn(again, output.fileno())
         except OSError:
-            with contextlib.suppress(OSError):  # the run directory is full or away, which the agent will tell
+            with contextlib.suppress(OSError):  # the run directory is full, away, or not made yet
                 self.process = self._spawn(again, subprocess.DEVNULL)
 
     def _spawn(self, again: list[str], output: int) -> subprocess.Popen[bytes]:

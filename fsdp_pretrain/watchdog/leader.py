@@ -16,10 +16,11 @@ from typing import Any
 from ..config import Config
 from ..control import send
 from ..errors import ConfigError
+from ..record import environment, exit_intent, run_id
 from ..record.claim import BEAT_SECONDS, Claim, Holder
-from ..record.files import RunDir, now, read_json, read_lines
+from ..record.files import RunDir, now
 from ..record.journal import Journal
-from ..record.metrics import mean_loss
+from ..record.metrics import METRICS, mean_loss, records
 from ..units import human_time
 from .accounts import Accounts
 from .alarms import Alarm, Alarms, Severity
@@ -37,7 +38,7 @@ from .sensors import sensors
 from .snapshot import Histogram, Snapshot
 from .storage import Space
 
-_OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu"))
+_OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
 """Detectors whose alarms end when the ranks are started again."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
 _ATTEND = 5
@@ -91,7 +92,7 @@ class Leader:
         self._fixed |= {"pass_due": 10 * config.watchdog.interval.value}
         self._steps, self._record, self._skipped = Histogram(), dict[str, Any](), 0
         self._losses = deque[float](maxlen=128)
-        self._metrics, self._offset = self._run.segment(segment) / "metrics.jsonl", 0
+        self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
         self._notifier: Notifier | None = None
         self.holds, self._news = True, False
         self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
@@ -107,11 +108,11 @@ class Leader:
         self._exporter = Exporter(section.prometheus)
         shown = section.prometheus.port is not None or section.prometheus.textfile is not None
         self._accounts = Accounts(self._run.path) if shown else None
-        environment = read_json(self._run.segment(segment) / "environment.json") or {}
+        begun = environment.view(self._run, segment)
         for alarm in list(self.alarms):  # another agent may have opened some in this start
-            if alarm.detector in _OF_A_START and alarm.opened < str(environment.get("time", "9")):
+            if alarm.detector in _OF_A_START and alarm.opened < (begun.time or "9"):
                 self.alarms.resolve(alarm.key, "the ranks were started again")
-        hosts = list(environment.get("hosts") or [socket.gethostname()])
+        hosts = list(begun.hosts or [socket.gethostname()])
         self._drift = Drift(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
         self._stragglers = Stragglers(self.alarms, config.watchdog.pace)
         self._detectors = [Numbers(self.alarms), *([self._drift] if config.watchdog.pace.enabled else [])]
@@ -121,7 +122,7 @@ class Leader:
             self.alarms,
             segment=segment,
             host=socket.gethostname(),
-            devices=len(ranks.all) if "cpu" not in str(environment.get("device", "cpu")) else 0,
+            devices=len(ranks.all) if "cpu" not in (begun.device or "cpu") else 0,
             pids=ranks.pids,
             reached=ranks.reached,
         )
@@ -133,7 +134,7 @@ class Leader:
 
     def look(self) -> None:
         """One pass."""
-        for record, offset in read_lines(self._metrics, self._offset):
+        for record, offset in records(self._metrics, self._offset):
             self._offset, self._record = offset, record
             self._steps.observe(record["seconds"]["iteration"])
             self._skipped += bool(record.get("skipped"))
@@ -146,7 +147,7 @@ class Leader:
             detector.tick(now)
         if now - self._attended >= _ATTEND * self._config.watchdog.interval.value or self._news:
             self._attended, self._news = now, False
-            self.holds = self._claim.still_mine()
+            self.holds = self._claim.still_mine() or run_id.lost() is not None  # gone with the run directory: nobody's
             serve(self._run, self.alarms)
             self._avoid_hosts()
             self._show()
@@ -286,13 +287,13 @@ class Leader:
 
     def tell_the_end(self) -> None:
         """All ranks are gone: if that was no end in order, somebody must know."""
-        intent = read_json(self._metrics.parent / "exit_intent.json")
-        if intent is None or intent["code"] in (0, 75, 76):
+        intent = exit_intent.read(self._metrics.parent)
+        if intent is None or intent.code in (0, 75, 76):
             return
         self.alarms.open(
             "ended",
             Severity.CRIT,
-            f"the run has ended with exit {intent['code']}: {intent['reason']}",
+            f"the run has ended with exit {intent.code}: {intent.reason}",
             effect="nothing is trained",
             remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
             step=self._record.get("step"),

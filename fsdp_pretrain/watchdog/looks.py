@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.store import Store, verify_files
+from ..checkpoint.store import Checkpoint, Store, step_of, verify_files
 from ..control import send
-from ..record.claim import is_alive
-from ..record.files import RunDir, read_json, read_lines
+from ..record import claim, journal
+from ..record.files import RunDir
 
 _PROBE_BYTES = 64 * 1024
 _SAMPLE = 64
 _ENTRIES = 40
-_KINDS = ("start", "checkpoint", "checkpoint-failed")
+_KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing")
 
 
 def space(path: str, attempts: bool) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def space(path: str, attempts: bool) -> dict[str, Any]:
     }
 
 
-def checkpoints(directories: list[str], journal: str, offset: int) -> dict[str, Any]:
-    """What a run's stores hold, and what its journal says of them from byte `offset` on.
+def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str, Any]:
+    """What a run's stores hold, and what its journal, the file `chronicle`, says of them from byte `offset` on.
 
     Returns:
         names: of all checkpoints; problems: of the damaged ones, by name; newest, verified: the newest whole one, and
@@ -63,9 +63,9 @@ def checkpoints(directories: list[str], journal: str, offset: int) -> dict[str, 
     proved = [item for item in whole if item.verified]
     writing = {name: size for store in stores for name, size in _attempts(store.directory).items()}
     entries = []
-    for entry, behind in read_lines(Path(journal), offset):
+    for entry, behind in journal.entries(Path(chronicle), offset):
         offset = behind
-        if entry["kind"] in _KINDS:
+        if entry["kind"] in _KINDS and journal.is_whole(entry):
             entries.append(entry)
     return {
         "names": [item.path.name for item in found],
@@ -94,11 +94,10 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _describe(item: Any) -> dict[str, Any]:
+def _describe(item: Checkpoint) -> dict[str, Any]:
     manifest = item.manifest()
-    sizes = [entry["bytes"] for entry in manifest["files"]]
-    facts = {key: manifest.get(key) for key in ("step", "tokens")}
-    return {**facts, "bytes": sum(sizes), "files": len(sizes), "path": str(item.path)}
+    size, count = sum(entry.bytes for entry in manifest.files), len(manifest.files)
+    return {"step": item.step, "tokens": manifest.tokens, "bytes": size, "files": count, "path": str(item.path)}
 
 
 def evaluations(evals: str) -> dict[str, Any]:
@@ -109,11 +108,10 @@ def evaluations(evals: str) -> dict[str, Any]:
     """
     claims = []
     for path in sorted(Path(evals).glob("step-*/*/claim.json")):
-        held = read_json(path)
-        if held is None or "deadline" not in held or is_alive(held) is False:
+        held, step = claim.read(path), step_of(path.parent.parent.name)
+        if held is None or held.deadline is None or step is None or claim.is_alive(held) is False:
             continue
-        step = int(path.parent.parent.name.removeprefix("step-"))
-        facts = {name: held.get(name) for name in ("token", "host", "pid", "deadline")}
+        facts = held.model_dump(include={"token", "host", "pid", "deadline"})
         claims.append({"step": step, "tasks": path.parent.name, **facts})
     return {"claims": claims}
 

@@ -17,6 +17,7 @@ from .storm import Message
 _HEADS = {
     "open": "",
     "worse": " worse",
+    "revised": " revised",
     "acknowledged": " acknowledged",
     "resolved": " resolved",
     "reminder": " still open",

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..record.files import now, read_json
+from ..record import state_files
+from ..record.files import make_directory, now
 from .alarms import Alarm, Alarms, Severity
 from .ranks import Standing
 
@@ -84,7 +85,7 @@ class Nodes:
         self._written, self._news = time.monotonic(), news
         beat = {"time": now(), "attempt": self._attempt, "host": socket.gethostname(), "pid": os.getpid(), **content}
         with contextlib.suppress(OSError):
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             partial = self._directory / f".{self.node}.{socket.gethostname()}.{os.getpid()}"
             partial.write_text(json.dumps(beat))
             partial.replace(self._directory / f"{self.node}.json")
@@ -109,7 +110,7 @@ class Nodes:
         return True
 
     def _read_one(self, node: int) -> None:
-        report = read_json(self._directory / f"{node}.json")
+        report = state_files.view(self._directory / f"{node}.json", dict[str, Any])
         if report is None or report.get("attempt") != self._attempt:
             return
         self.reports[node] = report
@@ -136,10 +137,22 @@ class Nodes:
 
     # ------------------------------------------------------------------ a stall, an end
 
-    def standings(self) -> list[Standing]:
-        """Where the ranks of the other nodes stand that make no progress, as far as they said so."""
-        reports = self.reports.values()
-        return [Standing.from_json(content) for report in reports for content in report.get("stalled", [])]
+    def standings(self, since: float) -> list[Standing]:
+        """Where the ranks of the other nodes stand that make no progress, as far as they have said so.
+
+        Args:
+            since: of `time.monotonic()`, when the stall began: an older report is of an earlier one.
+        """
+        told = [self.reports[node] for node in self.others if self._has_told(node, since)]
+        return [Standing.from_json(content) for report in told for content in report["stalled"]]
+
+    def untold(self, since: float) -> list[str]:
+        """Hosts that are heard, and have not said since then where their ranks stand, or that they have ended."""
+        waited_for = [node for node in self.others if self.silence(node) <= _QUIET * self.beat]
+        return [self.name(node) for node in waited_for if not self._has_told(node, since) and not self.has_ended(node)]
+
+    def _has_told(self, node: int, since: float) -> bool:
+        return self._says(node, "stalled") and self._seen[node][1] >= since
 
     @property
     def patience(self) -> float:
@@ -153,12 +166,6 @@ class Nodes:
 
     def _says(self, node: int, what: str) -> bool:
         return bool(self.reports.get(node, {}).get(what))
-
-    @property
-    def all_told(self) -> bool:
-        """Whether every other node that is heard has told where its ranks stand, or has ended."""
-        waited_for = [node for node in self.others if self.silence(node) <= _QUIET * self.beat]
-        return all(self._says(node, "stalled") or self._says(node, "ended") for node in waited_for)
 
     def has_ended(self, node: int) -> bool:
         """Whether another node has said that its ranks have ended."""

@@ -232,6 +232,8 @@ class Ranks:
         return {rank.beat.phase for rank in self.all if rank.beat is not None}
 
     def kill(self) -> None:
-        """End all at once: SIGKILL ends stopped and wedged processes too."""
-        for rank in self.alive:
-            rank.signal(signal.SIGKILL)
+        """End all at once: SIGKILL ends stopped and wedged processes too. Stopped first, so that none lives to see the
+        end of another and to say something else about it."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for rank in self.alive:
+                rank.signal(number)

@@ -55,7 +55,7 @@ class Sentinels(Detector):
         self._tokens = self._separators = 0
         self._expected = 0.0
         self._shares: deque[tuple[float, dict[str, float], dict[str, float]]] = deque(maxlen=_SHARE_STEPS)
-        self._documents = self._quarantined = 0
+        self._stretches = self._quarantined = 0
         self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
 
     def step(self, record: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class Sentinels(Detector):
             self._open(
                 "data-specials",
                 Severity.CRIT,
-                f"{adjacent} special tokens stand right beside another, of {documents} documents",
+                f"{adjacent} special tokens stand right beside another, where {documents} documents end",
                 record,
                 "the model learns doubled separators",
             )
@@ -182,16 +182,16 @@ class Sentinels(Detector):
                 self.alarms.resolve(f"data-share/{name}", f"{found:.1%} from {name}", step=record["step"])
 
     def _judge_quarantined(self, record: dict[str, Any]) -> None:
-        self._documents += record["documents"]
+        self._stretches += record["documents"] + record["batch"]  # a document may go on in many samples
         self._quarantined += record["quarantined"]
         if record["quarantined"]:
-            share = self._quarantined / max(1, self._documents)
+            share = self._quarantined / max(1, self._stretches)
             self._open(
                 "data-quarantined",
                 Severity.WARN if share > self._max_quarantined / 10 else Severity.INFO,
-                f"{self._quarantined} of {self._documents} documents failed the packer's checks",
+                f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks",
                 record,
-                f"they are left out of the loss; at {self._max_quarantined:.2g} of the documents the run stops",
+                f"they are left out of the loss; at {self._max_quarantined:.2g} of all stretches the run stops",
             )
 
     def _judge_distance(self, record: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..record.files import read_json, replace_file
+from ..record import state_files
+from ..record.files import replace_file
 
 _T = TypeVar("_T")
 _LIMIT = 5.0
@@ -167,5 +168,9 @@ def _own(folder: Path) -> None:
 
 def _contents(folder: Path) -> tuple[list[tuple[Path, dict[str, Any]]], dict[str, Any] | None]:
     paths = sorted(path for path in folder.glob("[0-9]*.json"))
-    notes = [(path, content) for path in paths if (content := read_json(path)) is not None and "id" in content]
-    return notes, read_json(folder / _STATE)
+    notes = [(path, content) for path in paths if (content := _content(path)) is not None and "id" in content]
+    return notes, _content(folder / _STATE)
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    return state_files.view(path, dict[str, Any])

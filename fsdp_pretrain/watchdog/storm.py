@@ -39,7 +39,7 @@ class Message:
     """What is sent.
 
     Attributes:
-        kind: open, worse, acknowledged, resolved, reminder, flapping or digest.
+        kind: open, worse, revised, acknowledged, resolved, reminder, flapping or digest.
         alarm: what it is about; None for a digest.
         held: of a digest: the alarms that were held back, as they stand, and how many messages of each.
     """
@@ -122,8 +122,10 @@ class Storm:
         if alarm.severity < self.least:
             return []
         told = self._told.get(alarm.key)
+        if before is not None and _is_revision(alarm, before):
+            return self._revise(alarm, told, time)
         if alarm.state == "acknowledged":
-            return [self._good_news("acknowledged", alarm, time)] if told is not None and told.open else []
+            return [self._in_any_case("acknowledged", alarm, time)] if told is not None and told.open else []
         if alarm.state == "resolved" or before is None or before.state == "resolved":  # not: it became worse
             self._turns.setdefault(alarm.key, deque(maxlen=_FLAPPING)).append(time)
         if alarm.state == "open":
@@ -134,7 +136,16 @@ class Storm:
             self._hold(alarm.key, time)
             return []
         told.open = False
-        return [self._good_news("resolved", alarm, time)]
+        return [self._in_any_case("resolved", alarm, time)]
+
+    def _revise(self, alarm: Alarm, told: _Told | None, time: float) -> list[Message]:
+        """What people were told of an incident that goes on is not what is known now."""
+        if told is None or not told.open:
+            return []  # they will hear it as it is then
+        if told.flapping or self.muted:
+            self._hold(alarm.key, time)
+            return []
+        return [self._in_any_case("revised", alarm, time)]
 
     def tick(self, time: float) -> list[Message]:
         """What is due: alarms whose reason to be held back is gone, reminders, the digest."""
@@ -189,7 +200,7 @@ class Storm:
         """What came and went has stayed as it is for an hour."""
         alarm = self._last[key]
         told.flapping, told.open, told.at, told.reminders = False, alarm.state != "resolved", time, 0
-        return self._good_news("reminder" if told.open else "resolved", alarm, time)
+        return self._in_any_case("reminder" if told.open else "resolved", alarm, time)
 
     def _digest(self, time: float) -> list[Message]:
         held = [(self._last[key], held) for key, held in self._held.items()]
@@ -218,8 +229,8 @@ class Storm:
     def _is_unsettled(self, alarm: Alarm) -> bool:
         return alarm.detector in _UNSETTLED and self.steps is not None and self.steps < _FIRST_STEPS
 
-    def _good_news(self, kind: str, alarm: Alarm, time: float) -> Message:
-        """It is always told, so that nobody goes on looking; it counts, so that the hour's sum holds."""
+    def _in_any_case(self, kind: str, alarm: Alarm, time: float) -> Message:
+        """What keeps people from looking on, or in the wrong place, is told even if much was told before; it counts."""
         self._bucket(alarm.severity, time).spend(time, anyway=True)
         return Message(kind, alarm)
 
@@ -262,3 +273,9 @@ class Storm:
         self._last = {alarm.key: alarm for alarm in alarms}
         self._causes = {alarm.key for alarm in alarms if alarm.detector in (*_CAUSES, _NODE)}
         self._told, self._turns, self._held, self._buckets = told, turns, held, buckets
+
+
+def _is_revision(alarm: Alarm, before: Alarm) -> bool:
+    """Whether an incident that goes on is described otherwise than before."""
+    same = (alarm.state, alarm.severity, alarm.count) == (before.state, before.severity, before.count)
+    return same and alarm.state != "resolved" and alarm.summary != before.summary

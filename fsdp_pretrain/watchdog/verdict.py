@@ -2,14 +2,15 @@
 
 All ranks of a job wait for the one that does not come, so the step they are in tells nothing. Phase, state of the
 process and stack do: who is in a collective operation is a victim, who is elsewhere is the suspect; where all are in
-one, those in another than most are.
+one, those in another than most are. That nothing sets a rank apart can be said once all have told where they stand.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..units import human_time
 from .ranks import Standing
@@ -20,16 +21,25 @@ class Verdict:
     """What a hang looks like.
 
     Attributes:
-        kind: dead, stopped, wedged, device, data, stuck, silent, desync, network.
+        kind: dead, stopped, wedged, device, data, stuck, silent, unknown, desync, network; the first of several.
         suspects: ranks that are held responsible; empty if nothing tells them from the others.
-        hosts: of the suspects.
-        text: one sentence.
+        hosts: of the suspects, and those in `silent`.
+        text: one sentence, with all causes.
+        silent: hosts of which nothing is heard.
+        unknown: hosts that have not yet told where all of their ranks stand.
     """
 
     kind: str
     suspects: tuple[int, ...]
     hosts: tuple[str, ...]
     text: str
+    silent: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What it comes to, JSON values for alarms and exit intents."""
+        return {"verdict": self.kind, "suspects": list(self.suspects), "hosts": list(self.hosts)}
 
 
 _REASONS = {
@@ -42,36 +52,56 @@ _REASONS = {
 }
 
 
-def judge(standings: list[Standing], quiet: Mapping[str, float] | None = None) -> Verdict:
-    """The verdict on ranks none of which makes progress.
+def judge(standings: list[Standing], quiet: Mapping[str, float], untold: Collection[str]) -> Verdict:
+    """The verdict on ranks none of which makes progress. Causes that are true at once are all told.
 
     Args:
         standings: of all nodes that told.
         quiet: hosts that did not, and for how many seconds they have given no sign.
+        untold: hosts that did not, and give signs.
     """
+    silent = tuple(quiet)
+    unknown = _unique([*untold, *(each.host for each in standings if _is_unknown(each))])
     kinds: dict[str, list[Standing]] = {}
     for standing in standings:
         if (kind := _kind(standing)) is not None:
             kinds.setdefault(kind, []).append(standing)
-    for kind, reason in _REASONS.items():
-        if found := kinds.get(kind):
-            place = (found[0].reading if kind == "data" else "") or found[0].place or "an unknown place"
-            return _verdict(kind, found, reason.format(place=place))
+    if len(kinds) > 1:
+        kinds.pop("stuck", None)  # it may wait for the others, in a place that is no collective operation
+    causes = {kind: _sentence(kind, kinds[kind]) for kind in _REASONS if kind in kinds}
     if quiet:
         names = ", ".join(f"{host} for {human_time(seconds)}" for host, seconds in quiet.items())
-        text = f"nothing is heard of {names}: the node is gone, frozen, or does not see the run directory"
-        return Verdict("silent", (), tuple(quiet), text)
+        causes["silent"] = f"nothing is heard of {names}: the node is gone, frozen, or does not see the run directory"
+    if causes:
+        guilty = [standing for kind in causes for standing in kinds.get(kind, [])]
+        hosts = _unique([*(each.host for each in guilty), *quiet])
+        text = "; ".join(causes.values())
+        return Verdict(next(iter(causes)), tuple(each.rank for each in guilty), hosts, text, silent, unknown)
+    if unknown:
+        text = f"nothing is known yet of where all ranks of {', '.join(unknown)} stand; the others wait"
+        return Verdict("unknown", (), (), text, silent, unknown)
+    return _judge_victims(standings)
+
+
+def _judge_victims(standings: list[Standing]) -> Verdict:
+    """All wait in collective operations: in the same one, or those in another than most are the suspects."""
     groups = Counter(standing.group for standing in standings if standing.group)
     if len(groups) > 1:
         (most, size), *_ = groups.most_common()
         odd = [standing for standing in standings if standing.group != most]
         if size > len(odd):
             where = odd[0].collective or odd[0].place
-            return _verdict("desync", odd, f"waits in {where}, the others in {most[0]}: they have lost step")
+            text = f"{_names(odd)} waits in {where}, the others in {most[0]}: they have lost step"
+            return Verdict("desync", tuple(each.rank for each in odd), _unique([each.host for each in odd]), text)
         names = " and ".join(sorted({group[0] or "?" for group in groups}))
         return Verdict("desync", (), (), f"the ranks wait in different operations, {names}: they have lost step")
     where = next((standing.collective for standing in standings if standing.collective), "a collective operation")
     return Verdict("network", (), (), f"all ranks wait in {where}: the connection between them is held up")
+
+
+def _is_unknown(standing: Standing) -> bool:
+    """Whether a rank was asked for its stack and has not answered, and its process does not say why."""
+    return not standing.place and _kind(standing) is None
 
 
 def _kind(standing: Standing) -> str | None:
@@ -91,8 +121,15 @@ def _kind(standing: Standing) -> str | None:
     return "stuck" if standing.place else None
 
 
-def _verdict(kind: str, found: list[Standing], reason: str) -> Verdict:
+def _sentence(kind: str, found: list[Standing]) -> str:
+    place = (found[0].reading if kind == "data" else "") or found[0].place or "an unknown place"
+    return f"{_names(found)} {_REASONS[kind].format(place=place)}"
+
+
+def _names(found: list[Standing]) -> str:
     names = ", ".join(f"rank {standing.rank} ({standing.host}, pid {standing.pid})" for standing in found[:4])
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    hosts = tuple(dict.fromkeys(standing.host for standing in found))
-    return Verdict(kind, tuple(standing.rank for standing in found), hosts, f"{names}{more} {reason}")
+    return names + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def _unique(hosts: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(hosts))

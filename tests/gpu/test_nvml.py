@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ def test_the_state_of_the_gpus(helpers: Any) -> None:
         stdout=subprocess.PIPE,
         text=True,
         cwd="/",
-        env={**os.environ, "PYTHONPATH": str(helpers.root)},
+        env=helpers.environment(),
     )
     assert helper.stdin is not None and helper.stdout is not None
     square = torch.ones(4096, 4096, device="cuda")

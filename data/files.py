@@ -1,0 +1,200 @@
+"""Files that come from anywhere: which there are, how each is read, and unpacking them.
+
+What is cut off, damaged or not what its name says is a DataError that names the file. Errors of the operating system
+stay what they are: see `fsdp_pretrain.console.explain`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from fsdp_pretrain.errors import DataError, naming
+
+Kind = Literal["text", "jsonl", "parquet"]
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+PACKED = {".gz": "gzip", ".zst": "zstd"}
+TEXT_SUFFIXES = tuple(suffix + packed for suffix in (".txt", *_KINDS) for packed in ("", *PACKED))
+"""Names of the files that are taken from directories by default."""
+DAMAGED = "the file is cut off, damaged or not what its name says: restore it or fetch it again"
+_UNPACKED = 64 << 20
+"""Bytes of one document of a packed file, if the file is smaller: a few kB can unpack to any size."""
+_SNIFFED = 1 << 16
+_FIRST_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
+
+
+def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
+    """Files named or found in the directories named, without duplicates (symbolic links resolved).
+
+    Args:
+        inputs: files and directories, in the order that fixes the document numbers.
+        suffixes: when walking directories, take only files ending so; empty: `.txt`, JSONL and parquet.
+
+    Raises:
+        DataError: an input does not exist or is no file, looks like another format than its name says, or nothing is
+            found.
+    """
+    wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
+    missing = [name for name in inputs if not Path(name).exists()]
+    if missing:
+        raise DataError(f"there is no input {', '.join(missing)}")
+    found: dict[Path, Path] = {}
+    for path in map(Path, inputs):
+        if path.is_dir():
+            here = [inner for inner in files_below(path) if inner.name.endswith(wanted)]
+        else:
+            require_file(path)
+            _check_name(path)
+            here = [path]
+        for file in here:
+            require_file(file)
+            found.setdefault(file.resolve(), file)
+    if not found:
+        raise DataError(
+            f"no input files in {', '.join(inputs)}",
+            remedy=f"files should end in {', '.join(wanted[:4])} ... or be named one by one",
+        )
+    return list(found.values())
+
+
+def files_below(directory: Path) -> list[Path]:
+    """Whatever is no directory in one and those below it, sorted; symbolic links are followed, to no directory twice.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+    found: list[Path] = []
+    entered: set[str] = set()
+    waiting = [directory]
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    while waiting:  # first the directory itself, then what links in it lead to
+        for folder, folders, names in os.walk(waiting.pop(0), onerror=fail):
+            place = os.path.realpath(folder)
+            if place in entered:
+                folders.clear()
+                continue
+            entered.add(place)
+            found += [Path(folder, name) for name in names]
+            waiting += [inner for inner in (Path(folder, name) for name in folders) if inner.is_symlink()]
+    return sorted(found)
+
+
+def require_file(path: Path) -> None:
+    """Raise DataError unless `path` is a regular file, which can be read more than once."""
+    if path.is_file():
+        return
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path} is a symbolic link to nothing")
+    if not path.exists():
+        raise DataError(f"there is no file {path}")
+    raise DataError(
+        f"{path} is a directory, a pipe or a device",
+        effect="its content cannot be read in parts, nor again when the command continues",
+        remedy="write the data to a file whose name tells its format, such as .txt, .jsonl.zst or .parquet",
+    )
+
+
+def _check_name(path: Path) -> None:
+    """Raise DataError if a file that would be read as text for lack of a suffix looks like another format."""
+    if kind_of(path) != "text":
+        return
+    with readable(path), open_unpacked(path) as file:
+        head = file.read(_SNIFFED)
+    suffix = next((suffix for magic, suffix in _FIRST_BYTES.items() if head.startswith(magic)), None)
+    if suffix is None and ".txt" not in path.suffixes and head.startswith(b"{"):
+        line, end, _ = head.partition(b"\n")
+        try:
+            suffix = ".jsonl" if isinstance(parse_json(line), dict) else None
+        except ValueError:
+            suffix = ".jsonl" if not end and len(head) == _SNIFFED and head.startswith(b'{"') else None
+    if suffix is not None:
+        raise DataError(
+            f"{path} looks like {suffix}, but its name does not end so",
+            effect="it would be read as plain text",
+            remedy=f"rename it, or name a symbolic link to it that ends in {suffix}",
+        )
+
+
+def kind_of(path: Path) -> Kind:
+    """How a file is read, by its suffix; anything unknown is text."""
+    name = path.name
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return _KINDS.get(Path(name).suffix, "text")
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what a library finds wrong with the content of `path` into DataError; other OSErrors name it.
+
+    Those of the libraries have no error number, those of the operating system have one.
+    """
+    try:
+        with naming(path):
+            yield
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise DataError(f"cannot read {path}: {error}", remedy=DAMAGED) from None
+
+
+@contextmanager
+def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """A file's bytes, decompressed if its name ends in `.gz` or `.zst`, from any number of members or frames.
+
+    Reading raises OSError without a number where the last of them has no end, or where something else follows.
+    """
+    with path.open("rb") as file:
+        if path.suffix not in PACKED:
+            yield file
+            return
+        from pyarrow import CompressedInputStream
+
+        if not os.fstat(file.fileno()).st_size:
+            raise DataError(f"{path} is empty, which no {path.suffix} file is", remedy=DAMAGED)
+        yield io.BufferedReader(CompressedInputStream(file, PACKED[path.suffix]), 1 << 16)
+
+
+class Pieces:
+    """Reads an unpacked file in whole or by lines, and refuses a piece too long for what a packed file may hold.
+
+    Args:
+        file: from `open_unpacked`.
+        path: its path.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._file, self._path = file, path
+        self._longest = max(_UNPACKED, path.stat().st_size) if path.suffix in PACKED else None
+
+    def line(self) -> bytes:
+        """The next line, empty at the end. Raises DataError."""
+        return self._checked(self._file.readline(-1 if self._longest is None else self._longest + 1))
+
+    def rest(self) -> bytes:
+        """All that is left. Raises DataError."""
+        return self._checked(self._file.read(-1 if self._longest is None else self._longest + 1))
+
+    def _checked(self, piece: bytes) -> bytes:
+        if self._longest is not None and len(piece) > self._longest:
+            raise DataError(
+                f"{self._path} unpacks to a document or a line of more than {self._longest:_} bytes",
+                remedy="if that is meant, unpack the file first: plain files have no such limit",
+            )
+        return piece
+
+
+def parse_json(line: bytes | str) -> Any:
+    """A JSON value. Raises ValueError."""
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

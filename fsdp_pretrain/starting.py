@@ -1,0 +1,185 @@
+"""How a start comes to its run: the directory that is meant, its checkpoints, a segment, a place on the kept line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from . import environment
+from .checkpoint.expected import Missing, missing
+from .checkpoint.resume import Resumed, Terms
+from .config import Config
+from .errors import CheckpointError, ConfigError, Exit, StorageError, UserError
+from .launch.outcome import newest_segment
+from .mesh import World
+from .overrides import Overrides
+from .record import exit_intent, lineage, run_id, state_files
+from .record.environment import ENVIRONMENT
+from .record.exit_intent import EXIT_INTENT
+from .record.files import RunDir, replace_file
+from .record.metrics import left_behind
+from .record.recorder import Recorder
+from .record.run_id import Memory
+from .rollback import leave_all
+from .units import human_count
+
+_VISIBLE_WITHIN = 5.0
+"""Seconds in which a host must see what another has made in the run directory."""
+
+
+# ---------------------------------------------------------------------- the directory
+
+
+def recognise(run: RunDir, memory: Memory) -> None:
+    """Before anything is made: refuse a run directory that is not the one that earlier starts had; bind to it.
+
+    Raises:
+        RunGoneError: it is not.
+        StorageError: that cannot be seen.
+    """
+    memory.check(run.path, partial(newest_segment, run))
+    run_id.bind(run.path, run_id.read(run.path))
+
+
+def open_directory(run: RunDir, world: World, memory: Memory) -> None:
+    """Bind every rank to the run directory, which is made if no host has one. Collective.
+
+    Raises:
+        RunGoneError: some hosts see the run and others do not.
+        StorageError: it cannot be made or read.
+    """
+    found = world.gather(world.together(lambda: run_id.read(run.path)))
+    known = next((one for one in found if one is not None), None)
+    if known is None:
+        known = world.decide(lambda: run_id.give(run.path))
+    _bind_all(run.path, known, world)
+    memory.remember(run_id=known)
+
+
+def open_checkpoints(run: RunDir, world: World) -> None:
+    """The same for `checkpoints/`, which may be a mount of its own; after `look_for_checkpoints`. Collective."""
+    known = run_id.bound_to(run.path)
+    _bind_all(run.checkpoints, world.decide(lambda: run_id.give(run.checkpoints, known or "")), world)
+
+
+def _bind_all(directory: Path, known: str, world: World) -> None:
+    world.together(lambda: _see(directory, known))
+    run_id.bind(directory, known)
+
+
+def _see(directory: Path, known: str) -> None:
+    """Raise RunGoneError if this host does not see a directory with this id soon."""
+    until = time.monotonic() + _VISIBLE_WITHIN
+    while run_id.read(directory) != known:
+        if time.monotonic() > until:
+            raise run_id.gone(directory)
+        for folder in (directory.parent, directory):  # to open it makes a network file system look again
+            with contextlib.suppress(OSError):
+                os.close(os.open(folder, os.O_RDONLY))
+        time.sleep(0.1)
+
+
+def refuse_unwanted_restart(run: RunDir) -> None:
+    """torchrun restarts its ranks after any exit but 0. Do not train on if the last one was a decision to end.
+
+    Raises:
+        UserError: with the exit code that was decided; torchrun uses up its restarts on it and ends.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run.segments:
+        return
+    path = run.segments[-1] / EXIT_INTENT
+    intent = exit_intent.read(path.parent)
+    if intent is None or intent.restart or intent.code not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
+        return
+    if path.stat().st_mtime > psutil.Process(os.getppid()).create_time():  # decided under this torchrun
+        error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent.reason})")
+        error.exit = Exit(intent.code)
+        raise error
+
+
+def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
+    """Raise ConfigError if a rollback changed the overrides since this rank read them, or it saw an old file."""
+    if mine != standing:
+        raise ConfigError(
+            f"{run.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
+            effect="this start would train without what a rollback decided",
+            remedy="start again; if it persists, the nodes do not see the same run directory",
+        )
+
+
+# ---------------------------------------------------------------------- its checkpoints
+
+
+def agreed(terms: Terms, memory: Memory, world: World) -> Terms:
+    """The terms for this start: --allow-fresh is for the first one under a launcher or torchrun. Collective."""
+    return replace(terms, fresh=world.decide(lambda: terms.fresh and not (memory.seen and memory.seen.segment)))
+
+
+def look_for_checkpoints(run: RunDir, terms: Terms, memory: Memory) -> Missing | None:
+    """The newest checkpoint of the kept line, if the record has it and the directories have neither it nor a later one.
+
+    Raises:
+        CheckpointError: there is none at all, or the one that is missing was there under this launcher: to go on would
+            be to train again, without a word, what was trained. Not if `terms.fresh`.
+    """
+    found = missing(run, memory.seen)
+    if found is None or terms.fresh or not (found.newest is None or found.seen):
+        return found
+    directory = run.checkpoints
+    error = CheckpointError(
+        f"{directory} has lost checkpoints: {found.text}",
+        effect="nothing was done: training would begin again "
+        + ("at step 0" if found.newest is None else f"after step {found.newest}"),
+        remedy="see whether its file system, and that of checkpoint.fallback_dir, is mounted, or restore them; "
+        + (
+            "start by hand with --allow-fresh to begin again at step 0 in this directory"
+            if found.newest is None
+            else f"`fsdp-pretrain rollback {run.path} --to {found.newest}` goes on without them"
+        ),
+    )
+    error.exit = Exit.NEEDS_PERSON
+    raise error
+
+
+# ---------------------------------------------------------------------- its segment
+
+
+def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) -> Path:
+    """Create this start's directory with what it was started from. Raises StorageError."""
+    try:
+        segment = run.new_segment()
+        replace_file(segment / "config.toml", config.to_toml())
+        state_files.write(segment / ENVIRONMENT, environment.describe(world, hosts))
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
+    return segment
+
+
+def join_line(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
+    """Make this start the head of the lineage, before it records a step.
+
+    One that begins at step 0 although there is a record says what of it is lost. If that was allowed (`fresh`), the
+    checkpoints and evaluations of the record are moved aside: they belong to another line.
+
+    Raises:
+        StorageError: the run directory cannot be written.
+    """
+    fresh = fresh and resumed.checkpoint is None
+    steps, tokens = left_behind(run, 0, 0) if resumed.checkpoint is None else (0, 0)
+    aside = leave_all(run) if fresh else []
+    kind = "fresh" if fresh else "start"
+    try:
+        lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **vars(resumed.state))
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
+    if steps or aside:
+        why = "as --allow-fresh says" if fresh else "no checkpoint had been saved"
+        text = f"begins at step 0, {why}: {steps:_} steps ({human_count(tokens)} tokens) of the record are lost"
+        text += f"; checkpoints {', '.join(aside)} were moved to abandoned/ beside them" if aside else ""
+        recorder.event("fresh", text, step=0, lost={"steps": steps, "tokens": tokens}, abandoned=aside)

@@ -1,0 +1,145 @@
+"""Makes what `test_releases.py` checks every later version against: a run of this release, its corpus, its configuration.
+
+    python tests/releases/make.py tests/releases/0.1.0.tar.xz
+
+To be run once for every release, from its checkout, and committed. The run was rolled back, evaluated, muted, pinned, and
+in the end killed; `rollback.json` is a second rollback of it that was decided and not carried out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+ROOT = Path(os.environ.get("FSDP_PRETRAIN_ROOT", Path(__file__).resolve().parent.parent.parent))
+HOME = Path("/tmp/fsdp-pretrain-release")
+"""Where it is made: the paths in the record are the same on every machine, and are replaced when it is unpacked."""
+CONFIG = """
+run = { name = "release", dir = "/tmp/fsdp-pretrain-release/run" }
+model = { family = "llama", layers = 1, hidden = 4, heads = 1, ffn = 4, vocab = 272, tied_head = true }
+train = { duration = "12 steps", global_batch = "4 samples", micro_batch = 4 }
+optimizer = { lr = 1e-2, curve = "constant", warmup = "4 steps" }
+checkpoint = { every = "4 steps", keep_last = 2 }
+eval = { tasks = ["heldout_bpb"], every = "8 steps", launch = false, heldout = "/tmp/fsdp-pretrain-release/heldout.jsonl" }
+record = { console_every = 4 }
+[data]
+sequence_length = 16
+lanes = 4
+sources = [{ name = "text", path = "/tmp/fsdp-pretrain-release/corpus" }]
+"""
+WORDS = (
+    "the run writes every checkpoint before it reads a shard and the loss falls while the mesh of ranks sums".split()
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """A plain shell's, without names of this machine."""
+    plain = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
+    user = {"USER": "operator", "LOGNAME": "operator", "HOME": str(HOME), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**plain, **user, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **more}
+
+
+def command(module: str, *arguments: object, expect: int = 0) -> str:
+    """Run a command of the release; what it printed."""
+    line = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(line, cwd=HOME, env=environment(), capture_output=True, text=True)
+    assert done.returncode == expect, f"{line}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def train(*overrides: str) -> subprocess.Popen[bytes]:
+    """Start the one rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "MASTER_PORT": port}
+    variables = {name: str(value) for name, value in names.items()}
+    line = [sys.executable, "-m", "fsdp_pretrain.train", "run.toml", *overrides]
+    return subprocess.Popen(line, cwd=HOME, env=environment(MASTER_ADDR="127.0.0.1", **variables))
+
+
+def texts(seed: int, count: int) -> str:
+    """JSONL of short documents."""
+    rng = random.Random(seed)
+    lines = [" ".join(rng.choices(WORDS, k=rng.randrange(3, 30))) for _ in range(count)]
+    return "".join(json.dumps({"text": line}) + "\n" for line in lines)
+
+
+def make_run(run: Path) -> None:
+    """Train, go back, train on, evaluate, kill."""
+    assert train("watchdog.enabled=false").wait() == 0
+    command("fsdp_pretrain.cli", "checkpoints", run, "pin", 8)
+    command("fsdp_pretrain.cli", "note", run, "a person's line", "--step", 8)
+    command(
+        "fsdp_pretrain.cli",
+        *("rollback", run, "--to", 8, "--skip-steps", "10:11", "--set", "optimizer.lr=5e-3", "--reason", "a spike"),
+    )
+    assert train("watchdog.enabled=false", "train.duration=16 steps").wait() == 0
+    command("eval.cli", "watch", run, "--once")
+    job = train("train.duration=100000 steps")
+    newest = run / "segments/0004/metrics.jsonl"
+    while not (newest.exists() and len(newest.read_bytes().splitlines()) > 12):
+        time.sleep(0.01)
+    job.kill()
+    job.wait()
+    while (
+        not (run / "watchdog/alarms.jsonl").exists() or b"rank-died" not in (run / "watchdog/alarms.jsonl").read_bytes()
+    ):
+        time.sleep(0.1)
+    while (run / "watchdog/agent.json").exists():  # the watchdog has not ended
+        time.sleep(0.1)
+    command("fsdp_pretrain.cli", "mute", run, "1h", "new firmware")
+
+
+def decide_rollback(run: Path) -> str:
+    """A `rollback.json` of the run as it is: a rollback of a copy is decided and cannot be carried out."""
+    copy = HOME / "copy"
+    shutil.copytree(run, copy)
+    (copy / "status.json").unlink()
+    (copy / "status.json").mkdir()
+    command("fsdp_pretrain.cli", "rollback", copy, "--to", 8, "--reason", "decided, not done", expect=93)
+    decided = (copy / "rollback.json").read_text()
+    shutil.rmtree(copy)
+    return decided
+
+
+def entry(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """What is kept of a file: not its owner; nothing of tensors that no command reads."""
+    unread = info.name.endswith(".distcp") and ("abandoned/" in info.name or ".writing-" in info.name)
+    return None if unread else info.replace(uid=0, gid=0, uname="", gname="", deep=False)
+
+
+def main() -> None:
+    """Make the archive that is named on the command line."""
+    out = Path(sys.argv[1]).resolve()
+    if ctypes.CDLL(None).unshare(0x04000000):  # CLONE_NEWUTS
+        raise PermissionError("a host name of its own needs root")
+    socket.sethostname("node-0")
+    shutil.rmtree(HOME, ignore_errors=True)
+    HOME.mkdir()
+    (HOME / "run.toml").write_text(CONFIG)
+    (HOME / "train.jsonl").write_text(texts(1, 200))
+    (HOME / "heldout.jsonl").write_text(texts(2, 4))
+    tokenizer = ("--kind", "bpe", "--vocab-size", 272, "--out", "tokenizer")
+    command("data.cli", "train-tokenizer", "train.jsonl", *tokenizer)
+    command("data.cli", "prepare", "train.jsonl", "--tokenizer", "tokenizer", "--out", "corpus", "--quiet")
+    make_run(HOME / "run")
+    (HOME / "rollback.json").write_text(decide_rollback(HOME / "run"))
+    with tarfile.open(out, "w:xz", preset=9) as archive:
+        for name in ("run.toml", "rollback.json", "heldout.jsonl", "corpus", "run"):
+            archive.add(HOME / name, name, filter=entry)
+    shutil.rmtree(HOME)
+    print(f"{out}: {out.stat().st_size:_} bytes")
+
+
+if __name__ == "__main__":
+    main()

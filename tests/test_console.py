@@ -1,0 +1,135 @@
+"""Mistakes on the command line and refusals of the operating system: one message and the same exit codes everywhere."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.console import run_guarded
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+CLIS = ("data.cli", "fsdp_pretrain.cli", "eval.cli")
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        *((module, arguments) for module in CLIS for arguments in ([], ["nope"])),
+        ("data.cli", ["validate"]),
+        ("data.cli", ["validate", "DIR", "--format", "nope"]),
+        ("data.cli", ["prepare", "IN", "--tokenizer", "T", "--out", "OUT", "--part", "3/2"]),
+        ("fsdp_pretrain.cli", ["status", "/nowhere"]),
+        ("fsdp_pretrain.cli", ["checkpoints", "/nowhere", "nope"]),
+        ("eval.cli", ["report", "RUN", "--nope"]),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_no_finding(run_command: Run, module: str, arguments: list[str]) -> None:
+    """Exit 78, not the 2 that means errors or an alert."""
+    done = run_command(module, *arguments)
+    assert done.returncode == 78 and done.stderr.startswith("usage:") and "error:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("status", "alarms", "ack {} hang", "mute {} 2h why", "notify", "rollback {} --to 2", "fork {} --at 2 NEW"),
+        *("control {} save", "where {} --step 2", "journal", "goodput", "note {} text", "aim", "doctor --run {}"),
+        *(f"checkpoints {{}} {action}" for action in ("list", "verify", "pin 2", "unpin 2", "export 2 OUT")),
+        *(f"eval {rest}" for rest in ("run", "watch {} --once", "samples {} --step 2", "report")),
+    ],
+)
+def test_a_path_that_is_no_run_is_refused_by_every_verb(run_command: Run, tmp_path: Path, verb: str) -> None:
+    """Exit 78 with the path, not an empty answer and 0, and not the 2 of an alert."""
+    module = "eval.cli" if verb.startswith("eval ") else "fsdp_pretrain.cli"
+    words = verb.removeprefix("eval ").split()
+    words = [tmp_path if word == "{}" else word for word in (words if "{}" in words else [*words, "{}"])]
+    done = run_command(module, *words)
+    assert done.returncode == 78 and f"{tmp_path} is not a run directory" in done.stderr, done
+    assert done.stdout == "" and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "code", "said"),
+    [
+        (errno.ENOSPC, "/data/out", 93, "cannot use /data/out: No space left on device\n  remedy: free space"),
+        (errno.ENOSPC, None, 93, "cannot use a file or standard output: No space left on device\n  remedy: free space"),
+        (errno.EIO, b"/data/in", 93, "cannot use /data/in: Input/output error\n  remedy: look at the storage"),
+        (errno.EACCES, "/data/in", 78, "cannot use /data/in: Permission denied\n  remedy: name another path"),
+        (errno.EROFS, "/data/out", 78, "mounted for writing"),
+        (errno.ENOENT, "/data/in", 78, "look for a mistake in the path"),
+    ],
+)
+def test_what_the_operating_system_refuses_is_one_message(
+    number: int, path: Any, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def act() -> int:
+        raise OSError(number, "anything", path)
+
+    assert run_guarded(act) == code
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and said in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no number"), OSError(errno.EPERM, "no path"), OSError(errno.ECONNREFUSED, "a socket")]
+)
+def test_other_errors_keep_their_traceback(error: OSError) -> None:
+    def act() -> int:
+        raise error
+
+    with pytest.raises(OSError) as raised:
+        run_guarded(act)
+    assert raised.value is error
+
+
+def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd="/", text=True, **options)
+
+
+def test_output_that_cannot_be_written(helpers: Any, shared_corpus: Path) -> None:
+    """Found before Python would fail over it at its end."""
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = command(
+            *("-m", "data.cli", "inspect", shared_corpus / "corpus"),
+            stdout=full, stderr=subprocess.PIPE, env=helpers.environment(PYTHONUNBUFFERED=""),
+        )  # fmt: skip
+    assert done.returncode == 93
+    assert done.stderr.startswith("error: cannot use standard output: No space left on device\n  remedy: ")
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_output_that_cannot_be_shown(helpers: Any, shared_corpus: Path) -> None:
+    """Text with what the encoding of standard output does not have."""
+    lines = (shared_corpus / "train.jsonl").read_text().splitlines()
+    number = next(n for n, line in enumerate(lines) if not json.loads(line)["text"].isascii())
+    done = command(
+        *("-m", "data.cli", "inspect", shared_corpus / "corpus", "--doc", number),
+        capture_output=True, env=helpers.environment(PYTHONIOENCODING="ascii"),
+    )  # fmt: skip
+    assert done.returncode == 0 and ("\\xe9" in done.stdout or "\\u6587" in done.stdout), done.stderr
+
+
+def test_a_run_that_may_not_be_read(helpers: Any, tmp_path: Path) -> None:
+    """`status` as a user without permission (whom root turns into, if the tests run as root)."""
+    run = tmp_path / "run"
+    (run / "segments").mkdir(parents=True)
+    run.chmod(0)
+    code = (
+        "import os, sys; from fsdp_pretrain.cli import main\n"
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
+        "sys.argv = ['fsdp-pretrain', 'status', sys.argv[1]]; sys.exit(main())"
+    )
+    tmp_path.chmod(0o711)
+    try:
+        done = command("-c", code, run, capture_output=True, env=helpers.environment())
+    finally:
+        run.chmod(0o755)
+    assert done.returncode == 78 and f"cannot use {run}" in done.stderr
+    assert "Permission denied\n  remedy: name another path" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,355 @@
+"""Files from anywhere: cut off, damaged, lying, or not what their names say. An error that names them, never less data."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from data.files import find_files
+from data.inputs import plan_shards, read_documents
+from fsdp_pretrain.errors import DataError
+
+pytestmark = pytest.mark.quick
+Run = Callable[..., subprocess.CompletedProcess[str]]
+TEXTS = [f"text {number} " * (1 + number % 7) for number in range(40)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+DOCUMENTS = [[1 + number % 300] * (number % 5) + [0] for number in range(30)]
+SKIPPABLE = struct.pack("<II", 0x184D2A50, 4) + b"skip"
+
+
+def texts(path: Path, size: int = 300, field: str = "text") -> list[str]:
+    units = [unit for shard in plan_shards(find_files([str(path)]), size, lines=False) for unit in shard]
+    return [document.text for unit in units for document in read_documents(unit, field, lines=False)]
+
+
+def zst(raw: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=True).compress(raw)
+
+
+PACK = {".gz": gzip.compress, ".zst": zst}
+
+
+def put(path: Path, raw: bytes) -> Path:
+    path.write_bytes(raw)
+    return path
+
+
+# ---------------------------------------------------------------------- packed files
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_several_members_or_frames_are_one_file(tmp_path: Path, suffix: str) -> None:
+    parts = [LINES[:700], LINES[700:701], b"", LINES[701:]]
+    packed = [PACK[suffix](part) for part in parts]
+    extra = SKIPPABLE if suffix == ".zst" else b""
+    path = put(tmp_path / f"a.jsonl{suffix}", extra.join([b"", *packed, b""]))
+    assert texts(path) == TEXTS
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_packed_file_cut_anywhere_is_an_error(tmp_path: Path, suffix: str) -> None:
+    """At every byte but the one between two members, where nothing can tell."""
+    halves = [PACK[suffix](half) for half in (LINES[:500], LINES[500:])]
+    whole = b"".join(halves)
+    for stop in range(len(whole)):
+        if stop != len(halves[0]):
+            path = put(tmp_path / f"a.txt{suffix}", whole[:stop])
+            with pytest.raises(DataError, match=rf"a\.txt\{suffix}"):
+                texts(path)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: raw + b"garbage",
+        lambda raw: raw[: len(raw) // 2] + bytes(20) + raw[len(raw) // 2 + 20 :],
+        lambda raw: b"",
+        lambda raw: LINES,
+    ],
+)
+def test_a_damaged_packed_file_is_an_error_of_prepare_and_a_finding_of_validate(
+    tmp_path: Path, run_command: Run, shared_corpus: Path, suffix: str, damage: Any
+) -> None:
+    path = put(tmp_path / f"a.jsonl{suffix}", damage(PACK[suffix](LINES)))
+    tokenizer = shared_corpus / "tokenizer"
+    refused = run_command("data.cli", "prepare", path, "--tokenizer", tokenizer, "--out", tmp_path / "out")
+    assert refused.returncode == 78 and str(path) in refused.stderr and "Traceback" not in refused.stderr
+    found = run_command("data.cli", "validate", path, "--tokenizer", tokenizer)
+    assert found.returncode == 2 and "ERROR   unreadable: 1 files" in found.stdout, found.stderr
+
+
+def memory_of(code: str, *arguments: object) -> tuple[str, int]:
+    """(standard output, peak memory in MB) of a Python process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return said, usage.ru_maxrss // 1024
+
+
+READ = """
+import sys
+from pathlib import Path
+import pyarrow.parquet
+from data.inputs import plan_shards, read_documents
+from fsdp_pretrain.errors import DataError
+count = 0
+try:
+    for shard in plan_shards([Path(name) for name in sys.argv[1:]], None, lines=False):
+        for unit in shard:
+            count += sum(1 for _ in read_documents(unit, "text", lines=False))
+except DataError as error:
+    print(error.cause)
+print(count)
+"""
+
+
+@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", b" "), ("a.jsonl", b'{"text": "%s"}\n' % (b"x" * 9000)), ("b.jsonl", b"[")]
+)
+def test_what_unpacks_to_much_is_read_piece_by_piece(tmp_path: Path, suffix: str, name: str, content: bytes) -> None:
+    """A file of some kB that holds 150 MB."""
+    count = 150_000_000 // len(content)
+    path = put(tmp_path / (name + suffix), PACK[suffix](content * count))
+    said, memory = memory_of(READ, path)
+    _, base = memory_of(READ)
+    assert memory - base < 200, f"{memory - base} MB more"
+    assert said == f"{count}\n" if name == "a.jsonl" else "unpacks to a document or a line of more than" in said
+
+
+# ---------------------------------------------------------------------- JSONL
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON (it is nested too deeply)"),
+        (b'{"text": null}', "field 'text' is null, which is no text"),
+        (b'{"text": ["a"]}', "field 'text' is a list, which is no text"),
+        (b'{"body": "a", "n": 1}', 'no field \'text\' (the record has "body", "n")'),
+        (b"7", "7 is no object with fields"),
+        (b'{"text": "cut o', "not JSON"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path: Path, line: bytes, said: str) -> None:
+    """Whichever piece of work it falls into."""
+    path = put(tmp_path / "a.jsonl", LINES + line)
+    with pytest.raises(DataError) as refused:
+        texts(path, size=100)
+    assert f"a.jsonl, line {len(TEXTS) + 1}: {said}" in str(refused.value)
+
+
+def test_invalid_utf_8_in_a_line_is_repaired(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", b'{"text": "latin \xe9"}\n')
+    (unit,) = plan_shards([path], None, lines=False)[0]
+    (document,) = read_documents(unit, "text", lines=False)
+    assert document.text == "latin \ufffd" and document.repaired
+
+
+def test_the_option_is_named_to_those_who_have_it(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
+    path, tokenizer = put(tmp_path / "a.jsonl", b'{"body": "x"}\n'), shared_corpus / "tokenizer"
+    out = ["--tokenizer", tokenizer, "--out", tmp_path / "out"]
+    refused = run_command("data.cli", "import", path, *out, "--separators", "none")
+    assert (
+        refused.returncode == 78
+        and "holds text, not tokens\n  remedy: make a corpus of it with `fsdp-data prepare`" in refused.stderr
+    )
+    assert "--text-field" in run_command("data.cli", "prepare", path, *out).stderr
+
+
+# ---------------------------------------------------------------------- parquet
+
+
+def invalid_utf_8() -> Any:
+    return pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(np.array([0, 2, 4], "<i4").tobytes()), pa.py_buffer(b"ab\xff\xfe")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"text": [["a"], ["b"]]}, "column 'text' holds no texts (it is of type list<"),
+        ({"text": [1, 2]}, "column 'text' holds no texts (it is of type int64)"),
+        ({"text": [{"a": 1}]}, "column 'text' holds no texts (it is of type struct"),
+        ({"text": ["a", None]}, "row 2: no text in column 'text' (null)"),
+        ({"body": ["a"]}, "has no column 'text' (it has body)"),
+    ],
+)
+def test_columns_that_hold_no_text(tmp_path: Path, columns: Any, said: str) -> None:
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(DataError) as refused:
+        texts(tmp_path / "a.parquet")
+    assert "a.parquet" in str(refused.value) and said in str(refused.value)
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has 2 columns 'text'"):
+        texts(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["ab", "é"]),
+        pa.array(["ab", "é"], pa.large_string()),
+        pa.array([b"ab", "é".encode()], pa.binary()),
+        pa.array(["ab", "é"]).dictionary_encode(),
+    ],
+)
+def test_columns_that_hold_text(tmp_path: Path, column: Any) -> None:
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["ab", "é"]
+
+
+def test_a_badly_encoded_column_is_repaired(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": invalid_utf_8()}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["ab", "\ufffd\ufffd"]
+
+
+def test_a_parquet_file_cut_anywhere_is_an_error(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"text": TEXTS}), buffer, row_group_size=15)
+    whole = buffer.getvalue()
+    for stop in range(0, len(whole), 7):
+        with pytest.raises(DataError, match=r"a\.parquet"):
+            texts(put(tmp_path / "a.parquet", whole[:stop]))
+
+
+# ---------------------------------------------------------------------- names and places
+
+
+def test_a_pipe_is_refused_with_the_way_to_say_the_format(
+    tmp_path: Path, shared_corpus: Path, helpers: Any, run_command: Run
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    arguments = ["--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
+    for name in (tmp_path / "pipe", tmp_path):
+        if name == tmp_path:
+            (tmp_path / "pipe").rename(tmp_path / "pipe.jsonl")
+        refused = run_command("data.cli", "prepare", name, *arguments)
+        assert refused.returncode == 78 and "is a directory, a pipe or a device" in refused.stderr, refused.stderr
+        assert ".jsonl" in refused.stderr and not (tmp_path / "out").exists()
+    command = [sys.executable, "-m", "data.cli", "prepare", "/dev/stdin", *map(str, arguments)]
+    done = subprocess.run(command, cwd="/", env=helpers.environment(), input=LINES, capture_output=True)
+    assert done.returncode == 78 and b"/dev/stdin is a directory, a pipe" in done.stderr
+    with put(tmp_path / "a.jsonl", LINES).open("rb") as file:
+        done = subprocess.run(command, cwd="/", env=helpers.environment(), stdin=file, capture_output=True)
+    assert done.returncode == 78 and b"/dev/stdin looks like .jsonl" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "suffix"),
+    [
+        ("a", LINES, ".jsonl"),
+        ("a.json", LINES, ".jsonl"),
+        ("a.json.gz", gzip.compress(LINES), ".jsonl"),
+        ("a.jsonl.bak", b'{"text": "' + b"a" * 100_000, ".jsonl"),
+        ("a.txt", gzip.compress(LINES), ".gz"),
+        ("a", zst(LINES), ".zst"),
+        ("a.pq", b"PAR1 and so on", ".parquet"),
+    ],
+)
+def test_what_looks_like_another_format_is_no_text(tmp_path: Path, name: str, content: bytes, suffix: str) -> None:
+    path = put(tmp_path / name, content)
+    with pytest.raises(DataError, match=f"looks like {suffix}, but its name does not end so"):
+        find_files([str(path)])
+    if content == LINES:
+        (tmp_path / "link.jsonl").symlink_to(path)
+        assert texts(tmp_path / "link.jsonl") == TEXTS
+
+
+@pytest.mark.parametrize("content", [b"plain", b"{\n 1}", b"{x}\n", b"", LINES])
+def test_what_is_text_stays_text(tmp_path: Path, content: bytes) -> None:
+    name = "a.txt" if content == LINES else "a.md"
+    assert texts(put(tmp_path / name, content)) == [content.decode()]
+
+
+def test_all_files_below_a_directory_are_found(tmp_path: Path) -> None:
+    """Behind links to directories too, each once; a link to nothing is an error."""
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "in/sub").mkdir(parents=True)
+    elsewhere.mkdir()
+    put(elsewhere / "b.txt", b"b"), put(tmp_path / "in/sub/a.txt", b"a")
+    (tmp_path / "in/one").symlink_to(elsewhere)
+    (tmp_path / "in/two").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(tmp_path / "in")
+    assert [path.name for path in find_files([str(tmp_path / "in")])] == ["b.txt", "a.txt"]
+    (tmp_path / "in/gone.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"gone\.txt is a symbolic link to nothing"):
+        find_files([str(tmp_path / "in")])
+
+
+def test_input_without_any_text(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
+    path = put(tmp_path / "a.jsonl", b"")
+    arguments = ["--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
+    refused = run_command("data.cli", "prepare", path, *arguments)
+    assert refused.returncode == 78 and "holds no text: 1 files, all of them empty" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_paths_that_do_not_exist_are_said_not_to(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
+    names = [tmp_path / "nope", tmp_path / "neither"]
+    refused = run_command("data.cli", "validate", *names, shared_corpus / "corpus")
+    assert refused.returncode == 78 and f"there is no {names[0]}, {names[1]}" in refused.stderr
+    assert "--format" not in refused.stderr and refused.stdout == ""
+    out = ["--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
+    refused = run_command("data.cli", "import", names[0], *out, "--separators", "none")
+    assert refused.returncode == 78 and "there is no file" in refused.stderr and "--format" not in refused.stderr
+    assert f"there is no input {names[0]}, {names[1]}" in run_command("data.cli", "prepare", *names, *out).stderr
+
+
+def test_output_that_cannot_be_written(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
+    path, below = put(tmp_path / "a.txt", b"text"), tmp_path / "a.txt/out"
+    for verb in (["prepare", path, "--tokenizer", shared_corpus / "tokenizer"], ["quickstart-corpus"]):
+        refused = run_command("data.cli", *verb, "--out", below)
+        assert refused.returncode == 78 and "Not a directory\n  remedy: look for a mistake" in refused.stderr
+        assert f"cannot use {below}" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_keeps_what_was_finished(
+    small_disk: Any, tmp_path: Path, run_command: Run, shared_corpus: Path, workers: int
+) -> None:
+    """Exit 93, the file named, nothing half-written; with more space the same command goes on."""
+    disk = small_disk("1m")
+    lines = (shared_corpus / "train.jsonl").read_bytes()
+    path = put(tmp_path / "a.jsonl", lines * (4_000_000 // len(lines)))
+    arguments = ["prepare", path, "--tokenizer", shared_corpus / "tokenizer", "--out", disk / "out"]
+    arguments += ["--shard-size", "500KB", "--workers", workers]
+    full = run_command("data.cli", *arguments)
+    assert full.returncode == 93 and f"cannot use {disk}/out" in full.stderr, full.stderr
+    assert "No space left on device\n  remedy: free space" in full.stderr and "Traceback" not in full.stderr
+    assert workers > 1 or not list(disk.rglob("*.partial"))
+    assert list(disk.rglob("*.json"))
+    subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
+    done = run_command("data.cli", *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_on_a_full_disk(small_disk: Any, run_command: Run, shared_corpus: Path) -> None:
+    disk = small_disk("8k")
+    arguments = ["train-tokenizer", shared_corpus / "train.jsonl", "--kind", "bpe", "--vocab-size", 400]
+    full = run_command("data.cli", *arguments, "--out", disk)
+    assert full.returncode == 93 and f"cannot use {disk}/tokenizer.json: No space" in full.stderr, full.stderr

@@ -1,0 +1,332 @@
+"""The small files of a run directory: every flipped bit is named or without effect, and nothing stray stops a command."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from records import metric
+from released import ARCHIVES, unpack
+
+from fsdp_pretrain import control
+from fsdp_pretrain.checkpoint.store import CONFIG, MANIFEST, TRAIN_STATE, VERIFIED, Store, describe_file, verify_files
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.launch import limit
+from fsdp_pretrain.launch.outcome import read_outcome
+from fsdp_pretrain.record import exit_intent, goodput, journal, lineage, state_files
+from fsdp_pretrain.record.files import RunDir, create_file
+from fsdp_pretrain.record.lock import hold
+from fsdp_pretrain.record.metrics import find_step, last_metrics, left_behind, read_metrics
+from fsdp_pretrain.record.state_files import FORMAT, DamagedFileError, StateFile
+from fsdp_pretrain.rollback import rollback
+from fsdp_pretrain.state import TrainState
+
+pytestmark = pytest.mark.quick
+Run = Callable[..., subprocess.CompletedProcess[str]]
+CLI = "fsdp_pretrain.cli"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of the first release whose newest checkpoint, head and decided rollback were written by this version."""
+    run = RunDir(unpack(ARCHIVES[0], tmp_path_factory.mktemp("flips")))
+    run.lock.unlink()
+    store = Store(run.checkpoints)
+    old, attempt = store.find(24), store.begin(28)
+    manifest, state = old.manifest(), old.train_state()
+    counters = {"step": 28, "consumed": 112, "cursor": 120, "batch": 4, "loss_scale": None}
+    shape = {"tokens": 1792, "world": state.world.model_dump()}
+    for name in ("__0_0.distcp", ".metadata", CONFIG):
+        shutil.copyfile(old.path / name, attempt / name)
+    (attempt / TRAIN_STATE).write_text(TrainState(**counters).to_json(identity=state.identity, **shape))  # type: ignore[arg-type]
+    names = ("__0_0.distcp", ".metadata", CONFIG, TRAIN_STATE)
+    facts = {**manifest.model_dump(exclude={"files", "committed"}), **counters, **shape}
+    store.mark_verified(store.commit(attempt, [describe_file(attempt / name) for name in names], facts))
+    head = run.new_segment()
+    shutil.copyfile(run.segment(4) / "config.toml", head / "config.toml")
+    lineage.record(head, parent=4, kind="start", **counters)
+    run.status.unlink()
+    run.status.mkdir()  # so that the rollback is decided, and cannot be finished
+    with pytest.raises(UserError, match="is not finished"):
+        rollback(run, 28, reason="é")
+    return run
+
+
+def flips(path: Path, stride: int) -> Iterator[None]:
+    """Flip every `stride`-th bit of a file in place, one at a time."""
+    raw = path.read_bytes()
+    with path.open("r+b", buffering=0) as file:
+        for bit in range(0, 8 * len(raw), stride):
+            os.pwrite(file.fileno(), bytes([raw[bit // 8] ^ 1 << bit % 8]), bit // 8)
+            yield
+            os.pwrite(file.fileno(), raw[bit // 8 : bit // 8 + 1], bit // 8)
+    assert path.read_bytes() == raw
+
+
+def checkpoint(run: RunDir) -> object:
+    """What a start, and `checkpoints verify`, find of the newest checkpoint; raises UserError with what is wrong."""
+    found = next(item for item in Store(run.checkpoints).scan() if item.step == 28)
+    wrong = [found.problem] if found.problem else verify_files(found.path, found.files())
+    if wrong:
+        raise UserError(str(wrong[0]))
+    return found, found.manifest(), found.train_state()
+
+
+FILES: dict[str, tuple[str, Callable[[RunDir], object]]] = {
+    "manifest": (f"checkpoints/step-00000028/{MANIFEST}", checkpoint),
+    "train_state": (f"checkpoints/step-00000028/{TRAIN_STATE}", checkpoint),
+    "verified": (f"checkpoints/step-00000028/{VERIFIED}", checkpoint),
+    "lineage": ("segments/0005/lineage.json", lineage.nodes),
+    "rollback": ("rollback.json", lineage.decided_rollback),
+}
+
+
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_named_or_without_effect(written: RunDir, name: str, stride: int) -> None:
+    """Fault matrix 4: of what decides which checkpoint is taken, which steps are kept, and what is trained next."""
+    file, look = FILES[name]
+    path = written.path / file
+    before, named, without_effect = look(written), 0, 0
+    for _ in flips(path, stride):
+        try:
+            found = look(written)
+        except UserError as error:
+            assert path.name in error.cause
+            named += 1
+        else:
+            assert found == before
+            without_effect += 1
+    if name == "verified":
+        assert not named  # it says what it says by being there
+    else:
+        assert named > 50 * without_effect
+
+
+def test_the_kept_line_is_that_of_the_lineage(written: RunDir) -> None:
+    assert [record["segment"] for record in read_metrics(written)] == [1] * 8 + [3] * 8 + [4] * 12
+
+
+# ---------------------------------------------------------------- absent, damaged, of a later version
+
+
+class Sample(StateFile):
+    """For the tests below."""
+
+    number: int
+
+
+def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
+    path = tmp_path / "sample.json"
+    assert state_files.read(path, Sample) is None and state_files.view(path, Sample) is None
+    state_files.write(path, {"number": 3, "of": "a later version with the same format"})
+    assert state_files.read(path, Sample) == Sample(number=3)
+    sealed = json.loads(path.read_text())
+    for damage, said in (
+        (b"", "is damaged: it is not JSON"),
+        (b"\xff\xfe\x00", "is damaged: it is not JSON"),
+        (b"[]", "is damaged"),
+        (b'{"number": "3"}', "is damaged: number: input should be a valid integer"),
+        (b"{}", "is damaged: number: field required"),
+        (json.dumps({**sealed, "number": 4}).encode(), "is damaged: its values are not the ones that were written"),
+        (json.dumps({"format": FORMAT, "number": 3}).encode(), "is damaged: its values are not the ones"),
+        (b'{"number": 3, "format": 3}', f"is of a later version: its format is 3, this program reads up to {FORMAT}"),
+    ):
+        path.write_bytes(damage)
+        with pytest.raises(DamagedFileError, match=said) as caught:
+            state_files.read(path, Sample)
+        assert caught.value.exit == 78 and str(path) in caught.value.cause
+        assert state_files.view(path, Sample) is None
+    path.write_text('{"number": 3}')  # as release 0.1 wrote it
+    assert state_files.read(path, Sample) == Sample(number=3) and not state_files.is_sealed(path)
+
+
+def _create(path: str, number: int) -> bool:
+    try:
+        create_file(Path(path), f"{number}\n" * 10_000)
+    except FileExistsError:
+        return False
+    return True
+
+
+def test_one_of_many_makes_a_file_and_makes_it_whole(tmp_path: Path) -> None:
+    for attempt in range(20):
+        path = tmp_path / str(attempt)
+        with multiprocessing.get_context("fork").Pool(4) as pool:
+            made = pool.starmap(_create, [(str(path), number) for number in range(4)])
+        assert made.count(True) == 1 and path.read_text() == f"{made.index(True)}\n" * 10_000
+    assert len(list(tmp_path.iterdir())) == 20
+
+
+# ---------------------------------------------------------------- strays
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of the first release, to be changed."""
+    found = RunDir(unpack(ARCHIVES[0], tmp_path))
+    found.lock.unlink()
+    return found
+
+
+@pytest.fixture(scope="module")
+def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which people, crashes and other versions have left what no reader expects."""
+    run = unpack(ARCHIVES[0], tmp_path_factory.mktemp("strays"))
+    (run / "lock.json").write_text("{")
+    os.utime(run / "lock.json", (1, 1))
+    for name in ("0003x", "0003 (copy)", "00003", "old"):
+        shutil.copytree(run / "segments/0003", run / "segments" / name)
+    for name in ("step-00000016x", "step-000000016", "step-16"):
+        shutil.copytree(run / "checkpoints/step-00000016", run / "checkpoints" / name)
+        shutil.copytree(run / "evals/step-00000016", run / "evals" / name)
+    with (run / "journal.jsonl").open("a") as file:
+        file.writelines(f"{line}\n" for line in ("[1]", '{"kind": "note", "text": "no time"}', '{"time": 3}', "\x00"))
+        time = {"time": "2026-11-22T07:12:00.000Z", "segment": 4}
+        for kind in ("checkpoint", "eval", "stop", "alarm", "health-rollback", "rollback"):
+            file.write(json.dumps({**time, "kind": kind, "text": "lacks what it should say"}) + "\n")
+    with (run / "segments/0004/metrics.jsonl").open("a") as file:
+        for changes in ({"step": "x"}, {"seconds": 3}, {"loss": None}, {"seconds": {"iteration": 1.0}}):
+            file.write(json.dumps({**metric(33), **changes}) + "\n")
+    (run / "status.json").write_text(json.dumps({"step": "x", "total_steps": [1], "exit_intent": 3, "host": 7}))
+    (run / "segments/0001/config.toml").open("a").write("\n[future]\nkey = 3\n")
+    (run / "config.toml").open("a").write("\n[future]\nkey = 3\n")
+    (run / "segments/0003/environment.json").write_text("[]")
+    (run / "segments/0004/exit_intent.json").write_text('{"code": "x"}')
+    (run / "evals/step-00000008/heldout_bpb/results.json").write_text('{"scores": 3}')
+    for name in ("muted.json", "snapshot.json", "pace.json"):
+        (run / "watchdog" / name).write_text('{"until": 3, "step_drift": "x", "time": []}')
+    with (run / "watchdog/alarms.jsonl").open("ab") as alarms:
+        alarms.write(b'\xff\x00\n{"key": "disk", "severity": "WARN"}\n')
+        odd = {"key": "disk", "severity": "CRIT", "state": "open", "summary": "x", "opened": "yesterday", "changed": 3}
+        alarms.write(json.dumps(odd).encode() + b"\n")
+    (run / "status-last-look.json").write_text('{"step": "x"}')
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (
+            ("status",),
+            2,
+            [
+                "status.json is damaged: host: input should be a valid string",
+                "environment.json is damaged",
+                "exit_intent.json is damaged",
+            ],
+        ),
+        (("status",), 2, ["damaged lines, passed over: 8", "0003 (copy), 0003x, old", "step 24 verified"]),
+        (("checkpoints", "list"), 0, ["24  "]),
+        (("checkpoints", "verify"), 0, ["16  "]),
+        (("alarms",), 2, ["rank-died"]),
+        (("journal",), 0, ["a person's line", "lacks what it should say", "damaged lines, passed over: 4"]),
+        (("goodput",), 0, ["tokens kept", "damaged lines of the journal and the metrics, passed over: 8"]),
+        (("where", "--step", 3), 0, ["step 3"]),
+        (("control", "save"), 78, ["no job of"]),
+        (("rollback", "--to", 16, "--dry-run"), 78, ["future", "unknown key"]),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_strays_stop_no_command(
+    strayed: Path, run_command: Run, arguments: tuple[object, ...], code: int, said: list[str]
+) -> None:
+    """What is only shown is shown without them, and they are named; what would be decided by them is refused."""
+    verb, *more = arguments
+    done = run_command(CLI, verb, strayed, *more)
+    output = done.stdout + done.stderr
+    assert done.returncode == code and "Traceback" not in output, output
+    assert all(text in output for text in said), output
+
+
+def without_keys(line: str) -> Iterator[str]:
+    """A line of JSON without each of its keys in turn, and without those of the objects in it."""
+    content = json.loads(line)
+    for key, value in content.items():
+        yield json.dumps({other: it for other, it in content.items() if other != key})
+        yield json.dumps({**content, key: [None]})
+        if isinstance(value, dict):
+            for inner in value:
+                yield json.dumps({**content, key: {other: it for other, it in value.items() if other != inner}})
+
+
+def read_journal(run: RunDir) -> object:
+    entries = journal.read(run)
+    for kind in ("checkpoint", "eval", "health-rollback", "health-again"):
+        journal.of_kind(entries, kind)
+    return [journal.render(entry) for entry in lineage.drop_abandoned(entries)], limit.needed_grace(run)
+
+
+def read_steps(run: RunDir) -> object:
+    assert [left for record, left in find_step(run, 10)] == [2, None]
+    assert 28 <= len(list(read_metrics(run))) <= 29
+    return limit.needed_grace(run), left_behind(run, 8, 512), last_metrics(run, 28, 20)
+
+
+@pytest.mark.parametrize(
+    ("file", "read"), [("journal.jsonl", read_journal), ("segments/0004/metrics.jsonl", read_steps)]
+)
+def test_a_line_without_a_key_costs_no_reader(run: RunDir, file: str, read: Callable[[RunDir], object]) -> None:
+    """Each key in turn, of a line of each kind: the line is read or passed over, and counted, and the others are read."""
+    path = run.path / file
+    lines = path.read_text().splitlines(keepends=True)
+    kinds = {json.loads(line).get("kind"): number for number, line in enumerate(lines)}
+    damaged = 0
+    for number in kinds.values():
+        for changed in without_keys(lines[number]):
+            path.write_text("".join([*lines[:number], changed + "\n", *lines[number + 1 :]]))
+            assert read(run)
+            found = goodput.goodput(run)
+            assert found is not None and goodput.render(found) and found["damaged"]["lines"] <= 1
+            damaged += found["damaged"]["lines"]
+    assert damaged > 20
+
+
+def test_hosts_to_avoid_that_cannot_be_read_are_refused(run: RunDir, run_command: Run) -> None:
+    """Nobody knows which hosts are meant: the journal does."""
+    run.avoid_hosts.write_bytes(b"node-7\n\x00\xffbinary\n")
+    done = run_command(CLI, "launch", "--nproc-per-node", 1, run.path.parent / "run.toml")
+    assert done.returncode == 78 and "Traceback" not in done.stderr
+    assert f"{run.avoid_hosts} cannot be read" in done.stderr and "--kind avoid-hosts" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["", "intent", "environment", "table", "lineage"])
+def test_the_end_of_a_start_is_read_whatever_else_is_damaged(run: RunDir, damage: str) -> None:
+    """By the launcher; here of a start that an automatic rollback has ended, whose newest segment has no record."""
+    rollback(run, 16)
+    exit_intent.write(run, run.segment(5), 75, "rolled back", restart=True)
+    if damage == "table":
+        (run.segment(5) / "config.toml").open("a").write("\n[future]\nkey = 3\n")
+    elif damage == "lineage":
+        (run.segment(1) / "lineage.json").write_text("{")
+    elif damage:
+        (run.segment(5) / {"intent": "exit_intent.json", "environment": "environment.json"}[damage]).write_text("[]")
+    outcome = read_outcome(run, 4, run.path / "no note", 1)
+    assert (outcome.segment, outcome.verified) == (5, 16)
+    assert outcome.code == (None if damage == "intent" else 75)
+    assert outcome.reason == "rolled back" or "exit_intent.json is damaged" in outcome.reason
+    assert outcome.step == (None if damage == "lineage" else 16)
+    assert [batch["step"] for batch in outcome.ahead] == ([] if damage == "lineage" else [17, 18, 19])
+
+
+def test_a_run_is_asked_although_its_status_is_damaged(run: RunDir, run_command: Run) -> None:
+    """Its lock tells whether there is a job; a request that is damaged is dropped aloud."""
+    run.status.write_text("{")
+    refused = run_command(CLI, "control", run.path, "save")
+    assert refused.returncode == 78 and "no job of" in refused.stderr
+    with hold(run, "training"):
+        assert run_command(CLI, "control", run.path, "save").returncode == 0
+
+
+def test_a_damaged_request_is_dropped_aloud(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    control.send(run, "save")
+    (run.control / "0.json").write_text('{"verb": "stop", "avoid_hosts": 3}')
+    asked = control.Inbox(run).take()
+    assert asked.save and not asked.stop and not list(run.control.iterdir())
+    assert "was damaged and is dropped" in capsys.readouterr().err
