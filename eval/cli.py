@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.arguments import add_run, check_begun, positive
+from fsdp_pretrain.arguments import add_run, check_begun
 from fsdp_pretrain.changes import load_compatible
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, step_of
 from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config import Config
-from fsdp_pretrain.console import Command
+from fsdp_pretrain.console import Command, positive
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
 from fsdp_pretrain.record import run_id, state_files
 from fsdp_pretrain.record.files import RunDir, now, replace_file

@@ -33,17 +33,6 @@ def check_begun(run: RunDir) -> None:
         raise ConfigError(f"{run.path} is not a run directory: {found}")
 
 
-def positive(text: str) -> int:
-    """A whole number from 1. Raises ArgumentTypeError."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return number
-
-
 def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line of the trainer. Raises SystemExit at a mistake in it."""
     parser = Parser(

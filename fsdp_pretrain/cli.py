@@ -18,10 +18,10 @@ from tqdm import tqdm
 from data.opening import data_at
 
 from . import alarms_cli, branch, checkpoints_cli, where
-from .arguments import add_run, positive
+from .arguments import add_run
 from .config import Config, load
 from .config_reference import reference
-from .console import Command, byte_count
+from .console import Command, byte_count, positive
 from .control import VERBS, send
 from .errors import ConfigError, StorageError
 from .fork import fork
