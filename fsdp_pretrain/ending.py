@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .control import Inbox
 from .errors import Exit, Interrupted, UserError
@@ -88,7 +89,7 @@ def say_suspicion(asked: Retreat, world: World, run_dir: RunDir, recorder: Recor
 
 
 def _say(
-    outcome: Exit, text: str, reason: str, step: int, world: World, run_dir: RunDir, recorder: Recorder, **facts: object
+    outcome: Exit, text: str, reason: str, step: int, world: World, run_dir: RunDir, recorder: Recorder, **facts: Any
 ) -> None:
     """An end that was decided: `text` into the journal, `reason` into `status.json` and, with `facts`, the intent."""
     code, state = int(outcome), "complete" if outcome is Exit.COMPLETE else "stopped"

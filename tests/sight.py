@@ -37,11 +37,11 @@ def rank_of(pid: int) -> int | None:
     return None if number is None else int(number)
 
 
-def until(condition: Callable[[], Any], timeout: float = PATIENCE, what: str = "") -> Any:
+def until(condition: Callable[[], Any], timeout: float = PATIENCE, what: Callable[[], str] | str = "") -> Any:
     """Poll until a condition holds; its value."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout}s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout}s: {what() if callable(what) else what}"
         time.sleep(0.02)
     return value
 
@@ -70,7 +70,7 @@ def hang(run: Path, **facts: Any) -> dict[str, Any]:
             for alarm in alarms(run, "hang")
             if alarm["state"] == "open" and facts.items() <= alarm["facts"].items()
         ],
-        what=f"a hang with {facts}",
+        what=lambda: f"a hang with {facts}, but {alarms(run)}; the start ended with {intent(run)}",
     )[-1]
 
 

@@ -22,6 +22,7 @@ from fsdp_pretrain.control import send
 from fsdp_pretrain.errors import RunGoneError, StorageError
 from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
 from fsdp_pretrain.record.claim import Claim
+from fsdp_pretrain.record.exit_intent import EXIT_INTENT
 from fsdp_pretrain.record.files import AppendFile, RunDir, now, read_lines, replace_file
 from fsdp_pretrain.record.journal import Journal, entries, read
 from fsdp_pretrain.record.metrics import find_step, read_metrics
@@ -261,6 +262,18 @@ def test_first_exit_intent_wins(tmp_path: Path) -> None:
     assert intent is not None and (intent.code, intent.reason) == (93, "disk full")
     status = json.loads(run.status.read_text())
     assert status["state"] == "failed" and status["exit_intent"]["code"] == 93
+
+
+def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:
+    """A rank that lost its peer may write at any time between two of the watchdog's looks."""
+    run = RunDir(tmp_path)
+    segment = recorder(run).segment
+    exit_intent.write(run, segment, 1, "RuntimeError: connection closed by peer", rank=0)
+    exit_intent.write(run, segment, 75, "rank 1 was killed", is_cause=True, suspects=[1], restart=True)
+    exit_intent.write(run, segment, 1, "RuntimeError: connection closed by peer", rank=2)
+    exit_intent.write(run, segment, 75, "rank 0 ended", is_cause=True)
+    intent = json.loads((segment / EXIT_INTENT).read_text())
+    assert (intent["code"], intent["suspects"], intent["restart"]) == (75, [1], True)
 
 
 @pytest.mark.parametrize(

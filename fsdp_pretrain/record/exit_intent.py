@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
+from ..errors import Exit
 from . import state_files, status
 from .files import RunDir, now
 from .state_files import StateFile
@@ -46,19 +47,27 @@ def read(segment: Path) -> ExitIntent | None:
     return state_files.view(segment / EXIT_INTENT, ExitIntent)
 
 
-def write(run: RunDir, segment: Path, code: int, reason: str, **facts: Any) -> None:
-    """Say how this start ended. The first writer wins.
+def write(run: RunDir, segment: Path, code: int, reason: str, *, is_cause: bool = False, **facts: Any) -> None:
+    """Say how this start ended. The first writer wins, but the cause of an end over an error that it led to.
 
     Args:
         run: the run directory.
         segment: of the start that ended.
         code, reason, facts: see `ExitIntent`; further facts are for people.
+        is_cause: replaces what a rank has said that failed of something unexpected: it lost its peers.
 
     A disk too full for this file is no reason to end otherwise than decided.
     """
+    path = segment / EXIT_INTENT
     intent = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname(), **facts}
     with contextlib.suppress(OSError):
-        state_files.create(segment / EXIT_INTENT, intent)
+        try:
+            state_files.create(path, intent)
+        except FileExistsError:
+            first = read(segment)
+            if not is_cause or first is None or first.code != Exit.UNEXPECTED:
+                return
+            state_files.write(path, intent)
         if run.status.exists() and segment == run.segments[-1]:
             state = "complete" if code == 0 else "stopped" if code == 75 else "failed"
             status.update(run, state=state, exit_intent={"code": code, "reason": reason})

@@ -28,7 +28,7 @@ from ..config import Config
 from ..errors import Exit, StorageError
 from ..record import claim, exit_intent, run_id
 from ..record.claim import Holder
-from ..record.exit_intent import EXIT_INTENT, ExitIntent
+from ..record.exit_intent import ExitIntent
 from ..record.files import RunDir, make_directory
 from ..record.journal import Journal
 from .alarms import Alarm, Alarms, Severity
@@ -330,10 +330,9 @@ class Agent:
     def _write_intent(self, code: Exit, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
         if self.segment:
             segment = self.run.segment(self.segment)
-            intent = self._intent()
-            if intent is not None and intent.code == Exit.UNEXPECTED:  # a consequence
-                (segment / EXIT_INTENT).unlink(missing_ok=True)
-            exit_intent.write(self.run, segment, int(code), reason, by="watchdog", restart=restart, **facts)
+            exit_intent.write(
+                self.run, segment, int(code), reason, is_cause=True, by="watchdog", restart=restart, **facts
+            )
 
     def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
         """Write down why, let stopped ranks say where they stand, and end all of this node."""
