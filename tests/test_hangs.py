@@ -17,7 +17,7 @@ import psutil
 import pytest
 from sight import CALM, PATIENCE, PATIENT, WATCHED, family, hang, steps, until
 
-from fsdp_pretrain.watchdog.ranks import Standing
+from fsdp_pretrain.watchdog.ranks import Ranks, Standing
 from fsdp_pretrain.watchdog.verdict import judge
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
@@ -238,6 +238,29 @@ def test_nothing_outlives_a_killed_torchrun(
     job.process.kill()
     until(lambda: not any(map(psutil.pid_exists, processes)))
     assert helpers.intent(run)["code"] == 75 and "what started the ranks is gone" in helpers.intent(run)["reason"]
+
+
+def test_a_launcher_that_is_about_to_end_is_gone(tmp_path: Path) -> None:
+    """Ranks die with torchrun's main thread, a moment before the kernel says that all of torchrun has ended: here the
+    moment lasts."""
+    script = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdin is not None and launcher.stdout is not None
+        launcher.stdout.readline()
+        ranks = Ranks(range(0), tmp_path, launcher.pid)
+        assert not ranks.launcher_gone
+        launcher.stdin.write(b"\n")
+        launcher.stdin.flush()
+        until(lambda: ranks.launcher_gone)
+        assert launcher.poll() is None
+        launcher.kill()
+    assert ranks.launcher_gone
 
 
 @pytest.mark.slow

@@ -79,6 +79,10 @@ class Beat(NamedTuple):
     own: float
 
 
+_PF_EXITING = 0x4
+"""Of the flags in `/proc/PID/stat`: include/linux/sched.h."""
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if there is none."""
     try:
@@ -94,6 +98,15 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether the main thread of a process is on its way out, or there is no such process: the kernel ends children
+    that want to die with it (`PR_SET_PDEATHSIG`) a moment before it tells that the process has ended."""
+    try:
+        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
+    except OSError:
+        return True
 
 
 class Page:

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from .page import Beat, Phase, Reader, process_state, start_ticks
+from .page import Beat, Phase, Reader, is_exiting, process_state, start_ticks
 from .stacks import Dumps, Stack
 
 _WEDGED_AFTER = 5.0
@@ -160,13 +160,18 @@ class Ranks:
         self.all = [Rank(number, pages) for number in numbers]
         self._poll = select.poll()
         self._known: dict[int, Rank] = {}
-        self.launcher_gone = False
+        self._launcher_pid: int | None = launcher  # None: it has ended
         self._launcher: int | None = None
         try:
             self._launcher = os.pidfd_open(launcher)
             self._poll.register(self._launcher, select.POLLIN)
         except OSError:
-            self.launcher_gone = True
+            self._launcher_pid = None
+
+    @property
+    def launcher_gone(self) -> bool:
+        """Whether what started the ranks has ended, or is about to."""
+        return self._launcher_pid is None or is_exiting(self._launcher_pid)
 
     def look(self) -> None:
         """Read all pages."""
@@ -182,7 +187,7 @@ class Ranks:
         for descriptor, _ in self._poll.poll(max(0.0, seconds) * 1000):
             self._poll.unregister(descriptor)
             if descriptor == self._launcher:
-                self.launcher_gone = True
+                self._launcher_pid = None
                 continue
             rank = self._known.pop(descriptor)
             rank.look()
