@@ -28,10 +28,16 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         pytest.skip("host names of their own need root")
     monkeypatch.setenv("EXECUTE_FIRST", str(HOSTNAME))
 
-    def start(beat: str = NODES["beat"], silent: str = NODES["silent"], **deadlines: Any) -> Any:
+    def start(
+        beat: str = NODES["beat"],
+        silent: str = NODES["silent"],
+        before: Callable[[], object] = lambda: None,
+        **deadlines: Any,
+    ) -> Any:
         watchdog = {**NODES, "beat": beat, "silent": silent, "hang": {**WATCHED["hang"], **deadlines}}
         config = lab.config(watchdog=watchdog, train={"duration": "9000 steps"}, checkpoint={"every": "50 steps"})
         job = lab.start(config, ranks=2, nodes=2)
+        before()
         until(lambda: steps(lab.path / "run") > 10)
         return job
 
@@ -76,12 +82,19 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Callable[..., A
     assert told[-1] == "stopped" and "network" not in told and not alarms(run, "node/node-1")
 
 
-def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("has_seen", ["steps", "nothing"])
+def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Callable[..., Any], has_seen: str) -> None:
     """The watchdog of the node whose rank is stopped is late: what it has not said is no evidence, and the alarm says
-    so until it has."""
-    job, run = pair(beat="2 s", silent="60 s", hard="8 s", act=False), lab.path / "run"
+    so until it has. It says it also if it does not know how long steps take, having seen none."""
+    run = lab.path / "run"
+
+    def stop_agent() -> None:
+        os.kill(agent_of(run, 1), signal.SIGSTOP)
+
+    early: dict[str, Any] = {"before": stop_agent} if has_seen == "nothing" else {}
+    job = pair(beat="2 s", silent="60 s", hard="8 s", act=False, **early)
+    stop_agent()
     late = agent_of(run, 1)
-    os.kill(late, signal.SIGSTOP)
     job.kill(1, signal.SIGSTOP)
     first = until(lambda: alarms(run, "hang"))[0]
     assert first["facts"]["verdict"] in ("unknown", "silent") and "node-1" in first["summary"]

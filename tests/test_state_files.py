@@ -64,8 +64,10 @@ def flips(path: Path, stride: int) -> Iterator[None]:
     with path.open("r+b", buffering=0) as file:
         for bit in range(0, 8 * len(raw), stride):
             os.pwrite(file.fileno(), bytes([raw[bit // 8] ^ 1 << bit % 8]), bit // 8)
-            yield
-            os.pwrite(file.fileno(), raw[bit // 8 : bit // 8 + 1], bit // 8)
+            try:
+                yield
+            finally:
+                os.pwrite(file.fileno(), raw[bit // 8 : bit // 8 + 1], bit // 8)
     assert path.read_bytes() == raw
 
 

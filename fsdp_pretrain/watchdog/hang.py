@@ -135,9 +135,10 @@ class Hang:
     def _still(self, seconds: float) -> None:
         due = [self._history.deadlines(phase) for phase in self._ranks.phases]
         soft, hard = max(d.soft for d in due), max(d.hard for d in due)
-        if seconds < soft:
-            return
         if self._stall is None:
+            # An agent that began a moment ago has seen no step, and does not know how long they take: the leader does.
+            if seconds < soft and not (self._nodes.leader_stalls and seconds >= self._section.soft.value):
+                return
             for rank in self._ranks.all:
                 rank.stack = None  # of an earlier stall
             self._dump()

@@ -137,6 +137,12 @@ class Nodes:
 
     # ------------------------------------------------------------------ a stall, an end
 
+    @property
+    def leader_stalls(self) -> bool:
+        """Whether the node that speaks for the job says that its ranks make no progress."""
+        leader = next((node for node in range(self.node) if not self.is_silent(node)), None)
+        return leader is not None and self._says(leader, "stalled")
+
     def standings(self, since: float) -> list[Standing]:
         """Where the ranks of the other nodes stand that make no progress, as far as they have said so.
 
