@@ -15,7 +15,7 @@ from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import packed as forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import json_number
+from fsdp_pretrain.record.step_record import LossSum, StepRecord, number
 from fsdp_pretrain.where import TrainedStep, describe_sample, render_piece, trained_step
 
 from .checkpoints import read_checkpoint
@@ -51,13 +51,13 @@ def sample_losses(
         source.name: _total([row for row in measured if row[0] == index])
         for index, source in enumerate(step.config.data.sources)
     }
-    recorded = step.record["loss"]
+    recorded = step.record.loss if isinstance(step.record, StepRecord) else LossSum(sum=None, count=0)
     return {
         "step": number,
-        "segment": step.record["segment"],
+        "segment": step.record.segment,
         "checkpoint": chosen.step,
         "loss": _total(measured),
-        "recorded": _loss(recorded["sum"], recorded["count"]),
+        "recorded": _loss(recorded.sum, recorded.count),
         "sources": by_source,
         "samples": sorted(samples, key=lambda row: -row["mean"] if row["mean"] is not None else float("inf")),
     }
@@ -103,9 +103,9 @@ def _total(rows: list[tuple[int, float, int]]) -> dict[str, Any]:
 
 def _loss(total: float | None, count: int) -> dict[str, Any]:
     return {
-        "sum": None if total is None else json_number(total),
+        "sum": None if total is None else number(total),
         "count": count,
-        "mean": json_number(total / count) if total is not None and count else None,
+        "mean": number(total / count) if total is not None and count else None,
     }
 
 

@@ -14,8 +14,9 @@ from .arguments import add_run
 from .changes import load_recorded
 from .console import Command
 from .errors import ConfigError
+from .severity import Severity
 from .units import Seconds, human_time
-from .watchdog.alarms import Alarm, Severity, read_alarms
+from .watchdog.alarms import Alarm, read_alarms
 from .watchdog.channels import Channel, DeliveryError, make_channels
 from .watchdog.desk import acknowledge, alarms_file, mute, muted_until
 from .watchdog.message import Identity, test_note

@@ -24,6 +24,7 @@ from .health import Health
 from .mesh import World
 from .models.loss import IGNORE
 from .record.recorder import Silent
+from .record.step_record import Seconds, StepRecord
 from .saves import Saves
 from .sections import GLMObjective
 from .state import TrainState
@@ -79,9 +80,9 @@ class Records(Silent):
     """A recorder that keeps the step records in memory."""
 
     def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
+        self.records: list[StepRecord] = []
 
-    def step(self, record: dict[str, Any], *, target: int) -> None:
+    def step(self, record: StepRecord, *, target: int) -> None:
         """Keep it."""
         del target
         self.records.append(record)
@@ -126,7 +127,7 @@ def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str,
         trainer.collect(keep=LAG)
     trainer.collect(keep=0)
     timed = records.records[warmup:]
-    rate = statistics.median(record["tokens_per_second"] for record in timed)
+    rate = statistics.median(record.tokens_per_second for record in timed)
     peak = throughput.peak_flops(device)
     return {
         "run": config.run.name,
@@ -148,10 +149,12 @@ def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str,
         "model_flops_per_second_per_device": rate * flops / world.size,
         "mfu": rate * flops / (peak * world.size) if peak else None,
         "memory_bytes": max(world.gather(throughput.memory_in_use(world.device))),
-        "seconds": {part: statistics.median(r["seconds"][part] for r in timed) for part in timed[0]["seconds"]},
+        "seconds": {
+            part: statistics.median(getattr(record.seconds, part) for record in timed) for part in Seconds.model_fields
+        },
         "iteration_seconds_min_max": [
-            min(record["seconds"]["iteration"] for record in timed),
-            max(record["seconds"]["iteration"] for record in timed),
+            min(record.seconds.iteration for record in timed),
+            max(record.seconds.iteration for record in timed),
         ],
     }
 

@@ -148,7 +148,7 @@ def _cursor(run: RunDir, step: int) -> int:
     """Position in the data after a step of the kept line."""
     for record, left_by in find_step(run, step):
         if left_by is None:
-            return int(record["cursor"])
+            return record.cursor
     raise ConfigError(
         f"the record has no step {step} on the kept line, so which samples to skip is not known",
         remedy=f"`fsdp-pretrain where {run.path} --step {step}` tells what there is; sample ranges can be written into "

@@ -19,9 +19,10 @@ from .branch import Branch, prepare, sentence
 from .checkpoint.store import Store, directory_name, step_of, sync_directory, verify_files
 from .errors import BusyError, CheckpointError, ConfigError, StorageError
 from .record import claim, journal, lineage, run_id, status
-from .record.files import AppendFile, RunDir, now, replace_file
+from .record.files import AppendFile, RunDir, now, read_lines, replace_file
 from .record.lock import hold
-from .record.metrics import METRICS, records
+from .record.metrics import METRICS
+from .record.step_record import parse
 from .rollback import status_at
 
 
@@ -160,10 +161,15 @@ def _copy_segment(source: Path, target: Path, part: lineage.Part) -> None:
         if path.is_file() and path.name != METRICS:
             shutil.copyfile(path, target / path.name)
     metrics = AppendFile(target / METRICS)
-    for record, _ in records(source / METRICS):
-        if part.after < record["step"] <= part.until and not metrics.write(json.dumps(record)):
+    for (step, line), _ in read_lines(source / METRICS, _step_and_line):
+        if part.after < step <= part.until and not metrics.write(line):
             raise OSError(f"cannot write {target / METRICS}: {metrics.problem}")
     metrics.close()
+
+
+def _step_and_line(line: bytes) -> tuple[int, str] | None:
+    record = parse(line)
+    return None if record is None else (record.step, line.decode().rstrip("\n"))
 
 
 def _open(parent: RunDir, branch: Branch, new: RunDir, said: str) -> None:

@@ -11,35 +11,37 @@ from data.opening import open_packer, open_skips
 from .config import Config
 from .health import Judgement
 from .record.recorder import Recorder
+from .record.step_record import StepRecord
 from .schedule import share_of
+from .severity import Severity
 
-Provenance = Callable[[dict[str, Any]], dict[str, Any]]
+Provenance = Callable[[StepRecord], dict[str, Any]]
 """Record of a step -> entries of the journal that name its samples and documents."""
 
 
-def tell(recorder: Recorder, record: dict[str, Any], judgement: Judgement, provenance: Provenance | None) -> None:
+def tell(recorder: Recorder, record: StepRecord, judgement: Judgement, provenance: Provenance | None) -> None:
     """Write down what was found at a step, and that it was not trained, if so.
 
     The documents of a batch are named once per incident: to look them up takes a moment, while training waits.
     """
-    step = record["step"]
+    step = record.step
     for finding in judgement.findings:
-        if finding.severity != "INFO":
-            text = f"{'over' if finding.resolved else finding.severity}: {finding.key}: {finding.summary}"
-            recorder.event("health", text, step=step, **finding.to_json())
-    if record["skipped"] and not record["overflow"]:
-        facts: dict[str, Any] = {"cursor": record["cursor"], "batch": record["batch"]}
+        if finding.severity > Severity.INFO:
+            text = f"{'over' if finding.resolved else finding.severity.name}: {finding.key}: {finding.summary}"
+            recorder.event("health", text, step=step, **finding.model_dump())
+    if record.skipped and not record.overflow:
+        facts: dict[str, Any] = {"cursor": record.cursor, "batch": record.batch}
         if provenance is not None and any(finding.key == "loss/nonfinite" for finding in judgement.findings):
             facts |= provenance(record)
         recorder.event(
             "health-skip",
-            f"step {step} was not trained, {record['not_finite']} not finite: the {record['batch']} samples before "
-            f"sample {record['cursor']:_}",
+            f"step {step} was not trained, {record.not_finite} not finite: the {record.batch} samples before "
+            f"sample {record.cursor:_}",
             step=step,
-            reason=record["not_finite"],
-            rank=record["nonfinite_rank"],
-            shares={name: round(share, 4) for name, share in record["mixture"].items() if share},
-            data_digest=record["data_digest"],
+            reason=record.not_finite,
+            rank=record.nonfinite_rank,
+            shares={name: round(share, 4) for name, share in record.mixture.items() if share},
+            data_digest=record.data_digest,
             **facts,
         )
 
@@ -52,8 +54,8 @@ def provenance(config: Config, ranks: int) -> Provenance:
         ranks: that split a batch.
     """
 
-    def name(record: dict[str, Any]) -> dict[str, Any]:
-        samples, rank = open_skips(config).take_back(record["cursor"], record["batch"]), record["nonfinite_rank"]
+    def name(record: StepRecord) -> dict[str, Any]:
+        samples, rank = open_skips(config).take_back(record.cursor, record.batch), record.nonfinite_rank
         if rank is not None:
             share = share_of(0, len(samples), rank, ranks)
             samples = samples[share.start : share.stop]

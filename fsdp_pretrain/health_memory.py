@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .changes import FREE, changes
 from .config import Config, load
 from .errors import UserError
@@ -11,6 +9,7 @@ from .health import HISTORY, Expected, Health
 from .record import environment, lineage
 from .record.files import RunDir
 from .record.metrics import last_metrics, tail
+from .record.step_record import StepRecord
 
 REPEATED = 3
 """So many steps are compared with what was recorded of them before."""
@@ -47,11 +46,11 @@ def _expected(run: RunDir, config: Config, segment: int, parent: int | None, ste
         from_here = node.segment == parent or (node.parent, node.step) == (parent, step)
         if node.segment >= segment or not from_here:
             continue
-        records = dict[int, dict[str, Any]]()
+        records = dict[int, StepRecord]()
         for record in tail(run.segment(node.segment) / "metrics.jsonl", step + 1):
-            if record["step"] > step + REPEATED or record["not_finite"] is not None:
+            if record.step > step + REPEATED or record.not_finite is not None:
                 break  # what a device spoilt once comes out otherwise, and so does all that follows
-            records[record["step"]] = record
+            records[record.step] = record
         if not records:
             continue
         try:

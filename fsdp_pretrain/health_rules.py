@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal
 
+from .record.step_record import Finding
+from .severity import Severity
 from .watchdog import robust
 from .watchdog_sections import HealthSection
 
-Severity = Literal["INFO", "WARN", "CRIT"]
-_RANK = {None: -1, "INFO": 0, "WARN": 1, "CRIT": 2}
 _LAST, _ENOUGH = 5, 3
 _BLOCK, _BLOCKS, _JOINED, _CHANGES = 16, 32, 4, 128
 """Steps of a block, blocks looked back on, blocks whose median is the level, changes from block to block that tell its
@@ -29,27 +27,6 @@ _OF_MEDIAN = 1.25
 """Standard error of a median in that of a mean, of normal values."""
 _NORM_FLOOR = 0.05
 _BLOWN_UP, _BLOWN_NORM = 10.0, 20.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A line of `health` in a metrics record: an incident begins, gets worse, or ends.
-
-    Attributes:
-        key: names the incident, `detector/scope` as in an alarm.
-        severity: INFO: noted; WARN: somebody should know; CRIT: somebody should look now.
-        summary: what, with its numbers.
-        resolved: the incident has ended.
-    """
-
-    key: str
-    severity: Severity
-    summary: str
-    resolved: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
 
 
 class Incident:
@@ -72,25 +49,29 @@ class Incident:
     @property
     def serious(self) -> bool:
         """Whether there is one of more than INFO."""
-        return _RANK[self.severity] > 0
+        return self.severity is not None and self.severity > Severity.INFO
 
     def seen(self, severity: Severity, step: int, summary: str) -> list[Finding]:
         """It occurs; a finding if that is new or worse than before."""
         self.last = step
-        if _RANK[severity] <= _RANK[self.severity]:
+        if self.severity is not None and severity <= self.severity:
             return []
         self.severity = severity
-        return [Finding(self.key, severity, summary)]
+        return [Finding(key=self.key, severity=severity, summary=summary)]
 
     def carried(self) -> list[Finding]:
         """The finding that a start begins with, if there is one."""
-        return [] if self.severity is None else [Finding(self.key, self.severity, f"goes on since step {self.last}")]
+        return (
+            []
+            if self.severity is None
+            else [Finding(key=self.key, severity=self.severity, summary=f"goes on since step {self.last}")]
+        )
 
     def settle(self, step: int, summary: str) -> list[Finding]:
         """It does not occur; a finding if it is over with that."""
         if self.severity is None or step - self.last < self._quiet:
             return []
-        ended, self.severity = Finding(self.key, self.severity, summary, resolved=True), None
+        ended, self.severity = Finding(key=self.key, severity=self.severity, summary=summary, resolved=True), None
         return [ended]
 
 
@@ -160,7 +141,7 @@ class Level:
         rise, limit = levels[-1] - min(levels), max(self._least, _LEVEL_NOISE * self.noise)
         if rise > limit:
             text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best of {_BLOCKS * _BLOCK} steps"
-            return self.incident.seen("WARN", step, f"{text} (limit {limit:.3f})")
+            return self.incident.seen(Severity.WARN, step, f"{text} (limit {limit:.3f})")
         if rise < limit / 2:
             return self.incident.settle(step, f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best")
         return []
@@ -199,7 +180,8 @@ class Norm:
             self._past.relearn(value for value, _ in self._recent)
         last = [high for _, high in self._recent][-10:]
         text = f"gradient norm {norm:.3g}, {self.ratio:.1f} times the usual one"
-        return self.incident.seen("WARN" if sum(last) >= 3 or last[-2:] == [True, True] else "INFO", step, text)
+        often = sum(last) >= 3 or last[-2:] == [True, True]
+        return self.incident.seen(Severity.WARN if often else Severity.INFO, step, text)
 
 
 class Spike:
@@ -248,10 +230,10 @@ class Spike:
                 self.start, self._before = high[0][0], self._past.median
             self._warned = step
             self._since = deque((entry[1] for entry in self._last if entry[0] >= high[0][0]), maxlen=_BLOCK)
-            return self.incident.seen("WARN", step, f"{text}, since step {self.start}")
+            return self.incident.seen(Severity.WARN, step, f"{text}, since step {self.start}")
         if self.incident.severity is None:
             self.start = step
-        return self.incident.seen("INFO", step, text) if deviation > self._config.outlier else []
+        return self.incident.seen(Severity.INFO, step, text) if deviation > self._config.outlier else []
 
     def _judge(self, step: int, level: Level, norm: Norm) -> list[Finding]:
         """After the warning: whether the loss has come back in the time it was given."""
@@ -264,7 +246,7 @@ class Spike:
         found = []
         if sum(blown) >= _ENOUGH or (due and high):
             text = f"the loss has not come back since step {self.start}: {now:.4f}, before {self._before:.4f}"
-            found = self.incident.seen("CRIT", step, text)
+            found = self.incident.seen(Severity.CRIT, step, text)
         if found or over:
             self._warned = None
             if high:  # if nobody acts, this is the usual loss from now on
@@ -298,5 +280,5 @@ class Scale:
         halvings = sum(after < before for before, after in pairwise(last))
         if halvings >= self._halvings or scale <= best / 64:
             text = f"loss scale {scale:g}, halved {halvings} times in 20 steps, {best:g} before"
-            return self.incident.seen("CRIT", step, text)
+            return self.incident.seen(Severity.CRIT, step, text)
         return self.incident.settle(step, f"loss scale {scale:g}")

@@ -7,7 +7,6 @@ on learning, and the losses look right (BLOOM's layer norms drifted apart unseen
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 import xxhash
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .mesh import World
+from .record.step_record import Replicas
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,8 +32,8 @@ def checksums(model: nn.Module, world: World) -> Tensor:
     return sums
 
 
-def compare(sums: list[int], shards: int) -> dict[str, Any]:
-    """What `replicas` is in a metrics record.
+def compare(sums: list[int], shards: int) -> Replicas:
+    """Which ranks hold other parameters than their replicas.
 
     Args:
         sums: checksum of every rank, in rank order; rank = replica * shards + shard.
@@ -54,4 +54,4 @@ def compare(sums: list[int], shards: int) -> dict[str, Any]:
             if count < len(own) and (value != most or not clear)
         ]
     digest = xxhash.xxh3_64_hexdigest(b"".join(value.to_bytes(8, "big", signed=True) for value in sums[:shards]))
-    return {"digest": digest, "differing": sorted(differing)}
+    return Replicas(digest=digest, differing=sorted(differing))

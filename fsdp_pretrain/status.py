@@ -28,8 +28,9 @@ from .record.files import RunDir, now
 from .record.lock import is_held
 from .record.state_files import StateFile
 from .record.status import Status
+from .severity import Severity
 from .units import human_bytes, human_count, human_time
-from .watchdog.alarms import Severity, read_alarms
+from .watchdog.alarms import read_alarms
 from .watchdog.desk import alarms_file, snapshot_file
 
 OK, WARN, ALERT = 0, 1, 2

@@ -12,7 +12,7 @@ from . import replicas
 from .config import Config
 from .marks import between
 from .mesh import World
-from .record.metrics import json_number
+from .record.step_record import LossSum, Ramps, ReadTimes, Seconds, StepRecord, number
 from .state import TrainState
 from .throughput import memory_in_use
 
@@ -69,72 +69,70 @@ class StepRecords:
         self._config, self._world, self._sources, self._scaled = config, world, sources, scaled
         self._flops, self._peak = flops_per_token, peak_flops
 
-    def of(self, issued: Issued) -> dict[str, Any]:
-        """The record of a step whose numbers are there (design, section 5)."""
+    def of(self, issued: Issued) -> StepRecord:
+        """The record of a step whose numbers are there."""
         config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length
         targets, samples, documents, separators, adjacent, digest, quarantined, *more = issued.counts.tolist()
         checksums = more[5:]
         norm, scale, skipped, *sums, means, penalties, ranks, numbers, norms = issued.sums.tolist()
         losses, learned = sums[: len(self._sources)], sums[len(self._sources) :]
-        penalty = {"sum": json_number(config.train.z_loss * penalties), "count": targets}
         seconds = _seconds(issued)
-        rate = state.batch * length / seconds["iteration"]
+        rate = state.batch * length / seconds.iteration
         clip = config.train.grad_clip
-        return {
-            "step": state.step,
-            "consumed": state.consumed,
-            "cursor": state.cursor,
-            "tokens": state.consumed * length,
-            "loss": {"sum": json_number(sum(losses)), "count": targets},
-            "loss_sequence": {"sum": json_number(means), "count": samples},
-            "z_loss": penalty if config.train.z_loss else None,
-            "sources": {
-                name: {"sum": json_number(loss), "count": int(count)}
+        return StepRecord(
+            step=state.step,
+            consumed=state.consumed,
+            cursor=state.cursor,
+            tokens=state.consumed * length,
+            loss=LossSum(sum=number(sum(losses)), count=targets),
+            loss_sequence=LossSum(sum=number(means), count=samples),
+            z_loss=LossSum(sum=number(config.train.z_loss * penalties), count=targets) if config.train.z_loss else None,
+            sources={
+                name: LossSum(sum=number(loss), count=int(count))
                 for name, loss, count in zip(self._sources, losses, learned, strict=True)
             },
-            "grad_norm": None if norms else json_number(norm),
-            "clip": min(1.0, clip / (norm + 1e-6)) if clip and not norms else 1.0,
-            "loss_scale": None if not self._scaled else scale,
-            "overflow": skipped > 0 and self._scaled,
-            "skipped": skipped > 0,
-            "not_finite": "loss" if ranks else "gradients" if norms else None,
-            "nonfinite_rank": int(numbers) if ranks == 1 else None,
-            "replicas": replicas.compare(checksums, world.shards) if checksums else None,
-            "lr": issued.lr,
-            "ramps": {"lr": issued.lr, "batch": state.batch, "shares": issued.data["shares"], **issued.ramps},
-            "batch": state.batch,
-            "sequence_length": length,
-            "mixture": {
-                n: count / targets if targets else 0.0 for n, count in zip(self._sources, learned, strict=True)
+            grad_norm=None if norms else number(norm),
+            clip=min(1.0, clip / (norm + 1e-6)) if clip and not norms else 1.0,
+            loss_scale=scale if self._scaled else None,
+            skipped=skipped > 0,
+            not_finite="loss" if ranks else "gradients" if norms else None,
+            nonfinite_rank=int(numbers) if ranks == 1 else None,
+            replicas=replicas.compare(checksums, world.shards) if checksums else None,
+            lr=issued.lr,
+            ramps=Ramps(shares=issued.data["shares"], **issued.ramps),
+            batch=state.batch,
+            sequence_length=length,
+            mixture={
+                name: count / targets if targets else 0.0 for name, count in zip(self._sources, learned, strict=True)
             },
-            "epochs": issued.data["epochs"],
-            "data_digest": f"{digest % 2**64:016x}",
-            "data_distance": issued.data["data_distance"],
-            "documents": documents,
-            "separators": separators,
-            "adjacent_specials": adjacent,
-            "quarantined": quarantined,
-            "data_read": issued.data["data_read"],
-            "beside": issued.data["beside"],
-            "world": world.size,
-            "seconds": seconds,
-            "tokens_per_second": rate,
-            "mfu": rate * self._flops / (self._peak * world.size) if self._peak else None,
-            "memory_bytes": memory_in_use(world.device),
-        }
+            epochs=issued.data["epochs"],
+            data_digest=f"{digest % 2**64:016x}",
+            data_distance=issued.data["data_distance"],
+            documents=documents,
+            separators=separators,
+            adjacent_specials=adjacent,
+            quarantined=quarantined,
+            data_read=ReadTimes(**issued.data["data_read"]),
+            beside=issued.data["beside"],
+            world=world.size,
+            seconds=seconds,
+            tokens_per_second=rate,
+            mfu=rate * self._flops / (self._peak * world.size) if self._peak else None,
+            memory_bytes=memory_in_use(world.device),
+        )
 
 
-def _seconds(issued: Issued) -> dict[str, float]:
+def _seconds(issued: Issued) -> Seconds:
     """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
     before, start, middle, end = issued.marks
     gap = between(before, start)
     checkpoint = min(issued.host_checkpoint, gap)
     data = min(issued.host_data, gap - checkpoint)
-    return {
-        "iteration": between(before, end),
-        "data": data,
-        "forward_backward": between(start, middle),
-        "optimizer": between(middle, end),
-        "checkpoint": checkpoint,
-        "other": gap - checkpoint - data,
-    }
+    return Seconds(
+        iteration=between(before, end),
+        data=data,
+        forward_backward=between(start, middle),
+        optimizer=between(middle, end),
+        checkpoint=checkpoint,
+        other=gap - checkpoint - data,
+    )

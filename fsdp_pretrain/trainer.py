@@ -407,16 +407,15 @@ class Trainer:
             self._verdict.overdue |= overdue > 0
             self._own.add(issued.own, issued.host_data)
             record = self._records.of(issued)
-            self._stretches += record["documents"] + record["batch"]  # a document may go on in many samples
-            self._quarantined += record["quarantined"]
+            self._stretches += record.documents + record.batch  # a document may go on in many samples
+            self._quarantined += record.quarantined
             judgement = self._health.step(record)
-            record["health"] = [finding.to_json() for finding in judgement.findings]
-            self.recorder.step(record, target=self._target_step())
+            self.recorder.step(record.model_copy(update={"health": judgement.findings}), target=self._target_step())
             tell(self.recorder, record, judgement, self._provenance)
             self._verdict.retreat = self._verdict.retreat or judgement.retreat
             if judgement.error is not None:
                 raise judgement.error
-            self._check_quarantined(record["step"])
+            self._check_quarantined(record.step)
 
     def _raise_data_error(self) -> None:
         if self._data_error is not None:

@@ -25,6 +25,7 @@ from .errors import ConfigError, DataError
 from .record import environment
 from .record.files import RunDir
 from .record.metrics import find_step, last_records, read_metrics
+from .record.step_record import StepRecord
 from .state import identity
 
 IN_FLIGHT = 3
@@ -32,17 +33,33 @@ IN_FLIGHT = 3
 
 
 @dataclass(frozen=True)
+class InFlight:
+    """A step without a record, that was being trained when its start ended.
+
+    Attributes:
+        segment: of that start.
+        batch, cursor: samples of the global batch, and samples read with it.
+    """
+
+    segment: int
+    batch: int
+    cursor: int
+
+
+@dataclass(frozen=True)
 class TrainedStep:
     """A recorded step and what computes its batch again.
 
     Attributes:
-        record: its metrics record.
+        number: of the step.
+        record: its metrics record, or what is known of it without one.
         replaced_by: the later start that went back before this step and trained on from there; None if it is kept.
         config, packer: of the start that trained it.
         world: ranks of that start.
     """
 
-    record: dict[str, Any]
+    number: int
+    record: StepRecord | InFlight
     replaced_by: int | None
     config: Config
     packer: Packer
@@ -51,7 +68,7 @@ class TrainedStep:
     @functools.cached_property
     def indices(self) -> Sequence[int]:
         """The samples of the global batch, in the order in which ranks take their slices."""
-        return open_skips(self.config).take_back(self.record["cursor"], self.record["batch"])
+        return open_skips(self.config).take_back(self.record.cursor, self.record.batch)
 
     def samples(self) -> Iterator[tuple[int, Packed]]:
         """Every sample of the global batch, packed: (index, one row). Raises DataError."""
@@ -74,18 +91,18 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
         DamagedFileError: the record of the start cannot be read.
     """
     record, replaced_by = _choose(run, step, segment)
-    config, packer = _open(run, record["segment"])
-    begun = environment.read(run, record["segment"])
+    config, packer = _open(run, record.segment)
+    begun = environment.read(run, record.segment)
     world = begun.world.size if begun is not None and begun.world is not None else 1
-    found = TrainedStep(record, replaced_by, config, packer, world)
-    if record["data_digest"] is None:
+    found = TrainedStep(step, record, replaced_by, config, packer, world)
+    if isinstance(record, InFlight):
         return found
-    bar = tqdm(found.samples(), total=record["batch"], desc=f"step {step}", unit="samples", delay=2, disable=None)
+    bar = tqdm(found.samples(), total=record.batch, desc=f"step {step}", unit="samples", delay=2, disable=None)
     digest = f"{sum(packed.digest for _, packed in bar) % 2**64:016x}"
-    if digest != record["data_digest"]:
+    if digest != record.data_digest:
         changed = _changes(run, config, packer)
         raise DataError(
-            f"step {step} was trained on a batch with digest {record['data_digest']}; computed again it has {digest}",
+            f"step {step} was trained on a batch with digest {record.data_digest}; computed again it has {digest}",
             effect="what would be shown is not what was trained",
             remedy="changed since: " + "; ".join(changed)
             if changed
@@ -95,23 +112,23 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
     return found
 
 
-def _choose(run: RunDir, step: int, segment: int | None) -> tuple[dict[str, Any], int | None]:
+def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | InFlight, int | None]:
     found = find_step(run, step)
     if segment is not None:
         for record, replaced_by in found:
-            if record["segment"] == segment:
+            if record.segment == segment:
                 return record, replaced_by
         newest = last_records(run.segment(segment))
         if newest and (ahead := _ahead(run, newest[-1], step)):
             return ahead, None
-        others = ", ".join(str(record["segment"]) for record, _ in found)
+        others = ", ".join(str(record.segment) for record, _ in found)
         raise ConfigError(f"segment {segment} has no record of step {step}; segments that have: {others or 'none'}")
     if kept := next((record for record, left_by in found if left_by is None), None):
         return kept, None
     if found:
-        old, (record, replaced_by) = [record["segment"] for record, _ in found], found[-1]
+        old, (record, replaced_by) = [record.segment for record, _ in found], found[-1]
         raise ConfigError(
-            f"step {step} is not part of the run as it stands: segment {record['segment']} trained it, but segment "
+            f"step {step} is not part of the run as it stands: segment {record.segment} trained it, but segment "
             f"{replaced_by} went back to an earlier checkpoint and has not trained it again",
             remedy=f"look at the replaced step with --segment {old[-1]}",
         )
@@ -121,9 +138,7 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[dict[str, Any]
     (last,) = deque(read_metrics(run), maxlen=1)
     if ahead := _ahead(run, last, step):
         return ahead, None
-    raise ConfigError(
-        f"step {step} is not in the record of {run.path}, which has steps {first['step']} to {last['step']}"
-    )
+    raise ConfigError(f"step {step} is not in the record of {run.path}, which has steps {first.step} to {last.step}")
 
 
 def batches_after(config: Config, counters: dict[str, Any], count: int) -> list[dict[str, int]]:
@@ -147,14 +162,14 @@ def batches_after(config: Config, counters: dict[str, Any], count: int) -> list[
     return found
 
 
-def _ahead(run: RunDir, last: dict[str, Any], step: int) -> dict[str, Any] | None:
-    """What stands for the record of a step that was in flight after the last record; None if it was not."""
-    if not 0 < step - last["step"] <= IN_FLIGHT:
+def _ahead(run: RunDir, last: StepRecord, step: int) -> InFlight | None:
+    """A step that was in flight after the last record; None if it was not."""
+    if not 0 < step - last.step <= IN_FLIGHT:
         return None
-    config, _ = load_recorded(run.segment(last["segment"]) / "config.toml")
-    for batch in batches_after(config, last, IN_FLIGHT):
+    config, _ = load_recorded(run.segment(last.segment) / "config.toml")
+    for batch in batches_after(config, last.model_dump(), IN_FLIGHT):
         if batch["step"] == step:
-            return {**batch, "segment": last["segment"], "data_digest": None}
+            return InFlight(last.segment, batch["batch"], batch["cursor"])
     return None
 
 
@@ -233,7 +248,7 @@ def describe_step(
         ConfigError: the step has no such sample or rank, or the batch does not split over `world`.
     """
     record, indices = step.record, step.indices
-    number, size, world = record["step"], len(indices), world or step.world
+    number, size, world = step.number, len(indices), world or step.world
     if size % world:
         raise ConfigError(f"the batch of step {number}, {size} samples, does not split over {world} ranks")
     if rank is not None and not 0 <= rank < world:
@@ -249,13 +264,13 @@ def describe_step(
     tokenizer = next(iter(step.packer.corpora.values())).tokenizer() if text else None
     return {
         "step": number,
-        "segment": record["segment"],
+        "segment": record.segment,
         "replaced_by": step.replaced_by,
-        "cursor": record["cursor"],
+        "cursor": record.cursor,
         "batch": size,
         "sequence_length": step.packer.length,
         "world": world,
-        "data_digest": record["data_digest"],
+        "data_digest": record.data_digest if isinstance(record, StepRecord) else None,
         "samples": [describe_sample(step, at, world=world, tokenizer=tokenizer, ids=ids) for at in chosen],
     }
 

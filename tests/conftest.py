@@ -565,11 +565,11 @@ def helpers() -> Any:
 
         @staticmethod
         def metrics(run: Path) -> list[dict[str, Any]]:
-            """The kept metrics line of a run."""
+            """The kept line of a run: the values of its records."""
             from fsdp_pretrain.record.files import RunDir
             from fsdp_pretrain.record.metrics import read_metrics
 
-            return list(read_metrics(RunDir(run)))
+            return [json.loads(record.to_line()) for record in read_metrics(RunDir(run))]
 
         @staticmethod
         def losses(run: Path) -> list[tuple[int, float, float]]:

@@ -570,8 +570,7 @@ def _changed_curve(run: Path, untouched: Path) -> str:
     from fsdp_pretrain.record.metrics import read_metrics
 
     ours, theirs = (
-        {r["step"]: (r["loss"]["sum"], r["data_digest"], r["lr"]) for r in read_metrics(RunDir(path))}
-        for path in (run, untouched)
+        {r.step: (r.loss.sum, r.data_digest, r.lr) for r in read_metrics(RunDir(path))} for path in (run, untouched)
     )
     wrong = [step for step in theirs if step > 6 and ours.get(step) != theirs[step]]
     return f"steps {wrong} are not those of an untouched run" if wrong else ""

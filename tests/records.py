@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadTimes, Replicas, Seconds, StepRecord, parse
+
+_PARTS = {"loss": LossSum, "seconds": Seconds, "ramps": Ramps, "replicas": Replicas, "data_read": ReadTimes}
 WORLD = {"size": 1, "replicas": 1, "shards": 1}
 
 
-def metric(step: int, *, batch: int = 8, length: int = 32, **changes: Any) -> dict[str, Any]:
-    """The metrics record of a step."""
+def step_record(step: int, *, batch: int = 8, length: int = 32, **changes: Any) -> StepRecord:
+    """The metrics record of a step; values of a line, or of `StepRecord`."""
     consumed = step * batch
-    counters = {"step": step, "consumed": consumed, "cursor": consumed, "tokens": consumed * length}
-    return {
-        **counters, "batch": batch, "sequence_length": length, "loss": {"sum": 512.0, "count": 256},
-        "sources": {"a": {"sum": 512.0, "count": 256}}, "grad_norm": 0.5, "loss_scale": None, "overflow": False,
-        "skipped": False, "not_finite": None, "lr": 1e-3, "ramps": {"lr": 1e-3, "shares": {"a": 1.0}}, "mfu": None,
-        "mixture": {"a": 1.0}, "data_digest": f"{step:016x}", "documents": 1, "separators": 1, "adjacent_specials": 0,
-        "quarantined": 0, "data_read": {"file": "shard-7.bin"}, "seconds": {"iteration": 0.5, "data": 0.0, "checkpoint": 0.0},
-        "tokens_per_second": 1e4, "memory_bytes": 2**30, "segment": 1, "time": "2026-06-01T12:00:00.000Z", **changes,
+    values: dict[str, Any] = {
+        "step": step, "consumed": consumed, "cursor": consumed, "tokens": consumed * length, "batch": batch,
+        "sequence_length": length, "loss": {"sum": 512.0, "count": 256}, "sources": {"a": LossSum(sum=512.0, count=256)},
+        "grad_norm": 0.5, "loss_scale": None, "skipped": False, "not_finite": None, "lr": 1e-3,
+        "ramps": {"shares": {"a": 1.0}}, "mixture": {"a": 1.0}, "data_digest": f"{step:016x}", "documents": 1,
+        "separators": 1, "adjacent_specials": 0, "quarantined": 0, "data_read": {"file": "shard-7.bin"},
+        "seconds": {"iteration": 0.5, "data": 0.0, "checkpoint": 0.0}, "tokens_per_second": 1e4,
+        "memory_bytes": 2**30, "segment": 1, "time": "2026-06-01T12:00:00.000Z", **changes,
     }  # fmt: skip
+    for key, made in _PARTS.items():
+        if isinstance(values.get(key), dict):
+            values[key] = made(**values[key])
+    return StepRecord(**values)
+
+
+def metric(step: int, **changes: Any) -> dict[str, Any]:
+    """The values of its line, as the real writer writes it, and further ones."""
+    known = {key: value for key, value in changes.items() if key in (*StepRecord.model_fields, "length")}
+    line: dict[str, Any] = json.loads(step_record(step, **known).to_line())
+    return {**line, **{key: value for key, value in changes.items() if key not in known}}
+
+
+def parsed(line: dict[str, Any]) -> StepRecord:
+    """The record of a line's values."""
+    record = parse(json.dumps(line))
+    assert record is not None, line
+    return record
 
 
 def facts(step: int, *, batch: int = 8, length: int = 32, **changes: Any) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Soak:
 
     def curve(self) -> list[tuple[int, float, float]]:
         """(step, loss, gradient norm) of the kept line, unrounded."""
-        return [(r["step"], r["loss"]["sum"], r["grad_norm"]) for r in read_metrics(RunDir(self.run))]
+        return [(r.step, r.loss.sum, r.grad_norm) for r in read_metrics(RunDir(self.run))]
 
 
 def wait(what: str, condition: Callable[[], Any], seconds: float) -> Any:

@@ -20,8 +20,9 @@ import yaml
 
 from fsdp_pretrain.notify_sections import PrometheusSection
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog import desk, exporter
-from fsdp_pretrain.watchdog.alarms import Alarms, Severity, read_alarms
+from fsdp_pretrain.watchdog.alarms import Alarms, read_alarms
 from fsdp_pretrain.watchdog.exporter import METRICS, Exporter, render
 from fsdp_pretrain.watchdog.snapshot import Snapshot
 

@@ -15,7 +15,8 @@ import pytest
 
 from data.findings import CATALOGUE
 from fsdp_pretrain.errors import Exit
-from fsdp_pretrain.watchdog.alarms import Alarms, Severity
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.alarms import Alarms
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

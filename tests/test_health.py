@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from records import step_record
 
 from fsdp_pretrain.config import Config, load
 from fsdp_pretrain.errors import NumericError
 from fsdp_pretrain.health import Expected, Health, Judgement, Retreat
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Silent
+from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.replicas import compare
 from fsdp_pretrain.retreat import retreat
 
@@ -40,25 +42,20 @@ def config(tmp_path: Path) -> Config:
     return load(path)
 
 
-def record(step: int, loss: float = 2.0, norm: float | None = 1.0, **changes: Any) -> dict[str, Any]:
-    """What verdicts read of a metrics record; no two losses are the same to the bit, unless their `total` is given."""
+def record(step: int, loss: float = 2.0, norm: float | None = 1.0, **changes: Any) -> StepRecord:
+    """The record of a step; no two losses are the same to the bit, unless their `total` is given."""
     total = changes.pop("total", loss * 256 + step * 1e-9)
-    return {
-        "step": step, "cursor": 8 * step, "consumed": 8 * step, "batch": 8, "lr": 1e-3, "overflow": False,
-        "skipped": False, "not_finite": None, "nonfinite_rank": None, "loss_scale": None, "replicas": None,
-        "loss": {"sum": total, "count": 256}, "grad_norm": norm,
-        "data_digest": f"{step:016x}", **changes,
-    }  # fmt: skip
+    return step_record(step, **{"loss": {"sum": total, "count": 256}, "grad_norm": norm, **changes})
 
 
-def bad(step: int, **changes: Any) -> dict[str, Any]:
+def bad(step: int, **changes: Any) -> StepRecord:
     """A skipped step."""
     return record(step, norm=None, **{"skipped": True, "not_finite": "gradients", **changes})
 
 
-def judge(health: Health, records: Iterable[dict[str, Any]]) -> list[tuple[int, Judgement]]:
+def judge(health: Health, records: Iterable[StepRecord]) -> list[tuple[int, Judgement]]:
     """Verdicts that say anything, by step."""
-    all_ = [(entry["step"], health.step(entry)) for entry in records]
+    all_ = [(entry.step, health.step(entry)) for entry in records]
     return [(step, judgement) for step, judgement in all_ if judgement != Judgement()]
 
 
@@ -68,7 +65,7 @@ def told(verdicts: list[tuple[int, Judgement]], key: str, severity: str, resolve
         step
         for step, judgement in verdicts
         for found in judgement.findings
-        if (found.key, found.severity, found.resolved) == (key, severity, resolved)
+        if (found.key, found.severity.name, found.resolved) == (key, severity, resolved)
     ]
 
 
@@ -121,8 +118,8 @@ def test_a_spike_that_recovers_is_told_of_and_left(config: Config, seed: int) ->
     health, suspicions = Health(config), {}
     verdicts = []
     for entry in simulated(loss, norms(seed, 900)):
-        verdicts.append((entry["step"], health.step(entry)))
-        suspicions[entry["step"]] = health.suspicion
+        verdicts.append((entry.step, health.step(entry)))
+        suspicions[entry.step] = health.suspicion
     (warned,), (over,) = told(verdicts, "loss/spike", "WARN"), told(verdicts, "loss/spike", "WARN", resolved=True)
     assert 603 <= warned <= 605 and 701 < over <= 900
     assert not told(verdicts, "loss/spike", "CRIT") and not retreats(verdicts)
@@ -198,10 +195,12 @@ def test_a_start_begins_with_what_goes_on(config: Config) -> None:
     """Its first record names the spike that is open, and not the learning rate that was changed on purpose."""
     loss = 2 + noise(3, 700, 8)
     loss[690:] += 0.6
-    records = [{**entry, "lr": 2e-3} for entry in simulated(loss, norms(3, 700, 0))]
+    records = [entry.model_copy(update={"lr": 2e-3}) for entry in simulated(loss, norms(3, 700, 0))]
     health = Health(config, records)
     first = health.step(record(701, 2.6))
-    assert [(found.key, found.severity, found.resolved) for found in first.findings] == [("loss/spike", "WARN", False)]
+    assert [(found.key, found.severity.name, found.resolved) for found in first.findings] == [
+        ("loss/spike", "WARN", False)
+    ]
     assert health.suspicion == "loss/spike since step 691" and not health.step(record(702, 2.6)).findings
 
 
@@ -211,7 +210,7 @@ def test_a_start_begins_with_what_goes_on(config: Config) -> None:
 def scales(text: str, first: float) -> Iterable[dict[str, Any]]:
     """Steps under the law of the scale without hysteresis: O overflows and halves it."""
     for step, event in enumerate(text, 1):
-        yield record(step, loss_scale=first, overflow=event == "O", skipped=event == "O")
+        yield record(step, loss_scale=first, skipped=event == "O")
         first = first / 2 if event == "O" else first
 
 
@@ -256,7 +255,7 @@ def test_steps_that_are_not_finite(config: Config, steps: list[int], back: int |
 
 
 def test_an_overflow_of_fp16_is_not_one_of_them(config: Config) -> None:
-    over = {"overflow": True, "loss_scale": 1024.0}
+    over = {"loss_scale": 1024.0}
     assert not judge(Health(config), [bad(n, **over) for n in (1, 2, 3, 4)])
     verdicts = judge(Health(config), [bad(n, total=None, not_finite="loss", **over) for n in (1, 2)])
     assert [step for step, _ in retreats(verdicts)] == [2]
@@ -294,7 +293,7 @@ def test_learning_that_is_none(config: Config, key: str, changed: Any) -> None:
 def test_steps_that_change_nothing_by_intention(config: Config) -> None:
     """Skipped steps, and a learning rate of 0."""
     same = {"digest": "aa", "differing": []}
-    records = [record(1, replicas=same), bad(2), bad(3, not_finite=None, overflow=True), record(4, replicas=same)]
+    records = [record(1, replicas=same), bad(2), bad(3, not_finite=None, loss_scale=1024.0), record(4, replicas=same)]
     assert not told(judge(Health(config), records), "learning/parameters", "CRIT")
 
 
@@ -309,8 +308,8 @@ def test_steps_that_change_nothing_by_intention(config: Config) -> None:
     ],
 )
 def test_which_replicas_differ(sums: list[int], shards: int, differing: list[int]) -> None:
-    assert compare(sums, shards)["differing"] == differing
-    assert compare(sums, shards)["digest"] == compare(sums[:shards], shards)["digest"]
+    assert compare(sums, shards).differing == differing
+    assert compare(sums, shards).digest == compare(sums[:shards], shards).digest
 
 
 # ---------------------------------------------------------------------- repeating what was recorded

@@ -24,7 +24,7 @@ from fsdp_pretrain.launch import limit, outcome, torchrun
 from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import Ended, decide
 from fsdp_pretrain.record import journal
-from fsdp_pretrain.record.files import RunDir, read_lines
+from fsdp_pretrain.record.files import RunDir, json_object, read_lines
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog_sections import LaunchSection
 
@@ -387,7 +387,7 @@ def test_a_run_directory_that_is_gone_is_not_begun_again(
     directory.bring_back()
 
     def trained(segment: int) -> dict[int, tuple[float, float]]:
-        records = read_lines(run / f"segments/{segment:04d}/metrics.jsonl")
+        records = read_lines(run / f"segments/{segment:04d}/metrics.jsonl", json_object)
         return {record["step"]: (record["loss"]["sum"], record["grad_norm"]) for record, _ in records}
 
     again = launch(config, run=run)

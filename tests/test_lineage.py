@@ -202,7 +202,7 @@ def killed_at(act: Callable[[], object], operation: int) -> bool:
 
 def check_loads(run: RunDir) -> None:
     """A run that a start could go on with, whatever was killed."""
-    steps = [record["step"] for record in read_metrics(run)]
+    steps = [record.step for record in read_metrics(run)]
     assert steps == list(range(1, len(steps) + 1))
     newest = Store(run.checkpoints).newest()
     assert newest is not None and newest.step <= 24
@@ -221,7 +221,7 @@ def outcome(run: Path) -> Any:
     files = {
         name: content for name, content in tree(run).items() if name.endswith((".toml", ".distcp", "metrics.jsonl"))
     }
-    steps = [record["step"] for record in read_metrics(where)]
+    steps = [record.step for record in read_metrics(where)]
     return (
         names,
         len(journal),
@@ -414,7 +414,7 @@ class Simulation:
             for _ in range(self.rng.randrange(1, 13)):
                 step, self.marks = step + 1, self.marks + 1
                 self.kept.append((step, self.marks))
-                lines.append(json.dumps(records.metric(step, mark=self.marks, segment=int(segment.name))) + "\n")
+                lines.append(json.dumps(records.metric(step, documents=self.marks, segment=int(segment.name))) + "\n")
                 if step % 5 == 0:
                     self._save(store, step, int(segment.name))
             (segment / "metrics.jsonl").write_text("".join(lines))
@@ -464,7 +464,7 @@ class Simulation:
 
     def check(self) -> None:
         """One consistent lineage."""
-        assert [(r["step"], r["mark"]) for r in read_metrics(self.run)] == self.kept
+        assert [(record.step, record.documents) for record in read_metrics(self.run)] == self.kept
         checkpoints = Store(self.run.checkpoints).scan()
         assert all(c.problem is None and c.step <= len(self.kept) for c in checkpoints)
         parts = lineage.line(lineage.nodes(self.run))

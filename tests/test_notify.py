@@ -24,9 +24,10 @@ from sight import PATIENCE, until
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.notify_sections import NotifySection
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog import channels, desk, notify, spool
-from fsdp_pretrain.watchdog.alarms import Alarm, Alarms, Severity
+from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.message import Identity, note
 from fsdp_pretrain.watchdog.notify import Notifier, Ping
 from fsdp_pretrain.watchdog.snapshot import Snapshot

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import metric
+from records import step_record
 from released import ARCHIVES, unpack
 
 from fsdp_pretrain.checkpoint.store import Store
@@ -23,7 +23,7 @@ from fsdp_pretrain.errors import RunGoneError, StorageError
 from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
 from fsdp_pretrain.record.claim import Claim
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT
-from fsdp_pretrain.record.files import AppendFile, RunDir, now, read_lines, replace_file
+from fsdp_pretrain.record.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
 from fsdp_pretrain.record.journal import Journal, entries, read
 from fsdp_pretrain.record.metrics import find_step, read_metrics
 from fsdp_pretrain.record.recorder import Recorder
@@ -49,7 +49,7 @@ def test_lines_survive_a_full_disk_in_order(small_disk: Callable[[str], Path]) -
     assert not all(results)
     hog.unlink()
     assert file.flush()
-    assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl")] == list(range(50))
+    assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl", json_object)] == list(range(50))
 
 
 def _append(path: str, writer: int) -> None:
@@ -63,7 +63,7 @@ def test_several_processes_append_to_one_journal(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     with multiprocessing.get_context("fork").Pool(4) as pool:
         pool.starmap(_append, [(str(path), writer) for writer in range(4)])
-    records = [record for record, _ in read_lines(path)]
+    records = [record for record, _ in read_lines(path, json_object)]
     assert len(records) == 2000
     for writer in range(4):
         assert [record["n"] for record in records if record["writer"] == writer] == list(range(500))
@@ -72,12 +72,14 @@ def test_several_processes_append_to_one_journal(tmp_path: Path) -> None:
 def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"a": 1}\n\x00\x00garbage\n[1]\n{"a": 2}\n{"a": 3')
-    found = list(read_lines(path))
+    found = list(read_lines(path, json_object))
     assert [record for record, _ in found] == [{"a": 1}, {"a": 2}]
     with path.open("ab") as file:
         file.write(b"}\n")
-    assert [record for record, _ in read_lines(path, found[-1][1])] == [{"a": 3}]  # goes on where it stopped
-    assert list(read_lines(tmp_path / "absent")) == []
+    assert [record for record, _ in read_lines(path, json_object, found[-1][1])] == [
+        {"a": 3}
+    ]  # goes on where it stopped
+    assert list(read_lines(tmp_path / "absent", json_object)) == []
 
 
 def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Callable[..., Any]) -> None:
@@ -115,7 +117,7 @@ def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Callable[[str]
     assert not (disk / "lines.jsonl").read_bytes().endswith(b"\n")  # a part
     hog.unlink()
     assert other.write(json.dumps({"n": 3})) and first.write(json.dumps({"n": 4}))
-    assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl")] == [0, 1, 3, 2, 4]
+    assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl", json_object)] == [0, 1, 3, 2, 4]
 
 
 def test_replaced_files_are_never_seen_half_written(tmp_path: Path) -> None:
@@ -212,22 +214,22 @@ def test_restarts_make_one_curve(tmp_path: Path) -> None:
         if start is not None:
             lineage.record(record.segment, parent=parent, step=start, kind="start")
         for step in steps:
-            record.step(metric(step), target=10)
+            record.step(step_record(step), target=10)
         record.close()
     kept = list(read_metrics(run))
-    assert [record["step"] for record in kept] == list(range(1, 11))
-    assert [record["segment"] for record in kept] == [1] * 4 + [2] + [4] * 5
-    assert [(record["segment"], left_by) for record, left_by in find_step(run, 6)] == [(1, 2), (2, 4), (4, None)]
+    assert [record.step for record in kept] == list(range(1, 11))
+    assert [record.segment for record in kept] == [1] * 4 + [2] + [4] * 5
+    assert [(record.segment, left_by) for record, left_by in find_step(run, 6)] == [(1, 2), (2, 4), (4, None)]
     lineage.record(recorder(run).segment, parent=1, step=6, kind="start")  # somebody brought step 6 of 1 back
-    assert [(record["step"], record["segment"]) for record in read_metrics(run)] == [(step, 1) for step in range(1, 7)]
-    assert [(record["segment"], left_by) for record, left_by in find_step(run, 6)] == [(1, None), (2, 4), (4, 5)]
+    assert [(record.step, record.segment) for record in read_metrics(run)] == [(step, 1) for step in range(1, 7)]
+    assert [(record.segment, left_by) for record, left_by in find_step(run, 6)] == [(1, None), (2, 4), (4, 5)]
 
 
 def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = recorder(RunDir(tmp_path))
-    record.step(metric(2), target=10)
-    record.step(metric(3), target=10)
-    record.step(metric(4, grad_norm=None, mfu=0.4123, loss={"sum": None, "count": 4}), target=10)
+    record.step(step_record(2), target=10)
+    record.step(step_record(3), target=10)
+    record.step(step_record(4, grad_norm=None, mfu=0.4123, loss={"sum": None, "count": 4}), target=10)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "step=2/10 tokens=512 loss=2.0000 gnorm=0.500 lr=1.00e-03 tok/s=10K mfu=- mem=1GiB iter=0.500s data=0.000s eta=4s",
@@ -294,7 +296,7 @@ def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:
 def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text: str, run_command: Any) -> None:
     run = RunDir(tmp_path)
     record = recorder(run)
-    record.step(metric(2), target=10)
+    record.step(step_record(2), target=10)
     record.status(force=True, **fields)
     state_files.write(run.status, {**json.loads(run.status.read_text()), **fields})
     report = inspect(run)
@@ -308,7 +310,7 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
 def test_status_after_a_rollback(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record = recorder(run)
-    record.step(metric(9), target=10)
+    record.step(step_record(9), target=10)
     assert "progress" not in render(inspect(run))  # the first look
     record.status(force=True, step=4)
     assert "progress    went back 5 steps in the " in render(inspect(run))

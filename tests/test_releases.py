@@ -76,7 +76,7 @@ def test_it_is_acknowledged_forked_and_exported(copy: Path, tmp_path: Path, run_
     ):
         done = run_command(CLI, *arguments)
         assert done.returncode == 0, done.stderr
-    assert [record["step"] for record in read_metrics(RunDir(tmp_path / "new"))] == list(range(1, 17))
+    assert [record.step for record in read_metrics(RunDir(tmp_path / "new"))] == list(range(1, 17))
 
 
 def config_of(release: Path, run: Path) -> tuple[Path, str]:
@@ -85,15 +85,15 @@ def config_of(release: Path, run: Path) -> tuple[Path, str]:
 
 def test_it_goes_on_where_it_was(release: Path, copy: Path, lab: Any, helpers: Any) -> None:
     """It resumes from the last checkpoint and repeats the steps that were recorded after it."""
-    before = {record["step"]: record for record in read_metrics(RunDir(copy))}
+    before = {record.step: json.loads(record.to_line()) for record in read_metrics(RunDir(copy))}
     last = last_record(RunDir(copy), 4)
-    assert last is not None and last["step"] > 24
+    assert last is not None and last.step > 24
     end = f"train.duration={last['step']} steps"
     output = lab.train(*config_of(release, copy), end, flags=("--allow", "train.duration"))
     (resume,) = [entry for entry in helpers.journal(copy, "resume") if entry["segment"] == 5]
     assert resume["step"] == 24 and resume["passed_over"] == [] and "as saved" in resume["text"], output
     after = helpers.metrics(copy)
-    assert [record["step"] for record in after] == list(range(1, last["step"] + 1))
+    assert [record["step"] for record in after] == list(range(1, last.step + 1))
     for record in after[24:]:
         old = before[record["step"]]
         assert [record[key] for key in ("data_digest", "cursor", "lr")] == [
@@ -101,7 +101,7 @@ def test_it_goes_on_where_it_was(release: Path, copy: Path, lab: Any, helpers: A
         ]
         assert record["loss"]["sum"] == pytest.approx(old["loss"]["sum"], rel=1e-5)  # to the bit on the same machine
     sealed = {item.step: is_sealed(item.path / MANIFEST) for item in Store(copy / "checkpoints").scan()}
-    assert sealed[last["step"]] and all(item.problem is None for item in Store(copy / "checkpoints").scan())
+    assert sealed[last.step] and all(item.problem is None for item in Store(copy / "checkpoints").scan())
     told = helpers.wait_for(lambda: helpers.journal(copy, "alarm")[1:], what="the end of the alarm of before")
     assert [(entry["key"], entry["state"]) for entry in told] == [("rank-died", "resolved")]
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from records import parsed
 
 from data.corpus import Corpus
 from data.unigrams import Unigrams
 from fsdp_pretrain.config import load
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.watchdog.alarms import Alarms
 from fsdp_pretrain.watchdog.sensors import sensors
 from fsdp_pretrain.watchdog.sentinels import Sentinels
@@ -48,7 +50,7 @@ def judge(records: Records, tmp_path: Path, **changes: Any) -> list[tuple[str, s
     values = {"rates": {}, "row": 32, "causal": True, "max_quarantined": 1e-4, **changes}
     detector = Sentinels(alarms, SentinelSection(), **values)
     for record in records:
-        detector.step(record)
+        detector.step(parsed(record))
     return told
 
 
@@ -121,7 +123,7 @@ def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_pa
     alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
     detector = Sentinels(alarms, SentinelSection(), rates={}, row=32, causal=True, max_quarantined=1e-4)
     for record in records[:3]:
-        detector.step({**record, "documents": 0, "separators": 0, "quarantined": record["batch"]})
+        detector.step(parsed({**record, "documents": 0, "separators": 0, "quarantined": record["batch"]}))
     (alarm,) = [alarm for alarm in alarms if alarm.key == "data-quarantined"]
     assert "24 of 24 stretches of documents failed" in alarm.summary
 
@@ -146,8 +148,8 @@ def test_the_rate_of_separators_is_that_of_the_manifests(
 def test_a_restart_goes_on_where_the_run_was(records: Records, tmp_path: Path, again: int) -> None:
     """Fault matrix 19: the first step after a restart is compared with the record it continues."""
 
-    def before(step: int) -> dict[str, Any]:
-        return records[step - 1]
+    def before(step: int) -> StepRecord:
+        return parsed(records[step - 1])
 
     later = copy.deepcopy(records[40:])
     for place, record in enumerate(later):
@@ -202,5 +204,5 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
     found = sensors(load(run.config), run, alarms, segment=2, host="here")
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:
-            detector.step(record)
+            detector.step(parsed(record))
     assert [(key, step) for key, step in told if key.startswith("data-")] == [("data-distance", 62)]

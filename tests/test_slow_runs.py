@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import step_record
 
 from fsdp_pretrain.watchdog import heart, page
 from fsdp_pretrain.watchdog.alarms import Alarms
@@ -162,11 +163,11 @@ def told_of(tmp_path: Path, changes: Callable[[int], dict[str, Any]], steps: int
     drift = Drift(alarms, PaceSection(), tmp_path / "pace.json", [HOST])
     noise = random.Random(5)
     for step in range(1, steps + 1):
-        change = changes(step)
-        iteration = 0.1 * noise.lognormvariate(0, 0.01) * change.get("times", 1.0)
-        seconds = {"iteration": iteration, "data": 0.0, "forward_backward": iteration, "optimizer": 0.0}
-        record = {"step": step, "world": 2, "batch": 8, "sequence_length": 32, "skipped": False, "beside": []}
-        drift.step({**record, "seconds": {**seconds, "checkpoint": change.get("checkpoint", 0.0)}, **change})
+        change = dict(changes(step))
+        iteration = 0.1 * noise.lognormvariate(0, 0.01) * change.pop("times", 1.0)
+        checkpoint = change.pop("checkpoint", 0.0)
+        seconds = {"iteration": iteration, "data": 0.0, "forward_backward": iteration, "checkpoint": checkpoint}
+        drift.step(step_record(step, world=2, seconds=seconds, **change))
     return told
 
 
@@ -181,7 +182,7 @@ CASES: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {
     "saves and evaluations": (lambda step: bumps(step, tagged=True), False),
     "the same, untagged": (lambda step: bumps(step, tagged=False), True),
     "batch ramp": (lambda step: {"times": 1 + step // 800, "batch": 8 * (1 + step // 800)}, False),
-    "sequence length": (lambda step: {"times": 2.2, "sequence_length": 64} if step > 1000 else {}, False),
+    "sequence length": (lambda step: {"times": 2.2, "length": 64} if step > 1000 else {}, False),
     "the same slowdown, unplanned": (lambda step: {"times": 2.2} if step > 1000 else {}, True),
 }
 

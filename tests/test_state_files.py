@@ -112,7 +112,7 @@ def test_every_flipped_bit_is_named_or_without_effect(written: RunDir, name: str
 
 
 def test_the_kept_line_is_that_of_the_lineage(written: RunDir) -> None:
-    assert [record["segment"] for record in read_metrics(written)] == [1] * 8 + [3] * 8 + [4] * 12
+    assert [record.segment for record in read_metrics(written)] == [1] * 8 + [3] * 8 + [4] * 12
 
 
 # ---------------------------------------------------------------- absent, damaged, of a later version

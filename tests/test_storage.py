@@ -18,9 +18,12 @@ from sight import PATIENCE
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.config import load
-from fsdp_pretrain.record.files import RunDir, now, read_lines
+from fsdp_pretrain.record.files import RunDir, now
+from fsdp_pretrain.record.metrics import records as metric_records
+from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, Seconds
-from fsdp_pretrain.watchdog.alarms import Alarm, Alarms, Severity
+from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.checkpoints import Checkpoints
 from fsdp_pretrain.watchdog.detector import Detector
 from fsdp_pretrain.watchdog.mounts import Mounts, Waits
@@ -74,8 +77,8 @@ def commit(store: Store, step: int, size: int = 200_000, verified: bool = True) 
     return made.path
 
 
-def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -> dict[str, Any]:
-    return records.metric(step, batch=batch, seconds={"iteration": seconds, "data": data, "checkpoint": 0.0})
+def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -> StepRecord:
+    return records.step_record(step, batch=batch, seconds={"iteration": seconds, "data": data, "checkpoint": 0.0})
 
 
 def saves(
@@ -456,7 +459,7 @@ def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = 
     offset, end, code = 0, time.monotonic() + PATIENCE, None
     while code is None and time.monotonic() < end:
         code = job.ranks[0].poll()
-        for record, behind in read_lines(run.segment(1) / "metrics.jsonl", offset):
+        for record, behind in metric_records(run.segment(1) / "metrics.jsonl", offset):
             offset = behind
             for detector in found:
                 detector.step(record)

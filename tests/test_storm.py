@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_pretrain.watchdog.alarms import Alarm, Alarms, Severity
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.storm import Message, Storm
 
 pytestmark = pytest.mark.quick

@@ -8,8 +8,10 @@ from typing import Any
 
 import psutil
 import pytest
+from records import parsed, step_record
 from sight import CALM, steps
 
+from fsdp_pretrain.record.step_record import StepRecord
 from tests.endpoint import SECRET, Endpoint
 
 
@@ -87,25 +89,21 @@ def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers
 # ---------------------------------------------------------------- numbers
 
 
-def record(step: int, **changes: Any) -> dict[str, Any]:
-    """What verdicts and alarms read of a metrics record."""
-    return {
-        "step": step, "cursor": 8 * step, "consumed": 8 * step, "batch": 8, "lr": 1e-3, "overflow": False,
-        "skipped": False, "not_finite": None, "nonfinite_rank": None, "loss_scale": None, "replicas": None,
-        "loss": {"sum": 512 + step * 1e-9, "count": 256}, "grad_norm": 1.0, "data_digest": f"{step:016x}", **changes,
-    }  # fmt: skip
+def record(step: int, **changes: Any) -> StepRecord:
+    """The record of a step; no two losses are the same to the bit."""
+    return step_record(step, **{"loss": {"sum": 512 + step * 1e-9, "count": 256}, "grad_norm": 1.0, **changes})
 
 
-def scales(overflows: str) -> list[dict[str, Any]]:
+def scales(overflows: str) -> list[StepRecord]:
     """Steps of a run in fp16; O overflows and halves the scale."""
     found, scale = [], 2.0**16
     for step, event in enumerate(overflows, 1):
-        found.append(record(step, loss_scale=scale, overflow=event == "O", skipped=event == "O"))
+        found.append(record(step, loss_scale=scale, skipped=event == "O"))
         scale /= 2 if event == "O" else 1
     return found
 
 
-CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str, str]]]] = {
+CASES: dict[str, tuple[list[StepRecord], list[tuple[str, str, str]]]] = {
     "scale collapses": (scales("." * 200 + "O.O.O.O.O.O" + "." * 20), [("scale/collapse", "open", "CRIT")]),
     "scale falls now and then": (scales(("." * 60 + "O") * 5), []),
     "norm stands out in single steps": (
@@ -135,6 +133,6 @@ def test_numbers_become_alarms(lab: Any, case: str) -> None:
     )
     numbers = Numbers(alarms)
     for entry in records:
-        found = [finding.to_json() for finding in health.step(entry).findings]
-        numbers.step({**entry, "health": json.loads(json.dumps(found))})
+        found = entry.model_copy(update={"health": health.step(entry).findings})
+        numbers.step(parsed(json.loads(found.to_line())))
     assert told == expected

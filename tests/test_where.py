@@ -223,7 +223,7 @@ def test_another_batch_is_never_shown(moved: Path, spoil: Callable[[Path], None]
 
 
 def test_a_moved_corpus_still_proves_itself(moved: Path) -> None:
-    assert where.trained_step(RunDir(moved), 3).record["step"] == 3
+    assert where.trained_step(RunDir(moved), 3).number == 3
 
 
 @pytest.mark.parametrize(("step", "checkpoint"), [(6, 5), (7, 5), (6, 8)])

@@ -24,7 +24,7 @@ def needed_grace(run: RunDir) -> float | None:
     """
     steps: list[float] = []
     for segment in reversed(run.segments):
-        steps = [record["seconds"]["iteration"] for record in last_records(segment)]
+        steps = [record.seconds.iteration for record in last_records(segment)]
         if steps:
             break
     recent = [entry for entry, _ in journal.entries(run.journal, tail_offset(run.journal, 1 << 20))]

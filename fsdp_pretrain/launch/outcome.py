@@ -129,7 +129,8 @@ def _last_place(run: RunDir, number: int) -> tuple[int | None, list[dict[str, in
         node = next((node for node in lineage.nodes(run) if node.segment == number), None)
     except UserError:  # the next start refuses it
         node = None
-    place = newest[-1] if newest else node.model_dump() if node is not None else None
+    found = newest[-1] if newest else node
+    place = None if found is None else found.model_dump()
     if place is None:
         return None, []
     step: int = place["step"]

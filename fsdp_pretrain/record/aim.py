@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import math
 import os
 import select
 import subprocess
@@ -20,14 +21,16 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import ConfigError, UserError
 from . import journal, lineage, run_id, state_files
 from .files import RunDir
 from .metrics import METRICS, records
 from .state_files import StateFile
+from .step_record import StepRecord
 
+T = TypeVar("T")
 _POLL_SECONDS, _STUCK_SECONDS, _FINISH_SECONDS = 2.0, 120.0, 20.0
 _PLAIN = ("grad_norm", "lr", "tokens_per_second", "mfu", "memory_bytes", "loss_scale", "consumed", "tokens", "batch")
 
@@ -101,7 +104,7 @@ class Mirror:
         count = 0
         for part in self._line:
             for record in self._new(self._run.segment(part.segment) / METRICS, records):
-                if part.after < record["step"] <= part.until:
+                if part.after < record.step <= part.until:
                     self._track_step(record)
                     count += 1
         for entry in journal.of_kind(lineage.drop_abandoned(self._new(self._run.journal, journal.entries)), "eval"):
@@ -109,24 +112,24 @@ class Mirror:
             count += 1
         return count
 
-    def _new(self, path: Path, read: Callable[[Path, int], Iterator[tuple[Any, int]]]) -> list[dict[str, Any]]:
+    def _new(self, path: Path, read: Callable[[Path, int], Iterator[tuple[T, int]]]) -> list[T]:
         found = []
         for line, offset in read(path, self._offsets.get(path, 0)):
             found.append(line)
             self._offsets[path] = offset
         return found
 
-    def _track_step(self, record: dict[str, Any]) -> None:
-        step = record["step"]
+    def _track_step(self, record: StepRecord) -> None:
+        step = record.step
         for name in _PLAIN:
-            if record.get(name) is not None:
-                self._aim.track(record[name], name=name, step=step)
-        for part, seconds in record["seconds"].items():
+            if (value := getattr(record, name)) is not None:
+                self._aim.track(value, name=name, step=step)
+        for part, seconds in record.seconds:
             self._aim.track(seconds, name="seconds", step=step, context={"part": part})
-        losses = {"all": record["loss"], **(record["sources"] if len(record["sources"]) > 1 else {})}
+        losses = {"all": record.loss, **(record.sources if len(record.sources) > 1 else {})}
         for source, loss in losses.items():
-            if loss["sum"] is not None and loss["count"]:
-                self._aim.track(loss["sum"] / loss["count"], name="loss", step=step, context={"source": source})
+            if math.isfinite(loss.mean):
+                self._aim.track(loss.mean, name="loss", step=step, context={"source": source})
 
     def _track_eval(self, entry: dict[str, Any]) -> None:
         for task, metrics in entry["scores"].items():

@@ -24,6 +24,7 @@ from .environment import Environment
 from .files import RunDir, replace_file, seconds_of
 from .metrics import METRICS, records
 from .status import Status
+from .step_record import StepRecord
 
 _CLEAN = (0, 75)
 _DECLARING = frozenset(("hang", "rank-died"))
@@ -41,7 +42,7 @@ class Steps:
     Attributes:
         step: number of the optimiser step.
         tokens: trained by it.
-        iteration, data, checkpoint, eval: seconds; see the metrics record.
+        iteration, data, checkpoint: seconds; see `StepRecord`.
         skipped: 1 where the update was skipped.
         batch, length: samples of the step and tokens of a sample.
         mfu: NaN where it is not known.
@@ -53,7 +54,6 @@ class Steps:
     iteration: Column
     data: Column
     checkpoint: Column
-    eval: Column
     skipped: Column
     batch: Column
     length: Column
@@ -65,8 +65,8 @@ class Steps:
 
     @property
     def compute(self) -> Column:
-        """Seconds of the step itself: without waiting for data, saves and evaluations."""
-        return self.iteration - self.data - self.checkpoint - self.eval
+        """Seconds of the step itself: without waiting for data and saves."""
+        return self.iteration - self.data - self.checkpoint
 
     @property
     def missing(self) -> Column:
@@ -201,20 +201,18 @@ def _keep(path: Path, table: Column, offset: int, damaged: int) -> None:
         replace_file(path.with_name(_READ), content.getvalue())
 
 
-def _row(record: dict[str, Any]) -> tuple[float, ...]:
-    parts, mfu = record["seconds"], record.get("mfu")
+def _row(record: StepRecord) -> tuple[float, ...]:
     return (
-        record["step"],
-        record["batch"] * record["sequence_length"],
-        parts["iteration"],
-        parts["data"],
-        parts["checkpoint"],
-        parts.get("eval", 0.0),
-        bool(record.get("skipped") or record["overflow"]),
-        record["batch"],
-        record["sequence_length"],
-        math.nan if mfu is None else mfu,
-        seconds_of(record["time"]) or math.nan,
+        record.step,
+        record.batch * record.sequence_length,
+        record.seconds.iteration,
+        record.seconds.data,
+        record.seconds.checkpoint,
+        record.skipped,
+        record.batch,
+        record.sequence_length,
+        math.nan if record.mfu is None else record.mfu,
+        seconds_of(record.time) or math.nan,
     )
 
 

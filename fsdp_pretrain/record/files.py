@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import run_id
 
+T = TypeVar("T")
 _WAITING_LINES = 100_000
 _SEGMENT = re.compile(r"\d{4}|[1-9]\d{4,}")
 _WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -185,14 +186,23 @@ def _ends_with_a_line(descriptor: int) -> bool:
     return size == 0 or os.pread(descriptor, 1, size - 1) in (b"\n", b"")
 
 
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """The object that a line holds; None if it holds none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def read_lines(
     path: Path,
+    parse: Callable[[bytes], T | None],
     offset: int = 0,
     holding: bytes = b"",
     *,
-    is_whole: Callable[[dict[str, Any]], bool] = lambda record: True,
     on_damaged: Callable[[bytes], object] = lambda line: None,
-) -> Iterator[tuple[dict[str, Any], int]]:
+) -> Iterator[tuple[T, int]]:
     """Parsed lines of a JSONL file from byte `offset` on, each with the offset behind it.
 
     Passes over lines without the bytes `holding`. Stops at an unfinished last line (a writer may be in the middle of
@@ -200,11 +210,10 @@ def read_lines(
 
     Args:
         path: the file; an absent one has no lines.
+        parse: gives what a line holds; None if it is damaged, and is passed over.
         offset: where to begin.
         holding: bytes that a line must have.
-        is_whole: whether a line that is an object has what lines of this file must have; the others are passed over
-            like those that a crash has damaged.
-        on_damaged: called with every line that is passed over for that.
+        on_damaged: called with every damaged line.
     """
     try:
         file = path.open("rb")
@@ -218,12 +227,9 @@ def read_lines(
             offset += len(line)
             if holding not in line or not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and is_whole(record):
-                yield record, offset
+            found = parse(line)
+            if found is not None:
+                yield found, offset
             else:
                 on_damaged(line)
 

@@ -40,7 +40,6 @@ class State(StrEnum):
     STEP_SKIPPED = "step_skipped"
     DATA_WAIT = "data_wait"
     CKPT_BLOCK = "ckpt_block"
-    EVAL = "eval"
     LOST = "lost"
     DETECT = "detect"
     TEARDOWN = "teardown"
@@ -57,7 +56,6 @@ MEANING = {
     State.STEP_SKIPPED: "steps whose update was skipped",
     State.DATA_WAIT: "waiting for data",
     State.CKPT_BLOCK: "waiting for saves",
-    State.EVAL: "evaluation inside training",
     State.LOST: "steps that a resume or rollback went back behind",
     State.DETECT: "from the last progress until the end was declared",
     State.TEARDOWN: "from there until it was over",
@@ -168,7 +166,6 @@ def _train(ledger: _Ledger, attempt: Attempt, kept: NDArray[np.bool_], reference
         (steps.compute, skipped, State.STEP_SKIPPED),
         (steps.data, kept, State.DATA_WAIT),
         (steps.checkpoint, kept, State.CKPT_BLOCK),
-        (steps.eval, kept, State.EVAL),
         (steps.iteration, ~kept, State.LOST),
         (steps.missing, np.ones_like(kept), State.IDLE_UNKNOWN),
     ):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..errors import StorageError
-from .files import AppendFile, RunDir, now, read_lines, seconds_of
+from .files import AppendFile, RunDir, json_object, now, read_lines, seconds_of
 
 Kind = Literal[
     "start", "fresh", "ready", "resume", "changed", "overrides", "skip", "optimizer", "loss-scale", "control",
@@ -109,12 +109,14 @@ def entries(
     path: Path, offset: int = 0, *, on_damaged: Callable[[bytes], object] = lambda line: None
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """The entries of a journal with their offsets; what is none is passed over, see `read_lines`."""
-    return read_lines(path, offset, is_whole=_is_entry, on_damaged=on_damaged)
+    return read_lines(path, _entry, offset, on_damaged=on_damaged)
 
 
-def _is_entry(line: dict[str, Any]) -> bool:
-    texts = isinstance(line.get("kind"), str) and isinstance(line.get("text"), str)
-    return texts and seconds_of(line.get("time")) is not None and isinstance(line.get("step") or 0, int)
+def _entry(line: bytes) -> dict[str, Any] | None:
+    entry = json_object(line) or {}
+    texts = isinstance(entry.get("kind"), str) and isinstance(entry.get("text"), str)
+    whole = texts and seconds_of(entry.get("time")) is not None and isinstance(entry.get("step") or 0, int)
+    return entry if whole else None
 
 
 def is_whole(entry: dict[str, Any]) -> bool:

@@ -1,25 +1,15 @@
-"""One metrics record per optimiser step, and how the records of all segments make one curve."""
+"""The metrics files: one record per optimiser step, and how the records of all segments make one curve. No torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from . import lineage
 from .files import RunDir, read_lines, tail_offset
+from .step_record import StepRecord, parse
 
 METRICS = "metrics.jsonl"
-_COUNTS = ("step", "consumed", "cursor", "tokens", "batch", "sequence_length")
-_PARTS = {"iteration", "data", "checkpoint"}
-_KEYS = {
-    *_COUNTS,
-    *("loss", "sources", "grad_norm", "loss_scale", "overflow", "skipped", "not_finite", "lr", "ramps", "mixture"),
-    *("data_digest", "documents", "separators", "adjacent_specials", "quarantined", "data_read", "seconds"),
-    *("tokens_per_second", "segment", "time"),
-}
-"""What a record has had since release 0.1. What later ones have besides, readers must ask for with `get`."""
 
 
 def records(
@@ -28,46 +18,18 @@ def records(
     holding: bytes = b"",
     *,
     on_damaged: Callable[[bytes], object] = lambda line: None,
-) -> Iterator[tuple[dict[str, Any], int]]:
-    """The records of a metrics file with their offsets; what is none is passed over, see `read_lines`."""
-    return read_lines(path, offset, holding, is_whole=_is_record, on_damaged=on_damaged)
+) -> Iterator[tuple[StepRecord, int]]:
+    """The records of a metrics file with their offsets; damaged lines are passed over, see `read_lines`."""
+    return read_lines(path, parse, offset, holding, on_damaged=on_damaged)
 
 
-def _is_record(line: dict[str, Any]) -> bool:
-    if not line.keys() >= _KEYS:
-        return False
-    loss, seconds = line["loss"], line["seconds"]
-    return (
-        all(type(line[key]) is int for key in _COUNTS)
-        and isinstance(loss, dict)
-        and loss.keys() >= {"sum", "count"}
-        and isinstance(loss["sum"] or 0, int | float)
-        and isinstance(loss["count"], int)
-        and isinstance(seconds, dict)
-        and seconds.keys() >= _PARTS
-        and all(isinstance(part, int | float) for part in seconds.values())
-        and isinstance(line.get("mfu") or 0, int | float)
-    )
-
-
-def last_records(segment: Path, reach: int = 1 << 18) -> list[dict[str, Any]]:
+def last_records(segment: Path, reach: int = 1 << 18) -> list[StepRecord]:
     """The records within the last `reach` bytes of a segment's file, oldest first."""
     path = segment / METRICS
     return [record for record, _ in records(path, tail_offset(path, reach))]
 
 
-def mean_loss(record: dict[str, Any]) -> float:
-    """Mean cross-entropy of a record, natural log per target token; NaN if it was not finite."""
-    loss = record["loss"]
-    return loss["sum"] / loss["count"] if loss["sum"] is not None and loss["count"] else math.nan
-
-
-def json_number(value: float) -> float | None:
-    """A float for the record; None where JSON has no number (NaN, infinity)."""
-    return value if math.isfinite(value) else None
-
-
-def find_step(run: RunDir, step: int) -> list[tuple[dict[str, Any], int | None]]:
+def find_step(run: RunDir, step: int) -> list[tuple[StepRecord, int | None]]:
     """Every record of a step, one per segment that made it, oldest first.
 
     Returns:
@@ -75,29 +37,29 @@ def find_step(run: RunDir, step: int) -> list[tuple[dict[str, Any], int | None]]
     """
     known = lineage.nodes(run)
     lines = {node.segment: lineage.line(known, node.segment) for node in known}
-    found: list[tuple[dict[str, Any], int | None]] = []
+    found: list[tuple[StepRecord, int | None]] = []
     for number in lines:
         for record, _ in records(run.segment(number) / METRICS, holding=f'"step": {step}'.encode()):
-            if record["step"] == step:
+            if record.step == step:
                 left = [later for later in lines if later > number and not lineage.holds(lines[later], number, step)]
                 kept = lineage.holds(lines[max(lines)], number, step)
                 found.append((record, None if kept or not left else left[0]))
     return found
 
 
-def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
+def read_metrics(run: RunDir) -> Iterator[StepRecord]:
     """The kept line: records with strictly increasing steps, each from the segment that `lineage` names."""
     last = 0
     for part in lineage.line(lineage.nodes(run)):
         for record, _ in records(run.segment(part.segment) / METRICS):
-            if record["step"] > part.until:
+            if record.step > part.until:
                 break
-            if record["step"] > max(part.after, last):
-                last = record["step"]
+            if record.step > max(part.after, last):
+                last = record.step
                 yield record
 
 
-def last_record(run: RunDir, segment: int) -> dict[str, Any] | None:
+def last_record(run: RunDir, segment: int) -> StepRecord | None:
     """The last whole metrics record of a segment, read from the end of its file; None if it has none."""
     found = last_records(run.segment(segment), 65_536)
     return found[-1] if found else None
@@ -107,12 +69,12 @@ def left_behind(run: RunDir, step: int, tokens: int) -> tuple[int, int]:
     """(steps, tokens) that the newest line trained after a step, at which so many tokens had been trained."""
     head = max((node.segment for node in lineage.nodes(run)), default=None)
     record = None if head is None else last_record(run, head)
-    if record is None or record["step"] <= step:
+    if record is None or record.step <= step:
         return 0, 0
-    return record["step"] - step, record["tokens"] - tokens
+    return record.step - step, record.tokens - tokens
 
 
-def tail(path: Path, step: int) -> list[dict[str, Any]]:
+def tail(path: Path, step: int) -> list[StepRecord]:
     """Records of a segment's file from `step` on, read from its end, so that a long one costs nothing."""
     try:
         size = path.stat().st_size
@@ -122,19 +84,19 @@ def tail(path: Path, step: int) -> list[dict[str, Any]]:
     while True:
         offset = max(0, size - reach)
         found = [record for record, _ in records(path, offset)]
-        if offset == 0 or (found and found[0]["step"] <= step):
-            return [record for record in found if record["step"] >= step]
+        if offset == 0 or (found and found[0].step <= step):
+            return [record for record in found if record.step >= step]
         reach *= 4
 
 
-def last_metrics(run: RunDir, step: int, count: int) -> list[dict[str, Any]]:
+def last_metrics(run: RunDir, step: int, count: int) -> list[StepRecord]:
     """The kept line's records of the `count` steps up to `step`, oldest first; fewer if there are not so many."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, StepRecord] = {}
     for part in reversed(lineage.line(lineage.nodes(run))):
         first = max(part.after, step - count) + 1
         for record in tail(run.segment(part.segment) / METRICS, first):
-            if record["step"] <= min(part.until, step):
-                found.setdefault(record["step"], record)
+            if record.step <= min(part.until, step):
+                found.setdefault(record.step, record)
         if first <= step - count + 1:
             break
     return [found[number] for number in sorted(found)]

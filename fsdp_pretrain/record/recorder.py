@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -15,7 +14,8 @@ from ..units import human_bytes, human_count, human_time
 from . import state_files
 from .files import AppendFile, RunDir, now
 from .journal import Journal, Kind
-from .metrics import METRICS, mean_loss
+from .metrics import METRICS
+from .step_record import StepRecord, number
 
 _STATUS_INTERVAL = 1.0
 
@@ -63,11 +63,11 @@ class Recorder:
         """An entry in the journal alone, on any rank: what one rank may meet alone, and has shown already."""
         self._journal.write(kind, text, **data)
 
-    def step(self, record: dict[str, Any], *, target: int) -> None:
+    def step(self, record: StepRecord, *, target: int) -> None:
         """The record of one optimiser step; `target` is the number of the last step of the run."""
-        record = {**record, "segment": self.number, "host": socket.gethostname(), "time": now()}
-        self._metrics.write(json.dumps(record))
-        step = record["step"]
+        written = {"segment": self.number, "host": socket.gethostname(), "time": now()}
+        self._metrics.write(record.model_copy(update=written).to_line())
+        step = record.step
         self._total = target
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target:
             self.say(console_line(record, target))
@@ -76,20 +76,19 @@ class Recorder:
             state="running",
             total_steps=target,
             step=step,
-            consumed=record["consumed"],
-            cursor=record["cursor"],
-            tokens=record["tokens"],
-            loss=mean_loss_or_none(record),
-            grad_norm=record["grad_norm"],
-            lr=record["lr"],
-            iteration_seconds=record["seconds"]["iteration"],
-            tokens_per_second=record["tokens_per_second"],
-            mfu=record["mfu"],
+            consumed=record.consumed,
+            cursor=record.cursor,
+            tokens=record.tokens,
+            loss=number(record.loss.mean),
+            grad_norm=record.grad_norm,
+            lr=record.lr,
+            iteration_seconds=record.seconds.iteration,
+            tokens_per_second=record.tokens_per_second,
+            mfu=record.mfu,
         )
-
-        while self._ahead and self._ahead[0][0] <= record["consumed"]:
-            loss = mean_loss(record)
-            self.event("milestone", f"{self._ahead.pop(0)[1]}, loss {loss:.4f}", step=step, tokens=record["tokens"])
+        while self._ahead and self._ahead[0][0] <= record.consumed:
+            text = f"{self._ahead.pop(0)[1]}, loss {record.loss.mean:.4f}"
+            self.event("milestone", text, step=step, tokens=record.tokens)
 
     def watch_for(self, milestones: list[tuple[int, str]], consumed: int) -> None:
         """Note in the journal when these places, (consumed samples, text), are passed; not those behind."""
@@ -155,7 +154,7 @@ class Silent(Recorder):
     def event(self, kind: Kind, text: str, **data: Any) -> None:
         """Nothing."""
 
-    def step(self, record: dict[str, Any], *, target: int) -> None:
+    def step(self, record: StepRecord, *, target: int) -> None:
         """Nothing."""
 
     def status(self, *, force: bool = False, **fields: Any) -> None:
@@ -171,28 +170,21 @@ class Silent(Recorder):
         """Nothing."""
 
 
-def mean_loss_or_none(record: dict[str, Any]) -> float | None:
-    """Mean loss for a JSON file."""
-    loss = mean_loss(record)
-    return loss if math.isfinite(loss) else None
-
-
-def console_line(record: dict[str, Any], target: int) -> str:
+def console_line(record: StepRecord, target: int) -> str:
     """One step on one line, `key=value` in a fixed order, parseable by a regular expression."""
-    seconds, mfu, norm, scale = (record[key] for key in ("seconds", "mfu", "grad_norm", "loss_scale"))
-    eta = (target - record["step"]) * seconds["iteration"]
+    seconds, norm = record.seconds, record.grad_norm
     fields = {
-        "step": f"{record['step']}/{target}",
-        "tokens": human_count(record["tokens"]),
-        "loss": f"{mean_loss(record):.4f}",
-        "gnorm": "overflow" if record["overflow"] else "nan" if norm is None else f"{norm:.3f}",
-        **({} if scale is None else {"scale": f"{scale:g}"}),
-        "lr": f"{record['lr']:.2e}",
-        "tok/s": human_count(record["tokens_per_second"]),
-        "mfu": "-" if mfu is None else f"{mfu:.1%}",
-        "mem": human_bytes(record["memory_bytes"]).replace(" ", ""),
-        "iter": f"{seconds['iteration']:.3f}s",
-        "data": f"{seconds['data']:.3f}s",
-        "eta": human_time(eta),
+        "step": f"{record.step}/{target}",
+        "tokens": human_count(record.tokens),
+        "loss": f"{record.loss.mean:.4f}",
+        "gnorm": "overflow" if record.overflow else "nan" if norm is None else f"{norm:.3f}",
+        **({} if record.loss_scale is None else {"scale": f"{record.loss_scale:g}"}),
+        "lr": f"{record.lr:.2e}",
+        "tok/s": human_count(record.tokens_per_second),
+        "mfu": "-" if record.mfu is None else f"{record.mfu:.1%}",
+        "mem": human_bytes(record.memory_bytes).replace(" ", ""),
+        "iter": f"{seconds.iteration:.3f}s",
+        "data": f"{seconds.data:.3f}s",
+        "eta": human_time((target - record.step) * seconds.iteration),
     }
     return " ".join(f"{key}={value}" for key, value in fields.items())

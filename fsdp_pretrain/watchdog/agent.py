@@ -31,7 +31,8 @@ from ..record.claim import Holder
 from ..record.exit_intent import ExitIntent
 from ..record.files import RunDir, make_directory
 from ..record.journal import Journal
-from .alarms import Alarm, Alarms, Severity
+from ..severity import Severity
+from .alarms import Alarm, Alarms
 from .blind import Blind
 from .desk import keeper
 from .detector import Detector

@@ -12,22 +12,13 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from ..record.files import AppendFile, now, read_lines, seconds_of
-
-
-class Severity(IntEnum):
-    """How much an alarm matters."""
-
-    INFO = 0
-    WARN = 1
-    CRIT = 2
-
+from ..record.files import AppendFile, json_object, now, read_lines, seconds_of
+from ..severity import Severity
 
 State = Literal["open", "acknowledged", "resolved"]
 
@@ -144,11 +135,17 @@ def read_alarms(path: Path) -> list[Alarm]:
     """Every alarm there has been, as it stands, in the order of their first opening; damaged lines are left out."""
     known: dict[str, Alarm] = {}
     with contextlib.suppress(OSError):
-        for line, _ in read_lines(path):
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                alarm = Alarm.from_json(line)
-                known[alarm.key] = alarm
+        for alarm, _ in read_lines(path, _alarm):
+            known[alarm.key] = alarm
     return list(known.values())
+
+
+def _alarm(line: bytes) -> Alarm | None:
+    content = json_object(line)
+    try:
+        return None if content is None else Alarm.from_json(content)
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 @functools.cache

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 
 from ..record.files import now
+from ..severity import Severity
 from ..units import human_time
-from .alarms import Alarm, Severity
+from .alarms import Alarm
 from .ranks import Ranks
 
 _LEAST = 15.0

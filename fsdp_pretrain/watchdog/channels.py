@@ -35,7 +35,7 @@ from ..notify_sections import (
     SlackSection,
     WebhookSection,
 )
-from .alarms import Severity
+from ..severity import Severity
 
 CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0

@@ -18,9 +18,11 @@ from statistics import median, quantiles
 from typing import Any
 
 from ..checkpoint.space import BYTES_PER_PARAMETER, Need
+from ..record.step_record import StepRecord
+from ..severity import Severity
 from ..units import Progress, human_bytes, human_count, human_time
 from ..watchdog_sections import StorageSection
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .detector import Detector
 from .probe import Look, Looks
 from .robust import score
@@ -122,7 +124,6 @@ class Checkpoints(Detector):
         self._protected_tokens, self._since = 0, math.inf
         self._world = 1
         self._steps: deque[float] = deque(maxlen=64)
-        self._last: dict[str, Any] = {}
         self._saves: deque[tuple[float, float]] = deque(maxlen=_HISTORY)
         self._attempts: dict[str, Attempt] = {}
         self._bad: dict[str, str] = {}
@@ -130,13 +131,13 @@ class Checkpoints(Detector):
         self._asked: set[str] = set()
         self._requests: dict[str, int] = {}
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """Look at a record."""
-        self._steps.append(record["seconds"]["iteration"])
+        self._steps.append(record.seconds.iteration)
         if self.protected is None:  # what this start continues from is protected, or nothing
-            self.protected = record["step"] - 1
-            self._protected_tokens = record["tokens"] - record["batch"] * record["sequence_length"]
-        self._last = record
+            self.protected = record.step - 1
+            self._protected_tokens = record.tokens - record.batch * record.sequence_length
+        super().step(record)
 
     def tick(self, now: float) -> None:
         """Look, and take what earlier looks found."""
@@ -156,7 +157,7 @@ class Checkpoints(Detector):
         newest = found[self._which]
         if newest is not None:
             self.need = Need(newest["bytes"], newest["files"] + 2)
-            if self._last and (self.protected is None or newest["step"] > self.protected):
+            if self.last and (self.protected is None or newest["step"] > self.protected):
                 self.protected, self._protected_tokens = newest["step"], newest["tokens"] or 0
                 self.completed, self._since = self.completed + 1, now
                 self._judge_place(newest)
@@ -168,21 +169,21 @@ class Checkpoints(Detector):
 
     def _judge_age(self, now: float) -> None:
         """From the first step that no proved checkpoint holds; a run that makes few steps loses few, however long."""
-        record = self._last
-        if not record or self.protected is None:
+        record = self.last
+        if record is None or self.protected is None:
             return
-        if record["step"] <= self.protected:
+        if record.step <= self.protected:
             self._since, self.age = now, 0.0
         self._since = min(self._since, now)
         self.age = now - self._since
         between = self._steps_between(record)
         interval = between * median(self._steps)
-        made = max(record["step"], self._reached()) - self.protected
+        made = max(record.step, self._reached()) - self.protected
         intervals = min(self.age / interval, made / between)
         late = max(_LATE * interval + self._longest_save(), self._section.interval.value)
         if self.age <= late or intervals <= _LATE:
             self._asked.clear()
-            self.alarms.resolve("checkpoint-age", f"step {self.protected} is verified", step=record["step"])
+            self.alarms.resolve("checkpoint-age", f"step {self.protected} is verified", step=record.step)
             return
         over = self.age > max(self._section.max_unprotected.value, late)
         action = ""
@@ -190,7 +191,7 @@ class Checkpoints(Detector):
             action = self._ask("stop")
         elif intervals > _VERY_LATE:
             action = self._ask("save")
-        tokens = record["tokens"] - self._protected_tokens
+        tokens = record.tokens - self._protected_tokens
         causes = sorted(
             {a.key for a in self.alarms if a.detector in ("disk", "checkpoint-failed", "checkpoint-writer")}
         )
@@ -202,15 +203,15 @@ class Checkpoints(Detector):
             effect=f"{made} steps, {human_count(tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
             remedy="mend the storage, or name another (checkpoint.fallback_dir)",
-            step=record["step"],
+            step=record.step,
             action=action,
             facts={"age_seconds": self.age, "verified_step": self.protected, "tokens": tokens},
         )
 
-    def _steps_between(self, record: dict[str, Any]) -> float:
+    def _steps_between(self, record: StepRecord) -> float:
         """Steps between two checkpoints at the present batch."""
-        samples = {"step": record["batch"], "sample": 1, "token": 1 / record["sequence_length"]}
-        return float(self._every.value * samples[self._every.unit] / record["batch"])
+        samples = {"step": record.batch, "sample": 1, "token": 1 / record.sequence_length}
+        return float(self._every.value * samples[self._every.unit] / record.batch)
 
     def _ask(self, verb: str) -> str:
         """Leave a request in the run's inbox, once per incident; what to say of it."""
@@ -331,15 +332,15 @@ class Checkpoints(Detector):
                 f"{name} is damaged: {why}",
                 effect="it cannot be used; a start goes on from an older one",
                 remedy=f"see `fsdp-pretrain checkpoints {self._run} list`; keep the older ones until there is a newer",
-                step=self._last.get("step"),
+                step=self.at,
             )
         for name in self._named - damaged.keys():
-            self.alarms.resolve(f"checkpoint-damaged/{name}", f"{name} is gone, or whole", step=self._last.get("step"))
+            self.alarms.resolve(f"checkpoint-damaged/{name}", f"{name} is gone, or whole", step=self.at)
         self._named = set(damaged)
 
     def _judge_writers(self, writing: dict[str, int], now: float) -> None:
         """Whether the save in flight grows, and how long it takes."""
-        typical, step = self._typical_save(), self._last.get("step")
+        typical, step = self._typical_save(), self.at
         seen = {}
         for name, size in writing.items():
             attempt = self._attempts.get(name, Attempt(now, size, now))

@@ -6,8 +6,7 @@ what they find they say to `Alarms`, and nowhere else. So a detector can be repl
 
 from __future__ import annotations
 
-from typing import Any
-
+from ..record.step_record import StepRecord
 from .alarms import Alarms
 
 
@@ -16,13 +15,23 @@ class Detector:
 
     Args:
         alarms: where incidents are opened and resolved.
+
+    Attributes:
+        last: the last record of this start; None before the first.
     """
 
     def __init__(self, alarms: Alarms) -> None:
         self.alarms = alarms
+        self.last: StepRecord | None = None
 
-    def step(self, record: dict[str, Any]) -> None:
-        """The trainer added a metrics record (design, section 5); once for every record, in order."""
+    @property
+    def at(self) -> int | None:
+        """The last recorded step of this start; None before the first."""
+        return None if self.last is None else self.last.step
+
+    def step(self, record: StepRecord) -> None:
+        """The trainer added a metrics record; once for every record, in order."""
+        self.last = record
 
     def tick(self, now: float) -> None:
         """A pass of the watchdog. `now`: seconds, `time.monotonic()`. Must never block."""

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ..record import state_files
 from ..record.files import replace_file
+from ..record.step_record import StepRecord
+from ..severity import Severity
 from ..watchdog_sections import PaceSection
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .detector import Detector
 from .pace import Change, Pace
 from .robust import spread
@@ -61,28 +62,27 @@ class Drift(Detector):
         self._judged = False
         self._best = state_files.view(path, dict[str, Best]) or {}
         self._slow_since: float | None = None
-        self._step = 0
 
     @property
     def ratio(self) -> float | None:
         """Present step time over that of the start's beginning; None while that is being learned."""
         return self._pace.ratio
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """Judge a step if it is clean."""
+        super().step(record)
         self._steps += 1
-        self._step = record["step"]
-        disturbed = record["seconds"]["checkpoint"] > 0 or record.get("beside") or record.get("skipped")
+        disturbed = record.seconds.checkpoint > 0 or record.beside or record.skipped
         self._wait = _AFTER if disturbed else max(0, self._wait - 1)
         if self._steps <= self._section.settle or disturbed or self._wait:
             return
-        seconds = record["seconds"]["iteration"]
-        shape = f"{record.get('world', 0)} ranks, {record['batch']} x {record['sequence_length']}"
+        seconds = record.seconds.iteration
+        shape = f"{record.world or 0} ranks, {record.batch} x {record.sequence_length}"
         if shape != self._key:
             self._key, self._clean, self._judged = shape, [], False
-            self.alarms.resolve("pace", "another batch or sequence length: compared anew", step=self._step)
+            self.alarms.resolve("pace", "another batch or sequence length: compared anew", step=self.at)
             self._slow_since = None
-        change = self._pace.add(record["step"], seconds, shape)
+        change = self._pace.add(record.step, seconds, shape)
         if change is not None:
             self._tell(change, record)
         self._remember(seconds)
@@ -95,18 +95,16 @@ class Drift(Detector):
         self._slow_since = self._slow_since or now
         ratio = self._pace.ratio or 1.0
         if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
-            self.alarms.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to", step=self._step)
+            self.alarms.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to", step=self.at)
 
-    def _tell(self, change: Change, record: dict[str, Any]) -> None:
+    def _tell(self, change: Change, record: StepRecord) -> None:
         if change.kind in ("back", "faster"):
             text = "steps take as long as at the beginning again"
             self.alarms.resolve("pace", text if change.kind == "back" else "steps have become faster", step=change.step)
             return
-        seconds = record["seconds"]
-        share = ", ".join(
-            f"{name} {seconds[part] / seconds['iteration']:.0%}"
-            for name, part in (("data", "data"), ("computing", "forward_backward"), ("optimiser", "optimizer"))
-        )
+        seconds = record.seconds
+        parts = {"data": seconds.data, "computing": seconds.forward_backward, "optimiser": seconds.optimizer}
+        share = ", ".join(f"{name} {part / seconds.iteration:.0%}" for name, part in parts.items())
         self.alarms.open(
             "pace",
             Severity.WARN,
@@ -139,7 +137,7 @@ class Drift(Detector):
 
     def _compare(self, ratio: float, best: Best) -> None:
         if ratio - 1 < self._section.restart:
-            self.alarms.resolve("pace/restart", "as fast as before the restart", step=self._step)
+            self.alarms.resolve("pace/restart", "as fast as before the restart", step=self.at)
             return
         new = sorted(set(self._hosts) - set(best.hosts))
         gone = sorted(set(best.hosts) - set(self._hosts))
@@ -150,7 +148,7 @@ class Drift(Detector):
             f"steps take {ratio - 1:.1%} longer than in the best earlier start of this size, {hosts}",
             effect="the run will end later; nothing is lost",
             remedy="`fsdp-pretrain doctor` finds a slow node by halving",
-            step=self._step,
+            step=self.at,
             facts={"ratio": ratio, "new": new, "gone": gone},
         )
 

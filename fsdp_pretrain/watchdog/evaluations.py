@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..severity import Severity
 from ..units import human_time
 from ..watchdog_sections import StorageSection
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .detector import Detector
 from .probe import Look, Looks
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..notify_sections import PrometheusSection
 from ..record.files import replace_file
-from .alarms import Severity
+from ..severity import Severity
 from .snapshot import Snapshot
 
 _TEXTFILE_SECONDS = 15.0

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
 
+from ..severity import Severity
 from ..units import human_time
 from ..watchdog_sections import HangSection
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .nodes import Nodes
 from .page import Phase
 from .ranks import Ranks, Standing

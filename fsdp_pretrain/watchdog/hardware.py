@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
+from ..severity import Severity
 from ..watchdog_sections import HardwareSection
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .detector import Detector
 from .hosts import Hosts
 from .nvml import DeviceState
@@ -56,11 +56,6 @@ class Devices(Detector):
         self._links: dict[int, tuple[int, int]] = {}
         self._odd: dict[tuple[int, str], deque[bool]] = {}
         self._broken = False
-        self._step: int | None = None
-
-    def step(self, record: dict[str, Any]) -> None:
-        """Look at a record."""
-        self._step = record["step"]
 
     def tick(self, now: float) -> None:
         """Look, and take what earlier looks found."""
@@ -75,7 +70,7 @@ class Devices(Detector):
                 self._miss(answer["error"])
             else:
                 self._missed = 0
-                self.alarms.resolve(f"gpu-blind/{self._host}", "the state of the GPUs is known again", step=self._step)
+                self.alarms.resolve(f"gpu-blind/{self._host}", "the state of the GPUs is known again", step=self.at)
                 self._judge([DeviceState.from_json(device) for device in answer["devices"]])
         if self._asked is not None and now - self._asked > self._section.deadline.value:
             self._helper.replace()  # it may stay in the driver; another is started for the next look
@@ -95,7 +90,7 @@ class Devices(Detector):
                 f"the state of the GPUs of {self._host} is not known: {why}, {self._missed} times in a row",
                 effect="broken GPUs are noticed only when the run fails; a driver that hangs often is a broken GPU",
                 remedy="try nvidia-smi on the host",
-                step=self._step,
+                step=self.at,
             )
 
     def _judge(self, devices: list[DeviceState]) -> None:
@@ -127,7 +122,7 @@ class Devices(Detector):
             f"{self._host}: {'; '.join(reasons)}",
             effect="the run must go on without this host",
             remedy="drain the host and reset or replace the GPU",
-            step=self._step,
+            step=self.at,
             facts={"avoid_hosts": [self._host], "reasons": reasons},
         )
 
@@ -139,7 +134,7 @@ class Devices(Detector):
                 f"{self._host} had {incidents} incidents in 14 days",
                 effect="a few hosts cause most of the interruptions",
                 remedy="exclude it until it has been tested",
-                step=self._step,
+                step=self.at,
                 facts={"proposed": self._hosts.proposed(self._section.lemon)},
             )
 
@@ -161,7 +156,7 @@ class Devices(Detector):
                 del self._odd[index, reason]
         key = f"gpu-odd/{self._host}"
         if not found:
-            self.alarms.resolve(key, f"the GPUs of {self._host} are as they should be", step=self._step)
+            self.alarms.resolve(key, f"the GPUs of {self._host} are as they should be", step=self.at)
             return
         texts = [f"{reason} (GPU {', '.join(map(str, sorted(where)))})" for reason, where in sorted(found.items())]
         self.alarms.open(
@@ -170,7 +165,7 @@ class Devices(Detector):
             f"{self._host}: {'; '.join(texts)}",
             effect="all ranks wait for the slowest",
             remedy="see cooling, power and cables of the host",
-            step=self._step,
+            step=self.at,
             facts={"devices": dict(found)},
         )
 

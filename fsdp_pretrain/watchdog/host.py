@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 
+from ..severity import Severity
 from ..units import human_bytes, human_time
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .detector import Detector
 from .robust import slope
 
@@ -121,11 +121,6 @@ class Host(Detector):
         self._stolen: deque[float] = deque(maxlen=_STOLEN_SAMPLES)
         self._offset: float | None = None
         self._jumped_at = 0.0
-        self._step: int | None = None
-
-    def step(self, record: dict[str, Any]) -> None:
-        """Look at a record."""
-        self._step = record["step"]
 
     def tick(self, now: float) -> None:
         """Look, and take what earlier looks found."""
@@ -148,12 +143,12 @@ class Host(Detector):
             f"{self._host}: {summary}",
             effect=effect,
             remedy=remedy,
-            step=self._step,
+            step=self.at,
             facts={"host": self._host},
         )
 
     def _end(self, name: str, summary: str) -> None:
-        self.alarms.resolve(f"{name}/{self._host}", f"{self._host}: {summary}", step=self._step)
+        self.alarms.resolve(f"{name}/{self._host}", f"{self._host}: {summary}", step=self.at)
 
     def _judge_memory(self, state: HostState, now: float) -> None:
         """When there will be no memory left, if it goes on like in the last hour."""

@@ -20,10 +20,12 @@ from ..record import environment, exit_intent, run_id
 from ..record.claim import BEAT_SECONDS, Claim, Holder
 from ..record.files import RunDir, now
 from ..record.journal import Journal
-from ..record.metrics import METRICS, mean_loss, records
+from ..record.metrics import METRICS, records
+from ..record.step_record import StepRecord
+from ..severity import Severity
 from ..units import human_time
 from .accounts import Accounts
-from .alarms import Alarm, Alarms, Severity
+from .alarms import Alarm, Alarms
 from .checkpoints import Checkpoints
 from .desk import alarms_file, journal_alarm, keep_alarms, serve, snapshot_file
 from .detector import Detector
@@ -49,25 +51,19 @@ _NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "repl
 class Numbers(Detector):
     """Turns the findings that the trainer writes into its record into alarms (`health`)."""
 
-    def __init__(self, alarms: Alarms) -> None:
-        super().__init__(alarms)
-        self._first = True
-
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """Open and resolve what the record says. The first record of a start repeats what goes on."""
-        findings = record.get("health") or []
-        if self._first:
-            self._first = False
-            going_on = {finding["key"] for finding in findings}
+        if self.last is None:
+            going_on = {finding.key for finding in record.health}
             for alarm in list(self.alarms):
                 if alarm.detector in _NUMBERS and alarm.key not in going_on:
-                    self.alarms.resolve(alarm.key, "over since the run was started again", step=record["step"])
-        for finding in findings:
-            if finding["resolved"]:
-                self.alarms.resolve(finding["key"], finding["summary"], step=record["step"])
+                    self.alarms.resolve(alarm.key, "over since the run was started again", step=record.step)
+        super().step(record)
+        for finding in record.health:
+            if finding.resolved:
+                self.alarms.resolve(finding.key, finding.summary, step=record.step)
             else:
-                severity = Severity[finding["severity"]]
-                self.alarms.open(finding["key"], severity, finding["summary"], step=record["step"])
+                self.alarms.open(finding.key, finding.severity, finding.summary, step=record.step)
 
 
 class Leader:
@@ -90,7 +86,8 @@ class Leader:
         self._ranks, self._nodes = ranks, nodes
         self._fixed = {"run": config.run.name, "segment": segment, "total_steps": config.schedule.steps}
         self._fixed |= {"pass_due": 10 * config.watchdog.interval.value}
-        self._steps, self._record, self._skipped = Histogram(), dict[str, Any](), 0
+        self._steps, self._skipped = Histogram(), 0
+        self._record: StepRecord | None = None
         self._losses = deque[float](maxlen=128)
         self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
         self._notifier: Notifier | None = None
@@ -136,9 +133,9 @@ class Leader:
         """One pass."""
         for record, offset in records(self._metrics, self._offset):
             self._offset, self._record = offset, record
-            self._steps.observe(record["seconds"]["iteration"])
-            self._skipped += bool(record.get("skipped"))
-            self._losses.append(mean_loss(record))
+            self._steps.observe(record.seconds.iteration)
+            self._skipped += record.skipped
+            self._losses.append(record.loss.mean)
             for detector in self._detectors:
                 detector.step(record)
         self._look_at_nodes()
@@ -193,9 +190,13 @@ class Leader:
             f"nothing has been heard of {host} for {human_time(seconds)}",
             effect=effect,
             remedy="look whether the host answers; if the run hangs it is ended, and can start without it",
-            step=self._record.get("step"),
+            step=self._step,
             facts={"host": host, "seconds": round(seconds, 1)},
         )
+
+    @property
+    def _step(self) -> int | None:
+        return None if self._record is None else self._record.step
 
     def _avoid_hosts(self) -> None:
         """A device is broken for good: save, stop, and start again elsewhere (exit 76)."""
@@ -250,15 +251,15 @@ class Leader:
             "own_ratios": _ratios(self._own),
             "open": {severity.name: open_.count(severity.name) for severity in Severity},
         }
-        if record:
-            loss = mean_loss(record)
+        if record is not None:
+            loss = record.loss.mean
             values |= {
-                "step": record["step"],
-                "tokens": record["tokens"],
-                "world": record.get("world"),
+                "step": record.step,
+                "tokens": record.tokens,
+                "world": record.world,
                 "segment_steps": sum(self._steps.counts),
                 "skipped_steps": self._skipped,
-                "grad_norm": record["grad_norm"],
+                "grad_norm": record.grad_norm,
                 "loss": loss,
                 "loss_z": score(loss, self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
             }
@@ -266,9 +267,9 @@ class Leader:
             if isinstance(detector, Checkpoints):
                 values |= {"verified_step": detector.protected, "verified_age": detector.age}
                 values |= {"checkpoint_failures": detector.failures, "checkpoint_bytes_per_second": detector.speed}
-                if record and detector.protected is not None:
-                    behind = max(0, record["step"] - detector.protected)
-                    values["unprotected_tokens"] = behind * record["batch"] * record["sequence_length"]
+                if record is not None and detector.protected is not None:
+                    behind = max(0, record.step - detector.protected)
+                    values["unprotected_tokens"] = behind * record.batch * record.sequence_length
             elif isinstance(detector, Space):
                 values["next_checkpoint_fits"] = detector.fit.get("checkpoints")
                 values["disk_full_in"] = detector.seconds_to_full.get("checkpoints")
@@ -296,7 +297,7 @@ class Leader:
             f"the run has ended with exit {intent.code}: {intent.reason}",
             effect="nothing is trained",
             remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
-            step=self._record.get("step"),
+            step=self._step,
         )
 
     def close(self) -> None:

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from ..record.files import now
+from ..severity import Severity
 from ..units import human_count, human_time
-from .alarms import Alarm, Severity
+from .alarms import Alarm
 from .snapshot import Snapshot
 from .storm import Message
 

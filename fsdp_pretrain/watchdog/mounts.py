@@ -10,9 +10,11 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from ..record.step_record import StepRecord
+from ..severity import Severity
 from ..units import human_time
 from ..watchdog_sections import StorageSection
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .detector import Detector
 from .probe import Answer, Look, Looks
 from .robust import score
@@ -168,9 +170,10 @@ class Waits(Detector):
         self._known: deque[float] = deque(maxlen=512)
         self._long: deque[bool] = deque(maxlen=_WAIT_STEPS)
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """Look at a record."""
-        seconds, read = record["seconds"]["data"], record["data_read"]
+        super().step(record)
+        seconds, read = record.seconds.data, record.data_read
         long = seconds > _WAIT_LEAST and seconds > _WAIT_TIMES * self._highest()
         self._long.append(long)
         if not long:
@@ -182,11 +185,11 @@ class Waits(Detector):
                 f"{sum(self._long)} of {len(self._long)} steps waited long for data, the last {human_time(seconds)}",
                 effect="training stands still meanwhile",
                 remedy="see whether the storage of the corpora is slow"
-                + (f"; the slowest read was of {read['file']}" if read.get("file") else ""),
-                step=record["step"],
+                + (f"; the slowest read was of {read.file}" if read.file else ""),
+                step=record.step,
             )
         elif not any(self._long):
-            self.alarms.resolve("data-wait", "steps do not wait for data any more", step=record["step"])
+            self.alarms.resolve("data-wait", "steps do not wait for data any more", step=record.step)
 
     def _highest(self) -> float:
         return quantiles(self._known, n=100, method="inclusive")[98] if len(self._known) > 1 else 0.0

@@ -17,7 +17,8 @@ from typing import Any
 
 from ..record import state_files
 from ..record.files import make_directory, now
-from .alarms import Alarm, Alarms, Severity
+from ..severity import Severity
+from .alarms import Alarm, Alarms
 from .ranks import Standing
 
 _QUIET = 3

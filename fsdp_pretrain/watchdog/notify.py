@@ -19,8 +19,9 @@ from typing import Any
 
 from ..notify_sections import NotifySection, PingSection
 from ..record.files import RunDir
+from ..severity import Severity
 from ..units import human_time
-from .alarms import Alarm, Alarms, Severity, read_alarms
+from .alarms import Alarm, Alarms, read_alarms
 from .channels import Channel, DeliveryError, fetch, make_channels, secret
 from .desk import alarms_file, muted_until
 from .message import Identity, note

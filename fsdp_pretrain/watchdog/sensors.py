@@ -5,14 +5,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint.stores import fallback, stores
 from ..config import Config
 from ..errors import ConfigError
 from ..record.files import RunDir
 from ..record.metrics import find_step
-from .alarms import Alarms, Severity
+from ..record.step_record import StepRecord
+from ..severity import Severity
+from .alarms import Alarms
 from .checkpoints import Checkpoints
 from .detector import Detector
 from .evaluations import Evaluations
@@ -106,7 +107,7 @@ def _checkpoints(
 
 
 def _sentinels(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> Sentinels:
-    def before(step: int) -> dict[str, Any] | None:
+    def before(step: int) -> StepRecord | None:
         kept = [record for record, left_by in find_step(run, step) if left_by is None] if step else []
         return kept[-1] if kept else None
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from ..record.step_record import StepRecord
+from ..severity import Severity
 from ..watchdog_sections import SentinelSection
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .detector import Detector
 
 _TOLERATED = 0.01
@@ -45,12 +46,11 @@ class Sentinels(Detector):
         row: int,
         causal: bool,
         max_quarantined: float,
-        before: Callable[[int], dict[str, Any] | None] = lambda step: None,
+        before: Callable[[int], StepRecord | None] = lambda step: None,
     ) -> None:
         super().__init__(alarms)
         self._section, self._rates, self._row, self._causal = section, rates, row, causal
         self._max_quarantined, self._before = max_quarantined, before
-        self._last: dict[str, Any] | None = None
         self._digests: dict[str, int] = {}
         self._tokens = self._separators = 0
         self._expected = 0.0
@@ -58,22 +58,22 @@ class Sentinels(Detector):
         self._stretches = self._quarantined = 0
         self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """Look at a record."""
-        if self._last is None:
-            self._last = self._before(record["step"] - 1)
-            if self._last is not None:
-                self._digests[self._last["data_digest"]] = self._last["step"]
+        if self.last is None:
+            self.last = self._before(record.step - 1)
+            if self.last is not None:
+                self._digests[self.last.data_digest] = self.last.step
         self._judge_separators(record)
         self._judge_rate(record)
         self._judge_order(record)
         self._judge_shares(record)
         self._judge_quarantined(record)
         self._judge_distance(record)
-        self._last = record
+        super().step(record)
 
-    def _open(self, key: str, severity: Severity, summary: str, record: dict[str, Any], effect: str) -> None:
-        step = record["step"]
+    def _open(self, key: str, severity: Severity, summary: str, record: StepRecord, effect: str) -> None:
+        step = record.step
         self.alarms.open(
             key,
             severity,
@@ -85,8 +85,8 @@ class Sentinels(Detector):
 
     # ------------------------------------------------------------------ invariants
 
-    def _judge_separators(self, record: dict[str, Any]) -> None:
-        documents, separators, adjacent = record["documents"], record["separators"], record["adjacent_specials"]
+    def _judge_separators(self, record: StepRecord) -> None:
+        documents, separators, adjacent = record.documents, record.separators, record.adjacent_specials
         if adjacent > _TOLERATED * documents:
             self._open(
                 "data-specials",
@@ -104,24 +104,22 @@ class Sentinels(Detector):
                 "the model does not learn where documents end",
             )
 
-    def _judge_order(self, record: dict[str, Any]) -> None:
+    def _judge_order(self, record: StepRecord) -> None:
         """The cursor goes on by at least the batch, and no batch comes twice."""
-        last, step = self._last, record["step"]
-        first = record["cursor"] - record["batch"]  # at the latest: skipped samples make it smaller
+        last, step = self.last, record.step
+        first = record.cursor - record.batch  # at the latest: skipped samples make it smaller
         if last is not None and (
-            step != last["step"] + 1
-            or first < last["cursor"]
-            or record["consumed"] != last["consumed"] + record["batch"]
+            step != last.step + 1 or first < last.cursor or record.consumed != last.consumed + record.batch
         ):
             self._open(
                 "data-cursor",
                 Severity.CRIT,
-                f"{record['batch']} samples up to {record['cursor']:_} ({record['consumed']:_} consumed), after step "
-                f"{last['step']} had come to {last['cursor']:_} ({last['consumed']:_} consumed)",
+                f"{record.batch} samples up to {record.cursor:_} ({record.consumed:_} consumed), after step "
+                f"{last.step} had come to {last.cursor:_} ({last.consumed:_} consumed)",
                 record,
                 "samples are trained twice or left out",
             )
-        digest = record["data_digest"]
+        digest = record.data_digest
         if digest in self._digests and self._digests[digest] != step:
             self._open(
                 "data-repeated",
@@ -136,14 +134,14 @@ class Sentinels(Detector):
 
     # ------------------------------------------------------------------ comparisons
 
-    def _judge_rate(self, record: dict[str, Any]) -> None:
+    def _judge_rate(self, record: StepRecord) -> None:
         """Separators per token against the manifests, over at least a million tokens."""
-        shares = {name: share for name, share in record["ramps"]["shares"].items() if share}
+        shares = {name: share for name, share in record.ramps.shares.items() if share}
         if not shares or not shares.keys() <= self._rates.keys():
             return
-        tokens = record["batch"] * self._row
+        tokens = record.batch * self._row
         self._tokens += tokens
-        self._separators += record["separators"]
+        self._separators += record.separators
         self._expected += tokens * sum(share * self._rates[name] for name, share in shares.items())
         if self._tokens < _RATE_TOKENS or self._expected == 0:
             return
@@ -160,17 +158,17 @@ class Sentinels(Detector):
         else:
             self.alarms.resolve("data-separator-rate", f"{ratio:.2f} times as many separators as promised")
 
-    def _judge_shares(self, record: dict[str, Any]) -> None:
+    def _judge_shares(self, record: StepRecord) -> None:
         """Targets of every source against the plan, over 100 steps."""
         if not self._causal:
             return
-        self._shares.append((record["batch"], record["mixture"], record["ramps"]["shares"]))
+        self._shares.append((record.batch, record.mixture, record.ramps.shares))
         samples = sum(batch for batch, _, _ in self._shares)
-        for name in record["ramps"]["shares"]:
+        for name in record.ramps.shares:
             planned = sum(batch * plan.get(name, 0.0) for batch, _, plan in self._shares) / samples
             found = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
             allowed = max(self._section.share, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
-            if abs(found - planned) > allowed + record["batch"] / samples:  # a plan may change inside a batch
+            if abs(found - planned) > allowed + record.batch / samples:  # a plan may change inside a batch
                 self._open(
                     f"data-share/{name}",
                     Severity.WARN,
@@ -179,12 +177,12 @@ class Sentinels(Detector):
                     "the mixture is not the one that was configured",
                 )
             elif len(self._shares) == _SHARE_STEPS:
-                self.alarms.resolve(f"data-share/{name}", f"{found:.1%} from {name}", step=record["step"])
+                self.alarms.resolve(f"data-share/{name}", f"{found:.1%} from {name}", step=record.step)
 
-    def _judge_quarantined(self, record: dict[str, Any]) -> None:
-        self._stretches += record["documents"] + record["batch"]  # a document may go on in many samples
-        self._quarantined += record["quarantined"]
-        if record["quarantined"]:
+    def _judge_quarantined(self, record: StepRecord) -> None:
+        self._stretches += record.documents + record.batch  # a document may go on in many samples
+        self._quarantined += record.quarantined
+        if record.quarantined:
             share = self._quarantined / max(1, self._stretches)
             self._open(
                 "data-quarantined",
@@ -194,8 +192,8 @@ class Sentinels(Detector):
                 f"they are left out of the loss; at {self._max_quarantined:.2g} of all stretches the run stops",
             )
 
-    def _judge_distance(self, record: dict[str, Any]) -> None:
-        far = record.get("data_distance")
+    def _judge_distance(self, record: StepRecord) -> None:
+        far = record.data_distance
         if far is None:
             return
         self._far.append(far > _FAR)
@@ -208,4 +206,4 @@ class Sentinels(Detector):
                 "the ids may be shifted, or the text is of another kind",
             )
         elif not any(self._far):
-            self.alarms.resolve("data-distance", "tokens are as in the run's first steps again", step=record["step"])
+            self.alarms.resolve("data-distance", "tokens are as in the run's first steps again", step=record.step)

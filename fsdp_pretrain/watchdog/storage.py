@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..severity import Severity
 from ..units import human_bytes, human_time
 from ..watchdog_sections import StorageSection
-from .alarms import Alarms, Severity
+from .alarms import Alarms
 from .checkpoints import Checkpoints
 from .detector import Detector
 from .probe import Look, Looks
@@ -77,17 +78,12 @@ class Space(Detector):
         self._samples: dict[str, deque[tuple[float, float]]] = {place.name: deque(maxlen=2000) for place in self.places}
         self._sampled = dict.fromkeys(self._samples, 0)
         self._soon_full = dict.fromkeys(self._samples, 0)
-        self._last: dict[str, Any] = {}
         self.free: dict[str, int] = {}
         """Bytes of every place at the last look."""
         self.fit: dict[str, int] = {}
         """How many checkpoints fit, of places that take them."""
         self.seconds_to_full: dict[str, float] = {}
         """By the forecast; only of places that fill."""
-
-    def step(self, record: dict[str, Any]) -> None:
-        """Look at a record."""
-        self._last = record
 
     def tick(self, now: float) -> None:
         """Look, and take what earlier looks found."""
@@ -140,11 +136,11 @@ class Space(Detector):
                 facts=facts,
             )
         elif fit >= _ENOUGH:
-            self.alarms.resolve(key, f"{fit} checkpoints fit in {place.path}", step=self._last.get("step"))
+            self.alarms.resolve(key, f"{fit} checkpoints fit in {place.path}", step=self.at)
 
     def _open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
         remedy = "free space or files, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)"
-        self.alarms.open(key, severity, summary, step=self._last.get("step"), remedy=remedy, **more)
+        self.alarms.open(key, severity, summary, step=self.at, remedy=remedy, **more)
 
     def _forecast(self, place: Place, found: dict[str, Any], checkpoints: Checkpoints, now: float) -> None:
         """When there will be no room, from samples that our own saw-tooth is not in: one per checkpoint."""
@@ -176,7 +172,7 @@ class Space(Detector):
                 effect="saves will fail there then",
             )
         elif not soon:
-            self.alarms.resolve(key, f"{place.path} does not fill any more", step=self._last.get("step"))
+            self.alarms.resolve(key, f"{place.path} does not fill any more", step=self.at)
 
     # ------------------------------------------------------------------ everything else
 
@@ -197,8 +193,8 @@ class Space(Detector):
                 if place.name == "run"
                 else "data loaders, compilers or communication between ranks may fail",
                 remedy="free space or files",
-                step=self._last.get("step"),
+                step=self.at,
                 facts={"path": str(place.path), "free": found["free"]},
             )
         elif share > 2 * least:
-            self.alarms.resolve(key, f"{place.path}: {free} free", step=self._last.get("step"))
+            self.alarms.resolve(key, f"{place.path}: {free} free", step=self.at)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .alarms import Alarm, Severity
+from ..severity import Severity
+from .alarms import Alarm
 
 _CAUSES: dict[str, frozenset[str]] = {
     "hang": frozenset({"pace", "straggler", "checkpoint-age", "data-wait"}),

@@ -1,0 +1,24 @@
+"""How much an incident matters: one scale for health findings, alarms and those who are notified. No torch."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer
+
+
+class Severity(IntEnum):
+    """INFO: noted. WARN: somebody should know. CRIT: somebody should look now."""
+
+    INFO = 0
+    WARN = 1
+    CRIT = 2
+
+
+def _by_name(value: object) -> object:
+    return Severity.__members__.get(value, value) if isinstance(value, str) else value
+
+
+SeverityName = Annotated[Severity, BeforeValidator(_by_name), PlainSerializer(lambda severity: severity.name)]
+"""A `Severity` that is its name in JSON."""
