@@ -348,6 +348,8 @@ def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, hel
     assert [record["step"] for record in records if record["overflow"]] == bad
     ((key, severity, step),) = [each for each in told(lab, helpers) if each[0].startswith("scale")]
     assert (key, severity) == ("scale/collapse", "CRIT") and 41 < step < 59
+    lines = [entry for entry in helpers.journal(lab.path / "run") if entry.get("key") == key]
+    assert [(entry["kind"], entry["step"]) for entry in lines] == [("health", step)]  # and not once more as an alarm
     losses = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
     assert max(losses[40:]) < max(losses[:40])
     assert not helpers.journal(lab.path / "run", "health-rollback")

@@ -119,18 +119,20 @@ def test_numbers_become_alarms(lab: Any, case: str) -> None:
     """Fault matrix 44 and 49: through the trainer's verdicts and the watchdog's reading of them, from WARN on."""
     from fsdp_pretrain.config import load
     from fsdp_pretrain.health import Health
-    from fsdp_pretrain.watchdog.alarms import Alarms, Severity
+    from fsdp_pretrain.severity import Severity
+    from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
     from fsdp_pretrain.watchdog.leader import Numbers
 
     records, expected = CASES[case]
     config = load(lab.config(optimizer={"lr": 1e-3, "min_lr": None, "warmup": None, "curve": "constant"}))
     health, told = Health(config), list[tuple[str, str, str]]()
-    alarms = Alarms(
-        lab.path / "alarms.jsonl",
-        lambda alarm, before: (
-            told.append((alarm.key, alarm.state, alarm.severity.name)) if alarm.severity > Severity.INFO else None
-        ),
-    )
+
+    def tell(alarm: Alarm, before: Alarm | None) -> None:
+        if alarm.severity > Severity.INFO:
+            told.append((alarm.key, alarm.state, alarm.severity.name))
+            assert numbers.is_told_by_trainer(alarm)  # whose line in the journal is the only one
+
+    alarms = Alarms(lab.path / "alarms.jsonl", tell)
     numbers = Numbers(alarms)
     for entry in records:
         found = entry.model_copy(update={"health": health.step(entry).findings})

@@ -53,17 +53,24 @@ class Numbers(Detector):
 
     def step(self, record: StepRecord) -> None:
         """Open and resolve what the record says. The first record of a start repeats what goes on."""
-        if self.last is None:
+        first = self.last is None
+        super().step(record)
+        if first:
             going_on = {finding.key for finding in record.health}
             for alarm in list(self.alarms):
                 if alarm.detector in _NUMBERS and alarm.key not in going_on:
                     self.alarms.resolve(alarm.key, "over since the run was started again", step=record.step)
-        super().step(record)
         for finding in record.health:
             if finding.resolved:
                 self.alarms.resolve(finding.key, finding.summary, step=record.step)
             else:
                 self.alarms.open(finding.key, finding.severity, finding.summary, step=record.step)
+
+    def is_told_by_trainer(self, alarm: Alarm) -> bool:
+        """Whether the trainer has written this transition into the journal, as kind `health`."""
+        findings = self.last.health if self.last is not None else []
+        told = any(finding.key == alarm.key and finding.severity > Severity.INFO for finding in findings)
+        return told and alarm.state != "acknowledged"
 
 
 class Leader:
@@ -94,6 +101,7 @@ class Leader:
         self.holds, self._news = True, False
         self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
         self.alarms = Alarms(alarms_file(self._run), self._told)
+        self._numbers = Numbers(self.alarms)
         identity = Identity(run=config.run.name, path=str(self._run.path), segment=segment)
         section = config.watchdog.notify
         try:
@@ -112,7 +120,7 @@ class Leader:
         hosts = list(begun.hosts or [socket.gethostname()])
         self._drift = Drift(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
         self._stragglers = Stragglers(self.alarms, config.watchdog.pace)
-        self._detectors = [Numbers(self.alarms), *([self._drift] if config.watchdog.pace.enabled else [])]
+        self._detectors = [self._numbers, *([self._drift] if config.watchdog.pace.enabled else [])]
         self._detectors += sensors(
             config,
             self._run,
@@ -279,7 +287,8 @@ class Leader:
         self._news = True
         if self._notifier is not None:
             self._notifier.told(alarm, before)
-        journal_alarm(self._journal, alarm)
+        if not self._numbers.is_told_by_trainer(alarm):
+            journal_alarm(self._journal, alarm)
 
     def tell_at_once(self, alarm: Alarm) -> None:
         """Send an alarm without writing it down: the run directory does not answer."""
