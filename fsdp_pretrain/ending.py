@@ -11,7 +11,7 @@ from .control import Inbox
 from .errors import Exit, Interrupted, UserError
 from .health import Retreat
 from .mesh import World
-from .record import exit_intent
+from .record import exit_intent, status
 from .record.files import RunDir
 from .record.recorder import Recorder
 
@@ -38,7 +38,7 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         reason = error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         exit_intent.write(run_dir, segment, code, reason, rank=rank)
         recorder.ended(f"exit {code}: {reason}" if known else f"unexpected {reason}", code=code)
-        recorder.status(force=True, state="failed", exit_intent={"code": code, "reason": reason})
+        recorder.status(force=True, **status.ended(code, reason))
         raise
     finally:
         recorder.close()
@@ -92,8 +92,8 @@ def _say(
     outcome: Exit, text: str, reason: str, step: int, world: World, run_dir: RunDir, recorder: Recorder, **facts: Any
 ) -> None:
     """An end that was decided: `text` into the journal, `reason` into `status.json` and, with `facts`, the intent."""
-    code, state = int(outcome), "complete" if outcome is Exit.COMPLETE else "stopped"
+    code = int(outcome)
     recorder.ended(f"{text}, exit {code}", step=step, code=code)
-    recorder.status(force=True, state=state, exit_intent={"code": code, "reason": reason})
+    recorder.status(force=True, **status.ended(code, reason))
     if world.is_main:
         exit_intent.write(run_dir, recorder.segment, code, reason, **facts)

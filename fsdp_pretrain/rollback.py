@@ -15,7 +15,7 @@ from typing import Any
 from .branch import Branch, prepare, sentence
 from .checkpoint.store import directory_name, step_of, sync_directory
 from .checkpoint.stores import stores
-from .errors import ConfigError, StorageError
+from .errors import ConfigError, Exit, StorageError
 from .record import journal, lineage, state_files, status
 from .record.files import RunDir, now, replace_file
 from .record.journal import who
@@ -159,12 +159,11 @@ def status_at(branch: Branch, text: str) -> dict[str, Any]:
     """The entries of `status.json` that a run has at a checkpoint."""
     return {
         **vars(branch.state),
-        "state": "stopped",
         "tokens": branch.state.consumed * branch.after.data.sequence_length,
         "total_steps": branch.after.schedule.steps,
         "loss": None,
         "checkpoint": {"step": branch.state.step, "consumed": branch.state.consumed, "verified": True},
-        "exit_intent": {"code": 75, "reason": text},
+        **status.ended(Exit.RESUME, text),
         "overrides": str(branch.overrides),
     }
 

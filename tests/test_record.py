@@ -28,6 +28,7 @@ from fsdp_pretrain.record.journal import Journal, entries, read
 from fsdp_pretrain.record.metrics import find_step, read_metrics
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.run_id import Memory
+from fsdp_pretrain.record.status import ended
 from fsdp_pretrain.status import ALERT, OK, WARN, inspect, render
 
 pytestmark = pytest.mark.quick
@@ -264,6 +265,21 @@ def test_first_exit_intent_wins(tmp_path: Path) -> None:
     assert intent is not None and (intent.code, intent.reason) == (93, "disk full")
     status = json.loads(run.status.read_text())
     assert status["state"] == "failed" and status["exit_intent"]["code"] == 93
+
+
+@pytest.mark.parametrize(
+    ("code", "state"), [(0, "complete"), (75, "stopped"), (76, "stopped"), (78, "failed"), (1, "failed")]
+)
+def test_an_exit_code_means_one_state(tmp_path: Path, code: int, state: str) -> None:
+    """Whoever writes it: the watchdog and launcher by the intent, the trainer by its recorder."""
+    run = RunDir(tmp_path)
+    record = recorder(run)
+    record.status(force=True, state="running")
+    exit_intent.write(run, record.segment, code, "so it was")
+    told = json.loads(run.status.read_text())
+    assert (told["state"], told["exit_intent"]) == (state, {"code": code, "reason": "so it was"})
+    record.status(force=True, **ended(code, "so it was"))
+    assert json.loads(run.status.read_text())["state"] == state
 
 
 def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:

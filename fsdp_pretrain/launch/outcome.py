@@ -197,10 +197,11 @@ def avoided(run: RunDir) -> list[str]:
 
 def overrule(run: RunDir, segment: int | None, reason: str) -> None:
     """Record that the launcher gave up, over what the last start said of itself. Raises OSError."""
-    facts = {"code": int(Exit.NEEDS_PERSON), "reason": reason, "time": now(), "host": socket.gethostname()}
+    code = int(Exit.NEEDS_PERSON)
+    facts = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname()}
     if segment is not None:
         was = exit_intent.read(run.segment(segment))
         facts["was"] = was.model_dump() if was is not None else None
         state_files.write(run.segment(segment) / EXIT_INTENT, facts)
     if run.status.exists():
-        status.update(run, state="failed", exit_intent={"code": facts["code"], "reason": reason})
+        status.update(run, **status.ended(code, reason))

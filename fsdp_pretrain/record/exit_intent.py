@@ -69,5 +69,4 @@ def write(run: RunDir, segment: Path, code: int, reason: str, *, is_cause: bool 
                 return
             state_files.write(path, intent)
         if run.status.exists() and segment == run.segments[-1]:
-            state = "complete" if code == 0 else "stopped" if code == 75 else "failed"
-            status.update(run, state=state, exit_intent={"code": code, "reason": reason})
+            status.update(run, **status.ended(code, reason))

@@ -6,9 +6,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from ..errors import Exit
 from . import state_files
 from .files import RunDir
 from .state_files import StateFile
+
+_STOPPED = (Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS)
 
 
 class Saved(BaseModel):
@@ -63,6 +66,12 @@ class Status(StateFile):
     def said(self) -> dict[str, Any]:
         """What the file says, JSON values."""
         return self.model_dump(exclude_unset=True)
+
+
+def ended(code: int, reason: str) -> dict[str, Any]:
+    """The entries that say that a start has ended: by its exit code it is complete (0), stopped (75, 76), or failed."""
+    state = "complete" if code == Exit.COMPLETE else "stopped" if code in _STOPPED else "failed"
+    return {"state": state, "exit_intent": {"code": code, "reason": reason}}
 
 
 def update(run: RunDir, /, **fields: Any) -> None:
