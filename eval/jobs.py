@@ -7,9 +7,7 @@ published by a rename too, and only by the worker whose claim still stands.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ import xxhash
 
 from fsdp_pretrain.checkpoint.store import Checkpoint, Manifest, directory_name
 from fsdp_pretrain.checkpoint.stores import stores
+from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.record import claim as claims
 from fsdp_pretrain.record import state_files
@@ -228,32 +227,14 @@ def _evaluate(
 
 def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
     """Start `fsdp-eval watch RUN --once` beside training: own session, no rank variables, few threads, low priority."""
-    hidden = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "TORCHELASTIC_",
-        "TORCH_NCCL_",
-        "OMP_NUM",
-    )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
-    environment.update(
-        PYTHONSAFEPATH="1",
-        PYTHONPATH=os.pathsep.join(
-            [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-        ).rstrip(os.pathsep),
-        OMP_NUM_THREADS=str(config.eval.threads),
-    )
+    threads = {"OMP_NUM_THREADS": str(config.eval.threads)}
     make_directory(run.evals)
     with (run.evals / "log").open("ab") as log:
-        return subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, "-m", "eval.cli", "watch", str(run.path), "--once"],
-            env=environment,
+        return start_module(
+            *("eval.cli", "watch", str(run.path), "--once"),
+            nice=19,
+            environment=threads,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
         )

@@ -15,7 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Level by level: a module may import modules of lower levels, and of its own level where listed in SIDEWAYS.
 LEVELS = [
-    ["fsdp_pretrain.errors", "fsdp_pretrain.units", "fsdp_pretrain.section"],
+    [
+        "fsdp_pretrain.errors",
+        "fsdp_pretrain.units",
+        "fsdp_pretrain.section",
+        "fsdp_pretrain.severity",
+        "fsdp_pretrain.child_process",
+    ],
     ["fsdp_pretrain.notify_sections"],
     [
         "fsdp_pretrain.schedule",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from ..child_process import start_module
 from ..errors import ConfigError, UserError
 from . import journal, lineage, run_id, state_files
 from .files import RunDir
@@ -173,22 +174,12 @@ def start_follower(run: RunDir) -> subprocess.Popen[bytes] | None:
     """Start the follower of a live run; None, and a journal line, if even that fails. It ends when its stdin closes."""
     try:
         with (run.path / "aim.log").open("ab") as log:
-            return subprocess.Popen(
-                ["nice", "-n", "10", sys.executable, "-m", __name__, str(run.path), "--follow"],
-                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": _python_path()},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+            return start_module(
+                *(__name__, str(run.path), "--follow"), nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log
             )
     except OSError as error:
         _tell(run, f"could not be started: {error}")
         return None
-
-
-def _python_path() -> str:
-    root = str(Path(__file__).resolve().parent.parent.parent)
-    return os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
 def finish_follower(run: RunDir, follower: subprocess.Popen[bytes]) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
+
+from ..child_process import start_module
 
 _FIRST, _EVERY = 300.0, 3600.0
 """Seconds of a start until the first account, and between two."""
@@ -27,7 +28,7 @@ class Accounts:
     """
 
     def __init__(self, run: Path) -> None:
-        self._command = [sys.executable, "-m", "fsdp_pretrain.cli", "goodput", str(run), "--json"]
+        self._command = ("fsdp_pretrain.cli", "goodput", str(run), "--json")
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
         self._next = time.monotonic() + _FIRST
@@ -39,7 +40,7 @@ class Accounts:
             self._next = time.monotonic() + _EVERY
             with contextlib.suppress(OSError):
                 self._output = tempfile.TemporaryFile()  # noqa: SIM115 (read when the process has ended)
-                self._process = subprocess.Popen(self._command, stdout=self._output, stderr=subprocess.DEVNULL)
+                self._process = start_module(*self._command, stdout=self._output, stderr=subprocess.DEVNULL)
         elif self._process is not None and self._process.poll() is not None:
             self._take()
         return self._known

@@ -61,15 +61,18 @@ class Agent:
         ranks: their numbers.
         node, nodes: this node, and how many there are.
         launcher: process id of what started the ranks.
+        attempt: what all nodes of a start have in common.
     """
 
-    def __init__(self, config: Config, *, pages: Path, ranks: range, node: int, nodes: int, launcher: int) -> None:
+    def __init__(
+        self, config: Config, *, pages: Path, ranks: range, node: int, nodes: int, launcher: int, attempt: str
+    ) -> None:
         self.config, self.run = config, RunDir(config.run.dir)
         self.directory = self.run.path / "watchdog"
         self._pages = pages
         self.ranks = Ranks(ranks, pages, launcher)
         beat, silent = config.watchdog.beat.value, config.watchdog.silent.value
-        self.nodes = Nodes(self.directory, node, nodes, _attempt(), beat=beat, silent=silent)
+        self.nodes = Nodes(self.directory, node, nodes, attempt, beat=beat, silent=silent)
         self._keeper = keeper(self.run, silent if nodes > 1 else 0.0)
         self.segment = 0
         self._relay = Relay()
@@ -358,11 +361,6 @@ def _deaths(died: list[Beat]) -> str:
     )
 
 
-def _attempt() -> str:
-    """What all nodes of an attempt have in common."""
-    return ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"))
-
-
 def _killed_for_memory() -> str:
     """Whether the kernel says that it killed something in this container for its memory."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
@@ -383,6 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks", required=True)
     parser.add_argument("--launcher", type=int, required=True)
+    parser.add_argument("--attempt", default="")
     parser.add_argument("--again", type=int, default=0, help="how often it was started before")
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -398,6 +397,7 @@ def main(arguments: list[str] | None = None) -> int:
             node=args.node,
             nodes=args.nodes,
             launcher=args.launcher,
+            attempt=args.attempt,
         )
         if args.again:
             agent.log(f"the agent had ended and was started again, for the {args.again}. time")

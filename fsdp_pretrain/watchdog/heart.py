@@ -15,13 +15,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..child_process import start_module
 from ..config import Config
 from ..errors import StorageError
 from ..record import run_id
@@ -30,7 +30,7 @@ from .page import Page, Phase
 
 _ALIVE_INTERVAL = 1.0
 _TEND_INTERVAL = 1.0
-_OF_RANKS = frozenset(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+_OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _RESTARTS = 10
 """An agent that ends so often by itself is broken: training goes on without."""
 
@@ -136,9 +136,10 @@ class Agent:
 
     def __init__(self, config: Config, where: Path, *, node: int, nodes: int, ranks: range) -> None:
         self._config, self._run, self._pages = config.to_toml(), config.run.dir, where
-        self._command = [sys.executable, "-m", "fsdp_pretrain.watchdog.agent", str(config.run.dir)]
+        self._command = ["fsdp_pretrain.watchdog.agent", str(config.run.dir)]
         self._command += ["--pages", str(where), "--node", str(node), "--nodes", str(nodes)]
         self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
+        self._command.append("--attempt=" + ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES))
         self._starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.pass_id()
@@ -169,14 +170,7 @@ class Agent:
                 self.process = self._spawn(again, subprocess.DEVNULL)
 
     def _spawn(self, again: list[str], output: int) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [*self._command, *again],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # signals to the job are not for it
-            env={**{key: value for key, value in os.environ.items() if key not in _OF_RANKS}, "PYTHONSAFEPATH": "1"},
-        )
+        process = start_module(*self._command, *again, stdin=subprocess.PIPE, stdout=output, stderr=output)
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.write(self._config.encode())

@@ -11,10 +11,10 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from ..child_process import start_module
 
 _PATIENCE = 5.0
 """Seconds for the helper itself to say that it heard of a kill; then it is replaced."""
@@ -31,7 +31,7 @@ class Helper:
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = (module, *arguments)
         self._process: subprocess.Popen[bytes] | None = None
         self._left: list[subprocess.Popen[bytes]] = []
         self._partial = b""
@@ -76,17 +76,13 @@ class Helper:
             self._process, self._partial = None, b""
 
     def _start(self) -> None:
-        root = str(Path(__file__).resolve().parent.parent.parent)
-        path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self._process, self._partial = None, b""
-        self._process = subprocess.Popen(
-            self._command,
-            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path},
+        self._process = start_module(
+            *self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            start_new_session=True,
             bufsize=0,
         )
         for pipe in (self._process.stdin, self._process.stdout):

@@ -1,0 +1,41 @@
+"""Starting another module of this program as a process of its own. No torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+_OF_A_RANK = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM"),
+)
+"""Beginnings of the names of variables that torchrun sets for a rank."""
+
+
+def start_module(
+    module: str, *arguments: str, nice: int = 0, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE`: this very code, installed or not, and none of what makes this process a rank.
+
+    Args:
+        module, arguments: to run.
+        nice: how much lower its priority is.
+        environment: variables to add.
+        options: of `subprocess.Popen`. It gets a session of its own, so that signals to the job are not for it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)}
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    command = [*(["nice", "-n", str(nice)] if nice else []), sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(
+        command,
+        env={**kept, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **(environment or {})},
+        start_new_session=True,
+        **options,
+    )
