@@ -20,9 +20,10 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
+from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .corpus import Manifest, Separators, write_atomically, write_corpus
+from .corpus import Manifest, Separators, write_corpus
 from .formats import Format, detect_format, find_token_files, open_file
 from .jobs import claim, is_done, make_all, read_records, release
 from .measure import Measure
@@ -192,7 +193,7 @@ def adopt_file(prefix: Path, source: Path, options: Options, size: int, tokenize
     report(size - shown)
     counts = {"documents": measure.documents, "empty": measure.empty, "unterminated": measure.unterminated}
     record = {"entry": entry, "counts": counts, "source": str(source)}
-    write_atomically(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
+    replace_file(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _entry(name: str, source: Path, measure: Measure, bin_xxh3: str) -> dict[str, Any]:

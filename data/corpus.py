@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import io
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +25,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.errors import DataError
 
 from .reading import READ_TIMEOUT, Places
 from .shards import Part, Shard
@@ -177,10 +177,10 @@ def write_corpus(
     shards = (Shard(ShardEntry(**entry).prefix(directory)) for entry in entries)
     buffer = io.BytesIO()
     np.save(buffer, build_blocks(shards, carried=int(separators != "none"), pairs=pairs))
-    write_atomically(directory / "blocks.npy", buffer.getvalue())
+    replace_file(directory / "blocks.npy", buffer.getvalue())
     description = tokenizer.describe()
     description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
-    write_atomically(directory / description["file"], tokenizer.path.read_bytes())
+    replace_file(directory / description["file"], tokenizer.path.read_bytes())
     manifest = Manifest.model_validate(
         {
             "format": FORMAT,
@@ -195,23 +195,8 @@ def write_corpus(
             "statistics": statistics,
         }
     )
-    write_atomically(
-        directory / "manifest.json", (manifest.model_dump_json(indent=1, exclude_none=True) + "\n").encode()
-    )
+    replace_file(directory / "manifest.json", (manifest.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
     return manifest
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` so that a reader, or a crash, sees the old or the new content, never a part."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with naming(path), partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class Corpus:

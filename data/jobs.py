@@ -17,9 +17,10 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .corpus import load_json, write_atomically
+from .corpus import load_json
 from .tokenizer import Tokenizer
 
 Make = Callable[..., None]
@@ -50,7 +51,7 @@ def claim(out: Path, job: str, shards: int, *, overwrite: bool) -> None:
     elif out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty and not a corpus", remedy="choose another --out")
     (out / "shards").mkdir(parents=True, exist_ok=True)
-    write_atomically(plan, json.dumps({"job": job, "shards": shards}).encode())
+    replace_file(plan, json.dumps({"job": job, "shards": shards}).encode())
 
 
 def release(out: Path) -> None:

@@ -18,9 +18,10 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
+from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .corpus import Manifest, write_atomically, write_corpus
+from .corpus import Manifest, write_corpus
 from .files import find_files
 from .inputs import Document, Unit, plan_shards, read_documents
 from .jobs import claim, is_done, make_all, read_records
@@ -182,7 +183,7 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
             )
         entry = writer.finish()
     record = {"entry": entry, "counts": counts, "sources": sources, "quarantined": quarantined}
-    write_atomically(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
+    replace_file(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
 
 
 class _Shown:

@@ -22,9 +22,10 @@ import tokenizers
 import xxhash
 from tqdm import tqdm
 
+from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.schedule import share_of
 
-from .corpus import FORMAT, build_blocks, write_atomically
+from .corpus import FORMAT, build_blocks
 from .packer import Packer
 from .shards import Shard, encode_index
 from .tokenizer import Tokenizer
@@ -51,7 +52,7 @@ def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
         blocks.append(rows + np.array([number, 0, 0, 0, 0]))
     buffer = io.BytesIO()
     np.save(buffer, np.concatenate(blocks))
-    write_atomically(directory / "blocks.npy", buffer.getvalue())
+    replace_file(directory / "blocks.npy", buffer.getvalue())
     manifest = {
         "format": FORMAT,
         "dtype": _DTYPE.name,
@@ -62,7 +63,7 @@ def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
         "blocks_xxh3": xxhash.xxh3_128(buffer.getvalue()).hexdigest(),
         "shards": entries,
     }
-    write_atomically(directory / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    replace_file(directory / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
 
 
 def simulate(tokens: int, shards: int, *, sequence_length: int, world: int, seed: int) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .corpus import write_atomically
 from .files import find_files
 from .inputs import plan_shards, read_documents
 from .prepare import Options
@@ -76,7 +76,7 @@ def _train_bpe(texts: Iterator[str], path: Path, vocab_size: int) -> None:
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
-    write_atomically(path, model.to_str(pretty=True).encode())  # `save` would not tell a full disk from a defect
+    replace_file(path, model.to_str(pretty=True).encode())  # `save` would not tell a full disk from a defect
 
 
 def _train_sentencepiece(texts: Iterator[str], path: Path, vocab_size: int) -> None:
@@ -104,4 +104,4 @@ def _train_sentencepiece(texts: Iterator[str], path: Path, vocab_size: int) -> N
             f"sentencepiece could not train {vocab_size} pieces: {str(error).strip().splitlines()[-1]}",
             remedy="more text, or a smaller --vocab-size",
         ) from None
-    write_atomically(path, buffer.getvalue())
+    replace_file(path, buffer.getvalue())

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .corpus import write_atomically
+from fsdp_pretrain.atomic import replace_file
 
 BUCKETS = 1024
 TOKENS = 16_384
@@ -90,7 +90,7 @@ class Unigrams:
         typical, spread = self._typical
         content = {"plan": self._plan, "typical": typical, "spread": spread, "counts": self._counts.tolist()}
         with contextlib.suppress(OSError):  # an observer: the next start learns again
-            write_atomically(self._path, json.dumps(content).encode())
+            replace_file(self._path, json.dumps(content).encode())
 
 
 def _distance(counts: npt.NDArray[np.int64], reference: npt.NDArray[np.int64]) -> float:

@@ -21,6 +21,7 @@ LEVELS = [
         "fsdp_pretrain.section",
         "fsdp_pretrain.severity",
         "fsdp_pretrain.child_process",
+        "fsdp_pretrain.atomic",
     ],
     ["fsdp_pretrain.notify_sections"],
     [
@@ -209,7 +210,17 @@ def test_nothing_imports_the_composition_roots() -> None:
 def test_data_knows_only_configuration_of_the_trainer() -> None:
     allowed = {
         f"fsdp_pretrain.{name}"
-        for name in ("config", "section", "sections", "model_sections", "schedule", "errors", "units", "console")
+        for name in (
+            "atomic",
+            "config",
+            "section",
+            "sections",
+            "model_sections",
+            "schedule",
+            "errors",
+            "units",
+            "console",
+        )
     }
     for name, path in modules().items():
         if name.startswith("data."):

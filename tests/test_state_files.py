@@ -15,12 +15,13 @@ from records import metric
 from released import ARCHIVES, unpack
 
 from fsdp_pretrain import control
+from fsdp_pretrain.atomic import create_file
 from fsdp_pretrain.checkpoint.store import CONFIG, MANIFEST, TRAIN_STATE, VERIFIED, Store, describe_file, verify_files
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.launch import limit
 from fsdp_pretrain.launch.outcome import read_outcome
 from fsdp_pretrain.record import exit_intent, goodput, journal, lineage, state_files
-from fsdp_pretrain.record.files import RunDir, create_file
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.record.metrics import find_step, last_metrics, left_behind, read_metrics
 from fsdp_pretrain.record.state_files import FORMAT, DamagedFileError, StateFile

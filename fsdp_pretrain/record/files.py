@@ -6,11 +6,9 @@ descriptor opened for appending. A full disk must not stop training: lines wait 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,13 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .. import atomic
 from . import run_id
 
 T = TypeVar("T")
 _WAITING_LINES = 100_000
 _SEGMENT = re.compile(r"\d{4}|[1-9]\d{4,}")
-_WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What file systems answer that have no hard links."""
 
 
 @dataclass(frozen=True)
@@ -256,45 +253,9 @@ def make_directory(path: Path) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a small file atomically and durably. Raises OSError."""
+    """Replace a small file atomically and durably; makes its directory. Raises OSError."""
     make_directory(path.parent)
-    partial = _beside(path)
-    try:
-        _write_durably(partial, content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _beside(path: Path) -> Path:
-    """A name that no other process uses, for what is to become a file."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}")
-
-
-def _write_durably(path: Path, content: str | bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def create_file(path: Path, content: str) -> None:
-    """Make a small file that must not exist, whole or not at all, and durably. Raises FileExistsError, OSError."""
-    partial = _beside(path)
-    try:
-        _write_durably(partial, content)
-        try:
-            os.link(partial, path)
-        except FileExistsError:
-            if partial.stat().st_nlink != 2:  # else it was made, and a network file system lost the answer
-                raise
-        except OSError as error:
-            if error.errno not in _WITHOUT_LINKS:
-                raise
-            with path.open("x", encoding="utf-8") as file:
-                file.write(content)
-    finally:
-        partial.unlink(missing_ok=True)
+    atomic.replace_file(path, content)
 
 
 def now() -> str:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..atomic import create_file, replace_file
 from ..errors import RunGoneError, StorageError
 
 NAME = "run_id"
@@ -48,26 +49,15 @@ def give(directory: Path, run_id: str = "") -> str:
         directory: made with what is missing above it.
         run_id: the id to give; empty: a new one.
     """
-    partial = directory / f".{NAME}.{socket.gethostname()}.{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         known = read(directory)
         if known is None:
-            partial.write_text(f"{run_id or os.urandom(16).hex()}\n", encoding="utf-8")
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            try:
-                os.link(partial, directory / NAME)
-            except FileExistsError:  # another process was faster
-                pass
-            except OSError:  # no links on this file system
-                partial.rename(directory / NAME)
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                create_file(directory / NAME, f"{run_id or os.urandom(16).hex()}\n")
             known = read(directory)
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {directory}: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
     if known is None:
         raise StorageError(f"{directory / NAME} is empty", remedy="remove it, if this is the directory that is meant")
     return known
@@ -200,10 +190,8 @@ class Memory:
         self.seen = Seen(**facts) if self.seen is None else replace(self.seen, **facts)
         if self._note is None or not self._active:
             return
-        partial = self._note.with_suffix(f".{os.getpid()}")
         try:
             self._note.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(asdict(self.seen)) + "\n", encoding="utf-8")
-            partial.rename(self._note)
+            replace_file(self._note, json.dumps(asdict(self.seen)) + "\n")
         except OSError as error:
             print(f"warning: a restart may not notice that the run directory is gone: {error}", file=sys.stderr)

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from ..atomic import create_file
 from ..errors import StorageError, UserError
-from .files import create_file, replace_file
+from .files import replace_file
 
 FORMAT = 2
 """Of the files that this version writes; it reads all earlier ones."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import socket
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from ..control import send
 from ..errors import ConfigError
 from ..record import environment, exit_intent, run_id
 from ..record.claim import BEAT_SECONDS, Claim, Holder
-from ..record.files import RunDir, now
+from ..record.files import RunDir, now, replace_file
 from ..record.journal import Journal
 from ..record.metrics import METRICS, records
 from ..record.step_record import StepRecord
@@ -240,11 +239,9 @@ class Leader:
         if time.monotonic() - self._written < _SNAPSHOT_SECONDS:
             return
         self._written = time.monotonic()
-        path = snapshot_file(self._run)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        content = {"time": now(), "host": socket.gethostname(), **snapshot.to_json()}
         with contextlib.suppress(OSError):
-            partial.write_text(json.dumps({"time": now(), "host": socket.gethostname(), **snapshot.to_json()}))
-            partial.replace(path)
+            replace_file(snapshot_file(self._run), json.dumps(content))
 
     def _fill(self) -> Snapshot:
         record, now = self._record, time.monotonic_ns()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..record import state_files
-from ..record.files import make_directory, now
+from ..record.files import now, replace_file
 from ..severity import Severity
 from .alarms import Alarm, Alarms
 from .ranks import Standing
@@ -86,10 +86,7 @@ class Nodes:
         self._written, self._news = time.monotonic(), news
         beat = {"time": now(), "attempt": self._attempt, "host": socket.gethostname(), "pid": os.getpid(), **content}
         with contextlib.suppress(OSError):
-            make_directory(self._directory)
-            partial = self._directory / f".{self.node}.{socket.gethostname()}.{os.getpid()}"
-            partial.write_text(json.dumps(beat))
-            partial.replace(self._directory / f"{self.node}.json")
+            replace_file(self._directory / f"{self.node}.json", json.dumps(beat))
 
     def read(self, *, all_: bool, at_once: bool = False) -> bool:
         """Look at the other nodes' files, once a beat unless `at_once`; whether it was done.
