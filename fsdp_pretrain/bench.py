@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from data.loader import MicroBatch, StepBatch, check_batches
+from data.position import Position
+from data.skip import Skips
 
 from . import bench_saves, bench_watchdog, mesh, models, optim, parallel, plan, throughput
 from .config import Config, load
@@ -25,6 +27,7 @@ from .mesh import World
 from .models.loss import IGNORE
 from .record.recorder import Silent
 from .saves import Saves
+from .schedule import BatchSchedule
 from .sections import GLMObjective
 from .state import TrainState
 from .trainer import LAG, Trainer
@@ -37,18 +40,16 @@ class RandomSteps:
 
     def __init__(self, config: Config, world: World) -> None:
         self._objective = config.data.objective
-        self._batch = config.schedule.batch.full
-        self._local, self._micro = self._batch // world.size, config.train.micro_batch
+        self._batches, self._position = BatchSchedule(config.schedule.batch.full), Position()
+        self._local, self._micro = self._batches.full // world.size, config.train.micro_batch
         self._length, self._vocab = config.data.sequence_length, config.model.vocab
         self._lengths = config.data.uses_lengths
         self._pin = world.device.type == "cuda"
         self._generator = torch.Generator().manual_seed(world.rank)
-        self._steps = 0
 
     def __next__(self) -> StepBatch:
-        self._steps += 1
-        consumed = self._steps * self._batch
-        step = StepBatch([], self._batch, consumed, consumed)
+        self._position = self._position.advance(self._batches, Skips())
+        step = StepBatch([], self._position)
         for _ in range(self._local // self._micro):
             tokens = torch.randint(self._vocab, (self._micro, self._length + 1), generator=self._generator)
             tokens = tokens.pin_memory() if self._pin else tokens
@@ -70,7 +71,7 @@ class RandomSteps:
         line = (torch.arange(self._length) % slot).expand(self._micro, -1).contiguous()
         micro.positions = line if objective.positions == "glm1d" else torch.stack((line, line), 1)
 
-    def blank(self, cursor: int, consumed: int) -> StepBatch:
+    def blank(self, before: Position) -> StepBatch:
         """Asked for only after a failed read, and nothing is read here."""
         raise AssertionError("a benchmark reads nothing that could fail")
 

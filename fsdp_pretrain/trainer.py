@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data.position import Position
+
 from . import optim, parallel, replicas
 from .config import Config
 from .control import Inbox
@@ -45,9 +47,7 @@ class StepBatch(Protocol):
     """This rank's share of a global batch; see `data.loader.StepBatch`."""
 
     micro: list[Any]
-    size: int
-    cursor: int
-    consumed: int
+    position: Position
     targets: int
     documents: int
     separators: int
@@ -66,12 +66,12 @@ class DataStream(Protocol):
 
     def __next__(self) -> Any: ...
 
-    def blank(self, cursor: int, consumed: int) -> Any:
-        """A batch of the shape due at these counters, with nothing to learn."""
+    def blank(self, before: Position) -> Any:
+        """A batch of the shape due at this position, with nothing to learn."""
 
 
-Reread = Callable[[int, int], StepBatch]
-"""(cursor, consumed) before a batch -> this rank's share of it."""
+Reread = Callable[[Position], StepBatch]
+"""The position before a batch -> this rank's share of it."""
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Trainer:
         if before is None or reread is None:
             return None
         try:
-            batch = self.world.together(lambda: reread(*before))
+            batch = self.world.together(lambda: reread(Position(cursor=before[0], consumed=before[1])))
         except DataError:
             return None
         self._seed_dropout(retreat.end)
@@ -239,7 +239,7 @@ class Trainer:
         waited = time.perf_counter()
         batch = self._next_batch()
         waited = time.perf_counter() - waited
-        state = TrainState(self.state.step + 1, batch.consumed, batch.cursor, batch.size)
+        state = TrainState.at(batch.position)
         self._seed_dropout(state.step)
         ramps = self.schedule.ramps_at(state.consumed)
         self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
@@ -323,7 +323,7 @@ class Trainer:
                 if self.world.size == 1:
                     raise
                 self._data_error = error
-        blank: StepBatch = self.data.blank(self.state.cursor, self.state.consumed)
+        blank: StepBatch = self.data.blank(self.state)
         return blank
 
     def _micro_step(self, micro: packed.MicroBatch, factor: Tensor, sums: Tensor) -> None:

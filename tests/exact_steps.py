@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from data.loader import IGNORE, MicroBatch, StepBatch
+from data.position import Position
 from fsdp_pretrain import mesh, models, optim, parallel
 from fsdp_pretrain.bench import Records
 from fsdp_pretrain.config import Config, load
@@ -71,7 +72,7 @@ class Given:
         self.step += 1
         tokens, labels = global_batch(self.step, poison=self.poison)
         own = share_of(0, BATCH, self.rank, self.world)
-        batch = StepBatch([], BATCH, self.step * BATCH, self.step * BATCH)
+        batch = StepBatch([], Position(self.step, self.step * BATCH, self.step * BATCH, BATCH))
         for start in range(own.start, own.stop, self.micro):
             part = slice(start, start + self.micro)
             sources = torch.zeros(self.micro, dtype=torch.int64)
@@ -79,8 +80,8 @@ class Given:
         batch.targets = int((labels[own.start : own.stop] != IGNORE).sum())
         return batch
 
-    def blank(self, cursor: int, consumed: int) -> Any:
-        raise AssertionError((cursor, consumed))
+    def blank(self, before: Position) -> Any:
+        raise AssertionError(before)
 
 
 def never(*given: Any) -> Any:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 _NOW = [0]
@@ -92,12 +93,13 @@ def drag(fault: dict[str, Any]) -> None:
 def rewind(fault: dict[str, Any]) -> None:
     """Read the data from its beginning again."""
     from data.loader import Loader
+    from data.position import Position
 
     build, first = Loader.build, [True]
 
-    def rewound(self: Loader, cursor: int, consumed: int) -> Any:
-        begin, first[0] = 0 if first[0] else cursor, False
-        return build(self, begin, consumed)
+    def rewound(self: Loader, before: Position) -> Any:
+        begin, first[0] = replace(before, cursor=0) if first[0] else before, False
+        return build(self, begin)
 
     Loader.build = rewound  # type: ignore[method-assign]
 

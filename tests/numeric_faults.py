@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def step(self: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     node = self.data._node
     if FAULT["kind"] == "repeat" and now in FAULT["steps"]:
-        self.data._node = iter([self.data.build(self.state.cursor - self.state.batch, self.state.consumed)])
+        self.data._node = iter([self.data.build(replace(self.state, cursor=self.state.cursor - self.state.batch))])
     whole_step(self)
     self.data._node = node
 

@@ -49,6 +49,7 @@ LEVELS = [
         "data.corpus",
         "data.mixture",
         "data.skip",
+        "data.position",
         "data.quickstart",
     ],
     ["fsdp_pretrain.checkpoint.stores", "fsdp_pretrain.checkpoint.expected"],
