@@ -14,6 +14,7 @@ from .marks import between
 from .mesh import World
 from .record.metrics import json_number
 from .state import TrainState
+from .step_sums import StepCounts, StepSums
 from .throughput import memory_in_use
 
 
@@ -27,7 +28,7 @@ class Issued:
         marks: the end of the update before; the beginnings of its forward passes and of its update; its end.
         own: what `OwnTime.add` wants.
         host_data, host_checkpoint: seconds that the host waited for data and for saves.
-        counts, sums: of all ranks, see `Trainer._sum_counts` and `Trainer._micro_step`.
+        counts, sums: packed `StepCounts` and `StepSums` of all ranks.
         ready: after which `counts` and `sums` are in host memory; None: now.
         data: facts about its batch, for the record.
     """
@@ -72,10 +73,13 @@ class StepRecords:
     def of(self, issued: Issued) -> dict[str, Any]:
         """The record of a step whose numbers are there (design, section 5)."""
         config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length
-        targets, samples, documents, separators, adjacent, digest, quarantined, *more = issued.counts.tolist()
-        checksums = more[5:]
-        norm, scale, skipped, *sums, means, penalties, ranks, numbers, norms = issued.sums.tolist()
-        losses, learned = sums[: len(self._sources)], sums[len(self._sources) :]
+        counts, sums = StepCounts.read(issued.counts), StepSums.of(issued.sums)
+        targets, samples, documents, separators = counts.targets, counts.samples, counts.documents, counts.separators
+        adjacent, digest, quarantined = counts.adjacent_specials, counts.digest, counts.quarantined
+        checksums, losses, learned = counts.checksums, sums.losses.tolist(), sums.targets.tolist()
+        norm, scale, skipped = sums.norm.item(), sums.loss_scale.item(), sums.skipped.item()
+        means, penalties = sums.sample_losses.item(), sums.penalties.item()
+        ranks, numbers, norms = sums.bad_losses.item(), sums.bad_ranks.item(), sums.bad_norms.item()
         penalty = {"sum": json_number(config.train.z_loss * penalties), "count": targets}
         seconds = _seconds(issued)
         rate = state.batch * length / seconds["iteration"]

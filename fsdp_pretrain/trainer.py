@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from data.loader import StepBatch
 from data.position import Position
 
 from . import optim, parallel, replicas
@@ -33,6 +34,7 @@ from .record.recorder import Recorder
 from .saves import Saves
 from .state import TrainState
 from .step_records import Issued, StepRecords
+from .step_sums import StepCounts, StepSums
 from .watchdog.heart import Heart
 from .watchdog.page import Phase
 
@@ -43,30 +45,12 @@ _QUARANTINE_BASE = 100_000
 """The share of quarantined documents is judged over at least so many, or one early bad document would stop a run."""
 
 
-class StepBatch(Protocol):
-    """This rank's share of a global batch; see `data.loader.StepBatch`."""
-
-    micro: list[Any]
-    position: Position
-    targets: int
-    documents: int
-    separators: int
-    adjacent_specials: int
-    digest: int
-    quarantined: list[Any]
-    shares: dict[str, float]
-    epochs: dict[str, float]
-    reads: Any
-    notices: list[str]
-    distance: float | None
-
-
 class DataStream(Protocol):
     """Where steps come from; see `data.loader.Loader`."""
 
-    def __next__(self) -> Any: ...
+    def __next__(self) -> StepBatch: ...
 
-    def blank(self, before: Position) -> Any:
+    def blank(self, before: Position) -> StepBatch:
         """A batch of the shape due at this position, with nothing to learn."""
 
 
@@ -136,7 +120,7 @@ class Trainer:
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.recorder, self.inbox = saves, recorder, inbox
-        self.state, self._sources = state, source_names
+        self.state, self._sources = state, len(source_names)
         self._heart = heart or Heart()
         self._records = StepRecords(
             config,
@@ -154,6 +138,7 @@ class Trainer:
         self._verdict = Verdict()
         self._last_mark = mark(self.world.device)
         self._stretches = self._quarantined = 0
+        self._skips = scaler is not None or config.health.skip_nonfinite
         self._data_error: DataError | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -221,27 +206,20 @@ class Trainer:
         except DataError:
             return None
         self._seed_dropout(retreat.end)
-        samples = sum(packed.learning_samples(micro) for micro in batch.micro)
-        counts = self.world.sum_(torch.tensor([batch.targets, samples], device=self.world.device))
-        sums = self._accumulate(batch, counts)
-
-        def skip(norm: Tensor) -> Tensor:
-            self._sum_and_judge(sums, norm)
-            return torch.ones_like(norm)
-
-        parts = len(batch.micro)
-        optim.step(self.model, self.optimizer, lr=0.0, clip=0.0, scaler=self.scaler, parts=parts, skip=skip)
-        return bool((sums[-3] + sums[-1] > 0).item())
+        sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world))
+        self._heart.beat(Phase.REDUCE)
+        sums.sum_over(self.world, optim.gradient_norm(self.model))
+        return bool(sums.not_finite().item())
 
     def step(self) -> None:
-        """Issue one optimiser step: read a batch, run its micro-batches, clip, update."""
+        """Issue one optimiser step: read a batch, run its micro-batches, reduce, clip, decide, apply."""
         self._heart.step(self.state.step + 1)
         waited = time.perf_counter()
         batch = self._next_batch()
         waited = time.perf_counter() - waited
         state = TrainState.at(batch.position)
         self._seed_dropout(state.step)
-        ramps = self.schedule.ramps_at(state.consumed)
+        lr, ramps = self.schedule.lr_at(state.consumed), self.schedule.ramps_at(state.consumed)
         self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
         counts = self._sum_counts(batch)
         marks = [self._last_mark, mark(self.world.device)]
@@ -249,18 +227,16 @@ class Trainer:
         sums = self._accumulate(batch, counts)
         marks.append(mark(self.world.device))
         self._heart.beat(Phase.OPTIMIZER)
-        update = optim.step(
-            self.model,
-            self.optimizer,
-            lr=self.schedule.lr_at(state.consumed),
-            clip=self.config.train.grad_clip,
-            scaler=self.scaler,
-            parts=len(batch.micro),
-            skip=lambda norm: self._sum_and_judge(sums, norm),
-        )
+        norm = optim.gradient_norm(self.model)
+        self._heart.beat(Phase.REDUCE)
+        sums.sum_over(self.world, norm)
+        limit, scaler = self.config.train.grad_clip, self.scaler
+        norm = optim.clip(self.model, self.optimizer, norm, limit, scaler=scaler, parts=len(batch.micro))
+        skip = sums.not_finite() if self._skips else None
+        sums.tell_update(norm, None if scaler is None else scaler.scale, skip)
+        optim.apply(self.optimizer, lr=lr, skip=skip, scaler=scaler)
         marks.append(mark(self.world.device))
-        lr = self.optimizer.param_groups[0]["lr"]
-        host_counts, host_sums, ready = to_host(self.world.device, counts, torch.cat((update, sums)))
+        host_counts, host_sums, ready = to_host(self.world.device, counts, sums.packed)
         seconds = self.saves.take_stalled()
         beside = [*(["save"] if self.saves.in_flight else []), *self._beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
@@ -269,45 +245,25 @@ class Trainer:
         self._issued.append(Issued(state, lr, ramps, marks, own, waited, seconds, host_counts, host_sums, ready, data))
         self.state, self._last_mark = state, marks[-1]
 
-    def _accumulate(self, batch: StepBatch, counts: Tensor) -> Tensor:
-        """Run a batch's micro-batches, which leaves their gradients; what was measured, see `_micro_step`.
+    def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
+        """Run a batch's micro-batches, which leaves their gradients; what this rank measured.
 
         Args:
             batch: this rank's share.
-            counts: of all ranks, targets and samples with targets first.
+            counts: packed `StepCounts` of all ranks, on the device.
         """
         # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
         # size and divided by the number of targets, or of samples with targets, of all ranks.
-        factor = self.world.size / counts[1 if self.config.data.by_sequence else 0].float()
+        divisor = StepCounts.element(counts, "samples" if self.config.data.by_sequence else "targets")
+        factor = self.world.size / divisor.float()
         if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
             factor *= self.scaler.scale * len(batch.micro)
-        sums = torch.zeros(2 * len(self._sources) + 5, dtype=torch.float64, device=self.world.device)
+        sums = StepSums.zeros(self._sources, self.world.device)
         for index, micro in enumerate(batch.micro):
             self._heart.beat(Phase.COMPUTE)
             parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
             self._micro_step(micro, factor, sums)
         return sums
-
-    def _sum_and_judge(self, sums: Tensor, norm: Tensor) -> Tensor | None:
-        """Sum over the ranks what the step measured, before the optimiser acts on it.
-
-        Args:
-            sums: as from `_micro_step`, of this rank; of all ranks afterwards.
-            norm: of the gradients, fp32 0-dim. Replicas hold the same gradients, so it is the same everywhere; that
-                ranks can never step apart does not rest on it.
-
-        Returns:
-            fp32 0-dim, 1 on every rank if anything of any rank is not finite, else 0; None if that stops no step.
-        """
-        bad = (~sums.isfinite().all()).double()
-        sums[-3] = bad
-        sums[-2] = bad * self.world.rank
-        sums[-1] = (~norm.isfinite()).double()
-        self._heart.beat(Phase.REDUCE)
-        self.world.sum_(sums)
-        if self.scaler is None and not self.config.health.skip_nonfinite:
-            return None
-        return (sums[-3] + sums[-1] > 0).float()
 
     def _next_batch(self) -> StepBatch:
         """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.
@@ -317,25 +273,20 @@ class Trainer:
         """
         if self._data_error is None:
             try:
-                batch: StepBatch = next(self.data)
-                return batch
+                return next(self.data)
             except DataError as error:
                 if self.world.size == 1:
                     raise
                 self._data_error = error
-        blank: StepBatch = self.data.blank(self.state)
-        return blank
+        return self.data.blank(self.state)
 
-    def _micro_step(self, micro: packed.MicroBatch, factor: Tensor, sums: Tensor) -> None:
+    def _micro_step(self, micro: packed.MicroBatch, factor: Tensor, sums: StepSums) -> None:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.
 
         Args:
             factor: what the loss of a target (of a sample's mean target, if samples count alike) is multiplied by.
-            sums: fp64 [2 * sources + 5]: loss by source, targets by source, means of samples, squared log-normalisers.
-                The last three are left to `_sum_and_judge`: ranks with a loss that is not finite, the sum of their
-                numbers, ranks with such a gradient norm.
         """
-        device, weight, sources = self.world.device, self.config.train.z_loss, len(self._sources)
+        device, weight = self.world.device, self.config.train.z_loss
         measured = packed.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
         losses, targets = measured.losses.sum(1), (measured.labels != IGNORE).sum(1)
         objective = losses if measured.penalties is None else losses + weight * measured.penalties.sum(1)
@@ -343,42 +294,31 @@ class Trainer:
         (objective * (factor * means if self.config.data.by_sequence else factor)).sum().backward()
         with torch.no_grad():
             of = micro.sources.to(device, non_blocking=True)
-            sums[:sources].index_add_(0, of, losses.double())
-            sums[sources:-5].index_add_(0, of, targets.double())
-            sums[-5] += (losses * means).double().sum()
+            sums.losses.index_add_(0, of, losses.double())
+            sums.targets.index_add_(0, of, targets.double())
+            sums.sample_losses.add_((losses * means).double().sum())
             if measured.penalties is not None:
-                sums[-4] += measured.penalties.double().sum()
+                sums.penalties.add_(measured.penalties.double().sum())
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
-        """int64 [targets, samples with targets, documents, separators, adjacent, digest, quarantined, stop, save, no
-        data, saved, overdue], of all ranks; now and then followed by the checksum of every rank's parameters."""
+        """Packed `StepCounts` of all ranks, on the device; now and then with checksums of the parameters."""
         asked = self.inbox.take()
         saved, retry, overdue = self.saves.signals()
-        values = [
-            batch.targets,
-            sum(packed.learning_samples(micro) for micro in batch.micro),
-            batch.documents,
-            batch.separators,
-            batch.adjacent_specials,
-            batch.digest,
-            len(batch.quarantined),
-            asked.stop,
-            asked.save or retry,
-            self._data_error is not None,
-            saved,
-            overdue,
-        ]
+        counts = replace(
+            StepCounts.of(batch),
+            stop=asked.stop,
+            save=asked.save or retry,
+            without_data=self._data_error is not None,
+            saved=saved,
+            overdue=overdue,
+        )
         for text in batch.notices:
             self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
         for piece in batch.quarantined:
             self.recorder.say(f"quarantined: {piece}")
-        counts = torch.tensor(values, dtype=torch.int64)
-        if self.world.device.type == "cuda":
-            counts = counts.pin_memory().to(self.world.device, non_blocking=True)
         # Two steps apart, so that parameters which do not change are noticed too.
-        if (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2):
-            counts = torch.cat((counts, replicas.checksums(self.model, self.world)))
-        return self.world.sum_(counts)
+        due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
+        return counts.sum_over(self.world, replicas.checksums(self.model, self.world) if due else None)
 
     def _seed_dropout(self, step: int) -> None:
         """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
@@ -398,13 +338,13 @@ class Trainer:
             issued = self._issued.popleft()
             if issued.ready is not None:
                 issued.ready.synchronize()
-            stop, save, without_data, saved, overdue = issued.counts[7:12].tolist()
-            if without_data:
+            counts = StepCounts.read(issued.counts)
+            if counts.without_data:
                 self.world.together(self._raise_data_error)
-            self._verdict.stop |= stop > 0
-            self._verdict.save |= save > 0
-            self._verdict.saved = max(self._verdict.saved, saved)
-            self._verdict.overdue |= overdue > 0
+            self._verdict.stop |= counts.stop > 0
+            self._verdict.save |= counts.save > 0
+            self._verdict.saved = max(self._verdict.saved, counts.saved)
+            self._verdict.overdue |= counts.overdue > 0
             self._own.add(issued.own, issued.host_data)
             record = self._records.of(issued)
             self._stretches += record["documents"] + record["batch"]  # a document may go on in many samples

@@ -41,7 +41,7 @@ def wait(fault: dict[str, Any]) -> None:
     noise of the machine in what is shorter does not show."""
     from fsdp_pretrain import optim
 
-    update = optim.step
+    update = optim.apply
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         updated = update(*args, **kwargs)
@@ -50,7 +50,7 @@ def wait(fault: dict[str, Any]) -> None:
             _ENDED[0] = time.monotonic()
         return updated
 
-    optim.step = slow
+    optim.apply = slow
 
 
 def await_file(fault: dict[str, Any]) -> None:
