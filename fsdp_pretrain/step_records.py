@@ -10,10 +10,10 @@ from torch import Tensor
 
 from . import replicas
 from .config import Config
-from .marks import between
 from .mesh import World
 from .record.metrics import json_number
 from .state import TrainState
+from .step_clock import StepTimes
 from .step_sums import StepCounts, StepSums
 from .throughput import memory_in_use
 
@@ -25,9 +25,7 @@ class Issued:
     Attributes:
         state: after it.
         lr, ramps: what its schedules gave.
-        marks: the end of the update before; the beginnings of its forward passes and of its update; its end.
-        own: what `OwnTime.add` wants.
-        host_data, host_checkpoint: seconds that the host waited for data and for saves.
+        times: of it.
         counts, sums: packed `StepCounts` and `StepSums` of all ranks.
         ready: after which `counts` and `sums` are in host memory; None: now.
         data: facts about its batch, for the record.
@@ -36,10 +34,7 @@ class Issued:
     state: TrainState
     lr: float
     ramps: dict[str, float]
-    marks: list[Any]
-    own: list[Any] | None
-    host_data: float
-    host_checkpoint: float
+    times: StepTimes
     counts: Tensor
     sums: Tensor
     ready: torch.cuda.Event | None
@@ -81,7 +76,7 @@ class StepRecords:
         means, penalties = sums.sample_losses.item(), sums.penalties.item()
         ranks, numbers, norms = sums.bad_losses.item(), sums.bad_ranks.item(), sums.bad_norms.item()
         penalty = {"sum": json_number(config.train.z_loss * penalties), "count": targets}
-        seconds = _seconds(issued)
+        seconds = issued.times.seconds()
         rate = state.batch * length / seconds["iteration"]
         clip = config.train.grad_clip
         return {
@@ -126,19 +121,3 @@ class StepRecords:
             "mfu": rate * self._flops / (self._peak * world.size) if self._peak else None,
             "memory_bytes": memory_in_use(world.device),
         }
-
-
-def _seconds(issued: Issued) -> dict[str, float]:
-    """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
-    before, start, middle, end = issued.marks
-    gap = between(before, start)
-    checkpoint = min(issued.host_checkpoint, gap)
-    data = min(issued.host_data, gap - checkpoint)
-    return {
-        "iteration": between(before, end),
-        "data": data,
-        "forward_backward": between(start, middle),
-        "optimizer": between(middle, end),
-        "checkpoint": checkpoint,
-        "other": gap - checkpoint - data,
-    }

@@ -7,11 +7,10 @@ step, so decisions taken from them need no further communication.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,14 +24,14 @@ from .control import Inbox
 from .errors import DataError, Exit, UserError
 from .health import Health, Retreat
 from .health_journal import Provenance, tell
-from .marks import mark, to_host
+from .marks import to_host
 from .mesh import World
 from .models import Decoder, packed
 from .models.loss import IGNORE
-from .own_time import OwnTime
 from .record.recorder import Recorder
 from .saves import Saves
 from .state import TrainState
+from .step_clock import StepClock
 from .step_records import Issued, StepRecords
 from .step_sums import StepCounts, StepSums
 from .watchdog.heart import Heart
@@ -130,13 +129,12 @@ class Trainer:
             flops_per_token=flops_per_token,
             peak_flops=peak_flops,
         )
-        self._own, self._beside = OwnTime(model, world.device, config.watchdog.pace.window, self._heart), beside
+        self._clock, self._beside = StepClock(model, world.device, config.watchdog.pace.window, self._heart), beside
         self._health, self._provenance, self._reread = health, provenance, reread
         self.retreat: Retreat | None = None
         self._first = state.step
         self._issued: deque[Issued] = deque()
         self._verdict = Verdict()
-        self._last_mark = mark(self.world.device)
         self._stretches = self._quarantined = 0
         self._skips = scaler is not None or config.health.skip_nonfinite
         self._data_error: DataError | None = None
@@ -213,20 +211,16 @@ class Trainer:
 
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, reduce, clip, decide, apply."""
-        self._heart.step(self.state.step + 1)
-        waited = time.perf_counter()
-        batch = self._next_batch()
-        waited = time.perf_counter() - waited
+        with self._clock.reading(self.state.step + 1):
+            batch = self._next_batch()
         state = TrainState.at(batch.position)
         self._seed_dropout(state.step)
         lr, ramps = self.schedule.lr_at(state.consumed), self.schedule.ramps_at(state.consumed)
         self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
         counts = self._sum_counts(batch)
-        marks = [self._last_mark, mark(self.world.device)]
-        self._own.begin()
+        self._clock.forward()
         sums = self._accumulate(batch, counts)
-        marks.append(mark(self.world.device))
-        self._heart.beat(Phase.OPTIMIZER)
+        self._clock.update()
         norm = optim.gradient_norm(self.model)
         self._heart.beat(Phase.REDUCE)
         sums.sum_over(self.world, norm)
@@ -235,15 +229,16 @@ class Trainer:
         skip = sums.not_finite() if self._skips else None
         sums.tell_update(norm, None if scaler is None else scaler.scale, skip)
         optim.apply(self.optimizer, lr=lr, skip=skip, scaler=scaler)
-        marks.append(mark(self.world.device))
+        times = self._clock.end(self.saves.take_stalled())
         host_counts, host_sums, ready = to_host(self.world.device, counts, sums.packed)
-        seconds = self.saves.take_stalled()
+        self._issued.append(Issued(state, lr, ramps, times, host_counts, host_sums, ready, self._facts(batch)))
+        self.state = state
+
+    def _facts(self, batch: StepBatch) -> dict[str, Any]:
+        """What the record says of a batch and of what runs beside it, and needs no sum."""
         beside = [*(["save"] if self.saves.in_flight else []), *self._beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
-        data = {"shares": batch.shares, "epochs": batch.epochs, **facts}
-        own = self._own.end()
-        self._issued.append(Issued(state, lr, ramps, marks, own, waited, seconds, host_counts, host_sums, ready, data))
-        self.state, self._last_mark = state, marks[-1]
+        return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
     def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
         """Run a batch's micro-batches, which leaves their gradients; what this rank measured.
@@ -345,7 +340,7 @@ class Trainer:
             self._verdict.save |= counts.save > 0
             self._verdict.saved = max(self._verdict.saved, counts.saved)
             self._verdict.overdue |= counts.overdue > 0
-            self._own.add(issued.own, issued.host_data)
+            self._clock.over(issued.times)
             record = self._records.of(issued)
             self._stretches += record["documents"] + record["batch"]  # a document may go on in many samples
             self._quarantined += record["quarantined"]
