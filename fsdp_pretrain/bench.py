@@ -26,6 +26,7 @@ from .health import Health
 from .mesh import World
 from .models.loss import IGNORE
 from .record.recorder import Silent
+from .run_context import RunContext
 from .saves import Saves
 from .schedule import BatchSchedule
 from .sections import GLMObjective
@@ -91,26 +92,17 @@ class Records(Silent):
 def build(config: Config, world: World, heart: Heart | None = None) -> tuple[Trainer, Records]:
     """The run's trainer on random tokens, with nowhere to save, and what will hold its records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
-    model = models.build(config.model)
-    parameters = model.count_parameters()
-    parallel.parallelize(model, config, world)
+    model = parallel.parallelize(models.build(config.model), config, world)
     records, dtype = Records(), parallel.compute_dtype(config, world.device)
     trainer = Trainer(
-        config=config,
-        world=world,
+        RunContext(config, world, records, Inbox(None), heart or Heart()),
         model=model,
         optimizer=optim.build(model, config.optimizer),
         scaler=optim.LossScaler(config.train.loss_scale, world.device) if dtype is torch.float16 else None,
         data=RandomSteps(config, world),
         saves=Saves(config, world, _NoSaver(), _no_save, records, 0),
-        recorder=records,
-        inbox=Inbox(None),
         state=TrainState(),
         health=Health(config),
-        source_names=["random"],
-        flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
-        peak_flops=throughput.peak_flops(throughput.device_name(world.device)),
-        heart=heart,
     )
     model.train()
     return trainer, records

@@ -22,15 +22,15 @@ class StepTimes:
     """Of one step.
 
     Attributes:
-        before, start, middle, end: marks: the end of the update before, the beginnings of the forward passes and of
+        before, forward, update, end: marks: the end of the update before, the beginnings of the forward passes and of
             the update, its end.
         own: what `OwnTime.add` wants.
         data, checkpoint: seconds that the host waited for data and for saves.
     """
 
     before: Any
-    start: Any
-    middle: Any
+    forward: Any
+    update: Any
     end: Any
     own: list[Any] | None
     data: float
@@ -38,14 +38,14 @@ class StepTimes:
 
     def seconds(self) -> dict[str, float]:
         """Parts of the iteration, which runs from the end of the update before to the end of this one."""
-        gap = between(self.before, self.start)
+        gap = between(self.before, self.forward)
         checkpoint = min(self.checkpoint, gap)
         data = min(self.data, gap - checkpoint)
         return {
             "iteration": between(self.before, self.end),
             "data": data,
-            "forward_backward": between(self.start, self.middle),
-            "optimizer": between(self.middle, self.end),
+            "forward_backward": between(self.forward, self.update),
+            "optimizer": between(self.update, self.end),
             "checkpoint": checkpoint,
             "other": gap - checkpoint - data,
         }
@@ -73,21 +73,21 @@ class StepClock:
         yield
         self._data = time.perf_counter() - start
 
-    def forward(self) -> None:
+    def begin_forward(self) -> None:
         """Its first forward pass begins."""
         self._marks.append(mark(self._device))
         self._own.begin()
 
-    def update(self) -> None:
+    def begin_update(self) -> None:
         """Its gradients are there: the update begins."""
         self._marks.append(mark(self._device))
         self._heart.beat(Phase.OPTIMIZER)
 
-    def end(self, checkpoint: float) -> StepTimes:
+    def end_update(self, checkpoint: float) -> StepTimes:
         """Its update ends. `checkpoint`: seconds that the host waited for saves since the step before."""
-        before, start, middle, end = *self._marks, mark(self._device)
+        before, forward, update, end = *self._marks, mark(self._device)
         self._marks = [end]
-        return StepTimes(before, start, middle, end, self._own.end(), self._data, checkpoint)
+        return StepTimes(before, forward, update, end, self._own.end(), self._data, checkpoint)
 
     def over(self, times: StepTimes) -> None:
         """The device has come to the end of a step."""

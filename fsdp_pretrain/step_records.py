@@ -15,7 +15,7 @@ from .record.metrics import json_number
 from .state import TrainState
 from .step_clock import StepTimes
 from .step_sums import StepCounts, StepSums
-from .throughput import memory_in_use
+from .throughput import device_name, flops_per_token, memory_in_use, peak_flops
 
 
 @dataclass
@@ -47,23 +47,15 @@ class StepRecords:
     Args:
         config: the run.
         world: all ranks.
-        sources: names of the data sources, by number.
+        parameters: of the model.
         scaled: the loss is scaled, for fp16.
-        flops_per_token, peak_flops: for MFU; the peak of one device, or None if unknown.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        sources: list[str],
-        *,
-        scaled: bool,
-        flops_per_token: float,
-        peak_flops: float | None,
-    ) -> None:
-        self._config, self._world, self._sources, self._scaled = config, world, sources, scaled
-        self._flops, self._peak = flops_per_token, peak_flops
+    def __init__(self, config: Config, world: World, parameters: int, *, scaled: bool) -> None:
+        self._config, self._world, self._scaled = config, world, scaled
+        self._sources = [source.name for source in config.data.sources]
+        self._flops = flops_per_token(parameters, config.model, config.data.sequence_length)
+        self._peak = peak_flops(device_name(world.device))
 
     def of(self, issued: Issued) -> dict[str, Any]:
         """The record of a step whose numbers are there (design, section 5)."""

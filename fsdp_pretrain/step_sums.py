@@ -99,7 +99,7 @@ class StepSums:
         bad_losses: ranks with a sum that is not finite.
         bad_ranks: sum of their numbers.
         bad_norms: ranks with a gradient norm that is not finite.
-        norm, loss_scale, skipped: see `tell_update`.
+        norm, loss_scale, skipped: see `add_update`.
         packed: all of them.
     """
 
@@ -144,7 +144,7 @@ class StepSums:
         """fp32 0-dim, 1 if anything of any rank is not finite, else 0; the same on every rank once they were summed."""
         return (self.bad_losses + self.bad_norms > 0).float()
 
-    def tell_update(self, norm: Tensor, loss_scale: Tensor | None, skipped: Tensor | None) -> None:
+    def add_update(self, norm: Tensor, loss_scale: Tensor | None, skipped: Tensor | None) -> None:
         """Add what the optimiser did.
 
         Args:

@@ -55,6 +55,7 @@ from .record.recorder import Recorder, Silent
 from .record.run_id import Memory
 from .retreat import came_back, retreat, say_end
 from .rollback import finish
+from .run_context import RunContext
 from .saves import Saves
 from .state import TrainState, identity
 from .trainer import Trainer
@@ -232,22 +233,14 @@ def _train(
             after_save(made)
 
     trainer = Trainer(
-        config=config,
-        world=world,
+        RunContext(config, world, recorder, inbox, heart, after_save.at_work),
         model=model,
         optimizer=optimizer,
         scaler=_loss_scaler(config, world, state, recorder),
         data=_loader(config, packer, world, run_dir, state, compares=world.is_main and config.watchdog.enabled),
         saves=Saves(config, world, manager, saved, recorder, state.step),
-        recorder=recorder,
-        inbox=inbox,
         state=state,
         health=health,
-        source_names=[source.name for source in config.data.sources],
-        flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
-        peak_flops=throughput.peak_flops(throughput.device_name(world.device)),
-        heart=heart,
-        beside=after_save.at_work,
         provenance=provenance(config, world.size),
         reread=partial(_read_again, config, world, run_dir),
     )

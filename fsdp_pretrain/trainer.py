@@ -19,22 +19,18 @@ from data.loader import StepBatch
 from data.position import Position
 
 from . import optim, parallel, replicas
-from .config import Config
-from .control import Inbox
 from .errors import DataError, Exit, UserError
 from .health import Health, Retreat
 from .health_journal import Provenance, tell
 from .marks import to_host
-from .mesh import World
 from .models import Decoder, packed
 from .models.loss import IGNORE
-from .record.recorder import Recorder
+from .run_context import RunContext
 from .saves import Saves
 from .state import TrainState
 from .step_clock import StepClock
 from .step_records import Issued, StepRecords
 from .step_sums import StepCounts, StepSums
-from .watchdog.heart import Heart
 from .watchdog.page import Phase
 
 LAG = 2
@@ -72,20 +68,13 @@ class Trainer:
     """Runs steps until the run is complete or told to stop.
 
     Args:
-        config: the run.
-        world: all ranks.
+        run: what it has in common with the other parts of the start.
         model, optimizer: sharded, with their values.
         scaler: of the loss, for fp16.
         data: this rank's batches, from `state` on.
         saves: makes checkpoints.
-        recorder: writes the record (silent on other ranks than 0).
-        inbox: requests to this rank.
         state: counters to continue from.
         health: judges the steps.
-        source_names: names of the data sources, by number.
-        flops_per_token, peak_flops: for MFU; the peak of one device, or None if unknown.
-        heart: tells the watchdog what this rank does.
-        beside: names of what runs on this node beside training just now.
         provenance: the documents of a batch, for the journal.
         reread: gives a batch once more, while `data` may be preparing others.
 
@@ -95,41 +84,25 @@ class Trainer:
 
     def __init__(
         self,
+        run: RunContext,
         *,
-        config: Config,
-        world: World,
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         scaler: optim.LossScaler | None,
         data: DataStream,
         saves: Saves,
-        recorder: Recorder,
-        inbox: Inbox,
         state: TrainState,
         health: Health,
-        source_names: list[str],
-        flops_per_token: float,
-        peak_flops: float | None,
-        heart: Heart | None = None,
-        beside: Callable[[], list[str]] = list,
         provenance: Provenance | None = None,
         reread: Reread | None = None,
     ) -> None:
-        self.config, self.schedule, self.world = config, config.schedule, world
+        config, world = run.config, run.world
+        self._context, self.config, self.schedule, self.world = run, config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
-        self.saves, self.recorder, self.inbox = saves, recorder, inbox
-        self.state, self._sources = state, len(source_names)
-        self._heart = heart or Heart()
-        self._records = StepRecords(
-            config,
-            world,
-            source_names,
-            scaled=scaler is not None,
-            flops_per_token=flops_per_token,
-            peak_flops=peak_flops,
-        )
-        self._clock, self._beside = StepClock(model, world.device, config.watchdog.pace.window, self._heart), beside
+        self.saves, self.state, self.recorder, self._heart = saves, state, run.recorder, run.heart
+        self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
+        self._clock = StepClock(model, world.device, config.watchdog.pace.window, run.heart)
         self._health, self._provenance, self._reread = health, provenance, reread
         self.retreat: Retreat | None = None
         self._first = state.step
@@ -218,47 +191,21 @@ class Trainer:
         lr, ramps = self.schedule.lr_at(state.consumed), self.schedule.ramps_at(state.consumed)
         self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
         counts = self._sum_counts(batch)
-        self._clock.forward()
+        self._clock.begin_forward()
         sums = self._accumulate(batch, counts)
-        self._clock.update()
+        self._clock.begin_update()
         norm = optim.gradient_norm(self.model)
         self._heart.beat(Phase.REDUCE)
         sums.sum_over(self.world, norm)
         limit, scaler = self.config.train.grad_clip, self.scaler
         norm = optim.clip(self.model, self.optimizer, norm, limit, scaler=scaler, parts=len(batch.micro))
         skip = sums.not_finite() if self._skips else None
-        sums.tell_update(norm, None if scaler is None else scaler.scale, skip)
+        sums.add_update(norm, None if scaler is None else scaler.scale, skip)
         optim.apply(self.optimizer, lr=lr, skip=skip, scaler=scaler)
-        times = self._clock.end(self.saves.take_stalled())
+        times = self._clock.end_update(self.saves.take_stalled())
         host_counts, host_sums, ready = to_host(self.world.device, counts, sums.packed)
         self._issued.append(Issued(state, lr, ramps, times, host_counts, host_sums, ready, self._facts(batch)))
         self.state = state
-
-    def _facts(self, batch: StepBatch) -> dict[str, Any]:
-        """What the record says of a batch and of what runs beside it, and needs no sum."""
-        beside = [*(["save"] if self.saves.in_flight else []), *self._beside()]
-        facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
-        return {"shares": batch.shares, "epochs": batch.epochs, **facts}
-
-    def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
-        """Run a batch's micro-batches, which leaves their gradients; what this rank measured.
-
-        Args:
-            batch: this rank's share.
-            counts: packed `StepCounts` of all ranks, on the device.
-        """
-        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
-        # size and divided by the number of targets, or of samples with targets, of all ranks.
-        divisor = StepCounts.element(counts, "samples" if self.config.data.by_sequence else "targets")
-        factor = self.world.size / divisor.float()
-        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
-            factor *= self.scaler.scale * len(batch.micro)
-        sums = StepSums.zeros(self._sources, self.world.device)
-        for index, micro in enumerate(batch.micro):
-            self._heart.beat(Phase.COMPUTE)
-            parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
-            self._micro_step(micro, factor, sums)
-        return sums
 
     def _next_batch(self) -> StepBatch:
         """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.
@@ -274,6 +221,51 @@ class Trainer:
                     raise
                 self._data_error = error
         return self.data.blank(self.state)
+
+    def _seed_dropout(self, step: int) -> None:
+        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
+        if self.config.model.uses_dropout:
+            torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+
+    def _sum_counts(self, batch: StepBatch) -> Tensor:
+        """Packed `StepCounts` of all ranks, on the device; now and then with checksums of the parameters."""
+        asked = self._context.inbox.take()
+        saved, retry, overdue = self.saves.signals()
+        counts = replace(
+            StepCounts.of(batch),
+            stop=asked.stop,
+            save=asked.save or retry,
+            without_data=self._data_error is not None,
+            saved=saved,
+            overdue=overdue,
+        )
+        for text in batch.notices:
+            self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
+        for piece in batch.quarantined:
+            self.recorder.say(f"quarantined: {piece}")
+        # Two steps apart, so that parameters which do not change are noticed too.
+        due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
+        return counts.sum_over(self.world, replicas.checksums(self.model, self.world) if due else None)
+
+    def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
+        """Run a batch's micro-batches, which leaves their gradients; what this rank measured.
+
+        Args:
+            batch: this rank's share.
+            counts: packed `StepCounts` of all ranks, on the device.
+        """
+        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
+        # size and divided by the number of targets, or of samples with targets, of all ranks.
+        divisor = StepCounts.element(counts, "samples" if self.config.data.by_sequence else "targets")
+        factor = self.world.size / divisor.float()
+        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
+            factor *= self.scaler.scale * len(batch.micro)
+        sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
+        for index, micro in enumerate(batch.micro):
+            self._heart.beat(Phase.COMPUTE)
+            parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
+            self._micro_step(micro, factor, sums)
+        return sums
 
     def _micro_step(self, micro: packed.MicroBatch, factor: Tensor, sums: StepSums) -> None:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.
@@ -295,30 +287,11 @@ class Trainer:
             if measured.penalties is not None:
                 sums.penalties.add_(measured.penalties.double().sum())
 
-    def _sum_counts(self, batch: StepBatch) -> Tensor:
-        """Packed `StepCounts` of all ranks, on the device; now and then with checksums of the parameters."""
-        asked = self.inbox.take()
-        saved, retry, overdue = self.saves.signals()
-        counts = replace(
-            StepCounts.of(batch),
-            stop=asked.stop,
-            save=asked.save or retry,
-            without_data=self._data_error is not None,
-            saved=saved,
-            overdue=overdue,
-        )
-        for text in batch.notices:
-            self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
-        for piece in batch.quarantined:
-            self.recorder.say(f"quarantined: {piece}")
-        # Two steps apart, so that parameters which do not change are noticed too.
-        due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
-        return counts.sum_over(self.world, replicas.checksums(self.model, self.world) if due else None)
-
-    def _seed_dropout(self, step: int) -> None:
-        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
-        if self.config.model.uses_dropout:
-            torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+    def _facts(self, batch: StepBatch) -> dict[str, Any]:
+        """What the record says of a batch and of what runs beside it, and needs no sum."""
+        beside = [*(["save"] if self.saves.in_flight else []), *self._context.beside()]
+        facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
+        return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
     # ------------------------------------------------------------------ what steps measured
 

@@ -20,6 +20,7 @@ from fsdp_pretrain.bench import Records
 from fsdp_pretrain.config import Config, load
 from fsdp_pretrain.control import Inbox
 from fsdp_pretrain.health import Health
+from fsdp_pretrain.run_context import RunContext
 from fsdp_pretrain.saves import Saves
 from fsdp_pretrain.schedule import share_of
 from fsdp_pretrain.sections import GLMObjective
@@ -105,20 +106,14 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
             weight.data[POISON - first] = 1e6
     optimizer, records = optim.build(model, config.optimizer), Records()
     trainer = Trainer(
-        config=config,
-        world=world,
+        RunContext(config, world, records, Inbox(None)),
         model=model,
         optimizer=optimizer,
         scaler=optim.LossScaler(config.train.loss_scale, world.device) if fp16 else None,
         data=Given(world.rank, world.size, config.train.micro_batch, case == "poison"),
         saves=Saves(config, world, NoSaver(), never, records, 0),
-        recorder=records,
-        inbox=Inbox(None),
         state=TrainState(),
         health=Health(config),
-        source_names=["given"],
-        flops_per_token=1.0,
-        peak_flops=None,
     )
     history = []
     for _ in range(STEPS):
