@@ -1,7 +1,7 @@
 """From samples to a rank's micro-batches, prepared ahead by a background thread. The only user of torchdata.
 
-The state is two integers, `cursor` (next sample) and `consumed` (samples trained, which drives the batch size); it
-belongs to the batch last handed out, is the same on every rank, and fits any world size or micro-batch.
+A batch is a function of the position before it, which is the same on every rank and fits any world size or micro-batch;
+every batch says at which position it ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fsdp_pretrain.schedule import BatchSchedule, share_of
 
 from .objectives import IGNORE, Infilled, Infilling
 from .packer import Packed, Packer, Piece
+from .position import Position
 from .reading import ReadTimes
 from .skip import Skips
 from .unigrams import Unigrams
@@ -51,8 +52,7 @@ class StepBatch:
 
     Attributes:
         micro: the micro-batches.
-        size: samples of the whole global batch.
-        cursor, consumed: the counters after this step.
+        position: after this step, of the whole global batch.
         targets: tokens to predict.
         documents: documents that end in the share.
         separators, adjacent_specials: counted from the tokens; see `Packer.measure`.
@@ -66,9 +66,7 @@ class StepBatch:
     """
 
     micro: list[MicroBatch]
-    size: int
-    cursor: int
-    consumed: int
+    position: Position
     targets: int = 0
     documents: int = 0
     separators: int = 0
@@ -87,28 +85,22 @@ class _Steps(BaseNode[Any]):
 
     def __init__(self, loader: Loader) -> None:
         super().__init__()
-        self._loader = loader
-        self.cursor = self.consumed = 0
+        self._loader, self._position = loader, loader.start
         self._failed = False
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)
-        state = initial_state or {"cursor": self._loader.cursor, "consumed": self._loader.consumed}
-        self.cursor, self.consumed = state["cursor"], state["consumed"]
 
     def next(self) -> StepBatch | UserError:
         if self._failed:  # do not wait for the same file again
             raise StopIteration
         try:
-            batch = self._loader.build(self.cursor, self.consumed)
+            batch = self._loader.build(self._position)
         except UserError as error:  # hand it over whole: torchdata would rebuild it around a traceback
             self._failed = True
             return error
-        self.cursor, self.consumed = batch.cursor, batch.consumed
+        self._position = batch.position
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, "consumed": self.consumed}
+        return {}  # a position is all there is, and every batch has its own
 
 
 class Loader(Iterator[StepBatch]):
@@ -122,7 +114,7 @@ class Loader(Iterator[StepBatch]):
         batches: global batch as a function of consumed samples.
         rank, world: this rank among those that split a batch.
         micro_batch: samples per forward pass.
-        cursor, consumed: where to start.
+        start: where to start.
         skips: samples that are not trained.
         prefetch: steps prepared ahead; 0 prepares in the caller's thread.
         with_lengths: include document lengths.
@@ -140,8 +132,7 @@ class Loader(Iterator[StepBatch]):
         rank: int,
         world: int,
         micro_batch: int,
-        cursor: int = 0,
-        consumed: int = 0,
+        start: Position | None = None,
         skips: Skips | None = None,
         prefetch: int = 4,
         with_lengths: bool = False,
@@ -154,8 +145,7 @@ class Loader(Iterator[StepBatch]):
         self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
         self._micro_batch, self._pin = micro_batch, pin
         self._with_lengths, self._across_documents, self._infilling = with_lengths, across_documents, infilling
-        self._skips = skips or Skips()
-        self.cursor, self.consumed = cursor, consumed
+        self._skips, self.start = skips or Skips(), start or Position()
         steps = _Steps(self)
         self._node: BaseNode[Any] = Prefetcher(steps, prefetch, snapshot_frequency=0) if prefetch else steps
 
@@ -164,20 +154,15 @@ class Loader(Iterator[StepBatch]):
         batch = next(self._node)
         if isinstance(batch, UserError):
             raise batch
-        self.cursor, self.consumed = batch.cursor, batch.consumed
         result: StepBatch = batch
         return result
 
-    def state(self) -> dict[str, int]:
-        """Where the batch last handed out ends; arguments of a new Loader that continues."""
-        return {"cursor": self.cursor, "consumed": self.consumed}
-
-    def build(self, cursor: int, consumed: int) -> StepBatch:
-        """This rank's share of the global batch at `cursor`, a pure function."""
-        size = self._batches.batch_at(consumed)
-        samples, own = self._share(cursor, size)
-        step = StepBatch([], size, samples[-1] + 1, consumed + size)
-        step.shares, step.epochs = self._packer.mixture.shares(cursor), self._packer.position(step.cursor)
+    def build(self, before: Position) -> StepBatch:
+        """This rank's share of the global batch that follows a position, a pure function."""
+        step = StepBatch([], before.advance(self._batches, self._skips))
+        own = self._share(before.cursor, step.position.batch)
+        step.shares = self._packer.mixture.shares(before.cursor)
+        step.epochs = self._packer.position(step.position.cursor)
         tokens = []
         for start in range(0, len(own), self._micro_batch):
             packed = self._packer.pack_samples(own[start : start + self._micro_batch])
@@ -204,11 +189,10 @@ class Loader(Iterator[StepBatch]):
             step.distance = self._unigrams.score(tokens, step.shares)
         return step
 
-    def blank(self, cursor: int, consumed: int) -> StepBatch:
+    def blank(self, before: Position) -> StepBatch:
         """A share of the same shape with nothing to learn: keeps a rank that has no data in step with the others."""
-        size, length = self._batches.batch_at(consumed), self._packer.length
-        samples, own = self._share(cursor, size)
-        step = StepBatch([], size, samples[-1] + 1, consumed + size)
+        step, length = StepBatch([], before.advance(self._batches, self._skips)), self._packer.length
+        own = share_of(0, step.position.batch, self._rank, self._world)
         for start in range(0, len(own), self._micro_batch):
             count = min(self._micro_batch, len(own) - start)
             if self._infilling is not None:
@@ -221,11 +205,10 @@ class Loader(Iterator[StepBatch]):
             step.micro.append(_pinned(micro) if self._pin else micro)
         return step
 
-    def _share(self, cursor: int, size: int) -> tuple[list[int], list[int]]:
-        """The samples of the global batch at `cursor`, and this rank's."""
-        samples = self._skips.take(cursor, size)
+    def _share(self, cursor: int, size: int) -> list[int]:
+        """This rank's samples of the global batch at `cursor`."""
         own = share_of(0, size, self._rank, self._world)
-        return samples, samples[own.start : own.stop]
+        return self._skips.take(cursor, size)[own.start : own.stop]
 
 
 def micro_batch(

@@ -52,7 +52,7 @@ def markers(schedule: Schedule) -> dict[str, dict[str, int]]:
     if schedule.decays:
         samples["lr_floor"] = schedule.decay
     return {
-        name: {"step": batch.step_at(at), "samples": at, "tokens": at * schedule.sequence_length}
+        name: {"step": batch.step_at(at), "samples": at, "tokens": schedule.tokens(at)}
         for name, at in samples.items()
         if 0 < at <= schedule.total
     }
@@ -97,7 +97,7 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
     steps, at_full = batch.step_at(warmup), -(-warmup // batch.full)
     if at_full and steps >= 2 * at_full and steps - at_full > 10:
         yield (
-            f"the warm-up of {warmup:_} samples ({human_count(warmup * schedule.sequence_length)} tokens) takes "
+            f"the warm-up of {warmup:_} samples ({human_count(schedule.tokens(warmup))} tokens) takes "
             f"{steps:_} steps because of the batch ramp; at the full batch it would be {at_full:_}"
         )
     if schedule.decays and schedule.decay < 0.5 * schedule.total:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from data.loader import MicroBatch, StepBatch, check_batches
+from data.position import Position
+from data.skip import Skips
 
 from . import bench_saves, bench_watchdog, mesh, models, optim, parallel, plan, throughput
 from .config import Config, load
@@ -25,7 +27,9 @@ from .mesh import World
 from .models.loss import IGNORE
 from .record.recorder import Silent
 from .record.step_record import Seconds, StepRecord
+from .run_context import RunContext
 from .saves import Saves
+from .schedule import BatchSchedule
 from .sections import GLMObjective
 from .state import TrainState
 from .trainer import LAG, Trainer
@@ -38,18 +42,16 @@ class RandomSteps:
 
     def __init__(self, config: Config, world: World) -> None:
         self._objective = config.data.objective
-        self._batch = config.schedule.batch.full
-        self._local, self._micro = self._batch // world.size, config.train.micro_batch
+        self._batches, self._position = BatchSchedule(config.schedule.batch.full), Position()
+        self._local, self._micro = self._batches.full // world.size, config.train.micro_batch
         self._length, self._vocab = config.data.sequence_length, config.model.vocab
         self._lengths = config.data.uses_lengths
         self._pin = world.device.type == "cuda"
         self._generator = torch.Generator().manual_seed(world.rank)
-        self._steps = 0
 
     def __next__(self) -> StepBatch:
-        self._steps += 1
-        consumed = self._steps * self._batch
-        step = StepBatch([], self._batch, consumed, consumed)
+        self._position = self._position.advance(self._batches, Skips())
+        step = StepBatch([], self._position)
         for _ in range(self._local // self._micro):
             tokens = torch.randint(self._vocab, (self._micro, self._length + 1), generator=self._generator)
             tokens = tokens.pin_memory() if self._pin else tokens
@@ -71,7 +73,7 @@ class RandomSteps:
         line = (torch.arange(self._length) % slot).expand(self._micro, -1).contiguous()
         micro.positions = line if objective.positions == "glm1d" else torch.stack((line, line), 1)
 
-    def blank(self, cursor: int, consumed: int) -> StepBatch:
+    def blank(self, before: Position) -> StepBatch:
         """Asked for only after a failed read, and nothing is read here."""
         raise AssertionError("a benchmark reads nothing that could fail")
 
@@ -91,26 +93,17 @@ class Records(Silent):
 def build(config: Config, world: World, heart: Heart | None = None) -> tuple[Trainer, Records]:
     """The run's trainer on random tokens, with nowhere to save, and what will hold its records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
-    model = models.build(config.model)
-    parameters = model.count_parameters()
-    parallel.parallelize(model, config, world)
+    model = parallel.parallelize(models.build(config.model), config, world)
     records, dtype = Records(), parallel.compute_dtype(config, world.device)
     trainer = Trainer(
-        config=config,
-        world=world,
+        RunContext(config, world, records, Inbox(None), heart or Heart()),
         model=model,
         optimizer=optim.build(model, config.optimizer),
         scaler=optim.LossScaler(config.train.loss_scale, world.device) if dtype is torch.float16 else None,
         data=RandomSteps(config, world),
         saves=Saves(config, world, _NoSaver(), _no_save, records, 0),
-        recorder=records,
-        inbox=Inbox(None),
         state=TrainState(),
         health=Health(config),
-        source_names=["random"],
-        flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
-        peak_flops=throughput.peak_flops(throughput.device_name(world.device)),
-        heart=heart,
     )
     model.train()
     return trainer, records

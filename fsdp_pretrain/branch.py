@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data.opening import check_supply, open_packer, open_skips, shares_at
+from data.position import Position
 
 from . import overrides
 from .changes import differences, load_compatible, refuse
@@ -156,18 +157,15 @@ def _cursor(run: RunDir, step: int) -> int:
     )
 
 
-def schedule_from(config: Config, state: TrainState) -> list[dict[str, Any]]:
+def schedule_from(config: Config, at: Position) -> list[dict[str, Any]]:
     """The schedule 1, 10, 100 and 1000 steps after a checkpoint, as far as the run goes."""
-    rows, schedule, consumed, cursor = [], config.schedule, state.consumed, state.cursor
-    skips = open_skips(config)
+    rows, schedule, skips = [], config.schedule, open_skips(config)
     for ahead in range(1, _AHEAD[-1] + 1):
-        if consumed >= schedule.total:
+        if at.consumed >= schedule.total:
             break
-        batch = schedule.batch.batch_at(consumed)
-        start, cursor, consumed = cursor, skips.after(cursor, batch), consumed + batch
+        start, at = at.cursor, at.advance(schedule.batch, skips)
         if ahead in _AHEAD:
-            row = {"step": state.step + ahead, "consumed": consumed, "cursor": cursor, "batch": batch}
-            rows.append({**row, "lr": schedule.lr_at(consumed), "shares": shares_at(config, start)})
+            rows.append({**vars(at), "lr": schedule.lr_at(at.consumed), "shares": shares_at(config, start)})
     return rows
 
 

@@ -268,7 +268,7 @@ def _schedule_at(config: Config, text: str) -> dict[str, Any]:
         raise ConfigError(
             f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
             f"{schedule.steps:_} steps: {schedule.total:_} samples, "
-            f"{schedule.total * schedule.sequence_length:_} tokens"
+            f"{schedule.tokens(schedule.total):_} tokens"
         )
     row = schedule.at(schedule.batch.step_at(samples))
     return {**row, **data_at(config, int(row["consumed"])), "sequence_length": config.data.sequence_length}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,52 +89,63 @@ class LossScaler:
         self._state = torch.where(overflow > 0, after_overflow, after_good)
 
 
-def step(
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Global norm of the gradients, fp32 0-dim, loss scale included; without waiting for the device. Collective."""
+    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return total.full_tensor() if isinstance(total, DTensor) else total
+
+
+def clip(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    norm: Tensor,
+    limit: float,
     *,
-    lr: float,
-    clip: float,
     scaler: LossScaler | None,
     parts: int,
-    skip: Callable[[Tensor], Tensor | None],
 ) -> Tensor:
-    """Clip the global gradient norm and take one step; without waiting for the device.
+    """Limit the norm of the gradients that `apply` will use.
 
     Args:
-        model, optimizer: with gradients, which are gone afterwards.
-        lr: learning rate of the step.
-        clip: limit of the norm; 0 only measures.
-        scaler: for fp16. The gradients are then `scaler.scale * parts` times too large.
+        model, optimizer: with gradients.
+        norm: from `gradient_norm`.
+        limit: of the norm; 0 is none.
+        scaler: for fp16. The gradients are then `scaler.scale * parts` times too large, and stay it: the optimiser
+            divides them.
         parts: micro-batches of the step.
-        skip: is given this rank's norm, fp32 0-dim; what it returns is the same on every rank, fp32 0-dim: 1 if the
-            step shall change neither parameters nor moments nor their step counts, else 0. None: none is skipped.
 
     Returns:
-        fp64 [norm before clipping and without scale, loss scale (1 without scaler), 1 if the step was skipped], equal
-        on all ranks.
+        The norm before clipping and without scale, fp32 0-dim.
+    """
+    if scaler is None:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit or float("inf"), norm)
+        return norm
+    scale = scaler.scale * parts
+    norm = norm / scale
+    coefficient = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else 1.0
+    optimizer.grad_scale = scale / coefficient  # type: ignore[attr-defined]
+    return norm
+
+
+def apply(optimizer: torch.optim.Optimizer, *, lr: float, skip: Tensor | None, scaler: LossScaler | None) -> None:
+    """Take one step, or skip it; without waiting for the device. The gradients are gone afterwards.
+
+    Args:
+        optimizer: with gradients, clipped.
+        lr: learning rate of the step.
+        skip: the same on every rank, fp32 0-dim: 1 if the step shall change neither parameters nor moments nor their
+            step counts, else 0. None skips none.
+        scaler: for fp16, with `skip`.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    norm = total.full_tensor() if isinstance(total, DTensor) else total
-    skipped = skip(norm)
     # Fused AdamW does nothing where this is 1: as torch.amp.GradScaler hands it over.
-    optimizer.found_inf = skipped  # type: ignore[attr-defined]
-    if scaler is None:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip or float("inf"), total)
-        scale = torch.ones_like(norm)
-        optimizer.step()
-    else:
-        assert skipped is not None
-        scale = scaler.scale
-        norm = norm / (scale * parts)
-        coefficient = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0
-        optimizer.grad_scale = scale * parts / coefficient  # type: ignore[attr-defined]
-        optimizer.step()
-        scaler.advance(skipped)
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.step()
+    if scaler is not None:
+        assert skip is not None
+        scaler.advance(skip)
     optimizer.zero_grad()
-    return torch.stack((norm, scale, torch.zeros_like(norm) if skipped is None else skipped)).double()
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:

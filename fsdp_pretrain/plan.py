@@ -88,7 +88,7 @@ def plan(
         "hardware_flops_per_token": hardware_flops_per_token(config.model, length, config.parallel.recompute),
         "steps": schedule.steps,
         "samples": schedule.total,
-        "tokens": schedule.total * length,
+        "tokens": schedule.tokens(schedule.total),
         "global_batches": schedule.batches(),
         "world_sizes": sizes,
         "checkpoint_bytes": checkpoint,

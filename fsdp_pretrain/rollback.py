@@ -134,8 +134,7 @@ def _intent(
     """Everything that `finish` needs to know."""
     step, segments = branch.state.step, run.segments
     said = sentence(report, reason)
-    length = branch.after.data.sequence_length
-    lost = left_behind(run, step, branch.state.consumed * length)
+    lost = left_behind(run, step, branch.after.schedule.tokens(branch.state.consumed))
     text = f"back to step {step:_}" + (f"; {said}" if said else "")
     text += f"; {lost[0]:_} steps ({human_count(lost[1])} tokens) are left behind" if lost[0] else ""
     moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report["abandoned"])
@@ -159,7 +158,7 @@ def status_at(branch: Branch, text: str) -> dict[str, Any]:
     """The entries of `status.json` that a run has at a checkpoint."""
     return {
         **vars(branch.state),
-        "tokens": branch.state.consumed * branch.after.data.sequence_length,
+        "tokens": branch.after.schedule.tokens(branch.state.consumed),
         "total_steps": branch.after.schedule.steps,
         "loss": None,
         "checkpoint": {"step": branch.state.step, "consumed": branch.state.consumed, "verified": True},

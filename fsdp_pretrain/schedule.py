@@ -225,6 +225,10 @@ class Schedule:
             return -(-progress.value // self.sequence_length)
         return progress.value
 
+    def tokens(self, samples: int) -> int:
+        """Tokens of so many samples."""
+        return samples * self.sequence_length
+
     def lr_at(self, consumed: int) -> float:
         """Learning rate of the step that brings the counter to `consumed`."""
         return self._curve(consumed, peak=self._peak, floor=self._floor, warmup=self.warmup, decay=self.decay)
@@ -239,8 +243,9 @@ class Schedule:
             return False
         if every.unit == "step":
             return step % every.value == 0
-        size = self.sequence_length if every.unit == "token" else 1
-        return after * size // every.value > before * size // every.value
+        if every.unit == "token":
+            before, after = self.tokens(before), self.tokens(after)
+        return after // every.value > before // every.value
 
     def preview(self, points: int = 9) -> list[dict[str, float | int]]:
         """Evenly spaced rows of the schedule, with the ends of warm-up, decay and ramps among them."""
@@ -259,7 +264,7 @@ class Schedule:
         return {
             "step": step,
             "consumed": consumed,
-            "tokens": consumed * self.sequence_length,
+            "tokens": self.tokens(consumed),
             "batch": consumed - self.batch.consumed_at(step - 1),
             "lr": self.lr_at(consumed),
             **self.ramps_at(consumed),

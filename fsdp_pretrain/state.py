@@ -9,6 +9,7 @@ from typing import Any
 from data.mixture import SCALE, Mixture, Weight
 from data.objectives import VERSION
 from data.packer import Packer
+from data.position import Position
 
 from .changes import differences
 from .checkpoint.store import SavedState
@@ -17,23 +18,20 @@ from .record import state_files
 from .record.files import now
 
 
-@dataclass
-class TrainState:
-    """Counters of a run. Random numbers need none: they are functions of (seed, step, rank).
+@dataclass(frozen=True)
+class TrainState(Position):
+    """What a checkpoint has beside tensors. Random numbers need nothing: they are functions of (seed, step, rank).
 
     Attributes:
-        step: optimiser steps taken.
-        consumed: samples trained; drives every schedule.
-        cursor: samples read, those skipped included; the position in the data.
-        batch: samples of the last step.
         loss_scale: `optim.LossScaler.state()` in a checkpoint of an fp16 run, else None.
     """
 
-    step: int = 0
-    consumed: int = 0
-    cursor: int = 0
-    batch: int = 0
     loss_scale: list[float] | None = None
+
+    @classmethod
+    def at(cls, position: Position) -> TrainState:
+        """Of a run that stands there."""
+        return cls(position.step, position.consumed, position.cursor, position.batch)
 
     def to_json(self, *, identity: dict[str, Any], **facts: Any) -> str:
         """Contents of a checkpoint's `train_state.json`."""

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from . import replicas
 from .config import Config
-from .marks import between
 from .mesh import World
-from .record.step_record import LossSum, Ramps, ReadTimes, Seconds, StepRecord, number
+from .record.step_record import LossSum, Ramps, ReadTimes, StepRecord, number
 from .state import TrainState
-from .throughput import memory_in_use
+from .step_clock import StepTimes
+from .step_sums import StepCounts, StepSums
+from .throughput import device_name, flops_per_token, memory_in_use, peak_flops
 
 
 @dataclass
@@ -24,10 +25,8 @@ class Issued:
     Attributes:
         state: after it.
         lr, ramps: what its schedules gave.
-        marks: the end of the update before; the beginnings of its forward passes and of its update; its end.
-        own: what `OwnTime.add` wants.
-        host_data, host_checkpoint: seconds that the host waited for data and for saves.
-        counts, sums: of all ranks, see `Trainer._sum_counts` and `Trainer._micro_step`.
+        times: of it.
+        counts, sums: packed `StepCounts` and `StepSums` of all ranks.
         ready: after which `counts` and `sums` are in host memory; None: now.
         data: facts about its batch, for the record.
     """
@@ -35,10 +34,7 @@ class Issued:
     state: TrainState
     lr: float
     ramps: dict[str, float]
-    marks: list[Any]
-    own: list[Any] | None
-    host_data: float
-    host_checkpoint: float
+    times: StepTimes
     counts: Tensor
     sums: Tensor
     ready: torch.cuda.Event | None
@@ -51,67 +47,57 @@ class StepRecords:
     Args:
         config: the run.
         world: all ranks.
-        sources: names of the data sources, by number.
+        parameters: of the model.
         scaled: the loss is scaled, for fp16.
-        flops_per_token, peak_flops: for MFU; the peak of one device, or None if unknown.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        sources: list[str],
-        *,
-        scaled: bool,
-        flops_per_token: float,
-        peak_flops: float | None,
-    ) -> None:
-        self._config, self._world, self._sources, self._scaled = config, world, sources, scaled
-        self._flops, self._peak = flops_per_token, peak_flops
+    def __init__(self, config: Config, world: World, parameters: int, *, scaled: bool) -> None:
+        self._config, self._world, self._scaled = config, world, scaled
+        self._sources = [source.name for source in config.data.sources]
+        self._flops = flops_per_token(parameters, config.model, config.data.sequence_length)
+        self._peak = peak_flops(device_name(world.device))
 
     def of(self, issued: Issued) -> StepRecord:
         """The record of a step whose numbers are there."""
         config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length
-        targets, samples, documents, separators, adjacent, digest, quarantined, *more = issued.counts.tolist()
-        checksums = more[5:]
-        norm, scale, skipped, *sums, means, penalties, ranks, numbers, norms = issued.sums.tolist()
-        losses, learned = sums[: len(self._sources)], sums[len(self._sources) :]
-        seconds = _seconds(issued)
-        rate = state.batch * length / seconds.iteration
-        clip = config.train.grad_clip
+        counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
+        losses, targets = sums.losses.tolist(), sums.targets.tolist()
+        norm, bad_losses, bad_norms = sums.norm.item(), sums.bad_losses.item(), sums.bad_norms.item()
+        clip, z_loss, rate = config.train.grad_clip, config.train.z_loss, state.batch * length / seconds.iteration
         return StepRecord(
             step=state.step,
             consumed=state.consumed,
             cursor=state.cursor,
-            tokens=state.consumed * length,
-            loss=LossSum(sum=number(sum(losses)), count=targets),
-            loss_sequence=LossSum(sum=number(means), count=samples),
-            z_loss=LossSum(sum=number(config.train.z_loss * penalties), count=targets) if config.train.z_loss else None,
+            tokens=config.schedule.tokens(state.consumed),
+            loss=LossSum(sum=number(sum(losses)), count=counts.targets),
+            loss_sequence=LossSum(sum=number(sums.sample_losses.item()), count=counts.samples),
+            z_loss=LossSum(sum=number(z_loss * sums.penalties.item()), count=counts.targets) if z_loss else None,
             sources={
                 name: LossSum(sum=number(loss), count=int(count))
-                for name, loss, count in zip(self._sources, losses, learned, strict=True)
+                for name, loss, count in zip(self._sources, losses, targets, strict=True)
             },
-            grad_norm=None if norms else number(norm),
-            clip=min(1.0, clip / (norm + 1e-6)) if clip and not norms else 1.0,
-            loss_scale=scale if self._scaled else None,
-            skipped=skipped > 0,
-            not_finite="loss" if ranks else "gradients" if norms else None,
-            nonfinite_rank=int(numbers) if ranks == 1 else None,
-            replicas=replicas.compare(checksums, world.shards) if checksums else None,
+            grad_norm=None if bad_norms else number(norm),
+            clip=min(1.0, clip / (norm + 1e-6)) if clip and not bad_norms else 1.0,
+            loss_scale=sums.loss_scale.item() if self._scaled else None,
+            skipped=bool(sums.skipped),
+            not_finite="loss" if bad_losses else "gradients" if bad_norms else None,
+            nonfinite_rank=int(sums.bad_ranks) if bad_losses == 1 else None,
+            replicas=replicas.compare(counts.checksums, world.shards) if counts.checksums else None,
             lr=issued.lr,
             ramps=Ramps(shares=issued.data["shares"], **issued.ramps),
             batch=state.batch,
             sequence_length=length,
             mixture={
-                name: count / targets if targets else 0.0 for name, count in zip(self._sources, learned, strict=True)
+                name: count / counts.targets if counts.targets else 0.0
+                for name, count in zip(self._sources, targets, strict=True)
             },
             epochs=issued.data["epochs"],
-            data_digest=f"{digest % 2**64:016x}",
+            data_digest=f"{counts.digest % 2**64:016x}",
             data_distance=issued.data["data_distance"],
-            documents=documents,
-            separators=separators,
-            adjacent_specials=adjacent,
-            quarantined=quarantined,
+            documents=counts.documents,
+            separators=counts.separators,
+            adjacent_specials=counts.adjacent_specials,
+            quarantined=counts.quarantined,
             data_read=ReadTimes(**issued.data["data_read"]),
             beside=issued.data["beside"],
             world=world.size,
@@ -120,19 +106,3 @@ class StepRecords:
             mfu=rate * self._flops / (self._peak * world.size) if self._peak else None,
             memory_bytes=memory_in_use(world.device),
         )
-
-
-def _seconds(issued: Issued) -> Seconds:
-    """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
-    before, start, middle, end = issued.marks
-    gap = between(before, start)
-    checkpoint = min(issued.host_checkpoint, gap)
-    data = min(issued.host_data, gap - checkpoint)
-    return Seconds(
-        iteration=between(before, end),
-        data=data,
-        forward_backward=between(start, middle),
-        optimizer=between(middle, end),
-        checkpoint=checkpoint,
-        other=gap - checkpoint - data,
-    )

@@ -24,6 +24,7 @@ from data.loader import Loader, StepBatch, check_batches
 from data.mapping import now_reading
 from data.opening import check_supply, open_infilling, open_packer, open_skips
 from data.packer import Packer
+from data.position import Position
 from data.unigrams import Unigrams
 from eval import jobs
 
@@ -54,6 +55,7 @@ from .record.recorder import Recorder, Silent
 from .record.run_id import Memory
 from .retreat import came_back, retreat, say_end
 from .rollback import finish
+from .run_context import RunContext
 from .saves import Saves
 from .state import TrainState, identity
 from .trainer import Trainer
@@ -231,24 +233,16 @@ def _train(
             after_save(made)
 
     trainer = Trainer(
-        config=config,
-        world=world,
+        RunContext(config, world, recorder, inbox, heart, after_save.at_work),
         model=model,
         optimizer=optimizer,
         scaler=_loss_scaler(config, world, state, recorder),
         data=_loader(config, packer, world, run_dir, state, compares=world.is_main and config.watchdog.enabled),
         saves=Saves(config, world, manager, saved, recorder, state.step),
-        recorder=recorder,
-        inbox=inbox,
         state=state,
         health=health,
-        source_names=[source.name for source in config.data.sources],
-        flops_per_token=throughput.flops_per_token(parameters, config.model, config.data.sequence_length),
-        peak_flops=throughput.peak_flops(throughput.device_name(world.device)),
-        heart=heart,
-        beside=after_save.at_work,
         provenance=provenance(config, world.size),
-        reread=partial(_read_again, config, world, run_dir, state),
+        reread=partial(_read_again, config, world, run_dir),
     )
     if world.is_main:
         _tell_ready(recorder, config, state)
@@ -375,7 +369,7 @@ def _copy_tokenizer(packer: Packer, run_dir: RunDir) -> None:
 
 
 def _loader(
-    config: Config, packer: Packer, world: World, run_dir: RunDir, state: TrainState, *, compares: bool
+    config: Config, packer: Packer, world: World, run_dir: RunDir, start: Position, *, compares: bool
 ) -> Loader:
     path = run_dir.path / "watchdog/unigrams.json"
     if compares:
@@ -386,8 +380,7 @@ def _loader(
         rank=world.rank,
         world=world.size,
         micro_batch=config.train.micro_batch,
-        cursor=state.cursor,
-        consumed=state.consumed,
+        start=start,
         skips=open_skips(config),
         prefetch=config.data.prefetch,
         with_lengths=config.data.uses_lengths,
@@ -398,11 +391,9 @@ def _loader(
     )
 
 
-def _read_again(
-    config: Config, world: World, run_dir: RunDir, state: TrainState, cursor: int, consumed: int
-) -> StepBatch:
-    """This rank's share of the batch at some counters, by a packer that nobody else uses. Raises DataError."""
-    return _loader(config, open_packer(config), world, run_dir, state, compares=False).build(cursor, consumed)
+def _read_again(config: Config, world: World, run_dir: RunDir, before: Position) -> StepBatch:
+    """This rank's share of the batch after a position, by a packer that nobody else uses. Raises DataError."""
+    return _loader(config, open_packer(config), world, run_dir, before, compares=False).build(before)
 
 
 def _loss_scaler(config: Config, world: World, state: TrainState, recorder: Recorder) -> optim.LossScaler | None:

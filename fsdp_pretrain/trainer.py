@@ -7,7 +7,6 @@ step, so decisions taken from them need no further communication.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -16,22 +15,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data.loader import StepBatch
+from data.position import Position
+
 from . import optim, parallel, replicas
-from .config import Config
-from .control import Inbox
 from .errors import DataError, Exit, UserError
 from .health import Health, Retreat
 from .health_journal import Provenance, tell
-from .marks import mark, to_host
-from .mesh import World
+from .marks import to_host
 from .models import Decoder, packed
 from .models.loss import IGNORE
-from .own_time import OwnTime
-from .record.recorder import Recorder
+from .run_context import RunContext
 from .saves import Saves
 from .state import TrainState
+from .step_clock import StepClock
 from .step_records import Issued, StepRecords
-from .watchdog.heart import Heart
+from .step_sums import StepCounts, StepSums
 from .watchdog.page import Phase
 
 LAG = 2
@@ -41,37 +40,17 @@ _QUARANTINE_BASE = 100_000
 """The share of quarantined documents is judged over at least so many, or one early bad document would stop a run."""
 
 
-class StepBatch(Protocol):
-    """This rank's share of a global batch; see `data.loader.StepBatch`."""
-
-    micro: list[Any]
-    size: int
-    cursor: int
-    consumed: int
-    targets: int
-    documents: int
-    separators: int
-    adjacent_specials: int
-    digest: int
-    quarantined: list[Any]
-    shares: dict[str, float]
-    epochs: dict[str, float]
-    reads: Any
-    notices: list[str]
-    distance: float | None
-
-
 class DataStream(Protocol):
     """Where steps come from; see `data.loader.Loader`."""
 
-    def __next__(self) -> Any: ...
+    def __next__(self) -> StepBatch: ...
 
-    def blank(self, cursor: int, consumed: int) -> Any:
-        """A batch of the shape due at these counters, with nothing to learn."""
+    def blank(self, before: Position) -> StepBatch:
+        """A batch of the shape due at this position, with nothing to learn."""
 
 
-Reread = Callable[[int, int], StepBatch]
-"""(cursor, consumed) before a batch -> this rank's share of it."""
+Reread = Callable[[Position], StepBatch]
+"""The position before a batch -> this rank's share of it."""
 
 
 @dataclass
@@ -89,20 +68,13 @@ class Trainer:
     """Runs steps until the run is complete or told to stop.
 
     Args:
-        config: the run.
-        world: all ranks.
+        run: what it has in common with the other parts of the start.
         model, optimizer: sharded, with their values.
         scaler: of the loss, for fp16.
         data: this rank's batches, from `state` on.
         saves: makes checkpoints.
-        recorder: writes the record (silent on other ranks than 0).
-        inbox: requests to this rank.
         state: counters to continue from.
         health: judges the steps.
-        source_names: names of the data sources, by number.
-        flops_per_token, peak_flops: for MFU; the peak of one device, or None if unknown.
-        heart: tells the watchdog what this rank does.
-        beside: names of what runs on this node beside training just now.
         provenance: the documents of a batch, for the journal.
         reread: gives a batch once more, while `data` may be preparing others.
 
@@ -112,48 +84,32 @@ class Trainer:
 
     def __init__(
         self,
+        run: RunContext,
         *,
-        config: Config,
-        world: World,
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         scaler: optim.LossScaler | None,
         data: DataStream,
         saves: Saves,
-        recorder: Recorder,
-        inbox: Inbox,
         state: TrainState,
         health: Health,
-        source_names: list[str],
-        flops_per_token: float,
-        peak_flops: float | None,
-        heart: Heart | None = None,
-        beside: Callable[[], list[str]] = list,
         provenance: Provenance | None = None,
         reread: Reread | None = None,
     ) -> None:
-        self.config, self.schedule, self.world = config, config.schedule, world
+        config, world = run.config, run.world
+        self._context, self.config, self.schedule, self.world = run, config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
-        self.saves, self.recorder, self.inbox = saves, recorder, inbox
-        self.state, self._sources = state, source_names
-        self._heart = heart or Heart()
-        self._records = StepRecords(
-            config,
-            world,
-            source_names,
-            scaled=scaler is not None,
-            flops_per_token=flops_per_token,
-            peak_flops=peak_flops,
-        )
-        self._own, self._beside = OwnTime(model, world.device, config.watchdog.pace.window, self._heart), beside
+        self.saves, self.state, self.recorder, self._heart = saves, state, run.recorder, run.heart
+        self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
+        self._clock = StepClock(model, world.device, config.watchdog.pace.window, run.heart)
         self._health, self._provenance, self._reread = health, provenance, reread
         self.retreat: Retreat | None = None
         self._first = state.step
         self._issued: deque[Issued] = deque()
         self._verdict = Verdict()
-        self._last_mark = mark(self.world.device)
         self._stretches = self._quarantined = 0
+        self._skips = scaler is not None or config.health.skip_nonfinite
         self._data_error: DataError | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -217,97 +173,39 @@ class Trainer:
         if before is None or reread is None:
             return None
         try:
-            batch = self.world.together(lambda: reread(*before))
+            batch = self.world.together(lambda: reread(Position(cursor=before[0], consumed=before[1])))
         except DataError:
             return None
         self._seed_dropout(retreat.end)
-        samples = sum(packed.learning_samples(micro) for micro in batch.micro)
-        counts = self.world.sum_(torch.tensor([batch.targets, samples], device=self.world.device))
-        sums = self._accumulate(batch, counts)
-
-        def skip(norm: Tensor) -> Tensor:
-            self._sum_and_judge(sums, norm)
-            return torch.ones_like(norm)
-
-        parts = len(batch.micro)
-        optim.step(self.model, self.optimizer, lr=0.0, clip=0.0, scaler=self.scaler, parts=parts, skip=skip)
-        return bool((sums[-3] + sums[-1] > 0).item())
+        sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world))
+        self._heart.beat(Phase.REDUCE)
+        sums.sum_over(self.world, optim.gradient_norm(self.model))
+        return bool(sums.not_finite().item())
 
     def step(self) -> None:
-        """Issue one optimiser step: read a batch, run its micro-batches, clip, update."""
-        self._heart.step(self.state.step + 1)
-        waited = time.perf_counter()
-        batch = self._next_batch()
-        waited = time.perf_counter() - waited
-        state = TrainState(self.state.step + 1, batch.consumed, batch.cursor, batch.size)
+        """Issue one optimiser step: read a batch, run its micro-batches, reduce, clip, decide, apply."""
+        with self._clock.reading(self.state.step + 1):
+            batch = self._next_batch()
+        state = TrainState.at(batch.position)
         self._seed_dropout(state.step)
-        ramps = self.schedule.ramps_at(state.consumed)
+        lr, ramps = self.schedule.lr_at(state.consumed), self.schedule.ramps_at(state.consumed)
         self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
         counts = self._sum_counts(batch)
-        marks = [self._last_mark, mark(self.world.device)]
-        self._own.begin()
+        self._clock.begin_forward()
         sums = self._accumulate(batch, counts)
-        marks.append(mark(self.world.device))
-        self._heart.beat(Phase.OPTIMIZER)
-        update = optim.step(
-            self.model,
-            self.optimizer,
-            lr=self.schedule.lr_at(state.consumed),
-            clip=self.config.train.grad_clip,
-            scaler=self.scaler,
-            parts=len(batch.micro),
-            skip=lambda norm: self._sum_and_judge(sums, norm),
-        )
-        marks.append(mark(self.world.device))
-        lr = self.optimizer.param_groups[0]["lr"]
-        host_counts, host_sums, ready = to_host(self.world.device, counts, torch.cat((update, sums)))
-        seconds = self.saves.take_stalled()
-        beside = [*(["save"] if self.saves.in_flight else []), *self._beside()]
-        facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
-        data = {"shares": batch.shares, "epochs": batch.epochs, **facts}
-        own = self._own.end()
-        self._issued.append(Issued(state, lr, ramps, marks, own, waited, seconds, host_counts, host_sums, ready, data))
-        self.state, self._last_mark = state, marks[-1]
-
-    def _accumulate(self, batch: StepBatch, counts: Tensor) -> Tensor:
-        """Run a batch's micro-batches, which leaves their gradients; what was measured, see `_micro_step`.
-
-        Args:
-            batch: this rank's share.
-            counts: of all ranks, targets and samples with targets first.
-        """
-        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
-        # size and divided by the number of targets, or of samples with targets, of all ranks.
-        factor = self.world.size / counts[1 if self.config.data.by_sequence else 0].float()
-        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
-            factor *= self.scaler.scale * len(batch.micro)
-        sums = torch.zeros(2 * len(self._sources) + 5, dtype=torch.float64, device=self.world.device)
-        for index, micro in enumerate(batch.micro):
-            self._heart.beat(Phase.COMPUTE)
-            parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
-            self._micro_step(micro, factor, sums)
-        return sums
-
-    def _sum_and_judge(self, sums: Tensor, norm: Tensor) -> Tensor | None:
-        """Sum over the ranks what the step measured, before the optimiser acts on it.
-
-        Args:
-            sums: as from `_micro_step`, of this rank; of all ranks afterwards.
-            norm: of the gradients, fp32 0-dim. Replicas hold the same gradients, so it is the same everywhere; that
-                ranks can never step apart does not rest on it.
-
-        Returns:
-            fp32 0-dim, 1 on every rank if anything of any rank is not finite, else 0; None if that stops no step.
-        """
-        bad = (~sums.isfinite().all()).double()
-        sums[-3] = bad
-        sums[-2] = bad * self.world.rank
-        sums[-1] = (~norm.isfinite()).double()
+        self._clock.begin_update()
+        norm = optim.gradient_norm(self.model)
         self._heart.beat(Phase.REDUCE)
-        self.world.sum_(sums)
-        if self.scaler is None and not self.config.health.skip_nonfinite:
-            return None
-        return (sums[-3] + sums[-1] > 0).float()
+        sums.sum_over(self.world, norm)
+        limit, scaler = self.config.train.grad_clip, self.scaler
+        norm = optim.clip(self.model, self.optimizer, norm, limit, scaler=scaler, parts=len(batch.micro))
+        skip = sums.not_finite() if self._skips else None
+        sums.add_update(norm, None if scaler is None else scaler.scale, skip)
+        optim.apply(self.optimizer, lr=lr, skip=skip, scaler=scaler)
+        times = self._clock.end_update(self.saves.take_stalled())
+        host_counts, host_sums, ready = to_host(self.world.device, counts, sums.packed)
+        self._issued.append(Issued(state, lr, ramps, times, host_counts, host_sums, ready, self._facts(batch)))
+        self.state = state
 
     def _next_batch(self) -> StepBatch:
         """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.
@@ -317,25 +215,65 @@ class Trainer:
         """
         if self._data_error is None:
             try:
-                batch: StepBatch = next(self.data)
-                return batch
+                return next(self.data)
             except DataError as error:
                 if self.world.size == 1:
                     raise
                 self._data_error = error
-        blank: StepBatch = self.data.blank(self.state.cursor, self.state.consumed)
-        return blank
+        return self.data.blank(self.state)
 
-    def _micro_step(self, micro: packed.MicroBatch, factor: Tensor, sums: Tensor) -> None:
+    def _seed_dropout(self, step: int) -> None:
+        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
+        if self.config.model.uses_dropout:
+            torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+
+    def _sum_counts(self, batch: StepBatch) -> Tensor:
+        """Packed `StepCounts` of all ranks, on the device; now and then with checksums of the parameters."""
+        asked = self._context.inbox.take()
+        saved, retry, overdue = self.saves.signals()
+        counts = replace(
+            StepCounts.of(batch),
+            stop=asked.stop,
+            save=asked.save or retry,
+            without_data=self._data_error is not None,
+            saved=saved,
+            overdue=overdue,
+        )
+        for text in batch.notices:
+            self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
+        for piece in batch.quarantined:
+            self.recorder.say(f"quarantined: {piece}")
+        # Two steps apart, so that parameters which do not change are noticed too.
+        due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
+        return counts.sum_over(self.world, replicas.checksums(self.model, self.world) if due else None)
+
+    def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
+        """Run a batch's micro-batches, which leaves their gradients; what this rank measured.
+
+        Args:
+            batch: this rank's share.
+            counts: packed `StepCounts` of all ranks, on the device.
+        """
+        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
+        # size and divided by the number of targets, or of samples with targets, of all ranks.
+        divisor = StepCounts.element(counts, "samples" if self.config.data.by_sequence else "targets")
+        factor = self.world.size / divisor.float()
+        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
+            factor *= self.scaler.scale * len(batch.micro)
+        sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
+        for index, micro in enumerate(batch.micro):
+            self._heart.beat(Phase.COMPUTE)
+            parallel.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
+            self._micro_step(micro, factor, sums)
+        return sums
+
+    def _micro_step(self, micro: packed.MicroBatch, factor: Tensor, sums: StepSums) -> None:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.
 
         Args:
             factor: what the loss of a target (of a sample's mean target, if samples count alike) is multiplied by.
-            sums: fp64 [2 * sources + 5]: loss by source, targets by source, means of samples, squared log-normalisers.
-                The last three are left to `_sum_and_judge`: ranks with a loss that is not finite, the sum of their
-                numbers, ranks with such a gradient norm.
         """
-        device, weight, sources = self.world.device, self.config.train.z_loss, len(self._sources)
+        device, weight = self.world.device, self.config.train.z_loss
         measured = packed.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
         losses, targets = measured.losses.sum(1), (measured.labels != IGNORE).sum(1)
         objective = losses if measured.penalties is None else losses + weight * measured.penalties.sum(1)
@@ -343,47 +281,17 @@ class Trainer:
         (objective * (factor * means if self.config.data.by_sequence else factor)).sum().backward()
         with torch.no_grad():
             of = micro.sources.to(device, non_blocking=True)
-            sums[:sources].index_add_(0, of, losses.double())
-            sums[sources:-5].index_add_(0, of, targets.double())
-            sums[-5] += (losses * means).double().sum()
+            sums.losses.index_add_(0, of, losses.double())
+            sums.targets.index_add_(0, of, targets.double())
+            sums.sample_losses.add_((losses * means).double().sum())
             if measured.penalties is not None:
-                sums[-4] += measured.penalties.double().sum()
+                sums.penalties.add_(measured.penalties.double().sum())
 
-    def _sum_counts(self, batch: StepBatch) -> Tensor:
-        """int64 [targets, samples with targets, documents, separators, adjacent, digest, quarantined, stop, save, no
-        data, saved, overdue], of all ranks; now and then followed by the checksum of every rank's parameters."""
-        asked = self.inbox.take()
-        saved, retry, overdue = self.saves.signals()
-        values = [
-            batch.targets,
-            sum(packed.learning_samples(micro) for micro in batch.micro),
-            batch.documents,
-            batch.separators,
-            batch.adjacent_specials,
-            batch.digest,
-            len(batch.quarantined),
-            asked.stop,
-            asked.save or retry,
-            self._data_error is not None,
-            saved,
-            overdue,
-        ]
-        for text in batch.notices:
-            self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
-        for piece in batch.quarantined:
-            self.recorder.say(f"quarantined: {piece}")
-        counts = torch.tensor(values, dtype=torch.int64)
-        if self.world.device.type == "cuda":
-            counts = counts.pin_memory().to(self.world.device, non_blocking=True)
-        # Two steps apart, so that parameters which do not change are noticed too.
-        if (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2):
-            counts = torch.cat((counts, replicas.checksums(self.model, self.world)))
-        return self.world.sum_(counts)
-
-    def _seed_dropout(self, step: int) -> None:
-        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
-        if self.config.model.uses_dropout:
-            torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+    def _facts(self, batch: StepBatch) -> dict[str, Any]:
+        """What the record says of a batch and of what runs beside it, and needs no sum."""
+        beside = [*(["save"] if self.saves.in_flight else []), *self._context.beside()]
+        facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
+        return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
     # ------------------------------------------------------------------ what steps measured
 
@@ -398,14 +306,14 @@ class Trainer:
             issued = self._issued.popleft()
             if issued.ready is not None:
                 issued.ready.synchronize()
-            stop, save, without_data, saved, overdue = issued.counts[7:12].tolist()
-            if without_data:
+            counts = StepCounts.read(issued.counts)
+            if counts.without_data:
                 self.world.together(self._raise_data_error)
-            self._verdict.stop |= stop > 0
-            self._verdict.save |= save > 0
-            self._verdict.saved = max(self._verdict.saved, saved)
-            self._verdict.overdue |= overdue > 0
-            self._own.add(issued.own, issued.host_data)
+            self._verdict.stop |= counts.stop > 0
+            self._verdict.save |= counts.save > 0
+            self._verdict.saved = max(self._verdict.saved, counts.saved)
+            self._verdict.overdue |= counts.overdue > 0
+            self._clock.over(issued.times)
             record = self._records.of(issued)
             self._stretches += record.documents + record.batch  # a document may go on in many samples
             self._quarantined += record.quarantined

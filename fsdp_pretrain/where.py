@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from data.opening import open_packer, open_skips
 from data.packer import Packed, Packer
+from data.position import Position
 from data.tokenizer import Tokenizer
 
 from .changes import differences, load_recorded
@@ -152,13 +153,11 @@ def batches_after(config: Config, counters: dict[str, Any], count: int) -> list[
     Returns:
         For each: `step`, `consumed` and `cursor` after it, `batch` in samples, and `first`, the cursor before it.
     """
-    step, consumed, cursor = (counters[key] for key in ("step", "consumed", "cursor"))
-    skips = open_skips(config)
+    at, skips = Position(counters["step"], counters["consumed"], counters["cursor"]), open_skips(config)
     found: list[dict[str, int]] = []
-    while len(found) < count and consumed < config.schedule.total:
-        batch = config.schedule.batch.batch_at(consumed)
-        first, cursor, consumed, step = cursor, skips.after(cursor, batch), consumed + batch, step + 1
-        found.append({"step": step, "consumed": consumed, "cursor": cursor, "batch": batch, "first": first})
+    while len(found) < count and at.consumed < config.schedule.total:
+        first, at = at.cursor, at.advance(config.schedule.batch, skips)
+        found.append({**vars(at), "first": first})
     return found
 
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from data.loader import IGNORE, MicroBatch, StepBatch
+from data.position import Position
 from fsdp_pretrain import mesh, models, optim, parallel
 from fsdp_pretrain.bench import Records
 from fsdp_pretrain.config import Config, load
 from fsdp_pretrain.control import Inbox
 from fsdp_pretrain.health import Health
+from fsdp_pretrain.run_context import RunContext
 from fsdp_pretrain.saves import Saves
 from fsdp_pretrain.schedule import share_of
 from fsdp_pretrain.sections import GLMObjective
@@ -71,7 +73,7 @@ class Given:
         self.step += 1
         tokens, labels = global_batch(self.step, poison=self.poison)
         own = share_of(0, BATCH, self.rank, self.world)
-        batch = StepBatch([], BATCH, self.step * BATCH, self.step * BATCH)
+        batch = StepBatch([], Position(self.step, self.step * BATCH, self.step * BATCH, BATCH))
         for start in range(own.start, own.stop, self.micro):
             part = slice(start, start + self.micro)
             sources = torch.zeros(self.micro, dtype=torch.int64)
@@ -79,8 +81,8 @@ class Given:
         batch.targets = int((labels[own.start : own.stop] != IGNORE).sum())
         return batch
 
-    def blank(self, cursor: int, consumed: int) -> Any:
-        raise AssertionError((cursor, consumed))
+    def blank(self, before: Position) -> Any:
+        raise AssertionError(before)
 
 
 def never(*given: Any) -> Any:
@@ -104,20 +106,14 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
             weight.data[POISON - first] = 1e6
     optimizer, records = optim.build(model, config.optimizer), Records()
     trainer = Trainer(
-        config=config,
-        world=world,
+        RunContext(config, world, records, Inbox(None)),
         model=model,
         optimizer=optimizer,
         scaler=optim.LossScaler(config.train.loss_scale, world.device) if fp16 else None,
         data=Given(world.rank, world.size, config.train.micro_batch, case == "poison"),
         saves=Saves(config, world, NoSaver(), never, records, 0),
-        recorder=records,
-        inbox=Inbox(None),
         state=TrainState(),
         health=Health(config),
-        source_names=["given"],
-        flops_per_token=1.0,
-        peak_flops=None,
     )
     history = []
     for _ in range(STEPS):

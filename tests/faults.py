@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 _NOW = [0]
@@ -40,7 +41,7 @@ def wait(fault: dict[str, Any]) -> None:
     noise of the machine in what is shorter does not show."""
     from fsdp_pretrain import optim
 
-    update = optim.step
+    update = optim.apply
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         updated = update(*args, **kwargs)
@@ -49,7 +50,7 @@ def wait(fault: dict[str, Any]) -> None:
             _ENDED[0] = time.monotonic()
         return updated
 
-    optim.step = slow
+    optim.apply = slow
 
 
 def await_file(fault: dict[str, Any]) -> None:
@@ -92,12 +93,13 @@ def drag(fault: dict[str, Any]) -> None:
 def rewind(fault: dict[str, Any]) -> None:
     """Read the data from its beginning again."""
     from data.loader import Loader
+    from data.position import Position
 
     build, first = Loader.build, [True]
 
-    def rewound(self: Loader, cursor: int, consumed: int) -> Any:
-        begin, first[0] = 0 if first[0] else cursor, False
-        return build(self, begin, consumed)
+    def rewound(self: Loader, before: Position) -> Any:
+        begin, first[0] = replace(before, cursor=0) if first[0] else before, False
+        return build(self, begin)
 
     Loader.build = rewound  # type: ignore[method-assign]
 

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,12 +40,12 @@ def step(self: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     node = self.data._node
     if FAULT["kind"] == "repeat" and now in FAULT["steps"]:
-        self.data._node = iter([self.data.build(self.state.cursor - self.state.batch, self.state.consumed)])
+        self.data._node = iter([self.data.build(replace(self.state, cursor=self.state.cursor - self.state.batch))])
     whole_step(self)
     self.data._node = node
 
 
-def optimise(model: Any, *args: Any, **kwargs: Any) -> Any:
+def gradient_norm(model: Any) -> Any:
     if FAULT["kind"] == "gradient" and here():
         for parameter in model.parameters():
             gradient = parameter.grad.to_local()
@@ -54,7 +55,7 @@ def optimise(model: Any, *args: Any, **kwargs: Any) -> Any:
     if FAULT["kind"] == "grow" and here():
         for parameter in model.parameters():
             parameter.grad.mul_(FAULT["times"])
-    return optimise_really(model, *args, **kwargs)
+    return norm_really(model)
 
 
 def losses(*args: Any, **kwargs: Any) -> Any:
@@ -67,5 +68,5 @@ def losses(*args: Any, **kwargs: Any) -> Any:
 if "hosts" in FAULT:
     socket.gethostname = lambda: FAULT["hosts"][int(os.environ["RANK"])]
 whole_step, trainer.Trainer.step = trainer.Trainer.step, step  # type: ignore[method-assign]
-optimise_really, optim.step = optim.step, optimise
+norm_really, optim.gradient_norm = optim.gradient_norm, gradient_norm
 losses_really, packed.losses = packed.losses, losses

@@ -42,15 +42,15 @@ import os
 if os.environ.get("RANK") == "1":
     from pathlib import Path
     from fsdp_pretrain import optim, trainer
-    step, update, now = trainer.Trainer.step, optim.step, [0]
+    step, norm, now = trainer.Trainer.step, optim.gradient_norm, [0]
     def counted(self):
         now[0] = self.state.step + 1
         step(self)
-    def spoilt(model, *args, **kwargs):
+    def spoilt(model):
         if str(now[0]) in Path(os.environ["SOAK_NAN"]).read_text().split():
             next(p for p in model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = float("nan")
-        return update(model, *args, **kwargs)
-    trainer.Trainer.step, optim.step = counted, spoilt
+        return norm(model)
+    trainer.Trainer.step, optim.gradient_norm = counted, spoilt
 """
 """In `sitecustomize` of the ranks: a gradient of rank 1 is NaN in the steps that a file lists, whoever trains them."""
 

@@ -56,6 +56,7 @@ LEVELS = [
         "data.corpus",
         "data.mixture",
         "data.skip",
+        "data.position",
         "data.quickstart",
     ],
     ["fsdp_pretrain.checkpoint.stores", "fsdp_pretrain.checkpoint.expected"],
@@ -107,8 +108,8 @@ LEVELS = [
     ["fsdp_pretrain.plan"],
     ["fsdp_pretrain.checkpoint", "fsdp_pretrain.rollback", "fsdp_pretrain.fork"],
     [
-        *("fsdp_pretrain.saves", "fsdp_pretrain.launch", "fsdp_pretrain.own_time"),
-        "fsdp_pretrain.step_records",
+        *("fsdp_pretrain.saves", "fsdp_pretrain.launch", "fsdp_pretrain.own_time", "fsdp_pretrain.run_context"),
+        *("fsdp_pretrain.step_records", "fsdp_pretrain.step_sums", "fsdp_pretrain.step_clock"),
         *(
             "fsdp_pretrain.health_journal",
             "fsdp_pretrain.ending",

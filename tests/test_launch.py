@@ -137,7 +137,7 @@ def dies_at(folder: Path, cursor: int) -> Path:
         "    real = loader.Loader.__next__\n"
         "    def fail(self):\n"
         "        batch = real(self)\n"
-        f"        if batch.cursor == {cursor}: raise RuntimeError('a defect')\n"
+        f"        if batch.position.cursor == {cursor}: raise RuntimeError('a defect')\n"
         "        return batch\n"
         "    loader.Loader.__next__ = fail\n"
     )

@@ -11,6 +11,7 @@ import torch
 
 from data.loader import IGNORE, Loader, StepBatch, check_batches
 from data.packer import Packer
+from data.position import Position
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.schedule import BatchSchedule, Ramp
 
@@ -51,7 +52,7 @@ def test_digests_add_up_to_the_same_whatever_the_ranks(packer: Packer, world: in
     alone = steps(packer, 0, 1, 8, micro_batch=3)
     for i in range(8):
         assert (sum(rank[i].digest for rank in ranks) - alone[i].digest) % 2**64 == 0
-        assert sum(rank[i].targets for rank in ranks) == alone[i].targets == alone[i].size * 32
+        assert sum(rank[i].targets for rank in ranks) == alone[i].targets == alone[i].position.batch * 32
         assert sum(rank[i].documents for rank in ranks) == alone[i].documents
     assert len({step.digest for step in alone}) == 8
 
@@ -59,18 +60,16 @@ def test_digests_add_up_to_the_same_whatever_the_ranks(packer: Packer, world: in
 def test_state_is_small_and_resumes_at_another_world_size(packer: Packer) -> None:
     expected = global_batches(packer, 2, 12)
     loader = Loader(packer, BATCHES, rank=0, world=2, micro_batch=2)
-    for _ in range(7):
-        next(loader)
-    state = loader.state()  # belongs to the batch handed out, not to what was prefetched
-    assert len(json.dumps(state)) < 1024
-    resumed = global_batches(packer, 3, 5, **state)
+    position = [next(loader).position for _ in range(7)][-1]  # of the batch handed out, not of what was prefetched
+    assert len(json.dumps(vars(position))) < 1024
+    resumed = global_batches(packer, 3, 5, start=position)
     assert all(torch.equal(a, b) for a, b in zip(resumed, expected[7:], strict=True))
 
 
 def test_cursor_and_consumed_are_separate(packer: Packer) -> None:
     """Samples may be skipped: the position in the data moves on, the batch ramp does not."""
-    (step,) = steps(packer, 0, 1, 1, cursor=1000, consumed=0)
-    assert (step.size, step.cursor, step.consumed) == (12, 1012, 12)
+    (step,) = steps(packer, 0, 1, 1, start=Position(cursor=1000))
+    assert step.position == Position(step=1, consumed=12, cursor=1012, batch=12)
 
 
 def test_document_lengths_travel_only_when_wanted(packer: Packer) -> None:
@@ -90,7 +89,7 @@ def test_quarantined_stretches_are_not_learned(packer: Packer) -> None:
             assert not (labels == spelt).any() and not (micro.tokens == spelt).any()
             learned += int((labels != IGNORE).sum())
         assert learned == step.targets
-        assert (step.targets < step.size * 32) == bool(step.quarantined)
+        assert (step.targets < step.position.batch * 32) == bool(step.quarantined)
         assert (step.separators, step.adjacent_specials) == (step.documents, 0)
         quarantined += len(step.quarantined)
     assert quarantined > 0

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from data.loader import Loader
 from data.mixture import CHUNK, GRID, Mixture, Weight
 from data.packer import Packer
+from data.position import Position
 from data.skip import Skips
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.schedule import BatchSchedule
@@ -220,12 +221,12 @@ def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
     sources = [("a", corpus, Weight(((0, 1.0), (400, 3.0)))), ("b", corpus, Weight(((0, 2.0),), start=100))]
     reference, skips = packer(shared_corpus, sources=sources), Skips([(40, 77), (203, 204)])
     cursor = consumed = 0
-    counters: dict[int, tuple[int, int]] = dict.fromkeys(range(world), (0, 0))
+    position = Position()
     for part in (3, 8, 2):  # three starts
         loaders = [
             Loader(
                 packer(shared_corpus, sources=sources), BatchSchedule(16), rank=rank, world=world, micro_batch=2,
-                cursor=counters[rank][0], consumed=counters[rank][1], skips=skips, prefetch=prefetch,
+                start=position, skips=skips, prefetch=prefetch,
             )
             for rank in range(world)
         ]  # fmt: skip
@@ -235,8 +236,8 @@ def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
             expected = reference.pack_samples(indices).tokens.tolist()
             assert [row for step in steps for micro in step.micro for row in micro.tokens.tolist()] == expected
             cursor, consumed = indices[-1] + 1, consumed + 16
-            assert {(step.cursor, step.consumed) for step in steps} == {(cursor, consumed)}
-        counters = {rank: (loader.state()["cursor"], loader.state()["consumed"]) for rank, loader in enumerate(loaders)}
+            (position,) = {step.position for step in steps}
+            assert (position.cursor, position.consumed) == (cursor, consumed)
 
 
 def test_skipping_steps_drops_exactly_their_samples(shared_corpus: Path) -> None:
@@ -250,7 +251,7 @@ def test_skipping_steps_drops_exactly_their_samples(shared_corpus: Path) -> None
             step = next(loader)
             samples += skips.take(cursor, 12)
             assert len(step.micro) == 3
-            cursor = step.cursor
+            cursor = step.position.cursor
         return samples
 
     skipping = trained(Skips([(first, stop)]), 30)

@@ -293,7 +293,7 @@ def test_a_constant_shrink_leaves_adamw_where_it_was() -> None:
         optimizer = optim.build(model, OptimizerSection(lr=1e-3, eps=1e-30))
         for _ in range(5):
             model(x[:, :-1], x[:, 1:]).mean().backward()
-            optim.step(model, optimizer, lr=1e-3, clip=0.0, scaler=None, parts=1, skip=lambda _: None)
+            optim.apply(optimizer, lr=1e-3, skip=None, scaler=None)
         ends.append([parameter.detach() for parameter in model.parameters()])
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
 

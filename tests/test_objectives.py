@@ -26,6 +26,7 @@ from data.loader import Loader, StepBatch
 from data.objectives import IGNORE, Infilled, Infilling, Slot, Spans, Specials, continue_text, fill_blanks
 from data.opening import open_infilling, open_packer
 from data.packer import Packed, Packer
+from data.position import Position
 from data.tokenizer import Tokenizer
 from data.validate import check_against, validate
 from fsdp_pretrain.changes import differences
@@ -257,7 +258,7 @@ def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, positions: s
             same = zip(joined([own[step] for own in ranks]), joined([expected[step]]), strict=True)
             assert all(torch.equal(a, b) for a, b in same)
             assert sum(own[step].targets for own in ranks) == expected[step].targets
-    resumed = steps(packer, 0, 1, 2, infilling=maker, cursor=24, consumed=24)
+    resumed = steps(packer, 0, 1, 2, infilling=maker, start=Position(2, 24, 24, 12))
     assert all(torch.equal(a, b) for a, b in zip(joined(resumed), joined(expected[2:]), strict=True))
     tokens, labels, lengths, prefix, places, _ = joined(expected)
     assert tokens.shape == (48, 65) and labels.shape == (48, 64) and (tokens[:, 64] == 0).all()
@@ -279,9 +280,9 @@ def test_an_empty_share_has_the_shapes_of_a_full_one(packer: Packer) -> None:
     loader = Loader(
         packer, BatchSchedule(12), rank=0, world=1, micro_batch=3, prefetch=0, infilling=infilling(packer, 64)
     )
-    blank, full = loader.blank(0, 0), loader.build(0, 0)
+    blank, full = loader.blank(Position()), loader.build(Position())
     assert [t.shape for t in joined([blank])] == [t.shape for t in joined([full])]
-    assert (joined([blank])[1] == IGNORE).all() and blank.cursor == full.cursor
+    assert (joined([blank])[1] == IGNORE).all() and blank.position == full.position
 
 
 def test_every_token_is_in_one_row_of_an_epoch(packer: Packer) -> None:

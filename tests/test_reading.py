@@ -20,6 +20,7 @@ from data.corpus import Corpus, write_corpus
 from data.loader import Loader
 from data.mapping import Mapping
 from data.packer import Packer
+from data.position import Position
 from data.shards import Shard, ShardWriter
 from data.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
@@ -190,7 +191,7 @@ def test_a_shard_cut_while_it_is_open_is_an_error_and_no_signal(corpus: Path, mi
 def test_reads_are_counted_and_the_slowest_is_named(corpus: Path) -> None:
     packer = open_packer(corpus)
     packer.places[0].take_times()
-    step = Loader(packer, BATCHES, rank=0, world=1, micro_batch=4, prefetch=0).build(0, 0)
+    step = Loader(packer, BATCHES, rank=0, world=1, micro_batch=4, prefetch=0).build(Position())
     assert step.reads.reads >= 4  # each shard was opened
     assert 0 < step.reads.slowest <= step.reads.seconds
     assert step.reads.file.startswith(str(corpus / "shards/shard-"))

@@ -11,6 +11,7 @@ import torch
 
 from data.loader import Loader
 from data.packer import Packer
+from data.position import Position
 from data.simulate import prove_shares, simulated_corpus
 from fsdp_pretrain.schedule import BatchSchedule, share_of
 
@@ -41,7 +42,7 @@ def test_ranks_build_what_the_arithmetic_says(packer: Packer) -> None:
     """Real loaders of a few of 1,024 ranks give the samples of their slices."""
     cursor, batches, rows = 123_457, BatchSchedule(8192), set()
     for rank in (0, 1, 511, 1023):
-        step = Loader(packer, batches, rank=rank, world=1024, micro_batch=8, prefetch=0).build(cursor, 0)
+        step = Loader(packer, batches, rank=rank, world=1024, micro_batch=8, prefetch=0).build(Position(cursor=cursor))
         share = share_of(cursor, 8192, rank, 1024)
         assert share == range(cursor + 8 * rank, cursor + 8 * rank + 8)
         assert torch.equal(step.micro[0].tokens, torch.from_numpy(packer.pack(share[0], 8).tokens))

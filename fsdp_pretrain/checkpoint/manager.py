@@ -176,7 +176,7 @@ def manifest_facts(
         "run": config.run.name,
         "segment": segment,
         **vars(state),
-        "tokens": state.consumed * config.data.sequence_length,
+        "tokens": config.schedule.tokens(state.consumed),
         "final": final,
         "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
         "torch": torch.__version__,

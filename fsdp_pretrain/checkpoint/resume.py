@@ -139,8 +139,8 @@ class Resume:
             self._mesh(content.world),
             f"state digest {loaded.digest} as saved",
         ]
-        length = self._config.data.sequence_length
-        lost = world.decide(lambda: left_behind(self._run, state.step, state.consumed * length))
+        tokens = self._config.schedule.tokens(state.consumed)
+        lost = world.decide(lambda: left_behind(self._run, state.step, tokens))
         parts += [f"{lost[0]:_} steps ({human_count(lost[1])} tokens) after it are lost"] if lost[0] else []
         parts += [f"changed: {'; '.join(changed)}"] if changed else []
         parts += [f"declared: {'; '.join(declared)}"] if declared else []

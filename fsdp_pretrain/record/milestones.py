@@ -26,7 +26,7 @@ def milestones(config: Config) -> list[tuple[int, str]]:
     for place in schedule.shrink.places if schedule.shrink is not None else []:
         found.append((place, f"embedding shrink is {schedule.ramps_at(place)['embedding_shrink']:g}"))
     tokens, unit = _FEWEST_TOKENS, _FEWEST_TOKENS
-    while tokens <= schedule.total * schedule.sequence_length:
+    while tokens <= schedule.tokens(schedule.total):
         found.append((-(-tokens // schedule.sequence_length), f"{human_count(tokens)} tokens"))
         factor = {1: 2, 2: 5, 5: 10}[tokens // unit]
         tokens, unit = unit * factor, unit * 10 if factor == 10 else unit
