@@ -220,7 +220,7 @@ def read_lines(
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict) and is_whole(record):
                 yield record, offset
