@@ -31,7 +31,7 @@ import psutil
 import tomli_w
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from fsdp_pretrain.record.files import RunDir  # noqa: E402
 from fsdp_pretrain.record.metrics import read_metrics  # noqa: E402
 from tests.conftest import clean_environment, free_port, python_path  # noqa: E402

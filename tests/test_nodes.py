@@ -18,6 +18,8 @@ import pytest
 from sight import PATIENCE, WATCHED, agents, alarms, family, hang, intent, rank_of, steps, until
 
 HOSTNAME = Path(__file__).resolve().parent / "hostname.py"
+SLOW = {"timeout": "600 s"}
+"""Collective operations on a busy machine: the watchdog's deadlines, which grow with the steps, are to come first."""
 NODES = {**WATCHED, "beat": "0.5 s", "silent": "3 s"}
 
 
@@ -35,7 +37,8 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         **deadlines: Any,
     ) -> Any:
         watchdog = {**NODES, "beat": beat, "silent": silent, "hang": {**WATCHED["hang"], **deadlines}}
-        config = lab.config(watchdog=watchdog, train={"duration": "9000 steps"}, checkpoint={"every": "50 steps"})
+        sections = {"train": {"duration": "9000 steps"}, "checkpoint": {"every": "50 steps"}, "parallel": SLOW}
+        config = lab.config(watchdog=watchdog, **sections)
         job = lab.start(config, ranks=2, nodes=2)
         before()
         until(lambda: steps(lab.path / "run") > 10)
@@ -226,7 +229,7 @@ def sides(lab: Any, helpers: Any, two_nodes: Callable[..., Any]) -> Iterator[Cal
     def start(steps_: int = 120, **options: Any) -> list[Side]:
         ranks = options.get("ranks", 1)
         sections = {"train": {"duration": f"{steps_} steps"}, "checkpoint": {"every": "10 steps"}, "launch": HASTE}
-        config = lab.config(parallel={"shard": ranks}, **sections)
+        config = lab.config(parallel={**SLOW, "shard": ranks}, **sections)
         lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2 * ranks)
         for node in two_nodes(**{"ranks": 1, **options}):
             started.append(Side(node, config, lab.path / f"{node.name}.log", helpers))

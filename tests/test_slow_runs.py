@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -49,8 +50,11 @@ def alarms_of(lab: Any, helpers: Any, detector: str) -> list[dict[str, Any]]:
 
 
 def own_times(pids: list[int]) -> dict[int, float]:
-    """The own times in the pages of some processes, by rank."""
-    beats = [page.read(path) for path in heart.root().glob("*/rank-*.page")]
+    """The own times in the pages of some processes, by rank; others' pages come and go."""
+    beats = []
+    for folder in heart.root().iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            beats += [page.read(path) for path in folder.glob("rank-*.page")]
     return {beat.rank: beat.own for beat in beats if beat is not None and beat.pid in pids and beat.window}
 
 

@@ -17,10 +17,11 @@ from released import ARCHIVES, unpack
 from fsdp_pretrain import control
 from fsdp_pretrain.atomic import create_file
 from fsdp_pretrain.checkpoint.store import CONFIG, MANIFEST, TRAIN_STATE, VERIFIED, Store, describe_file, verify_files
-from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.errors import StorageError, UserError
 from fsdp_pretrain.launch import limit
 from fsdp_pretrain.launch.outcome import read_outcome
-from fsdp_pretrain.record import exit_intent, goodput, journal, lineage, state_files
+from fsdp_pretrain.record import exit_intent, goodput, journal, lineage, run_id, state_files
+from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.record.metrics import find_step, last_metrics, left_behind, read_metrics
@@ -167,6 +168,20 @@ def test_one_of_many_makes_a_file_and_makes_it_whole(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 20
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"code": 1}', b"[1]"])
+def test_what_is_no_state_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / EXIT_INTENT).write_bytes(content)
+    with pytest.raises(DamagedFileError, match=EXIT_INTENT):
+        state_files.read(tmp_path / EXIT_INTENT, ExitIntent)
+    assert exit_intent.read(tmp_path) is None
+
+
+def test_an_id_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / run_id.NAME).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StorageError, match="run_id is damaged"):
+        run_id.read(tmp_path)
+
+
 # ---------------------------------------------------------------- strays
 
 
@@ -190,7 +205,9 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(run / "checkpoints/step-00000016", run / "checkpoints" / name)
         shutil.copytree(run / "evals/step-00000016", run / "evals" / name)
     with (run / "journal.jsonl").open("a") as file:
-        file.writelines(f"{line}\n" for line in ("[1]", '{"kind": "note", "text": "no time"}', '{"time": 3}', "\x00"))
+        file.writelines(
+            f"{line}\n" for line in ("[1]", '{"kind": "note", "text": "no time"}', '{"time": 3}', "\x00", "[" * 100_000)
+        )
         time = {"time": "2026-11-22T07:12:00.000Z", "segment": 4}
         for kind in ("checkpoint", "eval", "stop", "alarm", "health-rollback", "rollback"):
             file.write(json.dumps({**time, "kind": kind, "text": "lacks what it should say"}) + "\n")
@@ -225,12 +242,12 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "exit_intent.json is damaged",
             ],
         ),
-        (("status",), 2, ["damaged lines, passed over: 8", "0003 (copy), 0003x, old", "step 24 verified"]),
+        (("status",), 2, ["damaged lines, passed over: 9", "0003 (copy), 0003x, old", "step 24 verified"]),
         (("checkpoints", "list"), 0, ["24  "]),
         (("checkpoints", "verify"), 0, ["16  "]),
         (("alarms",), 2, ["rank-died"]),
-        (("journal",), 0, ["a person's line", "lacks what it should say", "damaged lines, passed over: 4"]),
-        (("goodput",), 0, ["tokens kept", "damaged lines of the journal and the metrics, passed over: 8"]),
+        (("journal",), 0, ["a person's line", "lacks what it should say", "damaged lines, passed over: 5"]),
+        (("goodput",), 0, ["tokens kept", "damaged lines of the journal and the metrics, passed over: 9"]),
         (("where", "--step", 3), 0, ["step 3"]),
         (("control", "save"), 78, ["no job of"]),
         (("rollback", "--to", 16, "--dry-run"), 78, ["future", "unknown key"]),

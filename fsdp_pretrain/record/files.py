@@ -187,7 +187,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
     """The object that a line holds; None if it holds none."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

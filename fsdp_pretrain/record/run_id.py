@@ -40,6 +40,11 @@ def read(directory: Path) -> str | None:
             f"{socket.gethostname()} cannot read {directory / NAME}: {error.strerror}",
             remedy="see whether its file system answers on that host",
         ) from None
+    except UnicodeDecodeError:
+        raise StorageError(
+            f"{directory / NAME} is damaged: it is not text",
+            remedy="restore it, or remove it if this is the directory that is meant",
+        ) from None
 
 
 def give(directory: Path, run_id: str = "") -> str:

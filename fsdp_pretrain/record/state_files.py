@@ -89,7 +89,7 @@ def parse(raw: bytes, schema: type[T]) -> T:
     """The contents of a file with these bytes. Raises ValueError, its text to follow the name of the file."""
     try:
         values = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError("is damaged: it is not JSON") from None
     if isinstance(values, dict):
         _check(values)

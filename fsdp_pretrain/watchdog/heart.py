@@ -200,10 +200,10 @@ def sweep(base: Path, spare: Path) -> None:
     from .page import is_alive, read
 
     for found in base.iterdir() if base.is_dir() else ():
-        beats = [read(path) for path in found.glob("*.page")]
         try:
+            beats = [read(path) for path in found.glob("*.page")]
             old = time.time() - found.stat().st_mtime > 60
-        except OSError:
+        except OSError:  # another agent removes it
             continue
         if found != spare and old and not any(beat is not None and is_alive(beat) for beat in beats):
             shutil.rmtree(found, ignore_errors=True)
