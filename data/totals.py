@@ -5,6 +5,7 @@ Memory: 8 bytes per document (hashes), one histogram of the vocabulary, and 8 kB
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from .documents import FOREIGN_AGREEMENT, repeated
 from .findings import EXAMPLES, Example, Findings
 from .meter import LONGEST, Measurement, length_quantile
+from .unigrams import jensen_shannon
 
 GIANT_TIMES, GIANT_SHARE = 20, 0.01
 """A document is giant at 20 times the 99th percentile of the lengths and a hundredth of the corpus's tokens."""
@@ -134,14 +136,6 @@ class Totals:
         everything = self._buckets.sum(axis=0)
         enough = [min(own.sum(), everything.sum() - own.sum()) >= _JUDGED_TOKENS for own in self._buckets]
         return [
-            jensen_shannon(own, everything - own) if judged else None
+            jensen_shannon(own, everything - own) / math.log(2) if judged else None
             for own, judged in zip(self._buckets, enough, strict=True)
         ]
-
-
-def jensen_shannon(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
-    """Divergence of two histograms in bits, 0 to 1."""
-    p, q = one / one.sum(), other / other.sum()
-    middle = (p + q) / 2
-    halves = [(a[a > 0] * np.log2(a[a > 0] / middle[a > 0])).sum() for a in (p, q)]
-    return float(sum(halves) / 2)

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.statistics import spread
 
 BUCKETS = 1024
 TOKENS = 16_384
 """So many tokens are counted per step."""
 _LEAST_SPREAD = 0.05
 """Of the logarithm of a distance: that of counts drawn from the reference itself."""
-_MAD = 1.4826
 
 
 class Unigrams:
@@ -64,13 +64,12 @@ class Unigrams:
             self._counts += counts
             self._steps += 1
             return None
-        distance = math.log(max(1e-12, _distance(counts, self._counts)))
+        distance = math.log(max(1e-12, jensen_shannon(counts, self._counts)))
         if self._typical is None:
             self._logs.append(distance)
             if len(self._logs) == self._learn:
-                middle = float(np.median(self._logs))
-                spread = _MAD * float(np.median(np.abs(np.array(self._logs) - middle)))
-                self._typical = middle, max(_LEAST_SPREAD, spread)
+                middle, deviation = spread(self._logs)
+                self._typical = middle, max(_LEAST_SPREAD, deviation)
                 self._write()
             return None
         return (distance - self._typical[0]) / self._typical[1]
@@ -93,9 +92,9 @@ class Unigrams:
             replace_file(self._path, json.dumps(content).encode())
 
 
-def _distance(counts: npt.NDArray[np.int64], reference: npt.NDArray[np.int64]) -> float:
-    """Jensen-Shannon distance of two histograms, in nats: 0 to log 2."""
-    p, q = counts / counts.sum(), reference / reference.sum()
+def jensen_shannon(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
+    """Jensen-Shannon divergence of two histograms, in nats: 0 to log 2."""
+    p, q = one / one.sum(), other / other.sum()
     return _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 from tqdm import tqdm
@@ -14,6 +13,7 @@ from .arguments import add_run
 from .changes import load_recorded
 from .console import Command
 from .errors import ConfigError
+from .record.files import age
 from .severity import Severity
 from .units import Seconds, human_time
 from .watchdog.alarms import Alarm, read_alarms
@@ -94,11 +94,9 @@ def _alarms(args: argparse.Namespace) -> int:
 
 def _render(alarm: Alarm) -> str:
     step = f", step {alarm.step:_}" if alarm.step is not None else ""
-    age = (datetime.now(UTC) - datetime.fromisoformat(alarm.opened)).total_seconds()
     count = f", {alarm.count} times" if alarm.count > 1 else ""
-    head = (
-        f"{alarm.severity.name:4} {alarm.state:12} {alarm.key}  (opened {human_time(max(0.0, age))} ago{count}{step})"
-    )
+    opened = f"opened {human_time(age(alarm.opened))} ago"
+    head = f"{alarm.severity.name:4} {alarm.state:12} {alarm.key}  ({opened}{count}{step})"
     lines = [head, f"     {alarm.summary}"]
     for name, text in (("meaning", alarm.effect), ("the watchdog", alarm.action), ("to do", alarm.remedy)):
         if text and alarm.state != "resolved":

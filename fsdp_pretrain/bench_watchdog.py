@@ -8,7 +8,6 @@ a busy machine spoils both alike.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -24,6 +23,7 @@ from .config import Config
 from .mesh import World
 from .record import run_id
 from .record.files import RunDir, now
+from .record.step_record import StepRecord
 from .trainer import Trainer
 from .watchdog.heart import Agent, Heart, Watched
 from .watchdog.page import Page, Phase
@@ -122,7 +122,7 @@ def _interval(ratios: list[float]) -> list[float]:
     return [statistics.median(ordered), ordered[max(0, low)], ordered[min(len(ratios) - 1, high)]]
 
 
-def _agent(config: Config, place: Path, record: dict[str, Any], seconds: float) -> dict[str, float]:
+def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> dict[str, float]:
     """Processor time and memory of an agent of eight ranks, its helpers included."""
     pages = place / "pages"
     own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=1) for rank in range(_RANKS)]
@@ -138,7 +138,8 @@ def _agent(config: Config, place: Path, record: dict[str, Any], seconds: float) 
             page.step(step)
             page.beat(Phase.COMPUTE)
         with metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**record, "step": step, "segment": 1, "time": now()}) + "\n")
+            line = record.model_copy(update={"step": step, "segment": 1, "time": now()}).to_line()
+            file.write(line + "\n")
         time.sleep(_STEP)
         if not before and time.monotonic() - beginning > 10:  # it has started and looked at everything once
             before, started = _cpu(process.pid), time.monotonic()

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 
+from . import statistics
 from .record.step_record import Finding
 from .severity import Severity
-from .watchdog import robust
 from .watchdog_sections import HealthSection
 
 _LAST, _ENOUGH = 5, 3
@@ -105,7 +105,7 @@ class Window:
         """How many spreads a value is above the median; None while too few are known."""
         if len(self._values) < self._enough:
             return None
-        middle, spread = robust.spread(self._values)
+        middle, spread = statistics.spread(self._values)
         return (value - middle) / max(spread, self._floor)
 
 
@@ -135,7 +135,7 @@ class Level:
             self._changes.append(known[-1] - known[-2])
         if len(known) < 2 * _JOINED:
             return []
-        block = robust.spread(self._changes)[1] / math.sqrt(2)
+        block = statistics.spread(self._changes)[1] / math.sqrt(2)
         self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
         levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
         rise, limit = levels[-1] - min(levels), max(self._least, _LEVEL_NOISE * self.noise)

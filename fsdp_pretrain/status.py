@@ -7,7 +7,6 @@ import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from .record.attempts import unread_bytes
 from .record.claim import Held
 from .record.environment import ENVIRONMENT, Environment
 from .record.exit_intent import EXIT_INTENT, ExitIntent
-from .record.files import RunDir, now
+from .record.files import RunDir, age, now
 from .record.lock import is_held
 from .record.state_files import StateFile
 from .record.status import Status
@@ -118,17 +117,9 @@ def inspect(run: RunDir) -> Report:
     return report
 
 
-def _age(stamp: Any) -> float:
-    """Seconds since a time of the record; infinite if it is none."""
-    try:
-        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds())
-    except (TypeError, ValueError):
-        return float("inf")
-
-
 def _look_at_life(report: Report, status: Status) -> None:
-    age = _age(status.heartbeat)
-    report.facts["heartbeat_age_seconds"] = round(age, 1)
+    silent = age(status.heartbeat)
+    report.facts["heartbeat_age_seconds"] = round(silent, 1)
     if report.state in _ENDED:
         code, reason = (status.exit_intent.code, status.exit_intent.reason) if status.exit_intent else (None, None)
         if report.state == "failed":
@@ -141,11 +132,11 @@ def _look_at_life(report: Report, status: Status) -> None:
         return
     report.running = True
     allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
-    if age > 3 * allowed:
+    if silent > 3 * allowed:
         report.running = False
-        report.problems.append((ALERT, f"no sign of life for {human_time(age)}"))
-    elif age > allowed:
-        report.problems.append((WARN, f"no sign of life for {human_time(age)}"))
+        report.problems.append((ALERT, f"no sign of life for {human_time(silent)}"))
+    elif silent > allowed:
+        report.problems.append((WARN, f"no sign of life for {human_time(silent)}"))
 
 
 def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
@@ -171,7 +162,7 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
     free = shutil.disk_usage(run.path).free
     report.facts["verified_checkpoint"] = {
         "step": good[-1].step,
-        "age_seconds": round(_age(manifest.committed), 1),
+        "age_seconds": round(age(manifest.committed), 1),
         "steps_behind": (status.step or 0) - good[-1].step,
         "bytes": size,
         "path": str(good[-1].path),
@@ -217,7 +208,7 @@ def _look_at_alarms(report: Report, run: RunDir) -> None:
         if alarm.severity is not Severity.INFO:
             known = alarm.state == "acknowledged"
             level = ALERT if alarm.severity is Severity.CRIT and not known else WARN
-            since = f"since {human_time(_age(alarm.opened))}{', acknowledged' if known else ''}"
+            since = f"since {human_time(age(alarm.opened))}{', acknowledged' if known else ''}"
             report.problems.append((level, f"{alarm.key}: {alarm.summary} ({since})"))
 
 
@@ -225,16 +216,16 @@ def _look_at_watchdog(report: Report, run: RunDir) -> None:
     """Whether anybody watches, and what was seen last."""
     seen = state_files.view(snapshot_file(run), _Seen)
     if seen is not None:
-        report.facts["watchdog"] = {**seen.model_dump(exclude_unset=True), "age_seconds": round(_age(seen.time), 1)}
-    if not report.running or _age(report.facts.get("started")) < _SILENT_AT_LEAST:
+        report.facts["watchdog"] = {**seen.model_dump(exclude_unset=True), "age_seconds": round(age(seen.time), 1)}
+    if not report.running or age(report.facts.get("started")) < _SILENT_AT_LEAST:
         return
     try:
         wanted = load_recorded(run.config)[0].watchdog.enabled
     except UserError:
         return  # said elsewhere
-    age = _age(seen.time) if seen is not None else float("inf")
-    if wanted and age > _SILENT_AT_LEAST:
-        ago = f"has not looked for {human_time(age)}" if seen is not None else "has never looked"
+    silent = age(seen.time) if seen is not None else float("inf")
+    if wanted and silent > _SILENT_AT_LEAST:
+        ago = f"has not looked for {human_time(silent)}" if seen is not None else "has never looked"
         report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
 
 
@@ -242,7 +233,7 @@ def _look_at_progress(report: Report, run: RunDir, status: Status) -> None:
     """Steps since the last time somebody asked."""
     last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), status.step or 0
     if last is not None:
-        report.facts["since_last_look"] = {"steps": step - last.step, "seconds": round(_age(last.time), 1)}
+        report.facts["since_last_look"] = {"steps": step - last.step, "seconds": round(age(last.time), 1)}
     with contextlib.suppress(OSError):  # looking must work on a full or read-only disk too
         state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
 

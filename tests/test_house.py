@@ -22,6 +22,7 @@ LEVELS = [
         "fsdp_pretrain.severity",
         "fsdp_pretrain.child_process",
         "fsdp_pretrain.atomic",
+        "fsdp_pretrain.statistics",
     ],
     ["fsdp_pretrain.notify_sections"],
     [
@@ -214,6 +215,7 @@ def test_data_knows_only_configuration_of_the_trainer() -> None:
         for name in (
             "atomic",
             "config",
+            "statistics",
             "section",
             "sections",
             "model_sections",

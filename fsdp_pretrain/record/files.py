@@ -7,6 +7,7 @@ descriptor opened for appending. A full disk must not stop training: lines wait 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -274,3 +275,9 @@ def seconds_of(stamp: Any) -> float | None:
         return datetime.fromisoformat(stamp).timestamp()
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def age(stamp: Any) -> float:
+    """Seconds since a time of the record, at least 0; infinite if it is none."""
+    seconds = seconds_of(stamp)
+    return math.inf if seconds is None else max(0.0, time.time() - seconds)

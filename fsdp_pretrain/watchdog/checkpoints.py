@@ -20,12 +20,12 @@ from typing import Any
 from ..checkpoint.space import BYTES_PER_PARAMETER, Need
 from ..record.step_record import StepRecord
 from ..severity import Severity
+from ..statistics import score
 from ..units import Progress, human_bytes, human_count, human_time
 from ..watchdog_sections import StorageSection
 from .alarms import Alarms
 from .detector import Detector
 from .probe import Look, Looks
-from .robust import score
 
 _LATE, _VERY_LATE, _TOO_LATE = 1.5, 2.5, 4.0
 """Ages of the newest verified checkpoint, in intervals."""

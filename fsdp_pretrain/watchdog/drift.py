@@ -19,11 +19,11 @@ from ..record import state_files
 from ..record.files import replace_file
 from ..record.step_record import StepRecord
 from ..severity import Severity
+from ..statistics import spread
 from ..watchdog_sections import PaceSection
 from .alarms import Alarms
 from .detector import Detector
 from .pace import Change, Pace
-from .robust import spread
 
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""

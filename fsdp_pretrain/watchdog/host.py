@@ -13,10 +13,10 @@ from statistics import median
 import psutil
 
 from ..severity import Severity
+from ..statistics import slope
 from ..units import human_bytes, human_time
 from .alarms import Alarms
 from .detector import Detector
-from .robust import slope
 
 _EVERY = 60.0
 _HOUR = 60

@@ -22,6 +22,7 @@ from ..record.journal import Journal
 from ..record.metrics import METRICS, records
 from ..record.step_record import StepRecord
 from ..severity import Severity
+from ..statistics import score
 from ..units import human_time
 from .accounts import Accounts
 from .alarms import Alarm, Alarms
@@ -34,7 +35,6 @@ from .message import Identity
 from .nodes import Nodes, enter
 from .notify import Notifier, Ping
 from .ranks import Ranks
-from .robust import score
 from .sensors import sensors
 from .snapshot import Histogram, Snapshot
 from .storage import Space

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import socket
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Literal
 
-from ..record.files import now
+from ..record.files import age, now
 from ..severity import Severity
 from ..units import human_count, human_time
 from .alarms import Alarm
@@ -100,8 +99,8 @@ def test_note(identity: Identity, kind: Literal["open", "resolved"]) -> dict[str
 
 def _lines(message: Message, alarm: Alarm, identity: Identity, snapshot: Snapshot | None) -> list[str]:
     since = f"since: {alarm.opened[:16].replace('T', ' ')} UTC"
-    if (age := _age(alarm.opened)) >= 1:
-        since += f" ({human_time(age)})"
+    if (seconds := age(alarm.opened)) >= 1:
+        since += f" ({human_time(seconds)})"
     if alarm.count > 1:
         since += f", opened {alarm.count} times so far"
     lines = [since]
@@ -147,10 +146,3 @@ def _digest_lines(message: Message, path: str) -> list[str]:
     ]
     more = len(lines) - _DIGEST_LINES
     return [*lines[:_DIGEST_LINES], f"and {more} more: fsdp-pretrain alarms {path} --all"] if more > 0 else lines
-
-
-def _age(stamp: str) -> float:
-    try:
-        return (datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds()
-    except ValueError:
-        return 0.0

@@ -12,12 +12,12 @@ from typing import Any
 
 from ..record.step_record import StepRecord
 from ..severity import Severity
+from ..statistics import score
 from ..units import human_time
 from ..watchdog_sections import StorageSection
 from .alarms import Alarms
 from .detector import Detector
 from .probe import Answer, Look, Looks
-from .robust import score
 
 _AUDIT_DEADLINE = 600.0
 _TWICE = 2

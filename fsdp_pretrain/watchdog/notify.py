@@ -13,12 +13,11 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..notify_sections import NotifySection, PingSection
-from ..record.files import RunDir
+from ..record.files import RunDir, age
 from ..severity import Severity
 from ..units import human_time
 from .alarms import Alarm, Alarms, read_alarms
@@ -193,7 +192,7 @@ class _Outbox(threading.Thread):
 
 def _late(message: dict[str, Any]) -> dict[str, Any]:
     """A message that waited says so."""
-    waited = (datetime.now(UTC) - datetime.fromisoformat(message["time"])).total_seconds()
+    waited = age(message["time"])
     if waited < 60:
         return message
     return {**message, "lines": [f"(sent {human_time(waited)} late)", *message["lines"]]}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from .robust import spread
+from ..statistics import spread
 
 _LEAST_NOISE = 0.0015
 """Deviation of block medians below which nothing is believed; as a logarithm, like all bounds here."""

@@ -42,7 +42,6 @@ class Phase(IntEnum):
     REDUCE = 5
     OPTIMIZER = 6
     SAVE = 7
-    EVAL = 8
     END = 9
 
 

@@ -15,7 +15,7 @@ from .page import Phase
 
 _HISTORY = 512
 _FEW = 3
-_LONG_PHASES = frozenset((Phase.LOAD, Phase.SAVE, Phase.EVAL))
+_LONG_PHASES = frozenset((Phase.LOAD, Phase.SAVE))
 
 
 @dataclass(frozen=True)

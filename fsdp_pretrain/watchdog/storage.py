@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..severity import Severity
+from ..statistics import slope
 from ..units import human_bytes, human_time
 from ..watchdog_sections import StorageSection
 from .alarms import Alarms
 from .checkpoints import Checkpoints
 from .detector import Detector
 from .probe import Look, Looks
-from .robust import slope
 
 _LARGEST_RESERVE = 20 << 30
 _MARGIN = 1.05
