@@ -6,6 +6,7 @@ As one rank that accumulates, and as 2 x 2. Writes `OUT/CASE-WORLD-RANK.pt` for 
 rank's shards of parameters and moments, and the optimiser's step counts.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -128,7 +129,8 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
                 "steps": {float(s["step"]) for s in states.values()},
             }
         )
-    torch.save({"records": records.records, "history": history}, out / f"{case}-{world.size}-{world.rank}.pt")
+    lines = [json.loads(record.to_line()) for record in records.records]
+    torch.save({"records": lines, "history": history}, out / f"{case}-{world.size}-{world.rank}.pt")
 
 
 def mesh_row(parameter: Any) -> int:

@@ -88,7 +88,7 @@ def test_it_goes_on_where_it_was(release: Path, copy: Path, lab: Any, helpers: A
     before = {record.step: json.loads(record.to_line()) for record in read_metrics(RunDir(copy))}
     last = last_record(RunDir(copy), 4)
     assert last is not None and last.step > 24
-    end = f"train.duration={last['step']} steps"
+    end = f"train.duration={last.step} steps"
     output = lab.train(*config_of(release, copy), end, flags=("--allow", "train.duration"))
     (resume,) = [entry for entry in helpers.journal(copy, "resume") if entry["segment"] == 5]
     assert resume["step"] == 24 and resume["passed_over"] == [] and "as saved" in resume["text"], output

@@ -154,8 +154,8 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     trainer.collect(keep=0)
-    assert [record["step"] for record in records.records] == list(range(1, 9))
-    assert all(record["loss"]["sum"] > 0 for record in records.records)
+    assert [record.step for record in records.records] == list(range(1, 9))
+    assert all((record.loss.sum or 0) > 0 for record in records.records)
 
 
 def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world: Any) -> None:
