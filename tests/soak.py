@@ -129,16 +129,17 @@ class Soak:
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes."""
-        return [process for process in self.processes() if self._has(process, "RANK")]
+        return [process for process in self.processes() if self._is(process, "fsdp_pretrain.train", "RANK")]
 
     def agents(self) -> list[psutil.Process]:
         """The watchdog's agents."""
-        return [process for process in self.processes() if "fsdp_pretrain.watchdog.agent" in process.cmdline()]
+        return [process for process in self.processes() if self._is(process, "fsdp_pretrain.watchdog.agent")]
 
     @staticmethod
-    def _has(process: psutil.Process, variable: str) -> bool:
+    def _is(process: psutil.Process, module: str, *variables: str) -> bool:
+        """Whether it runs a module, with these variables; no process that ends meanwhile does."""
         with contextlib.suppress(psutil.Error):
-            return variable in process.environ() and "fsdp_pretrain.train" in " ".join(process.cmdline())
+            return module in process.cmdline() and process.environ().keys() >= set(variables)
         return False
 
     def alarms(self) -> list[dict[str, Any]]:
@@ -221,7 +222,8 @@ class Breaker:
     def agent(self) -> None:
         """kill -9 of the watchdog."""
         for agent in self.soak.agents():
-            agent.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                agent.kill()
 
     def nan(self) -> None:
         """A gradient that is not finite, once."""
