@@ -18,7 +18,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a file, durably; its directory is there. Raises OSError."""
     partial = _beside(path)
     try:
-        _write_durably(partial, content)
+        with naming(path):  # and not the name that it has for a moment
+            _write_durably(partial, content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -28,7 +29,8 @@ def create_file(path: Path, content: str | bytes) -> None:
     """Make a file that must not exist, durably; its directory is there. Raises FileExistsError, OSError."""
     partial = _beside(path)
     try:
-        _write_durably(partial, content)
+        with naming(path):  # and not the name that it has for a moment
+            _write_durably(partial, content)
         try:
             os.link(partial, path)
         except FileExistsError:
@@ -49,7 +51,7 @@ def _beside(path: Path) -> Path:
 
 
 def _write_durably(path: Path, content: str | bytes) -> None:
-    with naming(path), path.open("wb") as file:
+    with path.open("wb") as file:
         file.write(_bytes(content))
         file.flush()
         os.fsync(file.fileno())
