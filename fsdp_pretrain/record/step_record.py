@@ -200,9 +200,10 @@ class StepRecord(_Part):
 def parse(line: bytes | str) -> StepRecord | None:
     """The record of a line; None if it is damaged, or of a later schema."""
     try:
-        return StepRecord.model_validate_json(line)
+        record = StepRecord.model_validate_json(line)
     except ValidationError:
         return None
+    return record if record.segment and record.time else None
 
 
 def number(value: float) -> float | None:
