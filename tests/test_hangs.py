@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sight import CALM, PATIENCE, PATIENT, WATCHED, family, hang, steps, until
+from sight import CALM, PATIENCE, PATIENT, WATCHED, agents, family, hang, steps, until
 
 from fsdp_pretrain.watchdog.ranks import Ranks, Standing
 from fsdp_pretrain.watchdog.verdict import judge
@@ -238,6 +238,18 @@ def test_nothing_outlives_a_killed_torchrun(
     job.process.kill()
     until(lambda: not any(map(psutil.pid_exists, processes)))
     assert helpers.intent(run)["code"] == 75 and "what started the ranks is gone" in helpers.intent(run)["reason"]
+
+
+def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Callable[..., Path]) -> None:
+    """It was started, or held up, until a moment before the hang, and has seen no step itself."""
+    run = lab.path / "run"
+    job = lab.start(watched(watchdog={**WATCHED, "hang": {"soft": "2 s", "hard": "600 s"}}), ranks=2)
+    (agent,) = until(lambda: agents(run))
+    os.kill(agent, signal.SIGSTOP)
+    until(lambda: steps(run) > 10)
+    job.kill(1, signal.SIGSTOP)
+    os.kill(agent, signal.SIGCONT)
+    hang(run, suspects=[1])
 
 
 def test_a_launcher_that_is_about_to_end_is_gone(tmp_path: Path) -> None:

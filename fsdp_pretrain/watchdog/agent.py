@@ -180,6 +180,7 @@ class Agent:
         self.nodes.write(self._report(stalled), news=(self.segment, bool(stalled), set(self._relay.open_)))
         if self._leader is not None:
             self._leader.look()
+            self.hang.learn(self._leader.step_seconds)
         elif self.segment:
             self._look_locally()
         self._look_at_the_directory()

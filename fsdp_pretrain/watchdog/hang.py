@@ -113,6 +113,11 @@ class Hang:
     def _step(self) -> int | None:
         return max((rank.beat.step for rank in self._ranks.all if rank.beat is not None), default=None)
 
+    def learn(self, seconds: float | None) -> None:
+        """How long a step took by the record: it counts as long as this agent, which may be new, has seen none."""
+        if seconds is not None and not self._history.knows_steps:
+            self._history.add_step(seconds)
+
     def _learn(self) -> None:
         """From the first rank's page: how long steps, saves and loads take."""
         rank = self._ranks.all[0]

@@ -205,6 +205,11 @@ class Leader:
     def _step(self) -> int | None:
         return None if self._record is None else self._record.step
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds that the last recorded step took; None before the first."""
+        return None if self._record is None else self._record.seconds.iteration
+
     def _avoid_hosts(self) -> None:
         """A device is broken for good: save, stop, and start again elsewhere (exit 76)."""
         broken = self.broken_hosts()

@@ -43,6 +43,11 @@ class History:
         self._steps: deque[float] = deque(maxlen=_HISTORY)
         self._long: dict[Phase, deque[float]] = {phase: deque(maxlen=_HISTORY) for phase in _LONG_PHASES}
 
+    @property
+    def knows_steps(self) -> bool:
+        """Whether it is known how long a step takes."""
+        return bool(self._steps)
+
     def add_step(self, seconds: float) -> None:
         """A step without a save or an evaluation took so long."""
         self._steps.append(seconds)
