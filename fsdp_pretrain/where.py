@@ -142,19 +142,18 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | I
     raise ConfigError(f"step {step} is not in the record of {run.path}, which has steps {first.step} to {last.step}")
 
 
-def batches_after(config: Config, counters: dict[str, Any], count: int) -> list[dict[str, int]]:
+def batches_after(config: Config, at: Position, count: int) -> list[dict[str, int]]:
     """What the steps after a point train.
 
     Args:
         config: of the start.
-        counters: `step`, `consumed` and `cursor` there.
+        at: the point.
         count: steps.
 
     Returns:
         For each: `step`, `consumed` and `cursor` after it, `batch` in samples, and `first`, the cursor before it.
     """
-    at, skips = Position(counters["step"], counters["consumed"], counters["cursor"]), open_skips(config)
-    found: list[dict[str, int]] = []
+    skips, found = open_skips(config), list[dict[str, int]]()
     while len(found) < count and at.consumed < config.schedule.total:
         first, at = at.cursor, at.advance(config.schedule.batch, skips)
         found.append({**vars(at), "first": first})
@@ -166,7 +165,7 @@ def _ahead(run: RunDir, last: StepRecord, step: int) -> InFlight | None:
     if not 0 < step - last.step <= IN_FLIGHT:
         return None
     config, _ = load_recorded(run.segment(last.segment) / "config.toml")
-    for batch in batches_after(config, last.model_dump(), IN_FLIGHT):
+    for batch in batches_after(config, Position(last.step, last.consumed, last.cursor), IN_FLIGHT):
         if batch["step"] == step:
             return InFlight(last.segment, batch["batch"], batch["cursor"])
     return None

@@ -249,7 +249,7 @@ def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Cal
     until(lambda: steps(run) > 10)
     job.kill(1, signal.SIGSTOP)
     os.kill(agent, signal.SIGCONT)
-    hang(run, suspects=[1])
+    assert hang(run, suspects=[1])["facts"]["verdict"] == "stopped"
 
 
 def test_a_launcher_that_is_about_to_end_is_gone(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.position import Position
+
 from ..changes import load_recorded
 from ..checkpoint.stores import stores
 from ..errors import ConfigError, Exit, UserError
@@ -129,17 +131,16 @@ def _last_place(run: RunDir, number: int) -> tuple[int | None, list[dict[str, in
         node = next((node for node in lineage.nodes(run) if node.segment == number), None)
     except UserError:  # the next start refuses it
         node = None
-    found = newest[-1] if newest else node
-    place = None if found is None else found.model_dump()
+    place = newest[-1] if newest else node
     if place is None:
         return None, []
-    step: int = place["step"]
-    if place["consumed"] is None or place["cursor"] is None:
-        return step, []
+    if place.consumed is None or place.cursor is None:
+        return place.step, []
+    at = Position(place.step, place.consumed, place.cursor)
     try:
-        return step, batches_after(load_recorded(segment / "config.toml")[0], place, IN_FLIGHT)
+        return place.step, batches_after(load_recorded(segment / "config.toml")[0], at, IN_FLIGHT)
     except UserError:
-        return step, []
+        return place.step, []
 
 
 # ---------------------------------------------------------------------- what nodes tell each other

@@ -147,7 +147,7 @@ class Drift(Detector):
             Severity.WARN,
             f"steps take {ratio - 1:.1%} longer than in the best earlier start of this size, {hosts}",
             effect="the run will end later; nothing is lost",
-            remedy="`fsdp-pretrain doctor` finds a slow node by halving",
+            remedy="`fsdp-pretrain doctor` compares nodes when the job stands",
             step=self.at,
             facts={"ratio": ratio, "new": new, "gone": gone},
         )

@@ -93,7 +93,6 @@ class Leader:
         self._fixed = {"run": config.run.name, "segment": segment, "total_steps": config.schedule.steps}
         self._fixed |= {"pass_due": 10 * config.watchdog.interval.value}
         self._steps, self._skipped = Histogram(), 0
-        self._record: StepRecord | None = None
         self._losses = deque[float](maxlen=128)
         self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
         self._notifier: Notifier | None = None
@@ -139,7 +138,7 @@ class Leader:
     def look(self) -> None:
         """One pass."""
         for record, offset in records(self._metrics, self._offset):
-            self._offset, self._record = offset, record
+            self._offset = offset
             self._steps.observe(record.seconds.iteration)
             self._skipped += record.skipped
             self._losses.append(record.loss.mean)
@@ -197,18 +196,15 @@ class Leader:
             f"nothing has been heard of {host} for {human_time(seconds)}",
             effect=effect,
             remedy="look whether the host answers; if the run hangs it is ended, and can start without it",
-            step=self._step,
+            step=self._numbers.at,
             facts={"host": host, "seconds": round(seconds, 1)},
         )
 
     @property
-    def _step(self) -> int | None:
-        return None if self._record is None else self._record.step
-
-    @property
     def step_seconds(self) -> float | None:
         """Seconds that the last recorded step took; None before the first."""
-        return None if self._record is None else self._record.seconds.iteration
+        last = self._numbers.last
+        return None if last is None else last.seconds.iteration
 
     def _avoid_hosts(self) -> None:
         """A device is broken for good: save, stop, and start again elsewhere (exit 76)."""
@@ -249,7 +245,7 @@ class Leader:
             replace_file(snapshot_file(self._run), json.dumps(content))
 
     def _fill(self) -> Snapshot:
-        record, now = self._record, time.monotonic_ns()
+        record, now = self._numbers.last, time.monotonic_ns()
         open_ = [alarm.severity.name for alarm in self.alarms]
         values: dict[str, Any] = {
             **self._fixed,
@@ -308,7 +304,7 @@ class Leader:
             f"the run has ended with exit {intent.code}: {intent.reason}",
             effect="nothing is trained",
             remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
-            step=self._step,
+            step=self._numbers.at,
         )
 
     def close(self) -> None:
