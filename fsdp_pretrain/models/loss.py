@@ -46,6 +46,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the normalisers rather than the logits, which are made again in `backward`."""
         normalisers = torch.full((len(rows),), -torch.inf, device=rows.device)
         picked = torch.zeros_like(normalisers)
         for chunk, local, inside in _chunks(rows, weight, targets):
