@@ -83,6 +83,8 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Callable[..., A
     until(lambda: not agents(run))
     told = [each["facts"]["verdict"] for each in alarms(run, "hang")]
     assert told[-1] == "stopped" and "network" not in told and not alarms(run, "node/node-1")
+    last = json.loads((run / "watchdog/nodes/1.json").read_text())  # the leader may ask for it after the end
+    assert last["ended"] and [(rank["rank"], rank["state"]) for rank in last["stalled"]] == [(1, "T")]
 
 
 @pytest.mark.parametrize("has_seen", ["steps", "nothing"])

@@ -81,6 +81,7 @@ class Agent:
         self._died: list[Rank] = []
         self._ended = False
         self._asked_to_end = False
+        self._stalled: list[dict[str, Any]] = []
         self._absent_since: float | None = None
         self._stop_asked = False
         self._bind()
@@ -113,7 +114,7 @@ class Agent:
 
     def _finish(self) -> None:
         """The last words, and those of the other nodes: what brought the run down may be told there."""
-        self.nodes.write(self._report([], ended=True), news="ended")
+        self.nodes.write(self._report(ended=True), news="ended")
         if self._leader is not None:
             self._leader.look()
         if self.nodes.count > 1 and self.segment and not self._asked_to_end:
@@ -176,8 +177,9 @@ class Agent:
         self._look_at_the_dead(died)
         if not self._ended:
             self.hang.check()
-        stalled = [standing.to_json() for standing in self.hang.stalled]
-        self.nodes.write(self._report(stalled), news=(self.segment, bool(stalled), set(self._relay.open_)))
+        if not self._ended:  # ranks that were ended stand where they stood before: the others may still ask why
+            self._stalled = [standing.to_json() for standing in self.hang.stalled]
+        self.nodes.write(self._report(), news=(self.segment, bool(self._stalled), set(self._relay.open_)))
         if self._leader is not None:
             self._leader.look()
             self.hang.learn(self._leader.step_seconds)
@@ -287,11 +289,11 @@ class Agent:
         """Where this node's detectors say what they find."""
         return self._leader.alarms if self._leader is not None else cast(Alarms, self._relay)
 
-    def _report(self, stalled: list[dict[str, Any]], *, ended: bool = False) -> dict[str, Any]:
+    def _report(self, *, ended: bool = False) -> dict[str, Any]:
         windows = {
             str(rank.number): [rank.beat.window, rank.beat.own] for rank in self.ranks.all if rank.beat is not None
         }
-        report = {"segment": self.segment, "stalled": stalled, "findings": self._relay.open_, "windows": windows}
+        report = {"segment": self.segment, "stalled": self._stalled, "findings": self._relay.open_, "windows": windows}
         return {**report, "ended": ended}
 
     # ------------------------------------------------------------------ ranks that end
