@@ -18,7 +18,8 @@ from data.loader import MicroBatch, StepBatch, check_batches
 from data.position import Position
 from data.skip import Skips
 
-from . import bench_saves, bench_watchdog, mesh, models, optim, parallel, plan, throughput
+from . import bench_saves, bench_watchdog, mesh, parallel, plan, throughput
+from .build import build_loss_scaler, build_model_and_optimizer
 from .config import Config, load
 from .console import Parser, run_guarded
 from .control import Inbox
@@ -93,13 +94,13 @@ class Records(Silent):
 def build(config: Config, world: World, heart: Heart | None = None) -> tuple[Trainer, Records]:
     """The run's trainer on random tokens, with nowhere to save, and what will hold its records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
-    model = parallel.parallelize(models.build(config.model), config, world)
-    records, dtype = Records(), parallel.compute_dtype(config, world.device)
+    model, optimizer = build_model_and_optimizer(config, world)
+    records = Records()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None), heart or Heart()),
         model=model,
-        optimizer=optim.build(model, config.optimizer),
-        scaler=optim.LossScaler(config.train.loss_scale, world.device) if dtype is torch.float16 else None,
+        optimizer=optimizer,
+        scaler=build_loss_scaler(config, world),
         data=RandomSteps(config, world),
         saves=Saves(config, world, _NoSaver(), _no_save, records, 0),
         state=TrainState(),

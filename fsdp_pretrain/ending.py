@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .control import Inbox
 from .errors import Exit, Interrupted, UserError
 from .health import Retreat
-from .mesh import World
 from .record import exit_intent, status
 from .record.files import RunDir
 from .record.recorder import Recorder
+from .retreat import came_back, retreat, say_end
+from .run_context import RunContext
+from .trainer import Trainer
 
 
 def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
@@ -44,56 +45,61 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         recorder.close()
 
 
-def say_stop(outcome: Exit, step: int, world: World, run_dir: RunDir, recorder: Recorder, inbox: Inbox) -> Exit:
-    """Write down that the run is complete, or was asked to stop; what to exit with.
+def conclude(outcome: Exit, trainer: Trainer) -> Exit:
+    """Write down how the loop ended, after a rollback if it ended for one; what to exit with. Collective.
 
-    Args:
-        outcome: COMPLETE or RESUME.
-        step: the last one.
-        world: all ranks.
-        run_dir: the run directory.
-        recorder: of this start.
-        inbox: knows who asked.
+    Raises:
+        UserError: the rollback must not, or cannot, be made; see `retreat.retreat`.
     """
-    asked = inbox.take()
+    run, asked = trainer.context, trainer.retreat
+    recorder, run_dir = run.recorder, run.recorder.run
+    if asked is None:
+        return _record_stop(outcome, trainer.state.step, run)
+    if asked.repeats is False and not run.world.decide(lambda: came_back(run_dir, asked)):
+        return _record_suspicion(asked, run)
+    if asked.repeats is not None:
+        found = "not finite again" if asked.repeats else "finite, as it was found before, and came back all the same"
+        text = f"the same step from the same batch was {found}: {asked.cause}"
+        recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
+    report = run.world.decide(lambda: retreat(run_dir, run.config, asked, recorder))
+    if run.world.is_main:
+        say_end(run_dir, report["step"], asked, recorder)
+    return outcome
+
+
+def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
+    """The run is complete, or was asked to stop: COMPLETE or RESUME."""
+    asked = run.inbox.take()
     reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({asked.reason or 'another rank'})"
     facts: dict[str, object] = {"asked": outcome is Exit.RESUME}
     if outcome is Exit.RESUME and asked.avoid_hosts:
         outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(asked.avoid_hosts)}
-    _say(outcome, f"{reason} after step {step:_}", reason, step, world, run_dir, recorder, **facts)
+    _record(outcome, f"{reason} after step {step:_}", reason, step, run, **facts)
     return outcome
 
 
-def say_suspicion(asked: Retreat, world: World, run_dir: RunDir, recorder: Recorder) -> Exit:
-    """Write down that steps were not finite for a reason that is not in their data; what to exit with. Collective.
+def _record_suspicion(asked: Retreat, run: RunContext) -> Exit:
+    """Steps were not finite for a reason that is not in their data.
 
     No sample is to be left then, and the weights are those before: the next start goes on from the last checkpoint,
     without the host if that is known and there are others.
-
-    Args:
-        asked: what would have been gone back for.
-        world: all ranks.
-        run_dir: the run directory.
-        recorder: of this start.
     """
-    hosts = world.gather(socket.gethostname())
+    hosts = run.world.gather(socket.gethostname())
     host = None if asked.rank is None else hosts[asked.rank]
     who = "of one of the ranks" if host is None else f"of rank {asked.rank} on {host}"
     reason = f"{asked.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
     outcome, facts = Exit.RESUME, dict[str, object](restart=True)
     if host is not None and len(set(hosts)) > 1:
         outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host]}
-    recorder.event("health-again", reason, step=asked.end, rank=asked.rank, suspect=host, repeats=False)
-    _say(outcome, reason, reason, asked.end, world, run_dir, recorder, **facts)
+    run.recorder.event("health-again", reason, step=asked.end, rank=asked.rank, suspect=host, repeats=False)
+    _record(outcome, reason, reason, asked.end, run, **facts)
     return outcome
 
 
-def _say(
-    outcome: Exit, text: str, reason: str, step: int, world: World, run_dir: RunDir, recorder: Recorder, **facts: Any
-) -> None:
+def _record(outcome: Exit, text: str, reason: str, step: int, run: RunContext, **facts: Any) -> None:
     """An end that was decided: `text` into the journal, `reason` into `status.json` and, with `facts`, the intent."""
-    code = int(outcome)
+    code, recorder = int(outcome), run.recorder
     recorder.ended(f"{text}, exit {code}", step=step, code=code)
     recorder.status(force=True, **status.ended(code, reason))
-    if world.is_main:
-        exit_intent.write(run_dir, recorder.segment, code, reason, **facts)
+    if run.world.is_main:
+        exit_intent.write(recorder.run, recorder.segment, code, reason, **facts)

@@ -21,7 +21,7 @@ class RunContext:
         world: all ranks.
         recorder: writes the record (silent on other ranks than 0).
         inbox: requests to this rank.
-        heart: tells the watchdog what this rank does.
+        heart: reports to the watchdog what this rank does.
         beside: names of what runs on this node beside training just now.
     """
 

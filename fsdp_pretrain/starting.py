@@ -1,9 +1,13 @@
-"""How a start comes to its run: the directory that is meant, its checkpoints, a segment, a place on the kept line."""
+"""How a start comes to its run: the directory that is meant, its checkpoints, a segment, a place on the kept line.
+
+And what its journal says before the first step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from dataclasses import replace
 from functools import partial
@@ -11,23 +15,31 @@ from pathlib import Path
 
 import psutil
 
-from . import environment
+from data.opening import open_skips
+from data.packer import Packer
+
+from . import environment, throughput
 from .checkpoint.expected import Missing, missing
 from .checkpoint.resume import Resumed, Terms
+from .checkpoint.subject import Subject
 from .config import Config
 from .errors import CheckpointError, ConfigError, Exit, StorageError, UserError
 from .launch.outcome import newest_segment
 from .mesh import World
 from .overrides import Overrides
+from .record import environment as environments
 from .record import exit_intent, lineage, run_id, state_files
 from .record.environment import ENVIRONMENT
 from .record.exit_intent import EXIT_INTENT
-from .record.files import RunDir, replace_file
+from .record.files import RunDir, make_directory, replace_file, seconds_of
 from .record.metrics import left_behind
+from .record.milestones import milestones
 from .record.recorder import Recorder
 from .record.run_id import Memory
 from .rollback import leave_all
-from .units import human_count
+from .run_context import RunContext
+from .state import TrainState
+from .units import human_count, human_time
 
 _VISIBLE_WITHIN = 5.0
 """Seconds in which a host must see what another has made in the run directory."""
@@ -183,3 +195,72 @@ def join_line(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool)
         text = f"begins at step 0, {why}: {steps:_} steps ({human_count(tokens)} tokens) of the record are lost"
         text += f"; checkpoints {', '.join(aside)} were moved to abandoned/ beside them" if aside else ""
         recorder.event("fresh", text, step=0, lost={"steps": steps, "tokens": tokens}, abandoned=aside)
+
+
+def copy_tokenizer(run: RunDir, packer: Packer) -> None:
+    """Keep the tokenizer with the run, so that it can be judged and exported when the corpora are gone."""
+    source = next(iter(packer.corpora.values())).tokenizer().path
+    make_directory(run.tokenizer)
+    shutil.copyfile(source, run.tokenizer / source.name)
+
+
+# ---------------------------------------------------------------------- what its journal says first
+
+
+def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
+    """What the run directory adds to the configuration file."""
+    recorder.status(overrides=str(lasting))
+    if str(lasting):
+        recorder.event("overrides", f"of overrides.toml: {lasting}")
+
+
+def record_start(recorder: Recorder, subject: Subject, parameters: int) -> None:
+    """What is trained, on what."""
+    world, config, device = subject.world, subject.config, throughput.device_name(subject.world.device)
+    recorder.event(
+        "start",
+        f"{config.run.name}: {config.model.family} with {human_count(parameters)} parameters "
+        f"on {world.size} x {device} ({world.replicas} replicas x {world.shards} shards), "
+        f"{config.schedule.steps:_} steps of {config.train.global_batch}",
+        parameters=parameters,
+        world=world.size,
+        replicas=world.replicas,
+        shards=world.shards,
+        device=device,
+    )
+
+
+def record_changes(recorder: Recorder, corpora: dict[str, str], reason: str) -> None:
+    """What is not as it was at the last start, and why. `corpora`: fingerprints by source."""
+    found = environment.compare(recorder.run, recorder.number, corpora)
+    if found is not None:
+        last, changed = found
+        text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])
+        recorder.event("changed", f"since start {last}: {text}", last=last, changes=changed, reason=reason)
+
+
+def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
+    """What will be skipped, what of it comes too late, and whether the checkpoint lacked what fp16 wants."""
+    if scaled and state.step and state.loss_scale is None:
+        first = run.config.train.loss_scale.first
+        text = f"the checkpoint holds no loss scale; starting from {first:g}"
+        run.recorder.event("loss-scale", text, step=state.step)
+    for first, stop in open_skips(run.config).ranges:
+        late = " (before this start's position: no effect)" if stop <= state.cursor else ""
+        run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
+
+
+def record_ready(run: RunContext, state: TrainState) -> None:
+    """How long it took to get here: the first step begins now."""
+    begun = environments.view(run.recorder.run, run.recorder.number)
+    launched, connected = seconds_of(begun.launched), seconds_of(begun.time)
+    if launched is not None and connected is not None:
+        loaded = time.time() - connected
+        run.recorder.event(
+            "ready",
+            f"{human_time(connected - launched)} until all ranks had met, {human_time(loaded)} to build and load",
+            step=state.step,
+            connect_seconds=connected - launched,
+            load_seconds=loaded,
+        )
+    run.recorder.watch_for(milestones(run.config), state.consumed)

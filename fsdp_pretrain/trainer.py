@@ -79,6 +79,7 @@ class Trainer:
         reread: gives a batch once more, while `data` may be preparing others.
 
     Attributes:
+        context: as given.
         retreat: what the run ended for, if it shall go back to an earlier checkpoint.
     """
 
@@ -97,7 +98,7 @@ class Trainer:
         reread: Reread | None = None,
     ) -> None:
         config, world = run.config, run.world
-        self._context, self.config, self.schedule, self.world = run, config, config.schedule, world
+        self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.state, self.recorder, self._heart = saves, state, run.recorder, run.heart
@@ -229,7 +230,7 @@ class Trainer:
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; now and then with checksums of the parameters."""
-        asked = self._context.inbox.take()
+        asked = self.context.inbox.take()
         saved, retry, overdue = self.saves.signals()
         counts = replace(
             StepCounts.of(batch),
@@ -289,7 +290,7 @@ class Trainer:
 
     def _facts(self, batch: StepBatch) -> dict[str, Any]:
         """What the record says of a batch and of what runs beside it, and needs no sum."""
-        beside = [*(["save"] if self.saves.in_flight else []), *self._context.beside()]
+        beside = [*(["save"] if self.saves.in_flight else []), *self.context.beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
         return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
