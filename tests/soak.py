@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import time
 import tomllib
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,12 @@ import tomli_w
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from endpoint import Endpoint  # noqa: E402
+from processes import clean_environment, free_port, python_path  # noqa: E402
+from sight import seeded, until  # noqa: E402
+
 from fsdp_pretrain.record.files import RunDir  # noqa: E402
 from fsdp_pretrain.record.metrics import read_metrics  # noqa: E402
-from tests.conftest import clean_environment, free_port, python_path  # noqa: E402
-from tests.endpoint import Endpoint  # noqa: E402
 
 NAN_HOOK = """
 import os
@@ -152,16 +153,6 @@ class Soak:
         return [(r.step, r.loss.sum, r.grad_norm) for r in read_metrics(RunDir(self.run))]
 
 
-def wait(what: str, condition: Callable[[], Any], seconds: float) -> Any:
-    """The first true value. Raises TimeoutError."""
-    until = time.monotonic() + seconds
-    while not (value := condition()):
-        if time.monotonic() > until:
-            raise TimeoutError(f"not within {seconds:.0f}s: {what}")
-        time.sleep(0.2)
-    return value
-
-
 def stop(job: subprocess.Popen[bytes]) -> int:
     """Ask the launcher to save and stop; its exit code."""
     job.send_signal(signal.SIGUSR1)
@@ -187,8 +178,8 @@ def null(folder: Path, minutes: float) -> list[str]:
 
 def leaked(soak: Soak) -> list[str]:
     """Processes that outlive a run."""
-    with contextlib.suppress(TimeoutError):
-        wait("the end of all processes", lambda: not soak.processes(), 60)
+    with contextlib.suppress(AssertionError):
+        until(lambda: not soak.processes(), 60, "the end of all processes", every=0.2)
     left = [f"left behind: {process.pid} {' '.join(process.cmdline())[:150]}" for process in soak.processes()]
     for process in soak.processes():
         process.kill()
@@ -207,7 +198,7 @@ class Breaker:
     """
 
     def __init__(self, soak: Soak, endpoint: Endpoint, seed: int) -> None:
-        self.soak, self.endpoint, self.random = soak, endpoint, random.Random(seed)
+        self.soak, self.endpoint, self.random = soak, endpoint, seeded(seed)
         self.job, self.wrong, self.done = soak.launch(), list[str](), Counter[str]()
         self._left: list[str] = []
 
@@ -263,8 +254,9 @@ class Breaker:
         step = self.soak.step()
         getattr(self, name)()
         try:
-            wait(f"progress after {name}", lambda: self.soak.step() > step + 60 or self.job.poll() is not None, 180)
-        except TimeoutError as error:
+            on = lambda: self.soak.step() > step + 60 or self.job.poll() is not None  # noqa: E731
+            until(on, 180, f"progress after {name}", every=0.2)
+        except AssertionError as error:
             self.wrong.append(str(error))
         recovered = time.monotonic() - begun
         time.sleep(max(0.0, self.random.uniform(20, 60) - recovered))
@@ -313,11 +305,11 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
     endpoint = Endpoint(free_port())
     endpoint.up()
     soak.environment["ALARM_WEBHOOK_URL"] = f"http://127.0.0.1:{endpoint.port}/alarms"
-    until = time.monotonic() + 60 * minutes
+    end = time.monotonic() + 60 * minutes
     with small_disk(soak.run / "checkpoints"):
         breaker = Breaker(soak, endpoint, seed)
-        wait("the first steps", lambda: soak.step() > 50, 120)
-        while time.monotonic() < until:
+        until(lambda: soak.step() > 50, 120, "the first steps", every=0.2)
+        while time.monotonic() < end:
             breaker.once()
         code, wrong = stop(breaker.job), breaker.wrong
         wrong += [] if code == 75 else [f"exit {code} instead of 75 at the end"]
@@ -351,7 +343,7 @@ def untouched(soak: Soak, steps: int) -> list[tuple[int, float, float]]:
     settings = ("checkpoint.every='100_000 steps'", "watchdog.enabled=false", f"run.dir={soak.run}")
     job = soak.launch(*settings)
     try:
-        wait("the untouched run", lambda: soak.step() >= steps or job.poll() is not None, 3600)
+        until(lambda: soak.step() >= steps or job.poll() is not None, 3600, "the untouched run", every=0.2)
         stop(job)
         return soak.curve()
     finally:

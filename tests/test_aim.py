@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -13,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+from skips import needs_aim
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("aim") is None, reason="aim is an optional extra")
+pytestmark = needs_aim
 
 
 def read_back(repo: Path) -> dict[str, dict[int, float]]:

@@ -341,10 +341,14 @@ def test_a_writer_that_is_slow(watched: Watched) -> None:
     watched.configure(watchdog={"storage": {"interval": "10 s"}})
     job = watched.start(trap=at("__0_0.distcp", "wait", skip=8, seconds=7))
     flying = 0
-    while ("WARN", "resolved") not in watched.said("checkpoint-speed"):
+
+    def fast_again() -> bool:
+        nonlocal flying
         flying = max(flying, len(list((watched.run / "checkpoints").glob("*.writing-*"))))
-        assert all(process.poll() is None for process in job.ranks), job.output()
-        time.sleep(0.01)
+        assert job.codes() == [None], job.output()
+        return ("WARN", "resolved") in watched.said("checkpoint-speed")
+
+    watched.helpers.wait_for(fast_again, what="saves that are fast again", every=0.01)
     watched.stop(job)
     assert watched.said("checkpoint-speed") == [("WARN", "open"), ("WARN", "resolved")]
     assert flying == 1 and watched.warnings() == {"checkpoint-speed"}
@@ -357,9 +361,14 @@ def test_two_verified_checkpoints_stay_while_verification_fails(watched: Watched
     job = watched.start(trap=at(r"/step-\d{8}$", "flip", "rename", skip=3, times=4))
     watched.helpers.wait_for(lambda: len(watched.saved()) >= 2, what="two checkpoints")
     fewest = 2
-    while watched.said("checkpoint-failed")[-1:] != [("CRIT", "resolved")]:
+
+    def sound_again() -> bool:
+        nonlocal fewest
         fewest = min(fewest, len(watched.saved()))
-        assert all(process.poll() is None for process in job.ranks), job.output()
+        assert job.codes() == [None], job.output()
+        return watched.said("checkpoint-failed")[-1:] == [("CRIT", "resolved")]
+
+    watched.helpers.wait_for(sound_again, what="a save that reads back well", every=0.001)
     watched.stop(job)
     assert fewest == 2
     failures = watched.helpers.journal(watched.run, "checkpoint-failed")

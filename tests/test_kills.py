@@ -7,7 +7,6 @@ a run that was left alone.
 from __future__ import annotations
 
 import json
-import random
 import re
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sight import PATIENCE
+from sight import seeded, until
 
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 
@@ -199,7 +198,7 @@ def test_killed_at_any_instant_of_a_save(
     chain: Callable[[int, str], Chain], helpers: Any, seed: int, kills: int
 ) -> None:
     """Fault matrix 3: kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     killed = chain((2, 4, 3)[seed % 3], f"random-{seed}")
     seconds = 0.3
     for _ in range(kills):  # each long before its start has made all steps
@@ -216,12 +215,12 @@ def test_killed_at_any_instant_of_a_save(
 
 def wait_for_save(run: Path, job: Any, number: int) -> None:
     """Until so many saves of a start have begun."""
-    seen: set[str] = {path.name for path in (run / "checkpoints").glob("*.writing-*")}
-    deadline = time.monotonic() + PATIENCE
-    while number:
-        new = {path.name for path in (run / "checkpoints").glob("*.writing-*")} - seen
-        seen |= new
-        number -= min(number, len(new))
-        assert all(process.poll() is None for process in job.ranks), job.output()
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    old: set[str] = {path.name for path in (run / "checkpoints").glob("*.writing-*")}
+    new: set[str] = set()
+
+    def begun() -> bool:
+        new.update(path.name for path in (run / "checkpoints").glob("*.writing-*"))
+        assert job.codes() == [None] * len(job.ranks), job.output()
+        return len(new - old) >= number
+
+    until(begun, what=f"save {number} of a start", every=0.001)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import records
-from sight import PATIENCE
+from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.config import load
@@ -48,13 +48,16 @@ class Watch:
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
         """Move the clock, and let looks come back until none but so many are under way."""
         self.now += seconds
-        quiet, end = 0, time.monotonic() + PATIENCE
-        while quiet < 2:
-            assert time.monotonic() < end, f"{self.looks.waiting} looks do not come back"
+        quiet = 0
+
+        def settled() -> bool:
+            nonlocal quiet
             for detector in self.detectors:
                 detector.tick(self.now)
             quiet = quiet + 1 if self.looks.waiting <= hanging else 0
-            time.sleep(0.002)
+            return quiet == 2
+
+        until(settled, what=lambda: f"the answers of {self.looks.waiting} looks", every=0.002)
 
     def said(self) -> list[tuple[str, str, str]]:
         return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.told]
@@ -453,12 +456,14 @@ def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
     assert watch.said()[1:] == [("checkpoint-fallback", "WARN", "resolved")]
 
 
-def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> int | None:
-    """What the watchdog's process does beside a real run, to its end; the exit code."""
+def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> list[int | None]:
+    """What the watchdog's process does beside a real run, to its end; the exit codes."""
     found = sensors(load(run.config), run, watch.alarms, segment=1, host="here", pids=lambda: [job.ranks[0].pid])
-    offset, end, code = 0, time.monotonic() + PATIENCE, None
-    while code is None and time.monotonic() < end:
-        code = job.ranks[0].poll()
+    offset = 0
+
+    def ended() -> bool:
+        nonlocal offset
+        codes = job.codes()
         for record, behind in metric_records(run.segment(1) / "metrics.jsonl", offset):
             offset = behind
             for detector in found:
@@ -466,8 +471,10 @@ def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = 
         for detector in found:
             detector.tick(time.monotonic())
         meanwhile()
-        time.sleep(0.02)
-    return code
+        return None not in codes
+
+    until(ended, what="the end of the run")
+    return list(job.codes())
 
 
 @pytest.mark.slow
@@ -480,7 +487,7 @@ def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> N
     )
     job, run = lab.start(config), RunDir(lab.path / "run")
     helpers.wait_for(run.config.exists)
-    assert follow(watch, job, run) == 0, job.output()
+    assert follow(watch, job, run) == [0], job.output()
     assert watch.said() == []
 
 
@@ -502,7 +509,7 @@ def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any,
             with hog.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 200_000)
 
-    assert follow(watch, job, run, fill) == 93, job.output()[-2000:]
+    assert follow(watch, job, run, fill) == [93], job.output()[-2000:]
     said = [(key, severity) for key, severity, _ in watch.said()]
     assert ("disk/checkpoints", "CRIT") in said and ("checkpoint-age", "CRIT") in said
     assert any(alarm.action == "asked the run to stop" for alarm in watch.alarms)
