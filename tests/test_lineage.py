@@ -23,7 +23,7 @@ from traps import kill_before
 from data.opening import open_packer
 from fsdp_pretrain import overrides
 from fsdp_pretrain.checkpoint.expected import missing
-from fsdp_pretrain.checkpoint.store import Store, describe_file
+from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Store
 from fsdp_pretrain.config import load
 from fsdp_pretrain.errors import BusyError, UserError
 from fsdp_pretrain.fork import fork
@@ -420,13 +420,10 @@ class Simulation:
             (segment / "metrics.jsonl").write_text("".join(lines))
 
     def _save(self, store: Store, step: int, segment: int) -> None:
-        attempt, state = store.begin(step), TrainState(step, step * 8, step * 8, 8)
-        (attempt / "train_state.json").write_text(
-            state.to_json(identity=self._identity, tokens=step * 256, world=records.WORLD)
-        )
-        shutil.copyfile(self.run.config, attempt / "config.toml")
-        facts = records.facts(step, segment=segment)
-        store.commit(attempt, [describe_file(p) for p in attempt.iterdir()], facts)
+        state = TrainState(step, step * 8, step * 8, 8)
+        text = state.to_json(identity=self._identity, tokens=step * 256, world=records.WORLD)
+        files = {TRAIN_STATE: text.encode(), CONFIG: self.run.config.read_bytes()}
+        records.commit(store, step, files, verified=False, segment=segment)
         journal = Journal(self.run, segment)
         journal.write("checkpoint", "", step=step)
         journal.close()

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import records
+from records import commit
 from sight import until
 
-from fsdp_pretrain.checkpoint.store import Store, describe_file
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config import load
 from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.record.metrics import records as metric_records
@@ -68,16 +69,6 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
     made = Watch(tmp_path)
     yield made
     made.looks.replace()
-
-
-def commit(store: Store, step: int, size: int = 200_000, verified: bool = True) -> Path:
-    """A checkpoint with one file."""
-    attempt = store.begin(step)
-    (attempt / "data").write_bytes(np.random.default_rng(step).bytes(size))
-    made = store.commit(attempt, [describe_file(attempt / "data")], records.facts(step))
-    if verified:
-        store.mark_verified(made)
-    return made.path
 
 
 def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -> StepRecord:
@@ -163,7 +154,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     """Fault matrix 1: told three checkpoints ahead, and before the save that would fail."""
     run = small_disk("8m") / "run"
     store = Store(run / "checkpoints")
-    commit(store, 1, 1_000_000)
+    commit(store, 1, {"data": bytes(1_000_000)})
     section = StorageSection(interval=Seconds(60))
     checkpoints = saves(watch, run)
     places = [("checkpoints", store.directory, True), ("run", run, False)]
@@ -191,7 +182,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
 def test_files_run_out_before_bytes(watch: Watch, small_disk: Disk) -> None:
     """Fault matrix 39: a file system with room for few files."""
     run = small_disk("64m,nr_inodes=150") / "run"
-    commit(Store(run / "checkpoints"), 1, 1000)
+    commit(Store(run / "checkpoints"), 1, {"data": bytes(1000)})
     checkpoints = saves(watch, run)
     places = [("checkpoints", run / "checkpoints", True)]
     watch.detectors = [
@@ -423,7 +414,7 @@ def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str) -> N
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     commit(store, 1)
-    path = commit(store, 2)
+    path = commit(store, 2, {"data": bytes(200_000)}).path
     watch.detectors = [saves(watch, run, audit=Seconds(100))]
     watch.advance()
     assert watch.said() == []
