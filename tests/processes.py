@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from sight import PATIENCE, until
@@ -40,6 +41,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LAUNCH = (sys.executable, "-m", "fsdp_pretrain.cli", "launch")
+
+
+def spawn(line: Sequence[object], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """Start a command as a user's shell does, in a session of its own; both outputs are appended to a log."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [str(part) for part in line],
+            cwd="/",
+            env=clean_environment(**variables),
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
 
 
 # What a zygote imports before it forks the first command of a package. Its environment has what those imports read.

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from sight import PATIENCE, PATIENT, rank_of
+from processes import LAUNCH, TORCHRUN, spawn
+from sight import PATIENCE, PATIENT, rank_of, until
 
 from fsdp_pretrain.launch import outcome
 from fsdp_pretrain.launch.policy import Ended, decide
@@ -50,18 +50,7 @@ class Launched:
         arguments = arguments if run is None else (f"run.dir={run}", *arguments)
         self.run, self._helpers = run or lab.path / config.stem, helpers
         self.log = lab.path / f"launch-{time.monotonic_ns()}"
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "fsdp_pretrain.cli", "launch", "--nproc-per-node", "2", *options),
-                    *(str(config), *arguments),
-                ],
-                cwd="/",
-                env=helpers.environment(**extra),
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        self.process = spawn([*LAUNCH, "--nproc-per-node", 2, *options, config, *arguments], self.log, **extra)
 
     def reaches(self, step: int) -> None:
         """Wait until a step is recorded."""
@@ -338,8 +327,8 @@ class Gone:
             self.run.rename(self._aside)
         else:
             subprocess.run(["cp", "-r", self.run, self._aside])  # files that it replaces meanwhile may be missed
-            while self.run.exists():  # what is written meanwhile makes it fail
-                shutil.rmtree(self.run, ignore_errors=True)
+            # again if what is written meanwhile makes it fail
+            until(lambda: shutil.rmtree(self.run, ignore_errors=True) or not self.run.exists(), what="its removal")
 
     def left(self) -> list[Path]:
         """What is in its place."""
@@ -448,10 +437,8 @@ def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(
     """Fault matrix 51, without the launcher: the ranks that torchrun starts again know what those before them had."""
     run, disk = lab.path / "disk/run", removable(lab.path / "disk")
     config, log = lab.config(train=LONG, checkpoint={"every": "40 steps"}), lab.path / "log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "2", "-m", "fsdp_pretrain.train", str(config), f"run.dir={run}"]
-    with log.open("wb") as out:
-        job = subprocess.Popen(command, cwd="/", env=helpers.environment(), stdout=out, stderr=out)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2]
+    job = spawn([*command, "-m", "fsdp_pretrain.train", config, f"run.dir={run}"], log)
     try:
         helpers.wait_for(lambda: run.exists() and helpers.journal(run, "checkpoint"), 120, "a checkpoint")
         disk.take_away()
