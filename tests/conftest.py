@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -15,7 +17,7 @@ import pytest
 import sight
 from endpoint import SECRET, Endpoint
 from laboratory import Lab, make_text, write_jsonl, write_tokens
-from machines import Node, Removable, joined_nodes, mount_tmpfs
+from machines import Node, Removable, joined_nodes, tmpfs
 from processes import ROOT, Process, Zygotes, clean_environment, free_port, python_path
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  (hooks)
 from tqdm import tqdm
@@ -55,6 +57,14 @@ def shared_corpus(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) ->
         done = zygotes.run("data.cli", *arguments)
         assert done.returncode == 0, done.stderr
     return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(shared_corpus: Path) -> Any:
+    """The tokenizer of the shared corpus."""
+    from data.tokenizer import Tokenizer
+
+    return Tokenizer.load(shared_corpus / "tokenizer")
 
 
 @pytest.fixture(scope="session")
@@ -104,31 +114,23 @@ def gates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """`small_disk("4m")` mounts a real file system of that size."""
-    mounted: list[Path] = []
-
-    def mount(size: str) -> Path:
-        path = tmp_path / f"disk-{len(mounted)}"
-        mount_tmpfs(path, f"size={size}")
-        mounted.append(path)
-        return path
-
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    with contextlib.ExitStack() as mounted:
+        numbers = itertools.count()
+        yield lambda size: mounted.enter_context(tmpfs(tmp_path / f"disk-{next(numbers)}", f"size={size}"))
 
 
 @pytest.fixture
 def removable(tmp_path: Path) -> Iterator[Callable[[Path], Removable]]:
     """`removable(path)` mounts a file system there that can be taken away."""
-    made: list[Removable] = []
+    with contextlib.ExitStack() as mounted:
+        numbers = itertools.count()
 
-    def mount(path: Path) -> Removable:
-        made.append(Removable(path, tmp_path / f"kept-{len(made)}"))
-        return made[-1]
+        def mount(path: Path) -> Removable:
+            made = Removable(path, tmp_path / f"kept-{next(numbers)}")
+            mounted.callback(made.close)
+            return made
 
-    yield mount
-    for one in made:
-        one.close()
+        yield mount
 
 
 @pytest.fixture

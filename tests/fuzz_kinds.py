@@ -41,7 +41,7 @@ class Kind:
     """
 
     share: int
-    make: Callable[[Path], None]
+    make: Callable[[Path], object]
     victims: tuple[str, ...]
     commands: tuple[str, ...]
     codes: frozenset[int]
@@ -198,13 +198,21 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
     def prepare(name: str, *more: str) -> tuple[str, ...]:
         return (" ".join(["data.cli prepare", name, "--tokenizer", str(tokenizer), "--out out --workers 1", *more]),)
 
-    def tokens(name: str) -> tuple[str, ...]:
+    def token_kind(
+        share: int,
+        name: str,
+        make: Callable[[Path], object],
+        reference: Callable[[Path], int | None] | None = None,
+        victims: tuple[str, ...] = (),
+    ) -> Kind:
         common = f"--tokenizer {tokenizer} --workers 1"
-        return (
+        commands = (
             f"data.cli validate . --vocab-size 300 --eod {EOD} --separators trailing --workers 1",
             f"data.cli validate {name} {common} --json",
             f"data.cli import {name} {common} --separators trailing --out out",
         )
+        lost = documents_by(reference) if reference else lambda folder: ""
+        return Kind(share, make, victims or (name,), commands, REPORTS, lost)
 
     def text_kind(name: str, content: bytes, unpack: Callable[[bytes], bytes | None], lines: bool = True) -> Kind:
         def reference(folder: Path) -> int | None:
@@ -213,7 +221,7 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
 
         return Kind(
             8 if lines else 4,
-            lambda folder: void((folder / name).write_bytes(content)),
+            lambda folder: (folder / name).write_bytes(content),
             (name,),
             prepare(name),
             READS,
@@ -240,40 +248,21 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
             REPORTS,
             documents_by(parquet_rows),
         ),
-        "arrow": Kind(
+        "arrow": token_kind(10, "a.arrow", lambda folder: _make_arrow(folder, documents, stream=False), arrow_rows),
+        "arrow stream": token_kind(
+            8, "a.arrow", lambda folder: _make_arrow(folder, documents, stream=True), arrow_rows
+        ),
+        "npy": token_kind(8, "a.npy", lambda folder: np.save(folder / "a.npy", flat)),
+        "megatron": token_kind(
             10,
-            lambda folder: _make_arrow(folder, documents, stream=False),
-            ("a.arrow",),
-            tokens("a.arrow"),
-            REPORTS,
-            documents_by(arrow_rows),
-        ),
-        "arrow stream": Kind(
-            8,
-            lambda folder: _make_arrow(folder, documents, stream=True),
-            ("a.arrow",),
-            tokens("a.arrow"),
-            REPORTS,
-            documents_by(arrow_rows),
-        ),
-        "npy": Kind(
-            8,
-            lambda folder: np.save(folder / "a.npy", flat),
-            ("a.npy",),
-            tokens("a.npy"),
-            REPORTS,
-        ),
-        "megatron": Kind(
-            10,
+            "a.idx",
             lambda folder: _make_megatron(folder, documents),
-            ("a.idx", "a.idx", "a.bin"),
-            tokens("a.idx"),
-            REPORTS,
-            documents_by(megatron_documents),
+            megatron_documents,
+            victims=("a.idx", "a.idx", "a.bin"),
         ),
         "corpus": Kind(
             8,
-            lambda folder: void(shutil.copytree(corpus, folder / "corpus")),
+            lambda folder: shutil.copytree(corpus, folder / "corpus"),
             ("corpus/*", "corpus/shards/*", "corpus/tokenizer/*"),
             (
                 "data.cli validate corpus --workers 1",
@@ -285,7 +274,7 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
         ),
         "hugging face": Kind(
             8,
-            lambda folder: void(shutil.copytree(shared / "hf", folder / "hf")),
+            lambda folder: shutil.copytree(shared / "hf", folder / "hf"),
             ("hf/*",),
             (
                 "fsdp_pretrain.cli checkpoints new import hf --show-model",
@@ -295,7 +284,7 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
         ),
         "checkpoint": Kind(
             4,
-            lambda folder: void(shutil.copytree(run, folder / "run", symlinks=True)),
+            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
             ("run/checkpoints/*/*", "run/checkpoints/*/.metadata"),
             (
                 "fsdp_pretrain.cli checkpoints run verify",
@@ -307,7 +296,7 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
         ),
         "run directory": Kind(
             10,
-            lambda folder: void(shutil.copytree(run, folder / "run", symlinks=True)),
+            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
             ("run/*", "run/segments/*/*", "run/checkpoints/*/*.json", "run/checkpoints/*/config.toml", "run/*/*.json*"),
             (
                 "fsdp_pretrain.cli status run",
@@ -325,17 +314,13 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
         ),
         "resume": Kind(
             4,
-            lambda folder: void(shutil.copytree(run, folder / "run", symlinks=True)),
+            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
             ("run/*", "run/segments/*/*.json", "run/checkpoints/*/*", "run/checkpoints/*/.metadata"),
             (f"fsdp_pretrain.train {shared}/run.toml run.dir={{folder}}/run 'train.duration=8 steps'",),
             READS,
             lambda folder: _changed_curve(folder / "run", shared / "untouched"),
         ),
     }
-
-
-def void(_: object) -> None:
-    """For functions whose value nobody needs."""
 
 
 def _make_parquet(folder: Path) -> None:

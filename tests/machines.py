@@ -19,6 +19,16 @@ def mount_tmpfs(path: Path, options: str) -> None:
         pytest.skip("mounting a tmpfs needs root")
 
 
+@contextlib.contextmanager
+def tmpfs(path: Path, options: str = "size=64m") -> Iterator[Path]:
+    """A file system for a while."""
+    mount_tmpfs(path, options)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
 class Removable:
     """A mounted file system that goes away under those who use it, and comes back with all that was on it.
 

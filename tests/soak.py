@@ -22,7 +22,6 @@ import time
 import tomllib
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,9 @@ import tomli_w
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from endpoint import Endpoint  # noqa: E402
-from processes import clean_environment, free_port, python_path  # noqa: E402
-from sight import seeded, until  # noqa: E402
+from machines import tmpfs  # noqa: E402
+from processes import LAUNCH, clean_environment, free_port, python_path, spawn  # noqa: E402
+from sight import alarms, rank_of, seeded, until  # noqa: E402
 
 from fsdp_pretrain.record.files import RunDir  # noqa: E402
 from fsdp_pretrain.record.metrics import read_metrics  # noqa: E402
@@ -57,16 +57,11 @@ if os.environ.get("RANK") == "1":
 
 
 class Soak:
-    """A run under the launcher.
-
-    Args:
-        folder: for everything.
-        settings: sections of the configuration, over the quickstart's.
-    """
+    """A run under the launcher in a folder, with `settings` over the sections of the quickstart's configuration."""
 
     def __init__(self, folder: Path, **settings: dict[str, Any]) -> None:
         self.folder, self.run, self.mark = folder, folder / "run", uuid.uuid4().hex
-        self.log = (folder / "launch.log").open("ab")
+        self.log = folder / "launch.log"
         values = tomllib.loads((ROOT / "configs/runs/quickstart.toml").read_text())
         values["run"]["dir"] = str(self.run)
         values["data"]["sources"][0]["path"] = str(folder / "corpus")
@@ -81,9 +76,7 @@ class Soak:
         (folder / "hook/sitecustomize.py").write_text(NAN_HOOK)
         self.nan = folder / "nan-steps"
         self.nan.touch()
-        self.environment = clean_environment(
-            SOAK=self.mark, SOAK_NAN=str(self.nan), PYTHONPATH=python_path(folder / "hook")
-        )
+        self.variables = {"SOAK": self.mark, "SOAK_NAN": str(self.nan), "PYTHONPATH": python_path(folder / "hook")}
 
     def prepare(self) -> None:
         """The quickstart's text, tokenizer and corpus."""
@@ -98,19 +91,12 @@ class Soak:
     def command(self, module: str, *arguments: object) -> str:
         """Run `python -m`; what it prints."""
         line = [sys.executable, "-m", module, *map(str, arguments)]
-        return subprocess.run(line, env=self.environment, cwd="/", check=True, stdout=subprocess.PIPE, text=True).stdout
+        environment = clean_environment(**self.variables)
+        return subprocess.run(line, env=environment, cwd="/", check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def launch(self, *overrides: str) -> subprocess.Popen[bytes]:
         """Start `fsdp-pretrain launch` with two ranks."""
-        line = ["fsdp_pretrain.cli", "launch", "--nproc-per-node", "2", str(self.config), *overrides]
-        return subprocess.Popen(
-            [sys.executable, "-m", *line],
-            env=self.environment,
-            cwd="/",
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
-        )
+        return spawn([*LAUNCH, "--nproc-per-node", 2, self.config, *overrides], self.log, **self.variables)
 
     def step(self) -> int:
         """The last step of the newest start."""
@@ -119,34 +105,19 @@ class Soak:
             return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else 0
         return 0
 
-    def processes(self) -> list[psutil.Process]:
-        """All that were started for this soak."""
+    def processes(self, module: str = "") -> list[psutil.Process]:
+        """All that were started for this soak, or those of them that run a module."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SOAK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                ours = process.environ().get("SOAK") == self.mark and process.status() != psutil.STATUS_ZOMBIE
+                if ours and (not module or module in process.cmdline()):
                     found.append(process)
         return found
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes."""
-        return [process for process in self.processes() if self._is(process, "fsdp_pretrain.train", "RANK")]
-
-    def agents(self) -> list[psutil.Process]:
-        """The watchdog's agents."""
-        return [process for process in self.processes() if self._is(process, "fsdp_pretrain.watchdog.agent")]
-
-    @staticmethod
-    def _is(process: psutil.Process, module: str, *variables: str) -> bool:
-        """Whether it runs a module, with these variables; no process that ends meanwhile does."""
-        with contextlib.suppress(psutil.Error):
-            return module in process.cmdline() and process.environ().keys() >= set(variables)
-        return False
-
-    def alarms(self) -> list[dict[str, Any]]:
-        """All transitions."""
-        path = self.run / "watchdog/alarms.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [process for process in self.processes("fsdp_pretrain.train") if rank_of(process.pid) is not None]
 
     def curve(self) -> list[tuple[int, float, float]]:
         """(step, loss, gradient norm) of the kept line, unrounded."""
@@ -167,9 +138,9 @@ def null(folder: Path, minutes: float) -> list[str]:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return [f"the launcher ended with {job.wait(60 * minutes)}"]
     steps, code = soak.step(), stop(job)
-    for alarm in soak.alarms():
+    for alarm in alarms(soak.run):
         print(f"  {alarm['severity']:4} {alarm['state']:9} {alarm['key']}: {alarm['summary']}")
-    loud = [alarm for alarm in soak.alarms() if alarm["severity"] != "INFO" and alarm["state"] == "open"]
+    loud = [alarm for alarm in alarms(soak.run) if alarm["severity"] != "INFO" and alarm["state"] == "open"]
     evaluated = len(list(soak.run.glob("evals/step-*/*/results.json")))
     print(f"null: {steps} steps, {evaluated} evaluations, {len(loud)} alarms of WARN or above, exit {code}")
     wrong = [f"a false alarm: {alarm['key']}: {alarm['summary']}" for alarm in loud]
@@ -212,7 +183,7 @@ class Breaker:
 
     def agent(self) -> None:
         """kill -9 of the watchdog."""
-        for agent in self.soak.agents():
+        for agent in self.soak.processes("fsdp_pretrain.watchdog.agent"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 agent.kill()
 
@@ -272,17 +243,6 @@ class Breaker:
         print(f"  {name:9} at step {step:6}: on after {recovered:5.1f}s, told: {told}", flush=True)
 
 
-@contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    """A file system of its own for checkpoints; needs root."""
-    path.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 def faults(folder: Path, minutes: float, seed: int) -> list[str]:
     """Break a run for some minutes, compare it with one that was left alone; what was wrong."""
     quick: dict[str, dict[str, Any]] = {
@@ -304,9 +264,9 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
     soak.prepare()
     endpoint = Endpoint(free_port())
     endpoint.up()
-    soak.environment["ALARM_WEBHOOK_URL"] = f"http://127.0.0.1:{endpoint.port}/alarms"
+    soak.variables["ALARM_WEBHOOK_URL"] = f"http://127.0.0.1:{endpoint.port}/alarms"
     end = time.monotonic() + 60 * minutes
-    with small_disk(soak.run / "checkpoints"):
+    with tmpfs(soak.run / "checkpoints"):
         breaker = Breaker(soak, endpoint, seed)
         until(lambda: soak.step() > 50, 120, "the first steps", every=0.2)
         while time.monotonic() < end:

@@ -37,11 +37,6 @@ EOD = 0
 Documents = list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(shared_corpus: Path) -> Tokenizer:
-    return Tokenizer.load(shared_corpus / "tokenizer")
-
-
 def documents(count: int = 120, seed: int = 4) -> Documents:
     rng = random.Random(seed)
     return [[rng.randrange(1, 420) for _ in range(rng.choice([1, 2, 9, 70]))] for _ in range(count)]

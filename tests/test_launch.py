@@ -26,16 +26,7 @@ HASTE = {"pauses": ["0.1 s"], "end_timeout": "30 s", "stop_timeout": "120 s"}
 
 
 class Launched:
-    """A launcher at work on a run.
-
-    Args:
-        lab, helpers: of the test.
-        config: file.
-        arguments: of the trainer.
-        options: of the launcher.
-        run: its directory, if it is not the one that the configuration of a lab has.
-        extra: variables of the environment.
-    """
+    """A launcher at work on a run, with arguments of the trainer and options of its own; `extra` are variables."""
 
     def __init__(
         self,

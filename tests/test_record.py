@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import tmpfs
 from records import step_record
 from released import ARCHIVES, unpack
 
@@ -355,18 +356,13 @@ def test_control_is_refused_when_nobody_listens(tmp_path: Path, run_command: Any
 @pytest.fixture(scope="module")
 def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of the first release with a live job, as its status says, on a file system that is read-only."""
-    place = tmp_path_factory.mktemp("mounted")
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(place)], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    try:
+    with tmpfs(tmp_path_factory.mktemp("mounted")) as place:
         run = RunDir(unpack(ARCHIVES[0], place))
         run.lock.unlink()
         alive = {"state": "running", "host": socket.gethostname(), "pid": os.getpid(), "heartbeat": now()}
         state_files.write(run.status, {"step": 28, "total_steps": 100, "tokens": 1792, **alive})
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
         yield run.path
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.mark.parametrize(
