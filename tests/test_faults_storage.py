@@ -26,6 +26,7 @@ STORAGE = {"interval": "0.2 s", "audit": "1 s"}
 NOISE = {"gradient", "loss", "pace", "straggler", "stolen-time", "memory", "mount-slow", "data-wait", "blind"}
 Disk = Callable[[str], Path]
 Said = list[tuple[str, str]]
+Whole = Callable[[int], list[Any]]
 TOLD_AND_OVER: Said = [("CRIT", "open"), ("CRIT", "resolved")]
 
 
@@ -200,7 +201,7 @@ def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, 
     watched.stop(job)
 
 
-def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Callable[[int], list[Any]]) -> None:
+def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Whole) -> None:
     """Fault matrix 2: in the middle of a shard. Training goes on, told once, made up for when there is space again."""
     disk = small_disk("8m")
     watched.run = disk / "run"
@@ -242,9 +243,7 @@ def test_the_ballast_is_what_the_last_save_needs(watched: Watched, small_disk: D
 
 
 @pytest.mark.slow
-def test_a_record_that_is_full_is_written_later(
-    watched: Watched, small_disk: Disk, whole: Callable[[int], list[Any]]
-) -> None:
+def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Disk, whole: Whole) -> None:
     """Fault matrix 35: training and saving go on; every step, entry and alarm is there once there is space again."""
     record, checkpoints = small_disk("4m"), small_disk("16m")
     watched.run = record / "run"
@@ -272,9 +271,7 @@ def test_a_record_that_is_full_is_written_later(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["error", "read-only"])
-def test_other_storage_takes_over(
-    watched: Watched, small_disk: Disk, whole: Callable[[int], list[Any]], how: str
-) -> None:
+def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Whole, how: str) -> None:
     """Fault matrix 21: EIO, or read-only as a file system becomes after one: told, the fallback is used and resumed."""
     disk, other = small_disk("16m"), watched.lab.path / "other"
     watched.run.mkdir()
@@ -301,7 +298,7 @@ def test_other_storage_takes_over(
 
 
 @pytest.mark.slow
-def test_a_writer_that_hangs(watched: Watched, whole: Callable[[int], list[Any]]) -> None:
+def test_a_writer_that_hangs(watched: Watched, whole: Whole) -> None:
     """Fault matrix 15: told as the writer's, never as a hang of training; the save after it is made by another."""
     watched.configure(
         checkpoint={"every": "100 steps"},
@@ -322,7 +319,7 @@ def test_a_writer_that_hangs(watched: Watched, whole: Callable[[int], list[Any]]
 
 
 @pytest.mark.slow
-def test_writers_that_die(watched: Watched, whole: Callable[[int], list[Any]]) -> None:
+def test_writers_that_die(watched: Watched, whole: Whole) -> None:
     """Fault matrix 22: the thread that writes, here, twice. Each is a failed save, and the next one works."""
     watched.configure(ranks=2, checkpoint={"every": "40 steps"}, parallel={"timeout": "10 s"})
     # 1: fine; 2: dies; 3: made while training waits; 4: dies; 5: as 3
@@ -526,9 +523,7 @@ for module in list(sys.modules.values()):
 
 
 @pytest.mark.slow
-def test_a_clock_that_jumps(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, whole: Callable[[int], list[Any]]
-) -> None:
+def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
     """Fault matrix 47: the wall clock of ranks and watchdog goes an hour ahead, then two back: told, nothing follows."""
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()

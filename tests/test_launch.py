@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ class Launched:
     ) -> None:
         arguments = arguments if run is None else (f"run.dir={run}", *arguments)
         self.run, self._helpers = run or lab.path / config.stem, helpers
-        self.log = lab.path / f"launch-{time.monotonic_ns()}"
+        self.log = lab.path / f"launch-{len(list(lab.path.glob('launch-*')))}"
         self.process = spawn([*LAUNCH, "--nproc-per-node", 2, *options, config, *arguments], self.log, **extra)
 
     def reaches(self, step: int) -> None:
@@ -78,6 +77,9 @@ class Launched:
     def intent(self) -> dict[str, Any]:
         """The exit intent in `status.json`."""
         return json.loads((self.run / "status.json").read_text())["exit_intent"]
+
+
+Launch = Callable[..., Launched]
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def dies_at(folder: Path, cursor: int) -> Path:
     return folder
 
 
-def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
     """Fault matrix 16, 11: kill -9 of a rank is told with its number, and a new start goes on; SIGUSR1 to the launcher
     saves, stops, exits 75."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
@@ -144,9 +146,7 @@ def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helper
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["one-rank", "control", "job", "twice", "limit"])
-def test_stops_are_not_started_again(
-    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any], how: str
-) -> None:
+def test_stops_are_not_started_again(launch: Launch, lab: Any, helpers: Any, run_command: Any, how: str) -> None:
     """Fault matrix 11: whoever asks, and however: one agreed step, a verified checkpoint, 75, no other start."""
     options = ("--time-limit", "90 s") if how == "limit" else ()
     haste = {**HASTE, "grace": "45 s"}
@@ -177,7 +177,7 @@ def test_stops_are_not_started_again(
 
 
 @pytest.mark.slow
-def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helpers: Any) -> None:
     """Nothing is lost, so nobody is alarmed: 75, and no death, hang or traceback is told of."""
     folder = lab.path / "hook"
     folder.mkdir()
@@ -203,7 +203,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "torchrun"])
-def test_no_process_outlives_its_parent(launch: Callable[..., Launched], lab: Any, helpers: Any, victim: str) -> None:
+def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, victim: str) -> None:
     """Fault matrix 25: kill -9 of the launcher ends everything; of torchrun: the ranks, and another start goes on."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch=HASTE))
     job.reaches(7)
@@ -221,7 +221,7 @@ def test_no_process_outlives_its_parent(launch: Callable[..., Launched], lab: An
 
 
 @pytest.mark.slow
-def test_a_torchrun_that_does_not_end_is_killed(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helpers: Any) -> None:
     """torchrun is frozen and a rank dead: both go after `end_timeout`, and the next start goes on."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch={**HASTE, "end_timeout": "3 s"}))
     job.reaches(7)
@@ -236,9 +236,7 @@ def test_a_torchrun_that_does_not_end_is_killed(launch: Callable[..., Launched],
 
 
 @pytest.mark.slow
-def test_a_loop_of_crashes_ends_and_names_the_batch(
-    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any]
-) -> None:
+def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, helpers: Any, run_command: Any) -> None:
     """Fault matrix 17: three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE)
     job = launch(config, PYTHONPATH=helpers.python_path(dies_at(lab.path / "fault", cursor=13 * 8)))
@@ -257,7 +255,7 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(
 
 
 @pytest.mark.slow
-def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) -> None:
+def test_refusals_are_not_repeated(launch: Launch, lab: Any) -> None:
     """What ranks refuse before there is a segment ends the launcher with 78, at once."""
     job = launch(lab.config(parallel={"shard": 3}, launch=HASTE))
     printed = job.ends(78)
@@ -272,7 +270,7 @@ def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) ->
     ],
 )
 def test_a_mistake_in_the_arguments_starts_nothing(
-    lab: Any, run_command: Callable[..., Any], options: list[str], arguments: list[str], said: str
+    lab: Any, run_command: Any, options: list[str], arguments: list[str], said: str
 ) -> None:
     done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 1, *options, lab.config(), *arguments)
     assert done.returncode == 78 and said in done.stderr and "launch: exit" not in done.stderr
@@ -290,7 +288,7 @@ def test_options_of_torchrun_that_it_does_not_know_are_no_failed_start(tmp_path:
     assert decide([Ended(0.0, refused, 0)], LaunchSection(), asked=False, host="a", elastic=False).code == 78
 
 
-def test_a_reason_is_no_setting(lab: Any, run_command: Callable[..., Any]) -> None:
+def test_a_reason_is_no_setting(lab: Any, run_command: Any) -> None:
     arguments = [lab.config(), "--reason", "optimizer.lr=3 was too much", "optimizer.lr=1e-3"]
     done = run_command("fsdp_pretrain.cli", "launch", "--print-run", *arguments)
     assert (done.returncode, done.stdout) == (0, f"{lab.path / 'run'}\n"), done.stderr
@@ -338,12 +336,7 @@ SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("itself", "ch
 
 @pytest.mark.parametrize("how", ["above", *SLOW_WAYS])
 def test_a_run_directory_that_is_gone_is_not_begun_again(
-    launch: Callable[..., Launched],
-    lab: Any,
-    helpers: Any,
-    removable: Callable[[Path], Any],
-    run_command: Callable[..., Any],
-    how: str,
+    launch: Launch, lab: Any, helpers: Any, removable: Any, run_command: Any, how: str
 ) -> None:
     """Fault matrix 51: 93 at the next save, nothing is in its place, and when it is back the same command goes on."""
     run = lab.path / "disk/run"
@@ -379,7 +372,7 @@ def test_a_run_directory_that_is_gone_is_not_begun_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["above", "checkpoints"])
 def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
-    launch: Callable[..., Launched], lab: Any, helpers: Any, removable: Callable[[Path], Any], endpoint: Any, how: str
+    launch: Launch, lab: Any, helpers: Any, removable: Any, endpoint: Any, how: str
 ) -> None:
     """Fault matrix 51: long before the next save; the message goes out though the run directory takes nothing."""
     run = lab.path / "disk/run"
@@ -399,7 +392,7 @@ def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
 
 @pytest.mark.slow
 def test_a_launcher_does_not_accept_less_than_it_has_seen(
-    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any]
+    launch: Launch, lab: Any, helpers: Any, run_command: Any
 ) -> None:
     """Somebody deletes the newest checkpoint under a live run, and a rank dies: an older one is not taken in silence."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "100_000 steps"}, launch=HASTE))
@@ -422,9 +415,7 @@ def test_a_launcher_does_not_accept_less_than_it_has_seen(
 
 
 @pytest.mark.slow
-def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(
-    lab: Any, helpers: Any, removable: Callable[[Path], Any]
-) -> None:
+def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(lab: Any, helpers: Any, removable: Any) -> None:
     """Fault matrix 51, without the launcher: the ranks that torchrun starts again know what those before them had."""
     run, disk = lab.path / "disk/run", removable(lab.path / "disk")
     config, log = lab.config(train=LONG, checkpoint={"every": "40 steps"}), lab.path / "log"
@@ -442,7 +433,7 @@ def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(
 
 
 @pytest.mark.slow
-def test_a_broken_gpu_keeps_its_host_away(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any) -> None:
     """Fault matrix 45: saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
     gpus, host = lab.path / "gpus.json", os.uname().nodename
     gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1}]}))
@@ -462,7 +453,7 @@ def test_a_broken_gpu_keeps_its_host_away(launch: Callable[..., Launched], lab: 
     assert segments(job) == 1
 
 
-def test_preflight(lab: Any, run_command: Callable[..., Any], small_disk: Callable[[str], Path], helpers: Any) -> None:
+def test_preflight(lab: Any, run_command: Any, small_disk: Any, helpers: Any) -> None:
     """Fault matrix 38: a directory that cannot be written is named, exit 78, before a rank starts; and other refusals."""
     disk = small_disk("2m")
     run = disk / "run"

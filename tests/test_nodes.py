@@ -63,7 +63,7 @@ def chronicle(run: Path) -> str:
     return "\n".join(line["text"] for line in lines if line["kind"] == "watchdog")
 
 
-def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     """Fault matrix 6, between nodes: one alarm with rank and host, all ranks ended, stacks of both nodes."""
     job, run = pair(silent="60 s", hard="8 s"), lab.path / "run"
     job.kill(1, signal.SIGSTOP)
@@ -82,7 +82,7 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Callable[..., A
 
 
 @pytest.mark.parametrize("has_seen", ["steps", "nothing"])
-def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Callable[..., Any], has_seen: str) -> None:
+def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any, has_seen: str) -> None:
     """The watchdog of the node whose rank is stopped is late: what it has not said is no evidence, and the alarm says
     so until it has. It says it also if it does not know how long steps take, having seen none."""
     run = lab.path / "run"
@@ -105,7 +105,7 @@ def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Call
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
     """kill -9 of all of a node: the ranks of the other fail, and its watchdog says which node is the reason."""
     job, run = pair(), lab.path / "run"
     os.kill(agent_of(run, 1), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_lost_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     """Fault matrix 16, between nodes: the leader tells what the other node's watchdog saw; its own rank is no suspect."""
     job, run = pair(), lab.path / "run"
     job.kill(1)
@@ -132,7 +132,7 @@ def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Callable[..., An
 
 
 @pytest.mark.slow
-def test_another_node_takes_the_lead(lab: Any, pair: Callable[..., Any]) -> None:
+def test_another_node_takes_the_lead(lab: Any, pair: Any) -> None:
     """Fault matrix 24: the leader's agent is killed, and its rank stopped, which would start it again: the next node's
     watchdog takes over and tells. Thawed, the first does not take it back, and says nothing twice."""
     job, run = pair(hard="60 s"), lab.path / "run"
@@ -151,7 +151,7 @@ def test_another_node_takes_the_lead(lab: Any, pair: Callable[..., Any]) -> None
 
 
 @pytest.mark.slow
-def test_a_frozen_leader_gives_up_the_lead(lab: Any, pair: Callable[..., Any]) -> None:
+def test_a_frozen_leader_gives_up_the_lead(lab: Any, pair: Any) -> None:
     """Only its agent is frozen: another takes over, and when it is thawed there is still one that writes alarms."""
     job, run = pair(), lab.path / "run"
     first = agent_of(run, 0)
@@ -202,8 +202,11 @@ class Side:
         assert self.process.wait(2 * PATIENCE) == code, self.log.read_text(errors="replace")
 
 
+Sides = Callable[..., list[Side]]
+
+
 @pytest.fixture
-def sides(lab: Any, two_nodes: Callable[..., Any]) -> Iterator[Callable[..., list[Side]]]:
+def sides(lab: Any, two_nodes: Any) -> Iterator[Callable[..., list[Side]]]:
     """Starts a launcher on each of two nodes, and waits until step 12 is recorded."""
     started: list[Side] = []
 
@@ -253,7 +256,7 @@ def starts(run: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Callable[..., list[Side]]) -> None:
+def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Sides) -> None:
     """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve goes on bitwise."""
     both, run = sides(ranks=2), lab.path / "run"
     name, pid = both[1].node.name, both[1].rank(3)
@@ -273,7 +276,7 @@ def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Call
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
-def test_a_node_dies(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
+def test_a_node_dies(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
     """kill -9 of all of the second node. A job that may shrink goes on on the first; another ends with 75."""
     both, run = sides(nnodes=nnodes), lab.path / "run"
     name = both[1].node.name
@@ -294,7 +297,7 @@ def test_a_node_dies(lab: Any, helpers: Any, sides: Callable[..., list[Side]], n
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mended", [True, False])
-def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side]], mended: bool) -> None:
+def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Sides, mended: bool) -> None:
     """gloo does not notice. Both watchdogs are heard, so the verdict is the network; all ranks are ended at the hard
     deadline, and start again when the cable is back, or the launchers end with 75."""
     both, run = sides(), lab.path / "run"
@@ -319,7 +322,7 @@ def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
-def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
+def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
     """All of the second node is stopped. The first names it, ends, and goes on alone if it may. When the second is
     thawed its ranks end without a trace in the run; then it takes part again."""
     both, run = sides(300 if nnodes == "1:2" else 120, nnodes=nnodes), lab.path / "run"

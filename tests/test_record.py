@@ -35,7 +35,7 @@ from fsdp_pretrain.status import ALERT, OK, WARN, inspect, render
 pytestmark = pytest.mark.quick
 
 
-def test_lines_survive_a_full_disk_in_order(small_disk: Callable[[str], Path]) -> None:
+def test_lines_survive_a_full_disk_in_order(small_disk: Any) -> None:
     disk = small_disk("1m")
     file = AppendFile(disk / "lines.jsonl")
     hog = disk / "hog"
@@ -84,7 +84,7 @@ def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "absent", json_object)) == []
 
 
-def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Callable[..., Any]) -> None:
+def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Any) -> None:
     """What a killed process left of a line is no part of the next entry, by whomever, also in a file long open."""
     run = RunDir(tmp_path)
     (tmp_path / "segments").mkdir()
@@ -106,7 +106,7 @@ def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Callable[.
     assert [line.rpartition("** ")[2].partition(" (")[0] for line in lines if line.startswith("- ")] == texts
 
 
-def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Callable[[str], Path]) -> None:
+def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Any) -> None:
     """The first wrote a part of a line; the other came before it could go on. Each line is there once."""
     disk = small_disk("1m")
     first, other = AppendFile(disk / "lines.jsonl"), AppendFile(disk / "lines.jsonl")

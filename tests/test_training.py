@@ -105,7 +105,7 @@ def same_within_rounding(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
 
 
 def test_kill_and_restart_is_bitwise(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Callable[..., list[Path]]
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Any
 ) -> None:
     """kill -9 of one rank at random steps, several times; started again, the curve is the uninterrupted one to the bit."""
     rng = seeded()
@@ -202,7 +202,7 @@ def test_torchrun_restarts_by_itself(module_lab: Any, long_config: Path, helpers
 
 @pytest.mark.slow  # what ends on purpose exits the same without torchrun
 def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
-    module_lab: Any, long_config: Path, helpers: Any, run_command: Callable[..., Any]
+    module_lab: Any, long_config: Path, helpers: Any, run_command: Any
 ) -> None:
     run, log = module_lab.path / "purpose", module_lab.path / "purpose.log"
     torchrun = spawn(
@@ -255,12 +255,7 @@ def test_two_nodes_form_one_mesh(
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
 def test_two_nodes_over_a_network(
-    module_lab: Any,
-    long_config: Path,
-    uninterrupted: list[Any],
-    helpers: Any,
-    two_nodes: Callable[..., list[Any]],
-    killed: bool,
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: Any, killed: bool
 ) -> None:
     """A launcher on each of two nodes that share nothing but a cable and the file system. kill -9 of a rank of the second:
     both end their part of the start, begin the next together, and the curve is the same."""
@@ -308,12 +303,7 @@ def test_killed_at_any_instant(
 
 
 def test_stopping_saves_and_says_resume(
-    module_lab: Any,
-    long_config: Path,
-    uninterrupted: list[Any],
-    helpers: Any,
-    run_command: Callable[..., Any],
-    gates: Callable[..., list[Path]],
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, run_command: Any, gates: Any
 ) -> None:
     """SIGTERM to one rank only: all agree, save, exit 75; `control save` and `stop` likewise; nothing is lost."""
     run = module_lab.path / "stopped"
@@ -413,7 +403,7 @@ def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, help
     assert json.loads((lab.path / "run/status.json").read_text())["exit_intent"]["code"] == 93
 
 
-def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Callable[..., Any]) -> None:
+def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> None:
     """Random numbers are functions of (seed, step, rank): no generator state is stored, yet a resume repeats them."""
     gpt = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab": 512, "positions": 32, "dropout": 0.2}
     model = {**dict.fromkeys(["kv_heads", "ffn"]), **gpt}
