@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file
 from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadTimes, Replicas, Seconds, StepRecord, parse
 
 _PARTS = {"loss": LossSum, "seconds": Seconds, "ramps": Ramps, "replicas": Replicas, "data_read": ReadTimes}
@@ -50,6 +51,21 @@ def facts(step: int, *, batch: int = 8, length: int = 32, **changes: Any) -> dic
     versions = {"torch": "2.13", "fsdp_pretrain": "0.1.0"}
     ours = {"run": "x", "segment": 1, "final": False, "world": WORLD, "state_digest": "0" * 16, **versions}
     return {**counters, **ours, **changes}
+
+
+WEIGHTS = "__0_0.distcp"
+CHECKPOINT = {WEIGHTS: b"weights", ".metadata": b"meta", TRAIN_STATE: b"{}", CONFIG: b""}
+
+
+def commit(
+    store: Store, step: int, files: dict[str, bytes] = CHECKPOINT, *, verified: bool = True, **changes: Any
+) -> Checkpoint:
+    """Make a checkpoint of these files, with changes to `facts`, as a save does."""
+    attempt = store.begin(step)
+    for name, content in files.items():
+        (attempt / name).write_bytes(content)
+    made = store.commit(attempt, [describe_file(attempt / name) for name in files], facts(step, **changes))
+    return store.mark_verified(made) if verified else made
 
 
 def results(**changes: Any) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,13 +39,31 @@ def rank_of(pid: int) -> int | None:
     return None if number is None else int(number)
 
 
-def until(condition: Callable[[], Any], timeout: float = PATIENCE, what: Callable[[], str] | str = "") -> Any:
-    """Poll until a condition holds; its value."""
+def until(
+    condition: Callable[[], Any],
+    timeout: float = PATIENCE,
+    what: Callable[[], str] | str = "",
+    every: float = 0.02,
+) -> Any:
+    """Poll until a condition holds; its value. Tests wait for other processes and threads in this way only.
+
+    Args:
+        what: is waited for, or a function that says it with what there is instead.
+        every: seconds between two looks.
+    """
     deadline = time.monotonic() + timeout
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout}s: {what() if callable(what) else what}"
-        time.sleep(0.02)
+        assert time.monotonic() < deadline, f"not within {timeout}s: {what() if callable(what) else what or condition}"
+        time.sleep(every)
     return value
+
+
+def seeded(seed: int | None = None) -> random.Random:
+    """The generator of a test that is random, a new one without a seed. A failure shows its seed; `TEST_SEED` repeats
+    it."""
+    seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(10**6) if seed is None else seed))
+    print(f"random with seed {seed} (again: TEST_SEED={seed})")
+    return random.Random(seed)
 
 
 def steps(run: Path) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -23,7 +22,6 @@ import time
 import tomllib
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,13 @@ import tomli_w
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from endpoint import Endpoint  # noqa: E402
+from machines import tmpfs  # noqa: E402
+from processes import LAUNCH, clean_environment, free_port, python_path, spawn  # noqa: E402
+from sight import alarms, rank_of, seeded, until  # noqa: E402
+
 from fsdp_pretrain.record.files import RunDir  # noqa: E402
 from fsdp_pretrain.record.metrics import read_metrics  # noqa: E402
-from tests.conftest import clean_environment, free_port, python_path  # noqa: E402
-from tests.endpoint import Endpoint  # noqa: E402
 
 NAN_HOOK = """
 import os
@@ -56,16 +57,11 @@ if os.environ.get("RANK") == "1":
 
 
 class Soak:
-    """A run under the launcher.
-
-    Args:
-        folder: for everything.
-        settings: sections of the configuration, over the quickstart's.
-    """
+    """A run under the launcher in a folder, with `settings` over the sections of the quickstart's configuration."""
 
     def __init__(self, folder: Path, **settings: dict[str, Any]) -> None:
         self.folder, self.run, self.mark = folder, folder / "run", uuid.uuid4().hex
-        self.log = (folder / "launch.log").open("ab")
+        self.log = folder / "launch.log"
         values = tomllib.loads((ROOT / "configs/runs/quickstart.toml").read_text())
         values["run"]["dir"] = str(self.run)
         values["data"]["sources"][0]["path"] = str(folder / "corpus")
@@ -80,9 +76,7 @@ class Soak:
         (folder / "hook/sitecustomize.py").write_text(NAN_HOOK)
         self.nan = folder / "nan-steps"
         self.nan.touch()
-        self.environment = clean_environment(
-            SOAK=self.mark, SOAK_NAN=str(self.nan), PYTHONPATH=python_path(folder / "hook")
-        )
+        self.variables = {"SOAK": self.mark, "SOAK_NAN": str(self.nan), "PYTHONPATH": python_path(folder / "hook")}
 
     def prepare(self) -> None:
         """The quickstart's text, tokenizer and corpus."""
@@ -97,19 +91,12 @@ class Soak:
     def command(self, module: str, *arguments: object) -> str:
         """Run `python -m`; what it prints."""
         line = [sys.executable, "-m", module, *map(str, arguments)]
-        return subprocess.run(line, env=self.environment, cwd="/", check=True, stdout=subprocess.PIPE, text=True).stdout
+        environment = clean_environment(**self.variables)
+        return subprocess.run(line, env=environment, cwd="/", check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def launch(self, *overrides: str) -> subprocess.Popen[bytes]:
         """Start `fsdp-pretrain launch` with two ranks."""
-        line = ["fsdp_pretrain.cli", "launch", "--nproc-per-node", "2", str(self.config), *overrides]
-        return subprocess.Popen(
-            [sys.executable, "-m", *line],
-            env=self.environment,
-            cwd="/",
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
-        )
+        return spawn([*LAUNCH, "--nproc-per-node", 2, self.config, *overrides], self.log, **self.variables)
 
     def step(self) -> int:
         """The last step of the newest start."""
@@ -118,48 +105,23 @@ class Soak:
             return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else 0
         return 0
 
-    def processes(self) -> list[psutil.Process]:
-        """All that were started for this soak."""
+    def processes(self, module: str = "") -> list[psutil.Process]:
+        """All that were started for this soak, or those of them that run a module."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SOAK") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                ours = process.environ().get("SOAK") == self.mark and process.status() != psutil.STATUS_ZOMBIE
+                if ours and (not module or module in process.cmdline()):
                     found.append(process)
         return found
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes."""
-        return [process for process in self.processes() if self._is(process, "fsdp_pretrain.train", "RANK")]
-
-    def agents(self) -> list[psutil.Process]:
-        """The watchdog's agents."""
-        return [process for process in self.processes() if self._is(process, "fsdp_pretrain.watchdog.agent")]
-
-    @staticmethod
-    def _is(process: psutil.Process, module: str, *variables: str) -> bool:
-        """Whether it runs a module, with these variables; no process that ends meanwhile does."""
-        with contextlib.suppress(psutil.Error):
-            return module in process.cmdline() and process.environ().keys() >= set(variables)
-        return False
-
-    def alarms(self) -> list[dict[str, Any]]:
-        """All transitions."""
-        path = self.run / "watchdog/alarms.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [process for process in self.processes("fsdp_pretrain.train") if rank_of(process.pid) is not None]
 
     def curve(self) -> list[tuple[int, float, float]]:
         """(step, loss, gradient norm) of the kept line, unrounded."""
         return [(r.step, r.loss.sum, r.grad_norm) for r in read_metrics(RunDir(self.run))]
-
-
-def wait(what: str, condition: Callable[[], Any], seconds: float) -> Any:
-    """The first true value. Raises TimeoutError."""
-    until = time.monotonic() + seconds
-    while not (value := condition()):
-        if time.monotonic() > until:
-            raise TimeoutError(f"not within {seconds:.0f}s: {what}")
-        time.sleep(0.2)
-    return value
 
 
 def stop(job: subprocess.Popen[bytes]) -> int:
@@ -176,9 +138,9 @@ def null(folder: Path, minutes: float) -> list[str]:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return [f"the launcher ended with {job.wait(60 * minutes)}"]
     steps, code = soak.step(), stop(job)
-    for alarm in soak.alarms():
+    for alarm in alarms(soak.run):
         print(f"  {alarm['severity']:4} {alarm['state']:9} {alarm['key']}: {alarm['summary']}")
-    loud = [alarm for alarm in soak.alarms() if alarm["severity"] != "INFO" and alarm["state"] == "open"]
+    loud = [alarm for alarm in alarms(soak.run) if alarm["severity"] != "INFO" and alarm["state"] == "open"]
     evaluated = len(list(soak.run.glob("evals/step-*/*/results.json")))
     print(f"null: {steps} steps, {evaluated} evaluations, {len(loud)} alarms of WARN or above, exit {code}")
     wrong = [f"a false alarm: {alarm['key']}: {alarm['summary']}" for alarm in loud]
@@ -187,8 +149,8 @@ def null(folder: Path, minutes: float) -> list[str]:
 
 def leaked(soak: Soak) -> list[str]:
     """Processes that outlive a run."""
-    with contextlib.suppress(TimeoutError):
-        wait("the end of all processes", lambda: not soak.processes(), 60)
+    with contextlib.suppress(AssertionError):
+        until(lambda: not soak.processes(), 60, "the end of all processes", every=0.2)
     left = [f"left behind: {process.pid} {' '.join(process.cmdline())[:150]}" for process in soak.processes()]
     for process in soak.processes():
         process.kill()
@@ -207,7 +169,7 @@ class Breaker:
     """
 
     def __init__(self, soak: Soak, endpoint: Endpoint, seed: int) -> None:
-        self.soak, self.endpoint, self.random = soak, endpoint, random.Random(seed)
+        self.soak, self.endpoint, self.random = soak, endpoint, seeded(seed)
         self.job, self.wrong, self.done = soak.launch(), list[str](), Counter[str]()
         self._left: list[str] = []
 
@@ -221,7 +183,7 @@ class Breaker:
 
     def agent(self) -> None:
         """kill -9 of the watchdog."""
-        for agent in self.soak.agents():
+        for agent in self.soak.processes("fsdp_pretrain.watchdog.agent"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 agent.kill()
 
@@ -263,8 +225,9 @@ class Breaker:
         step = self.soak.step()
         getattr(self, name)()
         try:
-            wait(f"progress after {name}", lambda: self.soak.step() > step + 60 or self.job.poll() is not None, 180)
-        except TimeoutError as error:
+            on = lambda: self.soak.step() > step + 60 or self.job.poll() is not None  # noqa: E731
+            until(on, 180, f"progress after {name}", every=0.2)
+        except AssertionError as error:
             self.wrong.append(str(error))
         recovered = time.monotonic() - begun
         time.sleep(max(0.0, self.random.uniform(20, 60) - recovered))
@@ -278,17 +241,6 @@ class Breaker:
         self.done[name] += 1
         told = ", ".join(f"{body['key']} {body['state']}" for body in bodies) or "nothing"
         print(f"  {name:9} at step {step:6}: on after {recovered:5.1f}s, told: {told}", flush=True)
-
-
-@contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    """A file system of its own for checkpoints; needs root."""
-    path.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def faults(folder: Path, minutes: float, seed: int) -> list[str]:
@@ -312,12 +264,12 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
     soak.prepare()
     endpoint = Endpoint(free_port())
     endpoint.up()
-    soak.environment["ALARM_WEBHOOK_URL"] = f"http://127.0.0.1:{endpoint.port}/alarms"
-    until = time.monotonic() + 60 * minutes
-    with small_disk(soak.run / "checkpoints"):
+    soak.variables["ALARM_WEBHOOK_URL"] = f"http://127.0.0.1:{endpoint.port}/alarms"
+    end = time.monotonic() + 60 * minutes
+    with tmpfs(soak.run / "checkpoints"):
         breaker = Breaker(soak, endpoint, seed)
-        wait("the first steps", lambda: soak.step() > 50, 120)
-        while time.monotonic() < until:
+        until(lambda: soak.step() > 50, 120, "the first steps", every=0.2)
+        while time.monotonic() < end:
             breaker.once()
         code, wrong = stop(breaker.job), breaker.wrong
         wrong += [] if code == 75 else [f"exit {code} instead of 75 at the end"]
@@ -351,7 +303,7 @@ def untouched(soak: Soak, steps: int) -> list[tuple[int, float, float]]:
     settings = ("checkpoint.every='100_000 steps'", "watchdog.enabled=false", f"run.dir={soak.run}")
     job = soak.launch(*settings)
     try:
-        wait("the untouched run", lambda: soak.step() >= steps or job.poll() is not None, 3600)
+        until(lambda: soak.step() >= steps or job.poll() is not None, 3600, "the untouched run", every=0.2)
         stop(job)
         return soak.curve()
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -13,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+from skips import needs_aim
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("aim") is None, reason="aim is an optional extra")
+pytestmark = needs_aim
 
 
 def read_back(repo: Path) -> dict[str, dict[int, float]]:
@@ -47,7 +47,7 @@ def followers(run: Path) -> list[psutil.Process]:
     return found
 
 
-def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, run_command: Callable[..., Any]) -> None:
+def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, run_command: Any) -> None:
     config = lab.config(record={"aim": True})
     run = lab.path / "run"
     for duration in ("10 steps", "20 steps"):
@@ -104,12 +104,7 @@ DAMAGE = ["deleted"], ["locked", "a-file", "follower-killed", "read-only", "cann
 
 @pytest.mark.parametrize("damage", [*DAMAGE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE[1])])
 def test_damage_to_the_repository_is_one_journal_line(
-    lab: Any,
-    helpers: Any,
-    reference: list[Any],
-    damage: str,
-    small_disk: Callable[[str], Path],
-    gates: Callable[..., list[Path]],
+    lab: Any, helpers: Any, reference: list[Any], damage: str, small_disk: Any, gates: Any
 ) -> None:
     """Training is bitwise what it is without Aim, ends with 0, and the journal has exactly one line about it."""
     run, repo, holder = lab.path / "run", lab.path / "aim", None

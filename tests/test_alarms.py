@@ -125,9 +125,10 @@ def test_a_maintenance_window(run: Path, verb: Verb, helpers: Any) -> None:
     assert verb("mute", "2h").returncode == 78  # why?
     assert verb("mute", "2", "switches").returncode == 78 and verb("mute", "soon", "switches").returncode == 78
     assert "more than a year" in verb("mute", "99999999 days", "switches").stderr
+    before = time.time()
     assert verb("mute", "2h", "new switches").returncode == 0
-    assert desk.muted_until(RunDir(run)) - time.time() == pytest.approx(7200, abs=60)
-    assert "muted for 1h59m more" in verb("alarms").stdout
+    assert before + 7199 < desk.muted_until(RunDir(run)) <= time.time() + 7200
+    assert "muted for 1h5" in verb("alarms").stdout
     assert verb("mute", "0h").stdout == "alarms are sent again\n"
     assert desk.muted_until(RunDir(run)) <= time.time()
     assert ["new switches" in entry["text"] for entry in helpers.journal(run, "mute")] == [True, False]

@@ -382,8 +382,13 @@ def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypa
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")
     resource.prlimit(job.ranks[1].pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     gone = ""
-    while not helpers.journal(run, "checkpoint-failed"):
+
+    def failed_once() -> Any:
+        nonlocal gone
         gone = now() if list((run / "checkpoints").glob("*.writing-*")) else gone
+        return helpers.journal(run, "checkpoint-failed")
+
+    helpers.wait_for(failed_once, what="a failed save", every=0.001)
     helpers.wait_for(lambda: len(helpers.journal(run, "checkpoint-failed")) > 2, what="three failed saves")
     resource.prlimit(job.ranks[1].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     at = helpers.metrics(run)[-1]["step"]

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.corpus import write_corpus
 from data.opening import open_packer, open_skips
-from data.shards import ShardWriter
 from data.tokenizer import Tokenizer
 from fsdp_pretrain.config import load
 
@@ -124,12 +122,7 @@ def test_a_corpus_with_bad_documents_is_trained(lab: Any, helpers: Any) -> None:
     for number, tokens in ((10, []), (20, [301]), (30, [tokenizer.eod] * 3)):
         for at in range(number, 500, 100):
             documents[at] = np.array(tokens)
-    corpus = lab.path / "corpus"
-    (corpus / "shards").mkdir(parents=True)
-    with ShardWriter(corpus / "shards/shard-00000", np.dtype("<u2")) as writer:
-        for document in documents:
-            writer.append(document.astype("<u2"))
-        write_corpus(corpus, tokenizer, [writer.finish()], np.dtype("<u2"), {})
+    corpus = helpers.corpus(lab.path / "corpus", documents, tokenizer, shards=1)
     sources = [{"name": "bad", "path": str(corpus)}]
     config = lab.config(
         data={"sources": sources, "max_quarantined": 0.02},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ WRONG = (
 
 
 def check(
-    start_command: Callable[..., Any], helpers: Any, path: Path, ranks: int, faults: dict[int, str]
+    start_command: Any, helpers: Any, path: Path, ranks: int, faults: dict[int, str]
 ) -> tuple[list[int], dict[str, Any]]:
     """Exit codes of the ranks, and what the first printed."""
     port, processes = helpers.port(), []
@@ -59,12 +58,7 @@ def check(
     ids=["sound", "slow-device", "slow-node", "wrong-sums"],
 )
 def test_the_bad_node_is_named(
-    start_command: Callable[..., Any],
-    helpers: Any,
-    tmp_path: Path,
-    faults: dict[int, str],
-    named: list[str],
-    unnamed: list[str],
+    start_command: Any, helpers: Any, tmp_path: Path, faults: dict[int, str], named: list[str], unnamed: list[str]
 ) -> None:
     codes, found = check(start_command, helpers, tmp_path, 4, faults)
     problems = "\n".join(found["problems"])

@@ -26,6 +26,7 @@ STORAGE = {"interval": "0.2 s", "audit": "1 s"}
 NOISE = {"gradient", "loss", "pace", "straggler", "stolen-time", "memory", "mount-slow", "data-wait", "blind"}
 Disk = Callable[[str], Path]
 Said = list[tuple[str, str]]
+Whole = Callable[[int], list[Any]]
 TOLD_AND_OVER: Said = [("CRIT", "open"), ("CRIT", "resolved")]
 
 
@@ -200,7 +201,7 @@ def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, 
     watched.stop(job)
 
 
-def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Callable[[int], list[Any]]) -> None:
+def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Whole) -> None:
     """Fault matrix 2: in the middle of a shard. Training goes on, told once, made up for when there is space again."""
     disk = small_disk("8m")
     watched.run = disk / "run"
@@ -242,9 +243,7 @@ def test_the_ballast_is_what_the_last_save_needs(watched: Watched, small_disk: D
 
 
 @pytest.mark.slow
-def test_a_record_that_is_full_is_written_later(
-    watched: Watched, small_disk: Disk, whole: Callable[[int], list[Any]]
-) -> None:
+def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Disk, whole: Whole) -> None:
     """Fault matrix 35: training and saving go on; every step, entry and alarm is there once there is space again."""
     record, checkpoints = small_disk("4m"), small_disk("16m")
     watched.run = record / "run"
@@ -272,9 +271,7 @@ def test_a_record_that_is_full_is_written_later(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["error", "read-only"])
-def test_other_storage_takes_over(
-    watched: Watched, small_disk: Disk, whole: Callable[[int], list[Any]], how: str
-) -> None:
+def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Whole, how: str) -> None:
     """Fault matrix 21: EIO, or read-only as a file system becomes after one: told, the fallback is used and resumed."""
     disk, other = small_disk("16m"), watched.lab.path / "other"
     watched.run.mkdir()
@@ -301,7 +298,7 @@ def test_other_storage_takes_over(
 
 
 @pytest.mark.slow
-def test_a_writer_that_hangs(watched: Watched, whole: Callable[[int], list[Any]]) -> None:
+def test_a_writer_that_hangs(watched: Watched, whole: Whole) -> None:
     """Fault matrix 15: told as the writer's, never as a hang of training; the save after it is made by another."""
     watched.configure(
         checkpoint={"every": "100 steps"},
@@ -322,7 +319,7 @@ def test_a_writer_that_hangs(watched: Watched, whole: Callable[[int], list[Any]]
 
 
 @pytest.mark.slow
-def test_writers_that_die(watched: Watched, whole: Callable[[int], list[Any]]) -> None:
+def test_writers_that_die(watched: Watched, whole: Whole) -> None:
     """Fault matrix 22: the thread that writes, here, twice. Each is a failed save, and the next one works."""
     watched.configure(ranks=2, checkpoint={"every": "40 steps"}, parallel={"timeout": "10 s"})
     # 1: fine; 2: dies; 3: made while training waits; 4: dies; 5: as 3
@@ -341,10 +338,14 @@ def test_a_writer_that_is_slow(watched: Watched) -> None:
     watched.configure(watchdog={"storage": {"interval": "10 s"}})
     job = watched.start(trap=at("__0_0.distcp", "wait", skip=8, seconds=7))
     flying = 0
-    while ("WARN", "resolved") not in watched.said("checkpoint-speed"):
+
+    def fast_again() -> bool:
+        nonlocal flying
         flying = max(flying, len(list((watched.run / "checkpoints").glob("*.writing-*"))))
-        assert all(process.poll() is None for process in job.ranks), job.output()
-        time.sleep(0.01)
+        assert job.codes() == [None], job.output()
+        return ("WARN", "resolved") in watched.said("checkpoint-speed")
+
+    watched.helpers.wait_for(fast_again, what="saves that are fast again", every=0.01)
     watched.stop(job)
     assert watched.said("checkpoint-speed") == [("WARN", "open"), ("WARN", "resolved")]
     assert flying == 1 and watched.warnings() == {"checkpoint-speed"}
@@ -357,9 +358,14 @@ def test_two_verified_checkpoints_stay_while_verification_fails(watched: Watched
     job = watched.start(trap=at(r"/step-\d{8}$", "flip", "rename", skip=3, times=4))
     watched.helpers.wait_for(lambda: len(watched.saved()) >= 2, what="two checkpoints")
     fewest = 2
-    while watched.said("checkpoint-failed")[-1:] != [("CRIT", "resolved")]:
+
+    def sound_again() -> bool:
+        nonlocal fewest
         fewest = min(fewest, len(watched.saved()))
-        assert all(process.poll() is None for process in job.ranks), job.output()
+        assert job.codes() == [None], job.output()
+        return watched.said("checkpoint-failed")[-1:] == [("CRIT", "resolved")]
+
+    watched.helpers.wait_for(sound_again, what="a save that reads back well", every=0.001)
     watched.stop(job)
     assert fewest == 2
     failures = watched.helpers.journal(watched.run, "checkpoint-failed")
@@ -517,9 +523,7 @@ for module in list(sys.modules.values()):
 
 
 @pytest.mark.slow
-def test_a_clock_that_jumps(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, whole: Callable[[int], list[Any]]
-) -> None:
+def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
     """Fault matrix 47: the wall clock of ranks and watchdog goes an hour ahead, then two back: told, nothing follows."""
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()

@@ -6,7 +6,6 @@ The reference is a model called slot by slot with masks and positions written ou
 from __future__ import annotations
 
 import json
-import random
 import signal
 import subprocess
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sight import seeded
 from torch import Tensor
 
 from data.objectives import IGNORE
@@ -129,7 +129,7 @@ def test_kill_and_restart_is_bitwise(
         return (helpers.metrics(run) or [{"step": 0}])[-1]["step"] > 5 and (run / "checkpoints/step-00000005").exists()
 
     helpers.wait_for(beyond_a_checkpoint, what="step 6")
-    job.kill(random.Random(mesh).randrange(ranks), signal.SIGKILL)
+    job.kill(seeded().randrange(ranks), signal.SIGKILL)
     gate.touch()
     assert -signal.SIGKILL in job.wait(), job.output()
     module_lab.train(config, f"run.dir={run}", *overrides, ranks=ranks)

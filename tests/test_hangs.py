@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import TORCHRUN, spawn
 from sight import CALM, PATIENCE, PATIENT, WATCHED, agents, family, hang, steps, until
 
 from fsdp_pretrain.watchdog.ranks import Ranks, Standing
@@ -39,19 +40,9 @@ def watched(lab: Any) -> Callable[..., Path]:
 class Elastic:
     """A job under a real torchrun."""
 
-    def __init__(self, config: Path, environment: dict[str, str], *, ranks: int, restarts: int, log: Path) -> None:
-        self._log = log.open("w")
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-                *("--max-restarts", str(restarts), "--monitor-interval", "0.1", str(FAULTS), str(config)),
-            ],
-            env=environment,
-            stdout=self._log,
-            stderr=self._log,
-            cwd="/",
-            start_new_session=True,
-        )
+    def __init__(self, config: Path, log: Path, *, ranks: int, restarts: int, **environment: str) -> None:
+        line = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, "--max-restarts", restarts]
+        self.process = spawn([*line, "--monitor-interval", "0.1", FAULTS, config], log, **environment)
 
     def close(self) -> None:
         for process in [*family(self.process.pid), self.process.pid]:
@@ -61,13 +52,13 @@ class Elastic:
 
 
 @pytest.fixture
-def start(lab: Any, helpers: Any) -> Iterator[Callable[..., Elastic]]:
+def start(lab: Any) -> Iterator[Callable[..., Elastic]]:
     """Starts jobs under torchrun."""
     jobs: list[Elastic] = []
 
     def begin(config: Path, *, ranks: int = 2, restarts: int = 0, **environment: str) -> Elastic:
         log = lab.path / f"torchrun-{len(jobs)}.log"
-        jobs.append(Elastic(config, helpers.environment(**environment), ranks=ranks, restarts=restarts, log=log))
+        jobs.append(Elastic(config, log, ranks=ranks, restarts=restarts, **environment))
         return jobs[-1]
 
     yield begin

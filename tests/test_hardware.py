@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sight import PATIENCE
+from sight import until
 
 from fsdp_pretrain.watchdog import nvml
 from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
@@ -57,11 +56,13 @@ class Machine:
         for _ in range(count):
             self.now += 15
             self.watch.tick(self.now)
-            end = time.monotonic() + PATIENCE
-            while answers and self.watch._asked is not None:
-                assert time.monotonic() < end
-                self.watch.tick(self.now)
-                time.sleep(0.002)
+            if answers:
+                until(self._answered, what="an answer of the helper", every=0.002)
+
+    def _answered(self) -> bool:
+        if self.watch._asked is not None:
+            self.watch.tick(self.now)
+        return self.watch._asked is None
 
     def said(self) -> list[tuple[str, str, str]]:
         return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.told]

@@ -37,11 +37,6 @@ EOD = 0
 Documents = list[list[int]]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(shared_corpus: Path) -> Tokenizer:
-    return Tokenizer.load(shared_corpus / "tokenizer")
-
-
 def documents(count: int = 120, seed: int = 4) -> Documents:
     rng = random.Random(seed)
     return [[rng.randrange(1, 420) for _ in range(rng.choice([1, 2, 9, 70]))] for _ in range(count)]
@@ -128,10 +123,7 @@ def test_storage_does_not_show_in_the_samples(
     ],
 )
 def test_every_format_gives_the_same_samples(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    separators: str,
-    format: str,
+    tmp_path: Path, tokenizer: Tokenizer, separators: str, format: str
 ) -> None:
     docs = documents()
     for number in range(2):
@@ -209,13 +201,7 @@ def some(docs: Documents, change: Callable[[Documents], Documents], every: int =
     ],
 )  # fmt: skip
 def test_anything_but_what_was_declared_is_refused(
-    tmp_path: Path,
-    run_command: Run,
-    tokenizer: Tokenizer,
-    plant: Any,
-    declared: str,
-    format: str,
-    said: list[str],
+    tmp_path: Path, run_command: Run, tokenizer: Tokenizer, plant: Any, declared: str, format: str, said: list[str]
 ) -> None:
     docs = [[*doc, 9, 9] for doc in documents()]
     store(tmp_path / "in", "s", plant(docs), format)
@@ -320,11 +306,7 @@ def truncate(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_damaged_and_foreign_files_are_named(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    format: str,
-    damage: Any,
-    said: str,
+    tmp_path: Path, tokenizer: Tokenizer, format: str, damage: Any, said: str
 ) -> None:
     copy = format == "copy"
     store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron" if copy else format)
@@ -349,11 +331,7 @@ def test_columns_of_other_names_and_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 5, 64, 10**6])
 @pytest.mark.parametrize("format", ["megatron", "batches", "rows", "npy", "text"])
 def test_runs_are_whole_documents_of_about_the_size_asked(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    helpers: Any,
-    format: str,
-    size: int,
+    tmp_path: Path, tokenizer: Tokenizer, helpers: Any, format: str, size: int
 ) -> None:
     docs = carry(documents(), "trailing")
     if format == "text":

@@ -7,7 +7,6 @@ a run that was left alone.
 from __future__ import annotations
 
 import json
-import random
 import re
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sight import PATIENCE
+from sight import seeded, until
 
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 
@@ -132,12 +131,7 @@ FEW = ["shard-1", "manifest-named", "commit-durable"]
     ],
 )
 def test_killed_at_every_point_of_a_save(
-    chain: Callable[[int, str], Chain],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    points: list[str],
-    background: bool,
-    everybody: bool,
+    chain: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, points: list[str], background: bool, everybody: bool
 ) -> None:
     """Fault matrix 3: One start after the other, each killed at the next point of its first save, the writer alone or all ranks."""
     killed = chain(2, f"points-{len(points)}-{background}-{everybody}")
@@ -171,7 +165,7 @@ def test_killed_at_every_point_of_a_save(
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_a_write(
-    chain: Callable[[int, str], Chain], monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
+    chain: Any, monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
 ) -> None:
     """Fault matrix 3: The kernel kills a rank in the write that takes its shard beyond a size."""
     killed = chain(2, f"write-{rank}-{background}")
@@ -195,11 +189,9 @@ def test_killed_in_the_middle_of_a_write(
 @pytest.mark.parametrize(
     ("seed", "kills"), [(0, 2), *(pytest.param(seed, 10, marks=pytest.mark.slow) for seed in range(1, 11))]
 )
-def test_killed_at_any_instant_of_a_save(
-    chain: Callable[[int, str], Chain], helpers: Any, seed: int, kills: int
-) -> None:
+def test_killed_at_any_instant_of_a_save(chain: Any, helpers: Any, seed: int, kills: int) -> None:
     """Fault matrix 3: kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     killed = chain((2, 4, 3)[seed % 3], f"random-{seed}")
     seconds = 0.3
     for _ in range(kills):  # each long before its start has made all steps
@@ -216,12 +208,12 @@ def test_killed_at_any_instant_of_a_save(
 
 def wait_for_save(run: Path, job: Any, number: int) -> None:
     """Until so many saves of a start have begun."""
-    seen: set[str] = {path.name for path in (run / "checkpoints").glob("*.writing-*")}
-    deadline = time.monotonic() + PATIENCE
-    while number:
-        new = {path.name for path in (run / "checkpoints").glob("*.writing-*")} - seen
-        seen |= new
-        number -= min(number, len(new))
-        assert all(process.poll() is None for process in job.ranks), job.output()
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    old: set[str] = {path.name for path in (run / "checkpoints").glob("*.writing-*")}
+    new: set[str] = set()
+
+    def begun() -> bool:
+        new.update(path.name for path in (run / "checkpoints").glob("*.writing-*"))
+        assert job.codes() == [None] * len(job.ranks), job.output()
+        return len(new - old) >= number
+
+    until(begun, what=f"save {number} of a start", every=0.001)

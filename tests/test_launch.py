@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import records
-from sight import PATIENCE, PATIENT, rank_of
+from processes import LAUNCH, TORCHRUN, spawn
+from sight import PATIENCE, PATIENT, rank_of, until
 
-from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.launch import limit, outcome, torchrun
-from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
+from fsdp_pretrain.launch import outcome
 from fsdp_pretrain.launch.policy import Ended, decide
-from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir, json_object, read_lines
-from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog_sections import LaunchSection
 
 HASTE = {"pauses": ["0.1 s"], "end_timeout": "30 s", "stop_timeout": "120 s"}
 
 
 class Launched:
-    """A launcher at work on a run.
-
-    Args:
-        lab, helpers: of the test.
-        config: file.
-        arguments: of the trainer.
-        options: of the launcher.
-        run: its directory, if it is not the one that the configuration of a lab has.
-        extra: variables of the environment.
-    """
+    """A launcher at work on a run, with arguments of the trainer and options of its own; `extra` are variables."""
 
     def __init__(
         self,
@@ -55,19 +39,8 @@ class Launched:
     ) -> None:
         arguments = arguments if run is None else (f"run.dir={run}", *arguments)
         self.run, self._helpers = run or lab.path / config.stem, helpers
-        self.log = lab.path / f"launch-{time.monotonic_ns()}"
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "fsdp_pretrain.cli", "launch", "--nproc-per-node", "2", *options),
-                    *(str(config), *arguments),
-                ],
-                cwd="/",
-                env=helpers.environment(**extra),
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        self.log = lab.path / f"launch-{len(list(lab.path.glob('launch-*')))}"
+        self.process = spawn([*LAUNCH, "--nproc-per-node", 2, *options, config, *arguments], self.log, **extra)
 
     def reaches(self, step: int) -> None:
         """Wait until a step is recorded."""
@@ -104,6 +77,9 @@ class Launched:
     def intent(self) -> dict[str, Any]:
         """The exit intent in `status.json`."""
         return json.loads((self.run / "status.json").read_text())["exit_intent"]
+
+
+Launch = Callable[..., Launched]
 
 
 @pytest.fixture
@@ -144,7 +120,7 @@ def dies_at(folder: Path, cursor: int) -> Path:
     return folder
 
 
-def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
     """Fault matrix 16, 11: kill -9 of a rank is told with its number, and a new start goes on; SIGUSR1 to the launcher
     saves, stops, exits 75."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
@@ -170,9 +146,7 @@ def test_killed_rank_then_stop(launch: Callable[..., Launched], lab: Any, helper
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["one-rank", "control", "job", "twice", "limit"])
-def test_stops_are_not_started_again(
-    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any], how: str
-) -> None:
+def test_stops_are_not_started_again(launch: Launch, lab: Any, helpers: Any, run_command: Any, how: str) -> None:
     """Fault matrix 11: whoever asks, and however: one agreed step, a verified checkpoint, 75, no other start."""
     options = ("--time-limit", "90 s") if how == "limit" else ()
     haste = {**HASTE, "grace": "45 s"}
@@ -203,7 +177,7 @@ def test_stops_are_not_started_again(
 
 
 @pytest.mark.slow
-def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helpers: Any) -> None:
     """Nothing is lost, so nobody is alarmed: 75, and no death, hang or traceback is told of."""
     folder = lab.path / "hook"
     folder.mkdir()
@@ -229,7 +203,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Callable[..., Launched],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "torchrun"])
-def test_no_process_outlives_its_parent(launch: Callable[..., Launched], lab: Any, helpers: Any, victim: str) -> None:
+def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, victim: str) -> None:
     """Fault matrix 25: kill -9 of the launcher ends everything; of torchrun: the ranks, and another start goes on."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch=HASTE))
     job.reaches(7)
@@ -247,7 +221,7 @@ def test_no_process_outlives_its_parent(launch: Callable[..., Launched], lab: An
 
 
 @pytest.mark.slow
-def test_a_torchrun_that_does_not_end_is_killed(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helpers: Any) -> None:
     """torchrun is frozen and a rank dead: both go after `end_timeout`, and the next start goes on."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch={**HASTE, "end_timeout": "3 s"}))
     job.reaches(7)
@@ -262,9 +236,7 @@ def test_a_torchrun_that_does_not_end_is_killed(launch: Callable[..., Launched],
 
 
 @pytest.mark.slow
-def test_a_loop_of_crashes_ends_and_names_the_batch(
-    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any]
-) -> None:
+def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, helpers: Any, run_command: Any) -> None:
     """Fault matrix 17: three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE)
     job = launch(config, PYTHONPATH=helpers.python_path(dies_at(lab.path / "fault", cursor=13 * 8)))
@@ -283,7 +255,7 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(
 
 
 @pytest.mark.slow
-def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) -> None:
+def test_refusals_are_not_repeated(launch: Launch, lab: Any) -> None:
     """What ranks refuse before there is a segment ends the launcher with 78, at once."""
     job = launch(lab.config(parallel={"shard": 3}, launch=HASTE))
     printed = job.ends(78)
@@ -298,7 +270,7 @@ def test_refusals_are_not_repeated(launch: Callable[..., Launched], lab: Any) ->
     ],
 )
 def test_a_mistake_in_the_arguments_starts_nothing(
-    lab: Any, run_command: Callable[..., Any], options: list[str], arguments: list[str], said: str
+    lab: Any, run_command: Any, options: list[str], arguments: list[str], said: str
 ) -> None:
     done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 1, *options, lab.config(), *arguments)
     assert done.returncode == 78 and said in done.stderr and "launch: exit" not in done.stderr
@@ -316,7 +288,7 @@ def test_options_of_torchrun_that_it_does_not_know_are_no_failed_start(tmp_path:
     assert decide([Ended(0.0, refused, 0)], LaunchSection(), asked=False, host="a", elastic=False).code == 78
 
 
-def test_a_reason_is_no_setting(lab: Any, run_command: Callable[..., Any]) -> None:
+def test_a_reason_is_no_setting(lab: Any, run_command: Any) -> None:
     arguments = [lab.config(), "--reason", "optimizer.lr=3 was too much", "optimizer.lr=1e-3"]
     done = run_command("fsdp_pretrain.cli", "launch", "--print-run", *arguments)
     assert (done.returncode, done.stdout) == (0, f"{lab.path / 'run'}\n"), done.stderr
@@ -344,8 +316,8 @@ class Gone:
             self.run.rename(self._aside)
         else:
             subprocess.run(["cp", "-r", self.run, self._aside])  # files that it replaces meanwhile may be missed
-            while self.run.exists():  # what is written meanwhile makes it fail
-                shutil.rmtree(self.run, ignore_errors=True)
+            # again if what is written meanwhile makes it fail
+            until(lambda: shutil.rmtree(self.run, ignore_errors=True) or not self.run.exists(), what="its removal")
 
     def left(self) -> list[Path]:
         """What is in its place."""
@@ -364,12 +336,7 @@ SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("itself", "ch
 
 @pytest.mark.parametrize("how", ["above", *SLOW_WAYS])
 def test_a_run_directory_that_is_gone_is_not_begun_again(
-    launch: Callable[..., Launched],
-    lab: Any,
-    helpers: Any,
-    removable: Callable[[Path], Any],
-    run_command: Callable[..., Any],
-    how: str,
+    launch: Launch, lab: Any, helpers: Any, removable: Any, run_command: Any, how: str
 ) -> None:
     """Fault matrix 51: 93 at the next save, nothing is in its place, and when it is back the same command goes on."""
     run = lab.path / "disk/run"
@@ -405,7 +372,7 @@ def test_a_run_directory_that_is_gone_is_not_begun_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["above", "checkpoints"])
 def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
-    launch: Callable[..., Launched], lab: Any, helpers: Any, removable: Callable[[Path], Any], endpoint: Any, how: str
+    launch: Launch, lab: Any, helpers: Any, removable: Any, endpoint: Any, how: str
 ) -> None:
     """Fault matrix 51: long before the next save; the message goes out though the run directory takes nothing."""
     run = lab.path / "disk/run"
@@ -425,7 +392,7 @@ def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
 
 @pytest.mark.slow
 def test_a_launcher_does_not_accept_less_than_it_has_seen(
-    launch: Callable[..., Launched], lab: Any, helpers: Any, run_command: Callable[..., Any]
+    launch: Launch, lab: Any, helpers: Any, run_command: Any
 ) -> None:
     """Somebody deletes the newest checkpoint under a live run, and a rank dies: an older one is not taken in silence."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "100_000 steps"}, launch=HASTE))
@@ -448,16 +415,12 @@ def test_a_launcher_does_not_accept_less_than_it_has_seen(
 
 
 @pytest.mark.slow
-def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(
-    lab: Any, helpers: Any, removable: Callable[[Path], Any]
-) -> None:
+def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(lab: Any, helpers: Any, removable: Any) -> None:
     """Fault matrix 51, without the launcher: the ranks that torchrun starts again know what those before them had."""
     run, disk = lab.path / "disk/run", removable(lab.path / "disk")
     config, log = lab.config(train=LONG, checkpoint={"every": "40 steps"}), lab.path / "log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "2", "-m", "fsdp_pretrain.train", str(config), f"run.dir={run}"]
-    with log.open("wb") as out:
-        job = subprocess.Popen(command, cwd="/", env=helpers.environment(), stdout=out, stderr=out)
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2]
+    job = spawn([*command, "-m", "fsdp_pretrain.train", config, f"run.dir={run}"], log)
     try:
         helpers.wait_for(lambda: run.exists() and helpers.journal(run, "checkpoint"), 120, "a checkpoint")
         disk.take_away()
@@ -470,7 +433,7 @@ def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(
 
 
 @pytest.mark.slow
-def test_a_broken_gpu_keeps_its_host_away(launch: Callable[..., Launched], lab: Any, helpers: Any) -> None:
+def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any) -> None:
     """Fault matrix 45: saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
     gpus, host = lab.path / "gpus.json", os.uname().nodename
     gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1}]}))
@@ -490,7 +453,7 @@ def test_a_broken_gpu_keeps_its_host_away(launch: Callable[..., Launched], lab: 
     assert segments(job) == 1
 
 
-def test_preflight(lab: Any, run_command: Callable[..., Any], small_disk: Callable[[str], Path], helpers: Any) -> None:
+def test_preflight(lab: Any, run_command: Any, small_disk: Any, helpers: Any) -> None:
     """Fault matrix 38: a directory that cannot be written is named, exit 78, before a rank starts; and other refusals."""
     disk = small_disk("2m")
     run = disk / "run"
@@ -516,186 +479,3 @@ def test_preflight(lab: Any, run_command: Callable[..., Any], small_disk: Callab
     (run / "avoid_hosts").unlink()
     config = lab.config(launch={"grace": "0.01 s"})
     assert "launch.grace = 0.01 s is less than" in refused(78)
-
-
-def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> Ended:
-    return Ended(at, Outcome(code, "why", verified=verified, **facts), before)
-
-
-@pytest.mark.parametrize(
-    ("history", "code"),
-    [
-        ([ended(0)], 0),
-        ([ended(78)], 78),
-        ([ended(93)], 93),
-        ([ended(75)], None),
-        ([ended(75, asked=True)], 75),
-        ([ended(None)], None),
-        ([ended(1)], None),
-        ([ended(None)] * 3, 93),
-        ([ended(None)] * 2 + [ended(None, 10, before=5)], None),
-        ([ended(None, 10, before=5)] + [ended(None)] * 2, None),
-        ([ended(None, n + 1, before=n, at=60.0 * n) for n in range(5)], None),
-        ([ended(None, n + 1, before=n, at=60.0 * n) for n in range(6)], 93),
-        ([ended(None, n + 1, before=n, at=600.0 * n) for n in range(60)], None),
-        ([ended(76, avoid=("other",))], 76),
-    ],
-)
-def test_what_follows_an_end(history: list[Ended], code: int | None) -> None:
-    decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
-    assert decision.code == code
-    asked = decide(history, LaunchSection(), asked=True, host="here", elastic=False)
-    assert asked.code == (code if history[-1].outcome.code in (0, 76, 78, 93) else 75)
-
-
-def test_pauses_grow_and_progress_shortens_them() -> None:
-    def pause(history: list[Ended]) -> float:
-        settings = LaunchSection(attempts=9, restarts=99)
-        return decide(history, settings, asked=False, host="here", elastic=False).pause
-
-    assert [pause([ended(None)] * n) for n in (1, 2, 3, 4)] == [10, 60, 300, 300]
-    assert pause([ended(None), ended(None), ended(None, 10, before=5)]) == 10
-
-
-def test_nodes_that_do_not_meet_are_no_failed_start() -> None:
-    """All try for `join_timeout` in total, then 75; starts before and after count as if these had not been."""
-
-    def unmet(at: float, seconds: float) -> Ended:
-        return Ended(at, Outcome(None, "why", met=False), 0, seconds=seconds)
-
-    def code(*history: Ended) -> int | None:
-        return decide(history, LaunchSection(), asked=False, host="here", elastic=False).code
-
-    assert code(unmet(300, 300)) == code(*(unmet(70.0 * n, 60) for n in range(1, 6))) == 75
-    assert code(*(unmet(70.0 * n, 60) for n in range(1, 4))) is None
-    assert code(ended(None), unmet(60, 60), unmet(130, 60), ended(None)) is None
-    assert code(ended(None), ended(None), unmet(60, 60), ended(None)) == 93
-
-
-def test_a_launcher_knows_the_segments_of_its_host(tmp_path: Path) -> None:
-    """A node that was frozen does not take the segment for its own in which the others went on."""
-    run = RunDir(tmp_path)
-    for hosts in ({"a": 1, "b": 1}, {"a": 1}):
-        (run.new_segment() / "environment.json").write_text(json.dumps({"hosts": hosts}))
-    assert [segment_of(run, 0, host) for host in ("a", "b", "c", None)] == [2, 1, 0, 2]
-    assert segment_of(run, 1, "b") == 1
-    run.new_segment()
-    assert segment_of(run, 0, "b") == 3  # whose hosts are not known yet
-
-
-def test_a_job_that_may_shrink_goes_on_without_a_bad_host() -> None:
-    def code(host: str, elastic: bool) -> int | None:
-        return decide([ended(76, avoid=("bad",))], LaunchSection(), asked=False, host=host, elastic=elastic).code
-
-    assert (code("good", True), code("bad", True), code("good", False)) == (None, 76, 76)
-
-
-@pytest.mark.parametrize("apart", [0, 2, 3])
-def test_deaths_at_the_same_step_are_named(apart: int) -> None:
-    ahead = ({"step": 43, "first": 336, "cursor": 344, "consumed": 344, "batch": 8},)
-    history = [ended(None, step=42 - apart), ended(None, step=42, ahead=ahead)]
-    decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
-    assert ("step 43 samples 336:344" in decision.reason) == (apart < 3)
-
-
-def test_hosts_to_avoid_are_kept_once(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert avoid(run, ["b", "a"]) == ["b", "a"] and avoid(run, ["a", "c"]) == ["b", "a", "c"]
-    assert run.avoid_hosts.read_text() == "b\na\nc\n"
-
-
-def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.5 times four steps and two saves, never less than configured or two minutes; Slurm knows the limit."""
-    run = RunDir(tmp_path)
-    assert limit.needed_grace(run) is None and limit.grace(run, None) == 120
-    segment = run.new_segment()
-    parts = {"iteration": 20.0, "data": 0.0, "checkpoint": 0.0}
-    lines = [json.dumps(records.metric(step, seconds=parts)) for step in range(2_000)]
-    (segment / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0):
-        journal.tell(run, "checkpoint", "saved", step=1, seconds=seconds, bytes=1)
-    needed = 1.5 * (4 * 20 + 2 * 50)
-    assert limit.needed_grace(run) == limit.grace(run, None) == needed
-    assert limit.grace(run, Seconds(3600)) == 3600
-    limit.check_grace(run, Seconds(needed))
-    with pytest.raises(ConfigError, match="is less than"):
-        limit.check_grace(run, Seconds(needed - 1))
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
-    assert 490 < limit.deadline(Seconds(3600)) - time.monotonic() < 510  # type: ignore[operator]
-    assert 90 < limit.deadline(Seconds(100)) - time.monotonic() < 110  # type: ignore[operator]
-
-
-def torchrun_arguments(*options: str) -> list[str]:
-    parser = argparse.ArgumentParser()
-    torchrun.add_options(parser)
-    args, rest = parser.parse_known_args(["--rdzv-id", "job", *options])
-    return torchrun.command(args, rest, "fsdp_pretrain.train", ["x.toml", "a=1"])
-
-
-def test_torchrun_gets_what_it_needs() -> None:
-    one = " ".join(torchrun_arguments("--nproc-per-node", "4", "--log-dir", "logs"))
-    assert one.endswith("--nnodes 1 --nproc-per-node 4 --max-restarts 0 --standalone --log-dir logs -m fsdp_pretrain.train x.toml a=1")  # fmt: skip
-    for head, is_host in (("127.0.0.1", "true"), ("192.0.2.1:1234", "false")):
-        many = " ".join(torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", head, "--local-addr", "127.0.0.1"))
-        endpoint = head if ":" in head else f"{head}:29400"
-        assert f"--rdzv-endpoint {endpoint} --rdzv-id job --rdzv-conf is_host={is_host}," in many
-        assert "--nnodes 3 --nproc-per-node gpu" in many and "--local-addr 127.0.0.1" in many
-    with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve on this node"):
-        torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "nowhere.invalid")
-    with pytest.raises(ConfigError, match="without --rdzv-endpoint"):
-        torchrun_arguments("--nnodes", "3")
-    for wrong in ("x", "0", "3:2", "1:2:3"):
-        with pytest.raises(ConfigError, match="neither a number"):
-            torchrun_arguments("--nnodes", wrong)
-    variables = torchrun.environment({"OMP_NUM_THREADS": "7", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"})
-    assert (variables["OMP_NUM_THREADS"], variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]) == ("7", "1")
-    assert variables["PYTHONSAFEPATH"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("code", "array", "restarts", "expected"),
-    [
-        (0, False, 0, []),
-        (1, False, 0, []),
-        (78, False, 0, []),
-        (93, False, 0, []),
-        (75, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
-        (76, False, 9, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
-        (137, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
-        (137, False, 3, []),
-        (76, True, 0, ["update JobId=4 ExcNodeList=spare,bad1,bad2"]),
-        (93, True, 0, ["scancel --state=PENDING 4"]),
-        (0, True, 0, ["scancel --state=PENDING 4"]),
-    ],
-)
-def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: int, expected: list[str]) -> None:
-    """The batch script with a Slurm that only takes notes."""
-    script, log = Path(__file__).resolve().parent.parent / "scripts/slurm/train.sbatch", tmp_path / "log"
-    assert subprocess.run(["bash", "-n", script]).returncode == 0
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/avoid_hosts").write_text("bad1\nbad2\n")
-    fakes = {
-        "srun": f'echo "$@" > {tmp_path}/srun; exit {code}',
-        "scontrol": f'case "$1 $2" in "show hostnames") echo node1; echo node2 ;; '
-        f'"show job") echo "   ReqNodeList=(null) ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
-        "scancel": f'echo "scancel $@" >> {log}',
-        "fsdp-pretrain": f"echo {tmp_path}/run",
-    }
-    for name, text in fakes.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "SLURM_JOB_ID": "5",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_RESTART_COUNT": str(restarts),
-        **({"SLURM_ARRAY_JOB_ID": "4"} if array else {}),
-    }
-    done = subprocess.run(["bash", script, "my.toml", "a=1"], env=environment, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert (log.read_text().splitlines() if log.exists() else []) == expected
-    started = (tmp_path / "srun").read_text().strip()
-    assert started.startswith("--kill-on-bad-exit=1 --wait=60 fsdp-pretrain launch --nnodes 2 --rdzv-endpoint node1 ")
-    assert started.endswith(" my.toml a=1")

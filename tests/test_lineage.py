@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -10,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,14 @@ from typing import Any
 import psutil
 import pytest
 import records
+from sight import until
+from skips import needs_aim
+from traps import kill_before
 
 from data.opening import open_packer
 from fsdp_pretrain import overrides
 from fsdp_pretrain.checkpoint.expected import missing
-from fsdp_pretrain.checkpoint.store import Store, describe_file
+from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Store
 from fsdp_pretrain.config import load
 from fsdp_pretrain.errors import BusyError, UserError
 from fsdp_pretrain.fork import fork
@@ -33,7 +34,6 @@ from fsdp_pretrain.record.lock import RunLock, hold
 from fsdp_pretrain.record.metrics import read_metrics
 from fsdp_pretrain.rollback import finish, rollback
 from fsdp_pretrain.state import TrainState, identity
-from tests.traps import kill_before
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 CLI = "fsdp_pretrain.cli"
@@ -420,13 +420,10 @@ class Simulation:
             (segment / "metrics.jsonl").write_text("".join(lines))
 
     def _save(self, store: Store, step: int, segment: int) -> None:
-        attempt, state = store.begin(step), TrainState(step, step * 8, step * 8, 8)
-        (attempt / "train_state.json").write_text(
-            state.to_json(identity=self._identity, tokens=step * 256, world=records.WORLD)
-        )
-        shutil.copyfile(self.run.config, attempt / "config.toml")
-        facts = records.facts(step, segment=segment)
-        store.commit(attempt, [describe_file(p) for p in attempt.iterdir()], facts)
+        state = TrainState(step, step * 8, step * 8, 8)
+        text = state.to_json(identity=self._identity, tokens=step * 256, world=records.WORLD)
+        files = {TRAIN_STATE: text.encode(), CONFIG: self.run.config.read_bytes()}
+        records.commit(store, step, files, verified=False, segment=segment)
         journal = Journal(self.run, segment)
         journal.write("checkpoint", "", step=step)
         journal.close()
@@ -552,9 +549,7 @@ pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **claim.th
         run.lock.write_text(json.dumps({**content, "process_started": content["process_started"] - 500}))
     else:
         child.kill()
-        psutil.wait_procs([], 0)
-        while psutil.pid_exists(child.pid) and psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, what="a zombie")
         if how == "gone":
             child.wait()
     with hold(run, "rollback"):
@@ -564,7 +559,7 @@ pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **claim.th
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("aim") is None, reason="aim is an optional extra")
+@needs_aim
 def test_aim_shows_the_kept_line(lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run) -> None:
     config, run = copy
     assert run_command(CLI, "aim", run).returncode == 0

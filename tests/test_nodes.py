@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import LAUNCH, spawn
 from sight import PATIENCE, WATCHED, agents, alarms, family, hang, intent, rank_of, steps, until
 
 HOSTNAME = Path(__file__).resolve().parent / "hostname.py"
@@ -64,18 +63,15 @@ def chronicle(run: Path) -> str:
     return "\n".join(line["text"] for line in lines if line["kind"] == "watchdog")
 
 
-def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     """Fault matrix 6, between nodes: one alarm with rank and host, all ranks ended, stacks of both nodes."""
     job, run = pair(silent="60 s", hard="8 s"), lab.path / "run"
-    stopped = time.monotonic()
     job.kill(1, signal.SIGSTOP)
     alarm = hang(run, suspects=[1])
-    print(f"told after {time.monotonic() - stopped:.1f}s")
     assert alarm["facts"]["verdict"] == "stopped"
     assert f"rank 1 (node-1, pid {job.ranks[1].pid}) is stopped" in alarm["summary"]
     assert {rank["host"] for rank in alarm["facts"]["ranks"]} == {"node-0", "node-1"}
     assert set(job.wait()) <= {1, -signal.SIGKILL}  # one node is a moment earlier, and the other loses the connection
-    print(f"ended after {time.monotonic() - stopped:.1f}s")
     found = intent(run)
     assert (found["code"], found["suspects"], found["hosts"]) == (75, [1], ["node-1"])
     stacks = sorted(path.name for path in (run / "watchdog/stacks").iterdir())
@@ -88,7 +84,7 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Callable[..., A
 
 
 @pytest.mark.parametrize("has_seen", ["steps", "nothing"])
-def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Callable[..., Any], has_seen: str) -> None:
+def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any, has_seen: str) -> None:
     """The watchdog of the node whose rank is stopped is late: what it has not said is no evidence, and the alarm says
     so until it has. It says it also if it does not know how long steps take, having seen none."""
     run = lab.path / "run"
@@ -111,14 +107,12 @@ def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Call
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
     """kill -9 of all of a node: the ranks of the other fail, and its watchdog says which node is the reason."""
     job, run = pair(), lab.path / "run"
-    killed = time.monotonic()
     os.kill(agent_of(run, 1), signal.SIGKILL)
     job.kill(1)
     (alarm,) = until(lambda: alarms(run, "node/node-1"))
-    print(f"told after {time.monotonic() - killed:.1f}s")
     assert alarm["severity"] == "CRIT" and "nothing has been heard of node-1" in alarm["summary"]
     job.wait()
     until(lambda: not agents(run))
@@ -127,13 +121,11 @@ def test_a_lost_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Callable[..., Any]) -> None:
+def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     """Fault matrix 16, between nodes: the leader tells what the other node's watchdog saw; its own rank is no suspect."""
     job, run = pair(), lab.path / "run"
-    killed = time.monotonic()
     job.kill(1)
     (alarm,) = until(lambda: alarms(run, "rank-died"))
-    print(f"told after {time.monotonic() - killed:.1f}s")
     assert "rank 1 (node-1" in alarm["summary"]
     job.wait()
     until(lambda: not agents(run))
@@ -142,15 +134,13 @@ def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Callable[..., An
 
 
 @pytest.mark.slow
-def test_another_node_takes_the_lead(lab: Any, pair: Callable[..., Any]) -> None:
+def test_another_node_takes_the_lead(lab: Any, pair: Any) -> None:
     """Fault matrix 24: the leader's agent is killed, and its rank stopped, which would start it again: the next node's
     watchdog takes over and tells. Thawed, the first does not take it back, and says nothing twice."""
     job, run = pair(hard="60 s"), lab.path / "run"
     job.kill(0, signal.SIGSTOP)
-    killed = time.monotonic()
     os.kill(agent_of(run, 0), signal.SIGKILL)
     until(lambda: alarms(run, "node/node-0"))
-    print(f"taken over after {time.monotonic() - killed:.1f}s")
     assert hang(run, verdict="silent")["facts"]["hosts"] == ["node-0"]
     claim = run / "watchdog/agent.json"
     assert json.loads(claim.read_text())["host"] == "node-1" and "node-0 silent" in chronicle(run)
@@ -163,7 +153,7 @@ def test_another_node_takes_the_lead(lab: Any, pair: Callable[..., Any]) -> None
 
 
 @pytest.mark.slow
-def test_a_frozen_leader_gives_up_the_lead(lab: Any, pair: Callable[..., Any]) -> None:
+def test_a_frozen_leader_gives_up_the_lead(lab: Any, pair: Any) -> None:
     """Only its agent is frozen: another takes over, and when it is thawed there is still one that writes alarms."""
     job, run = pair(), lab.path / "run"
     first = agent_of(run, 0)
@@ -190,19 +180,10 @@ SWITCHES = ["beat='0.5 s'", "silent='3 s'", "enabled=true", "interval='0.2 s'", 
 class Side:
     """The launcher of one node."""
 
-    def __init__(self, node: Any, config: Path, log: Path, helpers: Any) -> None:
+    def __init__(self, node: Any, config: Path, log: Path) -> None:
         self.node, self.log = node, log
-        launch = [sys.executable, "-m", "fsdp_pretrain.cli", "launch", *node.options]
         changes = [f"watchdog.{switch}" for switch in SWITCHES]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [*node.prefix, *launch, str(config), *changes],
-                cwd="/",
-                env=helpers.environment(**node.environment),
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        self.process = spawn([*node.prefix, *LAUNCH, *node.options, config, *changes], log, **node.environment)
 
     def everything(self) -> list[int]:
         """The launcher, torchrun, ranks and agent."""
@@ -223,8 +204,11 @@ class Side:
         assert self.process.wait(2 * PATIENCE) == code, self.log.read_text(errors="replace")
 
 
+Sides = Callable[..., list[Side]]
+
+
 @pytest.fixture
-def sides(lab: Any, helpers: Any, two_nodes: Callable[..., Any]) -> Iterator[Callable[..., list[Side]]]:
+def sides(lab: Any, two_nodes: Any) -> Iterator[Callable[..., list[Side]]]:
     """Starts a launcher on each of two nodes, and waits until step 12 is recorded."""
     started: list[Side] = []
 
@@ -234,7 +218,7 @@ def sides(lab: Any, helpers: Any, two_nodes: Callable[..., Any]) -> Iterator[Cal
         config = lab.config(parallel={**SLOW, "shard": ranks}, **sections)
         lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2 * ranks)
         for node in two_nodes(**{"ranks": 1, **options}):
-            started.append(Side(node, config, lab.path / f"{node.name}.log", helpers))
+            started.append(Side(node, config, lab.path / f"{node.name}.log"))
         until(lambda: steps(lab.path / "run") > 12 or started[0].process.poll() is not None)
         return started
 
@@ -274,19 +258,15 @@ def starts(run: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Callable[..., list[Side]]) -> None:
+def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Sides) -> None:
     """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve goes on bitwise."""
     both, run = sides(ranks=2), lab.path / "run"
     name, pid = both[1].node.name, both[1].rank(3)
-    stopped = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     alarm = hang(run, suspects=[3])
-    print(f"told after {time.monotonic() - stopped:.1f}s")
     assert f"rank 3 ({name}, pid {pid}) is stopped" in alarm["summary"]
     until(lambda: intent(run))
-    print(f"ended after {time.monotonic() - stopped:.1f}s")
     until(lambda: starts(run) == 2)
-    print(f"started again after {time.monotonic() - stopped:.1f}s")
     for side in both:
         side.ends(0)
     same_curve(helpers, lab)
@@ -298,22 +278,18 @@ def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Call
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
-def test_a_node_dies(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
+def test_a_node_dies(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
     """kill -9 of all of the second node. A job that may shrink goes on on the first; another ends with 75."""
     both, run = sides(nnodes=nnodes), lab.path / "run"
     name = both[1].node.name
-    killed = time.monotonic()
     both[1].signal(signal.SIGKILL)
     until(lambda: alarms(run, f"node/{name}"))
-    print(f"told after {time.monotonic() - killed:.1f}s")
     until(lambda: (intent(run) or {}).get("lost") == [name])
     if nnodes == "2":
         both[0].ends(75)
-        print(f"exit 75 after {time.monotonic() - killed:.1f}s")
         assert "did not find each other" in both[0].log.read_text() and starts(run) == 1
         return
     until(lambda: starts(run) == 2)
-    print(f"started again after {time.monotonic() - killed:.1f}s")
     both[0].ends(0)
     same_curve(helpers, lab, rel=1e-5)
     assert alarms(run, f"node/{name}")[-1]["state"] == "resolved"
@@ -323,22 +299,18 @@ def test_a_node_dies(lab: Any, helpers: Any, sides: Callable[..., list[Side]], n
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mended", [True, False])
-def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side]], mended: bool) -> None:
+def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Sides, mended: bool) -> None:
     """gloo does not notice. Both watchdogs are heard, so the verdict is the network; all ranks are ended at the hard
     deadline, and start again when the cable is back, or the launchers end with 75."""
     both, run = sides(), lab.path / "run"
-    cut = time.monotonic()
     both[1].node.cable("down")
     hang(run, verdict="network")
-    print(f"told after {time.monotonic() - cut:.1f}s")
     ranks = [both[number].rank(number) for number in (0, 1)]
     until(lambda: not any(map(lives, ranks)))
-    print(f"ended after {time.monotonic() - cut:.1f}s")
     assert intent(run)["code"] == 75 and intent(run)["verdict"] == "network"
     if not mended:
         for side in both:
             side.ends(75)
-        print(f"exit 75 after {time.monotonic() - cut:.1f}s")
         assert starts(run) == 1
         return
     time.sleep(5)
@@ -352,25 +324,20 @@ def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Callable[..., list[Side
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
-def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Callable[..., list[Side]], nnodes: str) -> None:
+def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
     """All of the second node is stopped. The first names it, ends, and goes on alone if it may. When the second is
     thawed its ranks end without a trace in the run; then it takes part again."""
     both, run = sides(300 if nnodes == "1:2" else 120, nnodes=nnodes), lab.path / "run"
     name, stale = both[1].node.name, both[1].rank(1)
-    frozen = time.monotonic()
     both[1].signal(signal.SIGSTOP)
     assert hang(run, verdict="silent")["facts"]["hosts"] == [name]
-    print(f"told after {time.monotonic() - frozen:.1f}s")
     until(lambda: (intent(run) or {}).get("lost") == [name])
     if nnodes == "1:2":
         until(lambda: starts(run) == 2 and steps(run) > 5)
-        print(f"started again after {time.monotonic() - frozen:.1f}s")
     else:
         time.sleep(5)
     both[1].signal(signal.SIGCONT)
-    thawed = time.monotonic()
     until(lambda: not lives(stale))
-    print(f"stale ranks ended {time.monotonic() - thawed:.1f}s after the thaw")
     for side in both:
         side.ends(0)
     same_curve(helpers, lab, rel=1e-5)

@@ -13,34 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laboratory import write_tokens
 
-from data.corpus import build_blocks, read_manifest, write_corpus
+from data.corpus import build_blocks, read_manifest
 from data.hashing import permutation
 from data.packer import Packer
-from data.shards import Shard, ShardWriter
+from data.shards import Shard
 from data.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
 VOCAB, EOD = 512, 0
-
-
-def build(path: Path, documents: list[list[int]], tokenizer: Tokenizer, shards: int = 2, dtype: str = "<u2") -> Path:
-    """A corpus of the given token lists, spread over shards."""
-    (path / "shards").mkdir(parents=True)
-    entries = []
-    for number in range(shards):
-        with ShardWriter(path / "shards" / f"shard-{number:05d}", np.dtype(dtype)) as writer:
-            for document in documents[number::shards]:
-                writer.append(np.array(document, dtype=dtype))
-            entries.append(writer.finish())
-    write_corpus(path, tokenizer, entries, np.dtype(dtype), {})
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(shared_corpus: Path) -> Tokenizer:
-    return Tokenizer.load(shared_corpus / "tokenizer")
 
 
 def unique_documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
@@ -103,7 +86,7 @@ def test_every_document_once_per_epoch(
     empties = data.draw(st.lists(st.integers(0, count), max_size=3))
     for at in empties:
         documents.insert(at, [])
-    build(path, documents, tokenizer, shards=min(shards, len(documents)))
+    write_tokens(path, documents, tokenizer, shards=min(shards, len(documents)))
     packer = with_blocks(path, length, seed, lanes, block)
     full = [document for document in documents if document]
     total = sum(len(document) + 1 for document in full)
@@ -143,7 +126,7 @@ def with_blocks(path: Path, length: int, seed: int, lanes: int, block: int) -> P
 
 def test_a_sample_does_not_depend_on_how_it_is_asked_for(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Order of requests, batch sizes, restarts: the same index is the same sample."""
-    path = build(tmp_path / "c", unique_documents(200, 1), tokenizer)
+    path = write_tokens(tmp_path / "c", unique_documents(200, 1), tokenizer)
     first = with_blocks(path, 32, 7, 8, 300)
     expected = line(first, 0, 300)
     indices = list(range(300))
@@ -155,7 +138,7 @@ def test_a_sample_does_not_depend_on_how_it_is_asked_for(tmp_path: Path, tokeniz
 
 
 def test_seed_source_name_and_epoch_change_the_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = build(tmp_path / "c", unique_documents(200, 1), tokenizer)
+    path = write_tokens(tmp_path / "c", unique_documents(200, 1), tokenizer)
     orders = {
         tuple(map(tuple, line(Packer([(name, path, 1.0)], 32, seed=seed, lanes=8), 0, 20)))
         for name, seed in (("a", 1), ("a", 2), ("b", 1))
@@ -167,7 +150,9 @@ def test_seed_source_name_and_epoch_change_the_order(tmp_path: Path, tokenizer: 
 
 
 def test_lengths_are_the_documents_of_the_inputs(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    packer = Packer([("a", build(tmp_path / "c", unique_documents(150, 3), tokenizer), 1.0)], 48, seed=1, lanes=4)
+    packer = Packer(
+        [("a", write_tokens(tmp_path / "c", unique_documents(150, 3), tokenizer), 1.0)], 48, seed=1, lanes=4
+    )
     packed = packer.pack(0, 120)
     ended = 0
     for row, lengths in zip(packed.tokens, packed.lengths, strict=True):
@@ -185,7 +170,7 @@ def test_lengths_are_the_documents_of_the_inputs(tmp_path: Path, tokenizer: Toke
 
 
 def test_provenance_names_the_very_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = build(tmp_path / "c", unique_documents(150, 3), tokenizer)
+    path = write_tokens(tmp_path / "c", unique_documents(150, 3), tokenizer)
     packer = Packer([("a", path, 1.0)], 48, seed=1, lanes=4)
     for index in (0, 5, 77, 300):
         tokens = [token for token in packer.pack(index, 1).tokens[0].tolist() if token != EOD]
@@ -203,8 +188,12 @@ def test_bad_documents_leave_the_loss_and_nothing_else(tmp_path: Path, tokenizer
     tokenizer = Tokenizer.load(tokenizer.path)
     tokenizer.vocab_size = 511  # so that 511 is outside
     good = unique_documents(60, 5)
-    clean = Packer([("a", build(tmp_path / "clean", [*good, [7, 8, 9]], tokenizer, 1), 1.0)], 40, seed=3, lanes=3)
-    dirty = Packer([("a", build(tmp_path / "dirty", [*good, bad], tokenizer, 1), 1.0)], 40, seed=3, lanes=3)
+    clean = Packer(
+        [("a", write_tokens(tmp_path / "clean", [*good, [7, 8, 9]], tokenizer, shards=1), 1.0)], 40, seed=3, lanes=3
+    )
+    dirty = Packer(
+        [("a", write_tokens(tmp_path / "dirty", [*good, bad], tokenizer, shards=1), 1.0)], 40, seed=3, lanes=3
+    )
     samples = int(clean.epoch_samples["a"])
     a, b = clean.pack(0, samples), dirty.pack(0, samples)
     assert not a.ignore and not a.quarantined
@@ -226,27 +215,27 @@ def test_bad_documents_leave_the_loss_and_nothing_else(tmp_path: Path, tokenizer
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
 def test_negative_and_large_ids(tmp_path: Path, tokenizer: Tokenizer, dtype: str) -> None:
     value = 40_000 if dtype == "<u2" else -5
-    path = build(tmp_path / "c", [*unique_documents(20, 5), [3, value]], tokenizer, 1, dtype)
+    path = write_tokens(tmp_path / "c", [*unique_documents(20, 5), [3, value]], tokenizer, dtype, 1)
     packed = Packer([("a", path, 1.0)], 16, seed=3, lanes=3).pack(0, 200)
     assert packed.quarantined and packed.tokens.min() >= 0 and packed.tokens.max() < 512
 
 
 def test_corpus_smaller_than_a_sample(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    packer = Packer([("a", build(tmp_path / "c", [[5, 6]], tokenizer, 1), 1.0)], 10, seed=1, lanes=4)
+    packer = Packer([("a", write_tokens(tmp_path / "c", [[5, 6]], tokenizer, shards=1), 1.0)], 10, seed=1, lanes=4)
     assert line(packer, 0, 2) == [[5, 6, 0, 5, 6, 0, 5, 6, 0, 5, 6], [6, 0, 5, 6, 0, 5, 6, 0, 5, 6, 0]]
 
 
 def test_different_tokenizers_do_not_mix(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    a = build(tmp_path / "a", unique_documents(20, 5), tokenizer)
+    a = write_tokens(tmp_path / "a", unique_documents(20, 5), tokenizer)
     other = tmp_path / "tokenizer.json"
     other.write_text(tokenizer.path.read_text() + " ")
-    b = build(tmp_path / "b", unique_documents(20, 5), Tokenizer.load(other))
+    b = write_tokens(tmp_path / "b", unique_documents(20, 5), Tokenizer.load(other))
     with pytest.raises(DataError, match="different tokenizers"):
         Packer([("a", a, 1.0), ("b", b, 1.0)], 16, seed=1, lanes=2)
 
 
 def test_a_changed_block_table_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = build(tmp_path / "c", unique_documents(20, 5), tokenizer)
+    path = write_tokens(tmp_path / "c", unique_documents(20, 5), tokenizer)
     table = np.load(path / "blocks.npy")
     table[0, 4] += 1
     np.save(path / "blocks.npy", table)
@@ -257,15 +246,15 @@ def test_a_changed_block_table_is_refused(tmp_path: Path, tokenizer: Tokenizer) 
 def test_fingerprint_follows_the_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     documents = unique_documents(20, 5)
     one, same, other = (
-        read_manifest(build(tmp_path / name, docs, tokenizer)).fingerprint
+        read_manifest(write_tokens(tmp_path / name, docs, tokenizer)).fingerprint
         for name, docs in (("a", documents), ("b", documents), ("c", [*documents[:-1], [9, 9]]))
     )
     assert one == same != other
 
 
 def test_sources_keep_their_own_order_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    a = build(tmp_path / "a", unique_documents(90, 1), tokenizer)
-    b = build(tmp_path / "b", [[401, 402, 403]] * 50, tokenizer)
+    a = write_tokens(tmp_path / "a", unique_documents(90, 1), tokenizer)
+    b = write_tokens(tmp_path / "b", [[401, 402, 403]] * 50, tokenizer)
     alone = line(Packer([("a", a, 1.0)], 24, seed=1, lanes=5), 0, 60)
     packed = Packer([("a", a, 2.0), ("b", b, 1.0)], 24, seed=1, lanes=5).pack(0, 90)
     assert packed.tokens[packed.sources == 0].tolist() == alone
@@ -274,7 +263,7 @@ def test_sources_keep_their_own_order_in_a_mixture(tmp_path: Path, tokenizer: To
 
 def test_parts_of_a_long_document_do_not_follow_each_other(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """A lane inside a long document jumps about in it, and all lanes are read at once."""
-    path = build(tmp_path / "c", [[1 + k % 400 for k in range(39_999)]], tokenizer, 1)
+    path = write_tokens(tmp_path / "c", [[1 + k % 400 for k in range(39_999)]], tokenizer, shards=1)
     packer = Packer([("a", path, 1.0)], 20, seed=1, lanes=4)
     source = packer._sources[0]
     starts = [source.locate(i)[1] // 20 for i in range(2000)]

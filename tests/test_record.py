@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import tmpfs
 from records import step_record
 from released import ARCHIVES, unpack
 
@@ -34,7 +35,7 @@ from fsdp_pretrain.status import ALERT, OK, WARN, inspect, render
 pytestmark = pytest.mark.quick
 
 
-def test_lines_survive_a_full_disk_in_order(small_disk: Callable[[str], Path]) -> None:
+def test_lines_survive_a_full_disk_in_order(small_disk: Any) -> None:
     disk = small_disk("1m")
     file = AppendFile(disk / "lines.jsonl")
     hog = disk / "hog"
@@ -83,7 +84,7 @@ def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "absent", json_object)) == []
 
 
-def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Callable[..., Any]) -> None:
+def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Any) -> None:
     """What a killed process left of a line is no part of the next entry, by whomever, also in a file long open."""
     run = RunDir(tmp_path)
     (tmp_path / "segments").mkdir()
@@ -105,7 +106,7 @@ def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Callable[.
     assert [line.rpartition("** ")[2].partition(" (")[0] for line in lines if line.startswith("- ")] == texts
 
 
-def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Callable[[str], Path]) -> None:
+def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Any) -> None:
     """The first wrote a part of a line; the other came before it could go on. Each line is there once."""
     disk = small_disk("1m")
     first, other = AppendFile(disk / "lines.jsonl"), AppendFile(disk / "lines.jsonl")
@@ -355,18 +356,13 @@ def test_control_is_refused_when_nobody_listens(tmp_path: Path, run_command: Any
 @pytest.fixture(scope="module")
 def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of the first release with a live job, as its status says, on a file system that is read-only."""
-    place = tmp_path_factory.mktemp("mounted")
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(place)], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    try:
+    with tmpfs(tmp_path_factory.mktemp("mounted")) as place:
         run = RunDir(unpack(ARCHIVES[0], place))
         run.lock.unlink()
         alive = {"state": "running", "host": socket.gethostname(), "pid": os.getpid(), "heartbeat": now()}
         state_files.write(run.status, {"step": 28, "total_steps": 100, "tokens": 1792, **alive})
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
         yield run.path
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.mark.parametrize(

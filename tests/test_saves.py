@@ -17,21 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_pretrain import mesh
 from fsdp_pretrain.checkpoint.background import Stager
 from fsdp_pretrain.checkpoint.space import Ballast, Need, make_room
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store, describe_file
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.sections import ParallelSection
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def commit(store: Store, step: int, verified: bool = True) -> Checkpoint:
-    """A small checkpoint, made as a save makes it."""
-    attempt = store.begin(step)
-    for name in ("train_state.json", "config.toml"):
-        (attempt / name).write_text("{}")
-    checkpoint = store.commit(attempt, [describe_file(path) for path in attempt.iterdir()], records.facts(step))
-    return store.mark_verified(checkpoint) if verified else checkpoint
 
 
 # ---------------------------------------------------------------------- room
@@ -81,7 +72,7 @@ def test_pinned_checkpoints_stay(tmp_path: Path, run_command: Run) -> None:
     store = Store(tmp_path / "checkpoints")
     (tmp_path / "segments").mkdir()
     for step in (1, 2, 3, 4, 5):
-        commit(store, step)
+        records.commit(store, step)
     pinned = run_command("fsdp_pretrain.cli", "checkpoints", tmp_path, "pin", 2, "--json")
     assert [row["pinned"] for row in json.loads(pinned.stdout)] == [True]
     assert [checkpoint.step for checkpoint in store.retain(2, lambda _: False)] == [1, 3]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from endpoint import Endpoint
 from records import step_record
 
 from fsdp_pretrain.watchdog import heart, page
 from fsdp_pretrain.watchdog.alarms import Alarms
 from fsdp_pretrain.watchdog.drift import Drift, Stragglers
 from fsdp_pretrain.watchdog_sections import PaceSection
-from tests.endpoint import Endpoint
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
 HOST = os.uname().nodename

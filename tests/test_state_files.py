@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from records import metric
+from records import CHECKPOINT, commit, metric
 from released import ARCHIVES, unpack
 
 from fsdp_pretrain import control
 from fsdp_pretrain.atomic import create_file
-from fsdp_pretrain.checkpoint.store import CONFIG, MANIFEST, TRAIN_STATE, VERIFIED, Store, describe_file, verify_files
+from fsdp_pretrain.checkpoint.store import MANIFEST, TRAIN_STATE, VERIFIED, Store, verify_files
 from fsdp_pretrain.errors import StorageError, UserError
 from fsdp_pretrain.launch import limit
 from fsdp_pretrain.launch.outcome import read_outcome
@@ -40,16 +40,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run = RunDir(unpack(ARCHIVES[0], tmp_path_factory.mktemp("flips")))
     run.lock.unlink()
     store = Store(run.checkpoints)
-    old, attempt = store.find(24), store.begin(28)
+    old = store.find(24)
     manifest, state = old.manifest(), old.train_state()
     counters = {"step": 28, "consumed": 112, "cursor": 120, "batch": 4, "loss_scale": None}
     shape = {"tokens": 1792, "world": state.world.model_dump()}
-    for name in ("__0_0.distcp", ".metadata", CONFIG):
-        shutil.copyfile(old.path / name, attempt / name)
-    (attempt / TRAIN_STATE).write_text(TrainState(**counters).to_json(identity=state.identity, **shape))  # type: ignore[arg-type]
-    names = ("__0_0.distcp", ".metadata", CONFIG, TRAIN_STATE)
+    files = {name: (old.path / name).read_bytes() for name in CHECKPOINT}
+    files[TRAIN_STATE] = TrainState(**counters).to_json(identity=state.identity, **shape).encode()  # type: ignore[arg-type]
     facts = {**manifest.model_dump(exclude={"files", "committed"}), **counters, **shape}
-    store.mark_verified(store.commit(attempt, [describe_file(attempt / name) for name in names], facts))
+    commit(store, facts.pop("step"), files, **facts)
     head = run.new_segment()
     shutil.copyfile(run.segment(4) / "config.toml", head / "config.toml")
     lineage.record(head, parent=4, kind="start", **counters)

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import records
-from sight import PATIENCE
+from records import commit
+from sight import until
 
-from fsdp_pretrain.checkpoint.store import Store, describe_file
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config import load
 from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.record.metrics import records as metric_records
@@ -48,13 +49,16 @@ class Watch:
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
         """Move the clock, and let looks come back until none but so many are under way."""
         self.now += seconds
-        quiet, end = 0, time.monotonic() + PATIENCE
-        while quiet < 2:
-            assert time.monotonic() < end, f"{self.looks.waiting} looks do not come back"
+        quiet = 0
+
+        def settled() -> bool:
+            nonlocal quiet
             for detector in self.detectors:
                 detector.tick(self.now)
             quiet = quiet + 1 if self.looks.waiting <= hanging else 0
-            time.sleep(0.002)
+            return quiet == 2
+
+        until(settled, what=lambda: f"the answers of {self.looks.waiting} looks", every=0.002)
 
     def said(self) -> list[tuple[str, str, str]]:
         return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.told]
@@ -65,16 +69,6 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
     made = Watch(tmp_path)
     yield made
     made.looks.replace()
-
-
-def commit(store: Store, step: int, size: int = 200_000, verified: bool = True) -> Path:
-    """A checkpoint with one file."""
-    attempt = store.begin(step)
-    (attempt / "data").write_bytes(np.random.default_rng(step).bytes(size))
-    made = store.commit(attempt, [describe_file(attempt / "data")], records.facts(step))
-    if verified:
-        store.mark_verified(made)
-    return made.path
 
 
 def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -> StepRecord:
@@ -160,7 +154,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     """Fault matrix 1: told three checkpoints ahead, and before the save that would fail."""
     run = small_disk("8m") / "run"
     store = Store(run / "checkpoints")
-    commit(store, 1, 1_000_000)
+    commit(store, 1, {"data": bytes(1_000_000)})
     section = StorageSection(interval=Seconds(60))
     checkpoints = saves(watch, run)
     places = [("checkpoints", store.directory, True), ("run", run, False)]
@@ -188,7 +182,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
 def test_files_run_out_before_bytes(watch: Watch, small_disk: Disk) -> None:
     """Fault matrix 39: a file system with room for few files."""
     run = small_disk("64m,nr_inodes=150") / "run"
-    commit(Store(run / "checkpoints"), 1, 1000)
+    commit(Store(run / "checkpoints"), 1, {"data": bytes(1000)})
     checkpoints = saves(watch, run)
     places = [("checkpoints", run / "checkpoints", True)]
     watch.detectors = [
@@ -420,7 +414,7 @@ def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str) -> N
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     commit(store, 1)
-    path = commit(store, 2)
+    path = commit(store, 2, {"data": bytes(200_000)}).path
     watch.detectors = [saves(watch, run, audit=Seconds(100))]
     watch.advance()
     assert watch.said() == []
@@ -453,12 +447,14 @@ def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
     assert watch.said()[1:] == [("checkpoint-fallback", "WARN", "resolved")]
 
 
-def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> int | None:
-    """What the watchdog's process does beside a real run, to its end; the exit code."""
+def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> list[int | None]:
+    """What the watchdog's process does beside a real run, to its end; the exit codes."""
     found = sensors(load(run.config), run, watch.alarms, segment=1, host="here", pids=lambda: [job.ranks[0].pid])
-    offset, end, code = 0, time.monotonic() + PATIENCE, None
-    while code is None and time.monotonic() < end:
-        code = job.ranks[0].poll()
+    offset = 0
+
+    def ended() -> bool:
+        nonlocal offset
+        codes = job.codes()
         for record, behind in metric_records(run.segment(1) / "metrics.jsonl", offset):
             offset = behind
             for detector in found:
@@ -466,8 +462,10 @@ def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = 
         for detector in found:
             detector.tick(time.monotonic())
         meanwhile()
-        time.sleep(0.02)
-    return code
+        return None not in codes
+
+    until(ended, what="the end of the run")
+    return list(job.codes())
 
 
 @pytest.mark.slow
@@ -480,7 +478,7 @@ def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> N
     )
     job, run = lab.start(config), RunDir(lab.path / "run")
     helpers.wait_for(run.config.exists)
-    assert follow(watch, job, run) == 0, job.output()
+    assert follow(watch, job, run) == [0], job.output()
     assert watch.said() == []
 
 
@@ -502,7 +500,7 @@ def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any,
             with hog.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 200_000)
 
-    assert follow(watch, job, run, fill) == 93, job.output()[-2000:]
+    assert follow(watch, job, run, fill) == [93], job.output()[-2000:]
     said = [(key, severity) for key, severity, _ in watch.said()]
     assert ("disk/checkpoints", "CRIT") in said and ("checkpoint-age", "CRIT") in said
     assert any(alarm.action == "asked the run to stop" for alarm in watch.alarms)

@@ -12,25 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import records
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import CHECKPOINT, WEIGHTS, commit
 
 from fsdp_pretrain.checkpoint.manager import kept_for_ever
-from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file, verify_files
+from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import CheckpointError, StorageError
 
 pytestmark = pytest.mark.quick
-
-
-def make(store: Store, step: int, *, verified: bool = True, content: bytes = b"weights", **facts: Any) -> Checkpoint:
-    attempt = store.begin(step)
-    for name, data in (("__0_0.distcp", content), (".metadata", b"meta"), (TRAIN_STATE, b"{}"), (CONFIG, b"")):
-        (attempt / name).write_bytes(data)
-    names = ("__0_0.distcp", ".metadata", TRAIN_STATE, CONFIG)
-    checkpoint = store.commit(attempt, [describe_file(attempt / name) for name in names], records.facts(step, **facts))
-    return store.mark_verified(checkpoint) if verified else checkpoint
 
 
 @pytest.fixture
@@ -47,18 +38,18 @@ def test_life_of_a_checkpoint(store: Store) -> None:
     attempt = store.begin(7)
     assert store.scan() == []  # being written: it does not exist
     store.discard(attempt)
-    made = make(store, 7, verified=False)
+    made = commit(store, 7, verified=False)
     assert made.path.name == "step-00000007"
     (found,) = store.scan()
     assert (found.step, found.problem, found.verified) == (7, None, False)
     assert store.mark_verified(found).verified and store.scan()[0].verified
     assert verify_files(found.path, found.files()) == []
-    assert {entry.name for entry in found.files()} == {"__0_0.distcp", ".metadata", TRAIN_STATE, CONFIG}
+    assert {entry.name for entry in found.files()} == CHECKPOINT.keys()
 
 
 def test_order_is_by_step_not_by_time_or_spelling(store: Store) -> None:
     for step in (100_000_000, 20, 3):
-        make(store, step)
+        commit(store, step)
     assert steps(store) == [3, 20, 100_000_000]
     newest = store.newest()
     assert newest is not None and newest.step == 100_000_000
@@ -85,8 +76,8 @@ def test_order_is_by_step_not_by_time_or_spelling(store: Store) -> None:
     ],
 )
 def test_damage_that_a_look_can_see(store: Store, damage: object, problem: str) -> None:
-    make(store, 1)
-    damage(make(store, 2).path)  # type: ignore[operator]
+    commit(store, 1)
+    damage(commit(store, 2).path)  # type: ignore[operator]
     assert problem in (store.scan()[1].problem or "")
     newest = store.newest()
     assert newest is not None and newest.step == 1
@@ -95,7 +86,7 @@ def test_damage_that_a_look_can_see(store: Store, damage: object, problem: str) 
 
 
 def test_flipped_bit_needs_and_gets_a_reading(store: Store) -> None:
-    made = make(store, 1)
+    made = commit(store, 1)
     (made.path / "__0_0.distcp").write_bytes(b"weighus")
     assert store.scan()[0].problem is None
     (wrong,) = verify_files(made.path, made.files())
@@ -103,7 +94,7 @@ def test_flipped_bit_needs_and_gets_a_reading(store: Store) -> None:
 
 
 def test_stray_names_are_not_checkpoints(store: Store) -> None:
-    make(store, 5)
+    commit(store, 5)
     for name in ("step-abc", "step-00000009.bak", "notes", "step-9", "latest", "step-00000008.writing-0123"):
         (store.directory / name).mkdir()
     (store.directory / "step-00000007.txt").write_text("")
@@ -111,22 +102,22 @@ def test_stray_names_are_not_checkpoints(store: Store) -> None:
 
 
 def test_asking_for_a_step_that_is_not_there(store: Store) -> None:
-    make(store, 5)
+    commit(store, 5)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 \(there are: 5\)"):
         store.find(6)
 
 
 def test_a_damaged_one_of_the_same_step_is_moved_aside(store: Store) -> None:
-    make(store, 5, content=b"old")
+    commit(store, 5, {**CHECKPOINT, WEIGHTS: b"old"})
     (store.directory / "step-00000005/manifest.json").unlink()
-    make(store, 5, content=b"new")
+    commit(store, 5, {**CHECKPOINT, WEIGHTS: b"new"})
     assert (store.find(5).path / "__0_0.distcp").read_bytes() == b"new"
     assert len(list((store.directory / "abandoned").iterdir())) == 1
 
 
 def test_retention_keeps_what_the_policy_names(store: Store) -> None:
     for step in range(10, 130, 10):
-        make(store, step)
+        commit(store, step)
     deleted = store.retain(3, lambda checkpoint: checkpoint.step % 50 == 0, protected={70})
     assert steps(store) == [50, 70, 100, 110, 120]
     assert [checkpoint.step for checkpoint in deleted] == [10, 20, 30, 40, 60, 80, 90]
@@ -135,21 +126,21 @@ def test_retention_keeps_what_the_policy_names(store: Store) -> None:
 
 def test_only_verified_ones_count(store: Store) -> None:
     """Nothing is deleted before its successors are proved, however many unproved ones there are."""
-    make(store, 10)
+    commit(store, 10)
     for step in (20, 30, 40):
-        make(store, step, verified=False)
+        commit(store, step, verified=False)
     assert store.retain(2, lambda _: False) == []
-    make(store, 50)
+    commit(store, 50)
     store.retain(2, lambda _: False)
     assert steps(store) == [10, 20, 30, 40, 50]
-    make(store, 60)
+    commit(store, 60)
     store.retain(2, lambda _: False)
     assert steps(store) == [50, 60]
 
 
 def test_damaged_ones_do_not_count(store: Store) -> None:
     for step in (10, 20, 30):
-        make(store, step)
+        commit(store, step)
     (store.directory / "step-00000030/.metadata").unlink()
     store.retain(2, lambda _: False)
     assert steps(store) == [10, 20]
@@ -199,7 +190,7 @@ def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> t
         consumed = last["consumed"] + save.batch
         new = {"step": last["step"] + 1, "consumed": consumed, "tokens": consumed * 32}
         step = new["step"]
-        checkpoint = make(store, step, verified=save.verified, batch=save.batch, final=save.final, consumed=consumed)
+        checkpoint = commit(store, step, verified=save.verified, batch=save.batch, final=save.final, consumed=consumed)
         made[step] = {**new, "last": last, "verified": save.verified, "final": save.final, "pinned": False}
         last = new
         if save.pin is not None:
@@ -278,15 +269,15 @@ def test_a_commit_that_cannot_be_made_durable_is_none(store: Store, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(StorageError, match=r"cannot commit .*step-00000005: .*Input/output error"):
-            make(store, 5)
+            commit(store, 5)
     (attempt,) = store.directory.iterdir()
     assert ".writing-" in attempt.name
     store.discard(attempt)
-    assert make(store, 5).verified and not (store.directory / "abandoned").exists()
+    assert commit(store, 5).verified and not (store.directory / "abandoned").exists()
 
 
 def test_sweep_removes_leftovers_only(store: Store) -> None:
-    make(store, 5)
+    commit(store, 5)
     store.begin(6)
     (store.directory / "step-00000004.deleting-abc").mkdir()
     (store.directory / "abandoned").mkdir()

@@ -8,11 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
+from endpoint import SECRET, Endpoint
 from records import parsed, step_record
 from sight import CALM, steps
 
 from fsdp_pretrain.record.step_record import StepRecord
-from tests.endpoint import SECRET, Endpoint
 
 
 def heard(endpoint: Endpoint, key: str) -> list[tuple[str, str]]:
@@ -54,11 +54,9 @@ def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
 @pytest.mark.slow
 def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers: Any) -> None:
     """Fault matrix 26, as the watchdog of the run tells it: `evaluation/STEP`, resolved when its worker has ended it."""
-    tasks = lab.path / "tasks"
-    helpers.deadlock_task(tasks)
     evaluation = {
         "every": "40 steps",
-        "include": [str(tasks)],
+        "include": [str(helpers.root / "tests/deadlock")],
         "tasks": ["deadlock"],
         "deadline": "4 s",
         "attempts": 1,

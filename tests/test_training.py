@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from sight import PATIENCE
+from processes import LAUNCH, TORCHRUN, spawn
+from sight import PATIENCE, seeded
 
 MESHES = {
     # name: (ranks, overrides)
@@ -106,10 +105,10 @@ def same_within_rounding(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
 
 
 def test_kill_and_restart_is_bitwise(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Callable[..., list[Path]]
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Any
 ) -> None:
     """kill -9 of one rank at random steps, several times; started again, the curve is the uninterrupted one to the bit."""
-    rng = random.Random()
+    rng = seeded()
     run = module_lab.path / "killed"
     for segment, at in ((1, rng.randrange(8, 20)), (2, rng.randrange(20, 34))):
         (gate,) = gates(at + 6)
@@ -185,17 +184,14 @@ def test_torchrun_restarts_by_itself(module_lab: Any, long_config: Path, helpers
     run = module_lab.path / f"elastic-{shared_store}"
     log = module_lab.path / f"elastic-{shared_store}.log"
     rendezvous = ["--master-port", str(helpers.port())] if shared_store == "1" else ["--standalone"]
-    with log.open("wb") as out:
-        torchrun = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
-                *(*rendezvous, "-m", "fsdp_pretrain.train", str(long_config), f"run.dir={run}"),
-            ],
-            cwd="/",
-            env=helpers.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0" if shared_store == "1" else "1"),
-            stdout=out,
-            stderr=out,
-        )
+    torchrun = spawn(
+        [
+            *(*TORCHRUN, "--nproc-per-node", 2, "--max-restarts", 1, *rendezvous),
+            *("-m", "fsdp_pretrain.train", long_config, f"run.dir={run}"),
+        ],
+        log,
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0" if shared_store == "1" else "1",
+    )
     helpers.wait_for(lambda: reached(run, 20, helpers) or torchrun.poll() is not None, what="step 20")
     status = json.loads((run / "status.json").read_text())
     subprocess.run(["kill", "-9", str(status["pid"])], check=True)
@@ -206,21 +202,16 @@ def test_torchrun_restarts_by_itself(module_lab: Any, long_config: Path, helpers
 
 @pytest.mark.slow  # what ends on purpose exits the same without torchrun
 def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
-    module_lab: Any, long_config: Path, helpers: Any, run_command: Callable[..., Any]
+    module_lab: Any, long_config: Path, helpers: Any, run_command: Any
 ) -> None:
     run, log = module_lab.path / "purpose", module_lab.path / "purpose.log"
-    with log.open("wb") as out:
-        torchrun = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
-                *("--standalone", "-m", "fsdp_pretrain.train", str(long_config), f"run.dir={run}"),
-                "train.duration=4000 steps",
-            ],
-            cwd="/",
-            env=helpers.environment(),
-            stdout=out,
-            stderr=out,
-        )
+    torchrun = spawn(
+        [
+            *(*TORCHRUN, "--nproc-per-node", 2, "--max-restarts", 1, "--standalone"),
+            *("-m", "fsdp_pretrain.train", long_config, f"run.dir={run}", "train.duration=4000 steps"),
+        ],
+        log,
+    )
     helpers.wait_for(lambda: reached(run, 8, helpers) or torchrun.poll() is not None, what="step 8")
     assert run_command("fsdp_pretrain.cli", "control", run, "stop").returncode == 0
     assert torchrun.wait(PATIENCE) == 1, log.read_text()
@@ -229,57 +220,52 @@ def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
     assert json.loads((run / "status.json").read_text())["exit_intent"]["code"] == 75
 
 
-@pytest.mark.slow
-def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any) -> None:
+def end(agents: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+    """Wait until all nodes have ended well."""
+    codes = [agent.wait(PATIENCE) for agent in agents]
+    assert set(codes) == {0}, "".join(log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_nodes_form_one_mesh(
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int
+) -> None:
     """Two torchrun agents on this machine: shards inside each, replicas between them."""
-    run, port = module_lab.path / "nodes", helpers.port()
+    run, port = module_lab.path / f"nodes-{ranks}", helpers.port()
+    logs = [module_lab.path / f"nodes-{ranks}-{node}.log" for node in range(2)]
     agents = [
-        subprocess.Popen(
+        spawn(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"),
-                *("--rdzv-conf", f"is_host={'true' if node == 0 else 'false'}", "--local-addr", "127.0.0.1"),
-                *("-m", "fsdp_pretrain.train", str(long_config), f"run.dir={run}", "parallel.shard='node'"),
+                *(*TORCHRUN, "--nnodes", 2, "--nproc-per-node", ranks, "--rdzv-backend", "c10d", "--rdzv-id", "job"),
+                *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
+                *("--rdzv-conf", f"is_host={'true' if node == 0 else 'false'}"),
+                *("-m", "fsdp_pretrain.train", long_config, f"run.dir={run}", "parallel.shard='node'"),
             ],
-            cwd="/",
-            env=helpers.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            log,
         )
-        for node in range(2)
+        for node, log in enumerate(logs)
     ]
-    outputs = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert curve(helpers.metrics(run)) == curve(uninterrupted)
+    end(agents, logs)
+    same_within_rounding(helpers.metrics(run), uninterrupted)
+    assert ranks == 1 or curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
-    assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
+    assert environment["world"] == {"size": 2 * ranks, "replicas": 2, "shards": ranks}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
 def test_two_nodes_over_a_network(
-    module_lab: Any,
-    long_config: Path,
-    uninterrupted: list[Any],
-    helpers: Any,
-    two_nodes: Callable[..., list[Any]],
-    killed: bool,
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: Any, killed: bool
 ) -> None:
     """A launcher on each of two nodes that share nothing but a cable and the file system. kill -9 of a rank of the second:
     both end their part of the start, begin the next together, and the curve is the same."""
     run = module_lab.path / f"namespaces-{killed}"
-    launch = [sys.executable, "-m", "fsdp_pretrain.cli", "launch"]
     changes = ["parallel.shard='node'", 'launch.pauses=["0.5 s"]', "launch.end_timeout=10 s"]
+    nodes = two_nodes()
+    logs = [module_lab.path / f"namespaces-{killed}-{node.name}.log" for node in nodes]
     agents = [
-        subprocess.Popen(
-            [*prefix, *launch, *options, long_config, f"run.dir={run}", *changes],
-            env=helpers.environment(**extra),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for prefix, options, extra in two_nodes()
+        spawn([*prefix, *LAUNCH, *options, long_config, f"run.dir={run}", *changes], log, **extra)
+        for (prefix, options, extra), log in zip(nodes, logs, strict=True)
     ]
     if killed:
         helpers.wait_for(lambda: reached(run, 12, helpers) or agents[0].poll() is not None, what="step 12")
@@ -289,8 +275,7 @@ def test_two_nodes_over_a_network(
             if one.environ().get("LOCAL_RANK") == "1"
         )
         hit.kill()
-    outputs = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    end(agents, logs)
     assert curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
     assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
@@ -306,7 +291,7 @@ def test_killed_at_any_instant(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, seed: int
 ) -> None:
     """kill -9 of any rank at a random instant, start-up and saves included, until the run completes: the same curve."""
-    rng, run = random.Random(seed), module_lab.path / f"instant-{seed}"
+    rng, run = seeded(seed), module_lab.path / f"instant-{seed}"
     for _ in range(3):
         job = module_lab.start(long_config, f"run.dir={run}", ranks=4)
         time.sleep(rng.uniform(0.5, 9))
@@ -318,12 +303,7 @@ def test_killed_at_any_instant(
 
 
 def test_stopping_saves_and_says_resume(
-    module_lab: Any,
-    long_config: Path,
-    uninterrupted: list[Any],
-    helpers: Any,
-    run_command: Callable[..., Any],
-    gates: Callable[..., list[Path]],
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, run_command: Any, gates: Any
 ) -> None:
     """SIGTERM to one rank only: all agree, save, exit 75; `control save` and `stop` likewise; nothing is lost."""
     run = module_lab.path / "stopped"
@@ -423,7 +403,7 @@ def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, help
     assert json.loads((lab.path / "run/status.json").read_text())["exit_intent"]["code"] == 93
 
 
-def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Callable[..., Any]) -> None:
+def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> None:
     """Random numbers are functions of (seed, step, rank): no generator state is stored, yet a resume repeats them."""
     gpt = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab": 512, "positions": 32, "dropout": 0.2}
     model = {**dict.fromkeys(["kv_heads", "ffn"]), **gpt}

@@ -27,11 +27,6 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(shared_corpus: Path) -> Tokenizer:
-    return Tokenizer.load(shared_corpus / "tokenizer")
-
-
-@pytest.fixture(scope="module")
 def documents(shared_corpus: Path, tokenizer: Tokenizer) -> list[list[int]]:
     texts = [json.loads(line)["text"] for line in (shared_corpus / "train.jsonl").read_text().splitlines()]
     return tokenizer.encode(texts[:200])

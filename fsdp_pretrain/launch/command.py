@@ -114,7 +114,7 @@ class Launcher:
         # When a rank has ended, torchrun gives the others so long; that of torch 2.11 always 30 s, and knows no option.
         ending = str(max(1, int(self._settings.stop_timeout.value)))
         self._environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": ending, **os.environ}
-        self._deadline = limit.deadline(args.time_limit)
+        self._deadline = limit.deadline(args.time_limit, time.monotonic(), time.time())
         self._signals: list[int] = []
         self._grace = limit.grace(self._run, self._settings.grace)
         self._asked, self._hosts_told = "", 0

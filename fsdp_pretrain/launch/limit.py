@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 
 from ..errors import ConfigError
 from ..record import journal
@@ -51,16 +50,18 @@ def grace(run: RunDir, configured: Seconds | None) -> float:
     return max(configured.value if configured is not None else _LEAST, needed or 0.0)
 
 
-def deadline(time_limit: Seconds | None) -> float | None:
-    """When the job will be ended, on the clock of `time.monotonic`; None: no limit is known.
+def deadline(time_limit: Seconds | None, now: float, wall: float) -> float | None:
+    """When the job will be ended, on the clock of `now`; None: no limit is known.
 
     Args:
         time_limit: from now, as the command line says; otherwise Slurm may know (`SLURM_JOB_END_TIME`).
+        now: time of `time.monotonic`.
+        wall: the same moment in seconds since 1970.
     """
     ends = []
     if time_limit is not None:
         ends.append(time_limit.value)
     slurm = os.environ.get("SLURM_JOB_END_TIME", "")
     if slurm.isdecimal():
-        ends.append(int(slurm) - time.time())
-    return time.monotonic() + min(ends) if ends else None
+        ends.append(int(slurm) - wall)
+    return now + min(ends) if ends else None

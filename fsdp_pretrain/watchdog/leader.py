@@ -233,7 +233,7 @@ class Leader:
         else:
             self.alarms.resolve("metrics")
         if self._ping is not None:
-            self._ping.passed(self._ranks.seen)
+            self._ping.passed(self._ranks.seen, time.monotonic())
 
     def _write(self, snapshot: Snapshot) -> None:
         """For `fsdp-pretrain status`, which may be asked on any machine."""

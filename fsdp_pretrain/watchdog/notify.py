@@ -212,11 +212,10 @@ class Ping:
         self._due = threading.Event()
         threading.Thread(target=self._work, name="ping", daemon=True).start()
 
-    def passed(self, observed: bool) -> None:
+    def passed(self, observed: bool, now: float) -> None:
         """A pass ended. `observed`: it saw the ranks and the record; a blind one must not look healthy."""
-        at = time.monotonic()
-        if observed and at - self._pinged >= self._interval:
-            self._pinged = at
+        if observed and now - self._pinged >= self._interval:
+            self._pinged = now
             self._due.set()
 
     def _work(self) -> None:

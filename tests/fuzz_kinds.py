@@ -1,0 +1,409 @@
+"""The kinds of files that `fuzz.py` damages: how a valid one is made, which commands read it, and what they must count."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCESSOR_SECONDS, ADDRESSES = 30, 1 << 30
+EOD = 0
+READS, REPORTS = frozenset((0, 78, 93)), frozenset((0, 1, 2, 78, 93))
+"""Exit codes of commands that make something, and of commands that report what they found."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of file.
+
+    Attributes:
+        share: of all cases.
+        make: writes a valid input into an empty folder.
+        victims: patterns of the files to damage.
+        commands: of which each case runs one, in the folder: module, arguments.
+        codes: exit codes they may have.
+        lost: what a command that ended with 0 did not count, given the damaged folder; "" if nothing.
+    """
+
+    share: int
+    make: Callable[[Path], object]
+    victims: tuple[str, ...]
+    commands: tuple[str, ...]
+    codes: frozenset[int]
+    lost: Callable[[Path], str] = field(default=lambda folder: "")
+
+
+def isolated(act: Callable[[], int], log: Path, size: int) -> tuple[int, int]:
+    """Run in a forked process under limits: (exit code, negative for a signal; bytes by which it grew)."""
+    pages = [int(number) * resource.getpagesize() for number in Path("/proc/self/statm").read_text().split()[:2]]
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            resource.setrlimit(resource.RLIMIT_AS, (pages[0] + ADDRESSES + 2 * size,) * 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS,) * 2)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            code = act()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code & 0xFF)
+    _, status, usage = os.wait4(pid, 0)
+    return os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024 - pages[1]
+
+
+def call(*arguments: object) -> None:
+    """A command of this project that must succeed."""
+    line = [sys.executable, "-m", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, cwd="/", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def texts() -> list[str]:
+    """Documents of several lengths, one of them without text."""
+    rng = random.Random(5)
+    words = "the run reads a shard and é 文 the loss of step 12 falls while ranks sum".split()
+    return [" ".join(rng.choices(words, k=length)) for length in (1, 3, 40, 0, 200, 7, 90, 15)]
+
+
+def jsonl() -> bytes:
+    """The same as JSONL."""
+    return "".join(json.dumps({"text": text, "id": at}) + "\n" for at, text in enumerate(texts())).encode()
+
+
+def counted(folder: Path, documents: int | None) -> str:
+    """What `prepare` or `import` did not count of so many documents; None: the input has no meaning."""
+    manifest = json.loads((folder / "out/manifest.json").read_text())
+    kept, numbers = manifest["documents"], manifest["statistics"]
+    read = numbers.get("read", kept)
+    if documents is None:
+        return f"{read} documents of an input that cannot be read as a whole"
+    if read != documents or kept + numbers.get("empty", 0) + numbers.get("quarantined", 0) != read:
+        return f"{kept} documents kept, {read} read, of {documents}"
+    return ""
+
+
+def lines_of(content: bytes | None) -> int | None:
+    """Records of JSONL, or None if one is none."""
+    if content is None:
+        return None
+    try:
+        lines = [line.decode("utf-8", "replace") for line in content.split(b"\n")]  # `prepare` counts what it repairs
+        records = [json.loads(line) for line in lines if line.strip()]
+    except (ValueError, RecursionError):
+        return None
+    return len(records) if all(isinstance(r, dict) and isinstance(r.get("text"), str) for r in records) else None
+
+
+def gunzipped(content: bytes) -> bytes | None:
+    """What a gzip file holds, or None if it is damaged."""
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error):
+        return None
+
+
+def unzstd(content: bytes) -> bytes | None:
+    """What the frames of a zstd file hold, or None if one is damaged or unfinished."""
+    out = b""
+    try:
+        while content:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            out += frame.decompress(content)
+            if not frame.eof:
+                return None
+            content = frame.unused_data
+    except zstandard.ZstdError:
+        return None
+    return out
+
+
+def documents_by(reference: Callable[[Path], int | None]) -> Callable[[Path], str]:
+    """A check of the number of documents against another reader, run where it may crash."""
+
+    def lost(folder: Path) -> str:
+        if not (folder / "out").exists():
+            return ""
+        answer = folder / "reference.json"
+
+        def act() -> int:
+            answer.write_text(json.dumps(reference(folder)))
+            return 0
+
+        code, _ = isolated(act, folder / "reference.log", 1 << 20)
+        return counted(folder, json.loads(answer.read_text()) if code == 0 else None)
+
+    return lost
+
+
+def arrow_rows(folder: Path) -> int:
+    import pyarrow
+
+    content = (folder / "a.arrow").read_bytes()
+    if content.startswith(b"ARROW1"):  # a file is a stream with a footer that says the same once more
+        content = content[8:]
+    table = pyarrow.ipc.open_stream(pyarrow.py_buffer(content)).read_all()
+    table.validate(full=True)
+    return int(table.num_rows)
+
+
+def parquet_rows(folder: Path) -> int | None:
+    import pyarrow
+    from pyarrow import parquet
+
+    # Only the column that is read, and its bytes as they are: `prepare` counts what it repairs.
+    column = parquet.read_table(folder / "a.parquet", columns=["text"], use_threads=False)["text"]
+    return len(column) if pyarrow.types.is_string(column.type) and not column.null_count else None
+
+
+def megatron_documents(folder: Path) -> int:
+    (count,) = struct.unpack_from("<Q", (folder / "a.idx").read_bytes(), 18)
+    return int(count)
+
+
+def make_kinds(shared: Path) -> dict[str, Kind]:
+    """All kinds of files; `shared` gets the tokenizer and the runs that they refer to."""
+    shared.mkdir()
+    (shared / "train.jsonl").write_bytes(jsonl() * 20)
+    tokenizer, corpus = shared / "tokenizer", shared / "corpus"
+    call(
+        "data.cli", "train-tokenizer", shared / "train.jsonl", "--kind", "bpe", "--vocab-size", 300, "--out", tokenizer
+    )
+    call("data.cli", "prepare", shared / "train.jsonl", "--tokenizer", tokenizer, "--out", corpus, "--workers", 1)
+    _make_runs(shared)
+
+    def prepare(name: str, *more: str) -> tuple[str, ...]:
+        return (" ".join(["data.cli prepare", name, "--tokenizer", str(tokenizer), "--out out --workers 1", *more]),)
+
+    def token_kind(
+        share: int,
+        name: str,
+        make: Callable[[Path], object],
+        reference: Callable[[Path], int | None] | None = None,
+        victims: tuple[str, ...] = (),
+    ) -> Kind:
+        common = f"--tokenizer {tokenizer} --workers 1"
+        commands = (
+            f"data.cli validate . --vocab-size 300 --eod {EOD} --separators trailing --workers 1",
+            f"data.cli validate {name} {common} --json",
+            f"data.cli import {name} {common} --separators trailing --out out",
+        )
+        lost = documents_by(reference) if reference else lambda folder: ""
+        return Kind(share, make, victims or (name,), commands, REPORTS, lost)
+
+    def text_kind(name: str, content: bytes, unpack: Callable[[bytes], bytes | None], lines: bool = True) -> Kind:
+        def reference(folder: Path) -> int | None:
+            held = unpack((folder / name).read_bytes())
+            return lines_of(held) if lines else None if held is None else 1
+
+        return Kind(
+            8 if lines else 4,
+            lambda folder: (folder / name).write_bytes(content),
+            (name,),
+            prepare(name),
+            READS,
+            documents_by(reference),
+        )
+
+    documents = [[5, 9, 11, EOD], [7, EOD], [*range(20, 220), EOD]] * 4
+    flat = np.array([token for document in documents for token in document], dtype=np.uint16)
+    two_frames = zstandard.compress(jsonl()) + zstandard.compress(jsonl())
+    plain = "\n".join(texts()).encode()
+    run = shared / "run"
+    return {
+        "text": text_kind("a.txt", plain, bytes, lines=False),
+        "jsonl": text_kind("a.jsonl", jsonl(), bytes),
+        "gz": text_kind("a.jsonl.gz", gzip.compress(jsonl()) + gzip.compress(jsonl()), gunzipped),
+        "text.gz": text_kind("a.txt.gz", gzip.compress(plain), gunzipped, lines=False),
+        "zst": text_kind("a.jsonl.zst", two_frames, unzstd),
+        "text.zst": text_kind("a.txt.zst", zstandard.compress(plain), unzstd, lines=False),
+        "parquet": Kind(
+            10,
+            _make_parquet,
+            ("a.parquet",),
+            (*prepare("a.parquet"), f"data.cli validate a.parquet --format text --tokenizer {tokenizer} --workers 1"),
+            REPORTS,
+            documents_by(parquet_rows),
+        ),
+        "arrow": token_kind(10, "a.arrow", lambda folder: _make_arrow(folder, documents, stream=False), arrow_rows),
+        "arrow stream": token_kind(
+            8, "a.arrow", lambda folder: _make_arrow(folder, documents, stream=True), arrow_rows
+        ),
+        "npy": token_kind(8, "a.npy", lambda folder: np.save(folder / "a.npy", flat)),
+        "megatron": token_kind(
+            10,
+            "a.idx",
+            lambda folder: _make_megatron(folder, documents),
+            megatron_documents,
+            victims=("a.idx", "a.idx", "a.bin"),
+        ),
+        "corpus": Kind(
+            8,
+            lambda folder: shutil.copytree(corpus, folder / "corpus"),
+            ("corpus/*", "corpus/shards/*", "corpus/tokenizer/*"),
+            (
+                "data.cli validate corpus --workers 1",
+                "data.cli inspect corpus",
+                "data.cli inspect corpus --doc 3",
+                "data.cli bench corpus --sequence-length 64 --seconds 0.01",
+            ),
+            REPORTS,
+        ),
+        "hugging face": Kind(
+            8,
+            lambda folder: shutil.copytree(shared / "hf", folder / "hf"),
+            ("hf/*",),
+            (
+                "fsdp_pretrain.cli checkpoints new import hf --show-model",
+                f"fsdp_pretrain.cli checkpoints {{folder}}/new import hf --config {shared}/run.toml run.dir={{folder}}/new",
+            ),
+            READS,
+        ),
+        "checkpoint": Kind(
+            4,
+            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
+            ("run/checkpoints/*/*", "run/checkpoints/*/.metadata"),
+            (
+                "fsdp_pretrain.cli checkpoints run verify",
+                "fsdp_pretrain.cli checkpoints run list --json",
+                "fsdp_pretrain.cli checkpoints run export 4 out",
+                "eval.cli run run --tasks heldout_choice --limit 1",
+            ),
+            REPORTS,
+        ),
+        "run directory": Kind(
+            10,
+            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
+            ("run/*", "run/segments/*/*", "run/checkpoints/*/*.json", "run/checkpoints/*/config.toml", "run/*/*.json*"),
+            (
+                "fsdp_pretrain.cli status run",
+                "fsdp_pretrain.cli journal run",
+                "fsdp_pretrain.cli goodput run",
+                "fsdp_pretrain.cli alarms run",
+                "fsdp_pretrain.cli checkpoints run list",
+                "fsdp_pretrain.cli where run --step 5",
+                "fsdp_pretrain.cli note run text",
+                "fsdp_pretrain.cli rollback run --to 4 --dry-run",
+                "fsdp_pretrain.cli fork run --at 4 new",
+                "eval.cli report run",
+            ),
+            REPORTS,
+        ),
+        "resume": Kind(
+            4,
+            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
+            ("run/*", "run/segments/*/*.json", "run/checkpoints/*/*", "run/checkpoints/*/.metadata"),
+            (f"fsdp_pretrain.train {shared}/run.toml run.dir={{folder}}/run 'train.duration=8 steps'",),
+            READS,
+            lambda folder: _changed_curve(folder / "run", shared / "untouched"),
+        ),
+    }
+
+
+def _make_parquet(folder: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": texts(), "n": list(range(8))}), folder / "a.parquet", row_group_size=3)
+
+
+def _make_arrow(folder: Path, documents: list[list[int]], *, stream: bool) -> None:
+    import pyarrow
+
+    table = pyarrow.table({"tokens": pyarrow.array(documents, pyarrow.list_(pyarrow.int32()))})
+    make = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as sink, make(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+
+
+def _make_megatron(folder: Path, documents: list[list[int]]) -> None:
+    from data.shards import ShardWriter
+
+    with ShardWriter(folder / "a", np.dtype("<u2")) as writer:
+        for document in documents:
+            writer.append(np.array(document, dtype="<u2"))
+        writer.finish()
+
+
+RUN = """
+[run]
+name = "run"
+dir = "{run}"
+[model]
+family = "llama"
+layers = 1
+hidden = 16
+heads = 2
+ffn = 32
+vocab = 320
+[data]
+sequence_length = 32
+lanes = 4
+[[data.sources]]
+name = "text"
+path = "{corpus}"
+[train]
+duration = "6 steps"
+global_batch = "4 samples"
+micro_batch = 2
+[optimizer]
+lr = 1e-2
+warmup = "2 steps"
+decay = "8 steps"
+[checkpoint]
+every = "2 steps"
+keep_last = 9
+[eval]
+heldout = "{heldout}"
+[record]
+aim = false
+[watchdog]
+enabled = false
+"""
+
+
+def _make_runs(shared: Path) -> None:
+    """A run that went back once and can go on, one that did go on, and its Hugging Face folder."""
+    run, config = shared / "run", shared / "run.toml"
+    config.write_text(RUN.format(run=run, corpus=shared / "corpus", heldout=shared / "train.jsonl"))
+    call("fsdp_pretrain.train", config)
+    call("fsdp_pretrain.cli", "rollback", run, "--to", 4, "--reason", "fuzz")
+    call("fsdp_pretrain.train", config)
+    call("fsdp_pretrain.cli", "checkpoints", run, "export", 6, shared / "hf")
+    shutil.copytree(run, shared / "untouched")
+    call("fsdp_pretrain.train", config, f"run.dir={shared}/untouched", "train.duration=8 steps")
+
+
+def _changed_curve(run: Path, untouched: Path) -> str:
+    """Which steps of a resumed run are not those of a run whose files nobody touched."""
+    from fsdp_pretrain.record.files import RunDir
+    from fsdp_pretrain.record.metrics import read_metrics
+
+    ours, theirs = (
+        {r.step: (r.loss.sum, r.data_digest, r.lr) for r in read_metrics(RunDir(path))} for path in (run, untouched)
+    )
+    wrong = [step for step in theirs if step > 6 and ours.get(step) != theirs[step]]
+    return f"steps {wrong} are not those of an untouched run" if wrong else ""

@@ -1,0 +1,108 @@
+"""Small real corpora, run configurations and training jobs, and what a test reads of a run."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from processes import Job, Zygotes
+
+WORDS = (
+    *"the run writes every checkpoint before it reads a shard and the loss falls while the mesh of ranks sums".split(),
+    *"its gradients over replicas def return import class self None True data = ( ) [ ] : . , 0 1 2 3 state".split(),
+    "\n",
+    "   ",
+    "",
+)
+
+
+def make_text(seed: int, words: int) -> str:
+    """Repeatable text with white space, code and a little non-ASCII."""
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(words)) + rng.choice(["\n", "", " é", " 文\n"])
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    """One `{"text": ...}` per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: str = "<u2", shards: int = 2) -> Path:
+    """A corpus of the given token lists as they are, dealt over its shards in turn."""
+    import numpy as np
+
+    from data.corpus import write_corpus
+    from data.shards import ShardWriter
+
+    (path / "shards").mkdir(parents=True)
+    entries = []
+    for number in range(shards):
+        with ShardWriter(path / "shards" / f"s{number}", np.dtype(dtype)) as writer:
+            for document in documents[number::shards]:
+                writer.append(np.array(document, dtype=dtype))
+            entries.append(writer.finish())
+    write_corpus(path, tokenizer, entries, np.dtype(dtype), {})
+    return path
+
+
+class Lab:
+    """A directory with a corpus, and the means to train on it.
+
+    Attributes:
+        path: of the laboratory.
+        corpus: a prepared corpus with a 512-token tokenizer.
+        tokenizer: its tokenizer directory.
+        heldout: held-out JSONL.
+    """
+
+    def __init__(self, path: Path, shared: Path, zygotes: Zygotes) -> None:
+        self.path, self._zygotes = path, zygotes
+        self.corpus, self.tokenizer, self.heldout = shared / "corpus", shared / "tokenizer", shared / "heldout.jsonl"
+        self._jobs: list[Job] = []
+
+    def config(self, name: str = "run", **sections: dict[str, Any]) -> Path:
+        """A run configuration of a tiny Llama; keyword arguments replace values of its sections."""
+        values: dict[str, Any] = {
+            "run": {"name": name, "dir": str(self.path / name)},
+            "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512},
+            "data": {
+                "sequence_length": 32,
+                "lanes": 8,
+                "sources": [{"name": "text", "path": str(self.corpus)}],
+            },
+            "train": {"duration": "20 steps", "global_batch": "8 samples", "micro_batch": 2},
+            "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps"},
+            "parallel": {"timeout": "60 s"},
+            "checkpoint": {"every": "10 steps"},
+            "record": {"console_every": 5},
+            "watchdog": {"enabled": False},  # a process more for every run: tests of the watchdog turn it on
+        }
+        for section, changes in sections.items():
+            values[section] = {**values.get(section, {}), **changes}
+            values[section] = {key: value for key, value in values[section].items() if value is not None}
+        path = self.path / f"{name}.toml"
+        path.write_text(tomli_w.dumps(values))
+        return path
+
+    def start(self, config: Path, *overrides: str, ranks: int = 1, flags: tuple[str, ...] = (), nodes: int = 1) -> Job:
+        """Start a training job, as if on so many nodes (their host names: `hostname.py`)."""
+        job = Job(self._zygotes, config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags, nodes)
+        self._jobs.append(job)
+        return job
+
+    def train(self, config: Path, *overrides: str, ranks: int = 1, expect: int = 0, flags: tuple[str, ...] = ()) -> str:
+        """Run a training job to its end; what it printed. Fails the test if its exit code is another."""
+        job = self.start(config, *overrides, ranks=ranks, flags=flags)
+        codes = job.wait()
+        assert codes == [expect] * ranks, f"exit codes {codes}\n{job.output()}"
+        return job.output()
+
+    def close(self) -> None:
+        """End what is still running."""
+        for job in self._jobs:
+            job.kill()

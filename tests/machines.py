@@ -1,0 +1,118 @@
+"""File systems and network cables of their own, which a test can fill, take away and pull. All need root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+def mount_tmpfs(path: Path, options: str) -> None:
+    """Mount a file system, of so many bytes for example (`size=4m`); without root the test is skipped."""
+    path.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+
+
+@contextlib.contextmanager
+def tmpfs(path: Path, options: str = "size=64m") -> Iterator[Path]:
+    """A file system for a while."""
+    mount_tmpfs(path, options)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+class Removable:
+    """A mounted file system that goes away under those who use it, and comes back with all that was on it.
+
+    Args:
+        path: where it is mounted.
+        kept: a second place, by which it outlives being unmounted from the first.
+    """
+
+    def __init__(self, path: Path, kept: Path) -> None:
+        self.path, self._kept = path, kept
+        path.mkdir(parents=True, exist_ok=True)
+        mount_tmpfs(kept, "size=64m")
+        self.bring_back()
+
+    def take_away(self) -> None:
+        """Unmount it as busy as it is: an empty directory is left."""
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+    def bring_back(self) -> None:
+        """Mount it again."""
+        subprocess.run(["mount", "--bind", str(self._kept), str(self.path)], check=True)
+
+    def close(self) -> None:
+        """Unmount it everywhere."""
+        for place in (self.path, self._kept):
+            while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
+                pass
+
+
+class Node(NamedTuple):
+    """One of two nodes that share a cable and this machine's files.
+
+    Attributes:
+        prefix: what to put before a command to run it there.
+        options: of the launcher.
+        environment: what its ranks need.
+    """
+
+    prefix: list[str]
+    options: list[str]
+    environment: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Host name."""
+        return self.prefix[3]
+
+    def cable(self, state: str) -> None:
+        """Pull it (`down`) or plug it in (`up`)."""
+        end = self.environment["GLOO_SOCKET_IFNAME"]
+        subprocess.run(["ip", "-n", self.name, "link", "set", end, state], check=True)
+
+
+@contextlib.contextmanager
+def joined_nodes() -> Iterator[Callable[..., list[Node]]]:
+    """A function that makes two network namespaces joined by a cable, with `nnodes` and `ranks` for the launcher."""
+    names, hosts = [f"fsdp{os.getpid()}{end}" for end in "ab"], ["10.77.0.1", "10.77.0.2"]
+    cable = [f"fp{os.getpid() % 10**6}{end}" for end in "ab"]
+
+    def ip(*arguments: str) -> int:
+        return subprocess.run(["ip", *arguments], capture_output=True).returncode
+
+    if ip("netns", "add", names[0]):
+        pytest.skip("network namespaces need root and iproute2")
+
+    def make(*, nnodes: str = "2", ranks: int = 2) -> list[Node]:
+        ip("netns", "add", names[1])
+        assert ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1]) == 0
+        for name, host, end in zip(names, hosts, cable, strict=True):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", end)
+            assert ip("-n", name, "link", "set", end, "up") == ip("-n", name, "link", "set", "lo", "up") == 0
+        common = ["--nnodes", nnodes, "--nproc-per-node", str(ranks), "--rdzv-endpoint", hosts[0]]
+        return [
+            Node(
+                ["ip", "netns", "exec", name, "unshare", "-u", "sh", "-c", f'hostname {name}; exec "$@"', "sh"],
+                [*common, "--local-addr", host],
+                {"GLOO_SOCKET_IFNAME": end},
+            )
+            for name, host, end in zip(names, hosts, cable, strict=True)
+        ]
+
+    try:
+        yield make
+    finally:
+        for name in names:
+            ip("netns", "del", name)

@@ -1,0 +1,223 @@
+"""Commands of this project and ranks of a training job as real processes, forked from one that has imported everything."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sight import PATIENCE, until
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python_path(*folders: object) -> str:
+    """PYTHONPATH with these folders and this checkout first; the packages that it carries already stay."""
+    return os.pathsep.join(map(str, filter(None, (*folders, ROOT, os.environ.get("PYTHONPATH")))))
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """The environment of a user's shell: this checkout, no rank variables."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "PYTEST")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+    environment.update(
+        PYTHONPATH=python_path(),
+        PYTHONSAFEPATH="1",
+        OMP_NUM_THREADS="1",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    return {**environment, **extra}
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LAUNCH = (sys.executable, "-m", "fsdp_pretrain.cli", "launch")
+
+
+def spawn(line: Sequence[object], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """Start a command as a user's shell does, in a session of its own; both outputs are appended to a log."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [str(part) for part in line],
+            cwd="/",
+            env=clean_environment(**variables),
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+
+
+# What a zygote imports before it forks the first command of a package. Its environment has what those imports read.
+IMPORTS = {
+    "data": ["data.cli", "tokenizers", "sentencepiece"],
+    "fsdp_pretrain": ["fsdp_pretrain.train", "fsdp_pretrain.cli", "fsdp_pretrain.bench", "tokenizers", "torch._dynamo"],
+    "eval": ["eval.cli", "eval.checkpoints", "eval.harness", "eval.samples", "eval.tasks", "datasets", "torch._dynamo"],
+}
+QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+
+
+class Process:
+    """A command of this project that was forked from a zygote."""
+
+    def __init__(self, pid: int, files: Path) -> None:
+        self.pid, self._files = pid, files
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        exit_code = self._files.with_suffix(".exit")
+        return int(exit_code.read_text()) if exit_code.exists() else None
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        """Exit code."""
+        until(lambda: self.poll() is not None, timeout, f"the end of process {self.pid}", every=0.01)
+        return int(self.poll() or 0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal if it still runs."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def output(self) -> tuple[str, str]:
+        """What it wrote to standard output and standard error so far."""
+        out, err = (self._files.with_suffix(end).read_text() for end in (".out", ".err"))
+        return out, err
+
+
+class Zygotes:
+    """Starts `python -m MODULE` by forking a process that has already imported it; see `zygote.py`.
+
+    One zygote per package, started when it is first needed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._started = folder, 0
+        self._zygotes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(
+        self,
+        module: str,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+        cwd: Path = Path("/"),
+    ) -> Process:
+        """Run a module; with `log`, both outputs are appended there."""
+        zygote = self._zygote(module.partition(".")[0])
+        self._started += 1
+        files = self._folder / str(self._started)
+        request = {
+            "module": module,
+            "arguments": [str(argument) for argument in arguments],
+            "environment": clean_environment() if environment is None else environment,
+            "out": str(log or files.with_suffix(".out")),
+            "err": str(log or files.with_suffix(".err")),
+            "exit": str(files.with_suffix(".exit")),
+            "cwd": str(cwd),
+        }
+        assert zygote.stdin is not None and zygote.stdout is not None
+        zygote.stdin.write(json.dumps(request) + "\n")
+        zygote.stdin.flush()
+        return Process(int(zygote.stdout.readline()), files)
+
+    def _zygote(self, package: str) -> subprocess.Popen[str]:
+        if package not in self._zygotes:
+            started = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests/zygote.py"), *IMPORTS[package]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd="/",
+                env=clean_environment(**(QUIET if package == "eval" else {})),
+            )
+            assert started.stdout is not None and started.stdout.readline() == "ready\n"
+            self._zygotes[package] = started
+        return self._zygotes[package]
+
+    def run(
+        self, module: str, *arguments: object, timeout: float = PATIENCE, cwd: Path = Path("/"), **extra: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a module to its end and capture what it says."""
+        process = self.start(module, *arguments, environment=clean_environment(**extra), cwd=cwd)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.signal(signal.SIGKILL)
+        return subprocess.CompletedProcess([module, *map(str, arguments)], code, *process.output())
+
+    def close(self) -> None:
+        """End the zygotes."""
+        for zygote in self._zygotes.values():
+            assert zygote.stdin is not None
+            zygote.stdin.close()
+            zygote.wait(60)
+
+
+class Job:
+    """The ranks of one training job, started without torchrun so that survivors can be watched."""
+
+    def __init__(
+        self,
+        zygotes: Zygotes,
+        config: Path,
+        overrides: tuple[str, ...],
+        ranks: int,
+        log: Path,
+        flags: tuple[str, ...],
+        nodes: int = 1,
+    ) -> None:
+        port, local = free_port(), ranks // nodes
+        self.log = log
+        self.ranks = [
+            zygotes.start(
+                "fsdp_pretrain.train",
+                config,
+                *overrides,
+                *flags,
+                environment=clean_environment(
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank % local),
+                    WORLD_SIZE=str(ranks),
+                    LOCAL_WORLD_SIZE=str(local),
+                    GROUP_RANK=str(rank // local),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                ),
+                log=log,
+            )
+            for rank in range(ranks)
+        ]
+
+    def wait(self, timeout: float = PATIENCE) -> list[int]:
+        """Exit codes of all ranks."""
+        try:
+            until(lambda: None not in self.codes(), timeout, lambda: f"the end of the job\n{self.output()}", every=0.01)
+        finally:
+            self.kill()
+        return [code for code in self.codes() if code is not None]
+
+    def codes(self) -> list[int | None]:
+        """Exit code of each rank, None while it runs."""
+        return [process.poll() for process in self.ranks]
+
+    def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
+        """Signal one rank, or all that are alive."""
+        for process in self.ranks if rank is None else [self.ranks[rank]]:
+            process.signal(number)
+
+    def output(self) -> str:
+        """What the ranks printed."""
+        return self.log.read_text(errors="replace")

@@ -1,0 +1,43 @@
+"""Hooks of pytest by which a skip that the machine does not explain is a failure: what nobody runs proves nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+MACHINE = r"needs a CUDA device|needs? root|aim has no release for this Python|this is not a checkout"
+PACKAGES = r"could not import|is an optional extra|the project is not installed here"
+"""Further reasons, but not where all packages are installed: with `TEST_PACKAGES=all`, which `scripts/test.sh` sets."""
+
+needs_aim = pytest.mark.skipif(
+    importlib.util.find_spec("aim") is None,
+    reason="aim is an optional extra" if sys.version_info < (3, 13) else "aim has no release for this Python",
+)
+
+
+def judge(report: Any) -> Any:
+    """The report, as that of a failure if it is of a skip without a good reason."""
+    if report.skipped and isinstance(report.longrepr, tuple) and not hasattr(report, "wasxfail"):
+        accepted = MACHINE if os.environ.get("TEST_PACKAGES") == "all" else f"{MACHINE}|{PACKAGES}"
+        path, line, reason = report.longrepr
+        if not re.search(accepted, reason):
+            report.outcome, report.longrepr = "failed", f"{path}:{line}: no fact of this machine: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Of a test."""
+    return judge((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    """Of a module."""
+    return judge((yield))

@@ -1,0 +1,205 @@
+"""The launcher's rules: what follows an end, when to stop, what torchrun and Slurm are given. No process is started but
+the batch script's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records
+
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.launch import limit, torchrun
+from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
+from fsdp_pretrain.launch.policy import Ended, decide
+from fsdp_pretrain.record import journal
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.units import Seconds
+from fsdp_pretrain.watchdog_sections import LaunchSection
+
+
+def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> Ended:
+    return Ended(at, Outcome(code, "why", verified=verified, **facts), before)
+
+
+@pytest.mark.parametrize(
+    ("history", "code"),
+    [
+        ([ended(0)], 0),
+        ([ended(78)], 78),
+        ([ended(93)], 93),
+        ([ended(75)], None),
+        ([ended(75, asked=True)], 75),
+        ([ended(None)], None),
+        ([ended(1)], None),
+        ([ended(None)] * 3, 93),
+        ([ended(None)] * 2 + [ended(None, 10, before=5)], None),
+        ([ended(None, 10, before=5)] + [ended(None)] * 2, None),
+        ([ended(None, n + 1, before=n, at=60.0 * n) for n in range(5)], None),
+        ([ended(None, n + 1, before=n, at=60.0 * n) for n in range(6)], 93),
+        ([ended(None, n + 1, before=n, at=600.0 * n) for n in range(60)], None),
+        ([ended(76, avoid=("other",))], 76),
+    ],
+)
+def test_what_follows_an_end(history: list[Ended], code: int | None) -> None:
+    decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
+    assert decision.code == code
+    asked = decide(history, LaunchSection(), asked=True, host="here", elastic=False)
+    assert asked.code == (code if history[-1].outcome.code in (0, 76, 78, 93) else 75)
+
+
+def test_pauses_grow_and_progress_shortens_them() -> None:
+    def pause(history: list[Ended]) -> float:
+        settings = LaunchSection(attempts=9, restarts=99)
+        return decide(history, settings, asked=False, host="here", elastic=False).pause
+
+    assert [pause([ended(None)] * n) for n in (1, 2, 3, 4)] == [10, 60, 300, 300]
+    assert pause([ended(None), ended(None), ended(None, 10, before=5)]) == 10
+
+
+def test_nodes_that_do_not_meet_are_no_failed_start() -> None:
+    """All try for `join_timeout` in total, then 75; starts before and after count as if these had not been."""
+
+    def unmet(at: float, seconds: float) -> Ended:
+        return Ended(at, Outcome(None, "why", met=False), 0, seconds=seconds)
+
+    def code(*history: Ended) -> int | None:
+        return decide(history, LaunchSection(), asked=False, host="here", elastic=False).code
+
+    assert code(unmet(300, 300)) == code(*(unmet(70.0 * n, 60) for n in range(1, 6))) == 75
+    assert code(*(unmet(70.0 * n, 60) for n in range(1, 4))) is None
+    assert code(ended(None), unmet(60, 60), unmet(130, 60), ended(None)) is None
+    assert code(ended(None), ended(None), unmet(60, 60), ended(None)) == 93
+
+
+def test_a_launcher_knows_the_segments_of_its_host(tmp_path: Path) -> None:
+    """A node that was frozen does not take the segment for its own in which the others went on."""
+    run = RunDir(tmp_path)
+    for hosts in ({"a": 1, "b": 1}, {"a": 1}):
+        (run.new_segment() / "environment.json").write_text(json.dumps({"hosts": hosts}))
+    assert [segment_of(run, 0, host) for host in ("a", "b", "c", None)] == [2, 1, 0, 2]
+    assert segment_of(run, 1, "b") == 1
+    run.new_segment()
+    assert segment_of(run, 0, "b") == 3  # whose hosts are not known yet
+
+
+def test_a_job_that_may_shrink_goes_on_without_a_bad_host() -> None:
+    def code(host: str, elastic: bool) -> int | None:
+        return decide([ended(76, avoid=("bad",))], LaunchSection(), asked=False, host=host, elastic=elastic).code
+
+    assert (code("good", True), code("bad", True), code("good", False)) == (None, 76, 76)
+
+
+@pytest.mark.parametrize("apart", [0, 2, 3])
+def test_deaths_at_the_same_step_are_named(apart: int) -> None:
+    ahead = ({"step": 43, "first": 336, "cursor": 344, "consumed": 344, "batch": 8},)
+    history = [ended(None, step=42 - apart), ended(None, step=42, ahead=ahead)]
+    decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
+    assert ("step 43 samples 336:344" in decision.reason) == (apart < 3)
+
+
+def test_hosts_to_avoid_are_kept_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert avoid(run, ["b", "a"]) == ["b", "a"] and avoid(run, ["a", "c"]) == ["b", "a", "c"]
+    assert run.avoid_hosts.read_text() == "b\na\nc\n"
+
+
+def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.5 times four steps and two saves, never less than configured or two minutes; Slurm knows the limit."""
+    run = RunDir(tmp_path)
+    assert limit.needed_grace(run) is None and limit.grace(run, None) == 120
+    segment = run.new_segment()
+    parts = {"iteration": 20.0, "data": 0.0, "checkpoint": 0.0}
+    lines = [json.dumps(records.metric(step, seconds=parts)) for step in range(2_000)]
+    (segment / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0):
+        journal.tell(run, "checkpoint", "saved", step=1, seconds=seconds, bytes=1)
+    needed = 1.5 * (4 * 20 + 2 * 50)
+    assert limit.needed_grace(run) == limit.grace(run, None) == needed
+    assert limit.grace(run, Seconds(3600)) == 3600
+    limit.check_grace(run, Seconds(needed))
+    with pytest.raises(ConfigError, match="is less than"):
+        limit.check_grace(run, Seconds(needed - 1))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1500")
+    clock = {"now": 50.0, "wall": 1000.0}
+    assert limit.deadline(Seconds(3600), **clock) == 550 and limit.deadline(Seconds(100), **clock) == 150
+
+
+def torchrun_arguments(*options: str) -> list[str]:
+    parser = argparse.ArgumentParser()
+    torchrun.add_options(parser)
+    args, rest = parser.parse_known_args(["--rdzv-id", "job", *options])
+    return torchrun.command(args, rest, "fsdp_pretrain.train", ["x.toml", "a=1"])
+
+
+def test_torchrun_gets_what_it_needs() -> None:
+    one = " ".join(torchrun_arguments("--nproc-per-node", "4", "--log-dir", "logs"))
+    assert one.endswith("--nnodes 1 --nproc-per-node 4 --max-restarts 0 --standalone --log-dir logs -m fsdp_pretrain.train x.toml a=1")  # fmt: skip
+    for head, is_host in (("127.0.0.1", "true"), ("192.0.2.1:1234", "false")):
+        many = " ".join(torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", head, "--local-addr", "127.0.0.1"))
+        endpoint = head if ":" in head else f"{head}:29400"
+        assert f"--rdzv-endpoint {endpoint} --rdzv-id job --rdzv-conf is_host={is_host}," in many
+        assert "--nnodes 3 --nproc-per-node gpu" in many and "--local-addr 127.0.0.1" in many
+    with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve on this node"):
+        torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "nowhere.invalid")
+    with pytest.raises(ConfigError, match="without --rdzv-endpoint"):
+        torchrun_arguments("--nnodes", "3")
+    for wrong in ("x", "0", "3:2", "1:2:3"):
+        with pytest.raises(ConfigError, match="neither a number"):
+            torchrun_arguments("--nnodes", wrong)
+    variables = torchrun.environment({"OMP_NUM_THREADS": "7", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"})
+    assert (variables["OMP_NUM_THREADS"], variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]) == ("7", "1")
+    assert variables["PYTHONSAFEPATH"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("code", "array", "restarts", "expected"),
+    [
+        (0, False, 0, []),
+        (1, False, 0, []),
+        (78, False, 0, []),
+        (93, False, 0, []),
+        (75, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
+        (76, False, 9, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
+        (137, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
+        (137, False, 3, []),
+        (76, True, 0, ["update JobId=4 ExcNodeList=spare,bad1,bad2"]),
+        (93, True, 0, ["scancel --state=PENDING 4"]),
+        (0, True, 0, ["scancel --state=PENDING 4"]),
+    ],
+)
+def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: int, expected: list[str]) -> None:
+    """The batch script with a Slurm that only takes notes."""
+    script, log = Path(__file__).resolve().parent.parent / "scripts/slurm/train.sbatch", tmp_path / "log"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/avoid_hosts").write_text("bad1\nbad2\n")
+    fakes = {
+        "srun": f'echo "$@" > {tmp_path}/srun; exit {code}',
+        "scontrol": f'case "$1 $2" in "show hostnames") echo node1; echo node2 ;; '
+        f'"show job") echo "   ReqNodeList=(null) ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
+        "scancel": f'echo "scancel $@" >> {log}',
+        "fsdp-pretrain": f"echo {tmp_path}/run",
+    }
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "5",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_RESTART_COUNT": str(restarts),
+        **({"SLURM_ARRAY_JOB_ID": "4"} if array else {}),
+    }
+    done = subprocess.run(["bash", script, "my.toml", "a=1"], env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert (log.read_text().splitlines() if log.exists() else []) == expected
+    started = (tmp_path / "srun").read_text().strip()
+    assert started.startswith("--kill-on-bad-exit=1 --wait=60 fsdp-pretrain launch --nnodes 2 --rdzv-endpoint node1 ")
+    assert started.endswith(" my.toml a=1")
