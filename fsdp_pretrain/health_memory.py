@@ -47,7 +47,7 @@ def _expected(run: RunDir, config: Config, segment: int, parent: int | None, ste
         if node.segment >= segment or not from_here:
             continue
         records = dict[int, StepRecord]()
-        for record in tail(run.segment(node.segment) / "metrics.jsonl", step + 1):
+        for record in tail(run.segment(node.segment), step + 1):
             if record.step > step + REPEATED or record.not_finite is not None:
                 break  # what a device spoilt once comes out otherwise, and so does all that follows
             records[record.step] = record

@@ -310,7 +310,7 @@ def _end(outcome: Exit, trainer: Trainer, run_dir: RunDir, recorder: Recorder, i
         recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
     report = world.decide(lambda: retreat(run_dir, trainer.config, asked, recorder))
     if world.is_main:
-        say_end(run_dir, report["step"], asked, recorder)
+        say_end(run_dir, report.step, asked, recorder)
     return outcome
 
 
