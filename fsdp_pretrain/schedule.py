@@ -65,8 +65,6 @@ class BatchSchedule:
                 )
             self._increments = (full - ramp.first) // ramp.by
         self.stages = self._build_stages()
-        self._stage_steps = [stage.step for stage in self.stages]
-        self._stage_consumed = [stage.consumed for stage in self.stages]
 
     def batch_at(self, consumed: int) -> int:
         """Global batch, in samples, of the step that starts at `consumed`."""
@@ -96,12 +94,12 @@ class BatchSchedule:
         return self.ramp.start + -(-increment * length // self._increments)
 
     def consumed_at(self, step: int) -> int:
-        stage = self.stages[bisect_right(self._stage_steps, step) - 1]
+        stage = self.stages[bisect_right(self.stages, step, key=lambda stage: stage.step) - 1]
         return stage.consumed + (step - stage.step) * stage.batch
 
     def step_at(self, consumed: int) -> int:
         """The number of whole steps after which at least `consumed` samples have been consumed."""
-        stage = self.stages[bisect_right(self._stage_consumed, consumed) - 1]
+        stage = self.stages[bisect_right(self.stages, consumed, key=lambda stage: stage.consumed) - 1]
         return stage.step + -(-(consumed - stage.consumed) // stage.batch)
 
 
@@ -205,8 +203,9 @@ class Schedule:
             before, after = self.tokens(before), self.tokens(after)
         return after // every.value > before // every.value
 
-    def preview(self, points: int = 9) -> list[dict[str, float | int]]:
-        """Evenly spaced rows of the schedule, with the ends of warm-up, decay and ramps among them."""
+    def preview(self) -> list[dict[str, float | int]]:
+        """Evenly spaced rows of the schedule, and the ends of warm-up, decay and ramps."""
+        points = 9
         marks = {self.total * i // (points - 1) for i in range(points)}
         marks |= {stage.consumed for stage in self.batch.stages if stage.consumed <= self.total}
         marks |= {mark for mark in (self.warmup, self.decay) if mark <= self.total}

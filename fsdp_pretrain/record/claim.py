@@ -58,13 +58,7 @@ class Claim:
         token = uuid.uuid4().hex
         make_directory(path.parent)
         try:
-            with path.open("x", encoding="utf-8") as file:
-                try:
-                    file.write(state_files.seal({"token": token, **this_process(), "time": now(), **facts}))
-                    file.flush()
-                except OSError:  # the disk is full: leave nothing that looks like a holder
-                    path.unlink(missing_ok=True)
-                    raise
+            state_files.create(path, {"token": token, **this_process(), "time": now(), **facts})
         except FileExistsError:
             return None
         return cls(path, token, beat)

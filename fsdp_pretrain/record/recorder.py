@@ -19,6 +19,7 @@ from .milestones import Milestone
 from .step_record import StepRecord, number
 
 _STATUS_INTERVAL = 1.0
+_IN_STATUS = ("step", "consumed", "cursor", "tokens", "grad_norm", "lr", "tokens_per_second", "mfu")
 
 
 class Recorder:
@@ -65,16 +66,9 @@ class Recorder:
         self.status(
             state="running",
             total_steps=target,
-            step=step,
-            consumed=record.consumed,
-            cursor=record.cursor,
-            tokens=record.tokens,
             loss=number(record.loss.mean),
-            grad_norm=record.grad_norm,
-            lr=record.lr,
             iteration_seconds=record.seconds.iteration,
-            tokens_per_second=record.tokens_per_second,
-            mfu=record.mfu,
+            **{key: getattr(record, key) for key in _IN_STATUS},
         )
         while self._ahead and self._ahead[0].consumed <= record.consumed:
             text = f"{self._ahead.pop(0).text}, loss {record.loss.mean:.4f}"
