@@ -1,4 +1,4 @@
-"""Small files that a reader, or a crash, sees whole or not at all. No torch."""
+"""Small files that are complete or absent for readers and after a crash. No torch."""
 
 from __future__ import annotations
 
@@ -6,55 +6,49 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import naming
 
 _WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What file systems answer that have no hard links."""
+"""Errors of file systems without hard links."""
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file, durably; its directory is there. Raises OSError."""
-    partial = _beside(path)
-    try:
-        with naming(path):  # and not the name that it has for a moment
-            _write_durably(partial, content)
+    """Replace a file in an existing directory, durably. Raises OSError."""
+    with _partial(path, _bytes(content)) as partial:
         partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def create_file(path: Path, content: str | bytes) -> None:
-    """Make a file that must not exist, durably; its directory is there. Raises FileExistsError, OSError."""
-    partial = _beside(path)
-    try:
-        with naming(path):  # and not the name that it has for a moment
-            _write_durably(partial, content)
+    """Create a file that must not exist in an existing directory, durably. Raises FileExistsError, OSError."""
+    with _partial(path, _bytes(content)) as partial:
         try:
             os.link(partial, path)
         except FileExistsError:
-            if partial.stat().st_nlink != 2:  # else it was made, and a network file system lost the answer
+            if partial.stat().st_nlink != 2:  # otherwise it was created, and a network file system lost the answer
                 raise
         except OSError as error:
             if error.errno not in _WITHOUT_LINKS:
                 raise
             with path.open("xb") as file:
                 file.write(_bytes(content))
+
+
+@contextmanager
+def _partial(path: Path, content: bytes) -> Iterator[Path]:
+    """The content in a temporary file beside `path`, with a name that no other process uses."""
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.partial")
+    try:
+        with naming(path), partial.open("wb") as file:  # errors name `path` and not the temporary file
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield partial
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _beside(path: Path) -> Path:
-    """A name that no other process uses, for what is to become a file."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.partial")
-
-
-def _write_durably(path: Path, content: str | bytes) -> None:
-    with path.open("wb") as file:
-        file.write(_bytes(content))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _bytes(content: str | bytes) -> bytes:

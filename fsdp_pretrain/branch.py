@@ -1,4 +1,4 @@
-"""What it would mean to go on from a checkpoint with other settings: worked out and checked before anything is touched.
+"""Continuing from a checkpoint with other settings: worked out and checked before anything is changed.
 
 Rollback and fork both begin here. Whatever a resume would refuse is refused now, while the run is still as it was.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tqdm import tqdm
 
@@ -23,6 +22,7 @@ from .config import Config, load
 from .errors import CheckpointError, ConfigError
 from .overrides import Overrides
 from .record.files import RunDir
+from .record.lineage import Report, Request, ScheduleRow
 from .record.metrics import find_step
 from .state import TrainState, forbidden, identity
 from .units import SampleRange
@@ -32,75 +32,51 @@ _AHEAD = (1, 10, 100, 1000)
 
 @dataclass(frozen=True)
 class Branch:
-    """A checkpoint of a run and the configuration to go on with.
+    """A checkpoint of a run and the configuration to continue with."""
 
-    Attributes:
-        checkpoint: verified, its bytes just read back.
-        segment: that wrote it; None if no segment did (an import).
-        state: its counters.
-        before: the configuration of the run as it stands.
-        after: the one to go on with.
-        overrides: what of `after` must outlive restarts.
-        skip: samples that this change adds to the skipped ones.
-    """
-
-    checkpoint: Checkpoint
-    segment: int | None
+    checkpoint: Checkpoint  # its bytes have just been verified
+    segment: int | None  # that wrote it; None for an imported checkpoint
     state: TrainState
-    before: Config
-    after: Config
-    overrides: Overrides
-    skip: SampleRange | None
+    before: Config  # of the run as it is
+    after: Config  # to continue with
+    overrides: Overrides  # the part of `after` that must outlive restarts
+    skip: SampleRange | None  # samples that are skipped in addition
 
-    def report(self) -> dict[str, Any]:
-        """What changes and where the schedules stand, JSON values."""
+    def report(self) -> Report:
+        """What changes, and the schedules from here on."""
         old, new, trained = (
             config.model_dump(mode="json")
             for config in (self.before, self.after, load_compatible(self.checkpoint.path / CONFIG))
         )
-        return {
-            "step": self.state.step,
-            "segment": self.segment,
-            "consumed": self.state.consumed,
-            "cursor": self.state.cursor,
-            "skip": str(self.skip) if self.skip else None,
-            "changes": differences(old, new),
-            "since_checkpoint": differences(trained, new),
-            "schedule": {
+        return Report(
+            step=self.state.step,
+            segment=self.segment,
+            consumed=self.state.consumed,
+            cursor=self.state.cursor,
+            skip=str(self.skip) if self.skip else None,
+            changes=differences(old, new),
+            since_checkpoint=differences(trained, new),
+            schedule={
                 "before": schedule_from(self.before, self.state),
                 "after": schedule_from(self.after, self.state),
             },
-        }
+        )
 
 
-def prepare(
-    run: RunDir,
-    step: int,
-    *,
-    changes: Sequence[str] = (),
-    skip_steps: tuple[int, int] | None = None,
-    skip_samples: SampleRange | None = None,
-    place: Sequence[str] = (),
-) -> Branch:
-    """Check everything about going on from a checkpoint.
+def prepare(run: RunDir, request: Request, place: Sequence[str] = ()) -> Branch:
+    """Check everything about continuing from a checkpoint.
 
-    Args:
-        run: the run directory.
-        step: of the checkpoint.
-        changes: `section.key=value`.
-        skip_steps: first and last step, as recorded on the kept line, whose samples shall not be trained.
-        skip_samples: the same as samples, instead; what of them comes before the checkpoint was trained already.
-        place: further `section.key=value` that belong to a directory, not to the run, and so do not last.
+    `place` are further `section.key=value`, which belong to a directory and not to the run, and so do not last.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
         ConfigError: the changes contradict each other, the run, or what a resume may change.
-        DataError: the corpora cannot be read, or do not last.
+        DataError: the corpora cannot be read, or end before the run.
     """
-    for text in changes:
-        if text.partition("=")[0].strip() == "data.skip":
+    for text in request.changes:
+        if _key(text) == "data.skip":
             raise ConfigError(f"{text!r}: skipped samples are added with --skip-steps, or in the configuration file")
-    checkpoint = stores(run).find(step)
+    checkpoint = stores(run).find(request.step)
     wrong = verify_files(checkpoint.path, tqdm(checkpoint.files(), desc="reading back", delay=2, disable=None))
     if wrong:
         raise CheckpointError(
@@ -108,15 +84,16 @@ def prepare(
         )
     content = checkpoint.train_state()
     state = TrainState.of(content)
-    skip = _samples(run, state, *skip_steps) if skip_steps else skip_samples
+    skip = _samples(run, state, *request.skip_steps) if request.skip_steps else request.skip_samples
     standing = overrides.read(run)
     before = overrides.apply(run.config, (), standing)
-    added = standing.add([_absolute(text, load(run.config, [text])) for text in changes], [skip] if skip else [])
+    lasting = [_absolute(text, load(run.config, [text])) for text in request.changes]
+    added = standing.add(lasting, [skip] if skip else [])
     after = overrides.apply(run.config, place, added)
     if after.schedule.total <= state.consumed < before.schedule.total:
         raise ConfigError(
             f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
-            effect=f"nothing would be trained after step {state.step}, from which it is to go on",
+            effect=f"nothing would be trained after step {state.step}, from which it is to continue",
         )
     packer = open_packer(after)
     changed = forbidden(content.identity, identity(after, packer), state.cursor)
@@ -125,9 +102,19 @@ def prepare(
     return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, added, skip)
 
 
+def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:
+    """Raise ConfigError if `section.key=value` changes include the run directory."""
+    if any(_key(text) == "run.dir" for text in changes):
+        raise ConfigError(cause, remedy=remedy)
+
+
+def _key(text: str) -> str:
+    return text.partition("=")[0].strip()
+
+
 def _absolute(text: str, config: Config) -> str:
     """An override with its value as the configuration resolved it, so that it means the same in any directory."""
-    key = text.partition("=")[0].strip()
+    key = _key(text)
     found = overrides.value(config.model_dump(mode="json"), key)
     plain = isinstance(found, str | int | float) or (isinstance(found, list) and all(isinstance(x, str) for x in found))
     return f"{key}={json.dumps(found)}" if plain else text
@@ -137,7 +124,7 @@ def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRan
     """The samples of steps `first` to `last` inclusive, by the run's own record. Raises ConfigError."""
     if not state.step < first <= last:
         raise ConfigError(
-            f"--skip-steps {first}:{last}, going on from step {state.step}: the steps to skip must come after that, "
+            f"--skip-steps {first}:{last}, continuing from step {state.step}: the steps to skip must come after that, "
             "in order",
             remedy=f"go back to a checkpoint before step {first}" if first <= last else "write FIRST:LAST",
         )
@@ -146,18 +133,18 @@ def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRan
 
 
 def _cursor(run: RunDir, step: int) -> int:
-    """Position in the data after a step of the kept line."""
-    for record, left_by in find_step(run, step):
-        if left_by is None:
-            return record.cursor
+    """Samples read after a step of the kept line. Raises ConfigError."""
+    for found in find_step(run, step):
+        if found.left_by is None:
+            return found.record.cursor
     raise ConfigError(
         f"the record has no step {step} on the kept line, so which samples to skip is not known",
-        remedy=f"`fsdp-pretrain where {run.path} --step {step}` tells what there is; sample ranges can be written into "
+        remedy=f"`fsdp-pretrain where {run.path} --step {step}` shows what there is; sample ranges can be written into "
         "data.skip of the configuration",
     )
 
 
-def schedule_from(config: Config, at: Position) -> list[dict[str, Any]]:
+def schedule_from(config: Config, at: Position) -> list[ScheduleRow]:
     """The schedule 1, 10, 100 and 1000 steps after a checkpoint, as far as the run goes."""
     rows, schedule, skips = [], config.schedule, open_skips(config)
     for ahead in range(1, _AHEAD[-1] + 1):
@@ -165,33 +152,31 @@ def schedule_from(config: Config, at: Position) -> list[dict[str, Any]]:
             break
         start, at = at.cursor, at.advance(schedule.batch, skips)
         if ahead in _AHEAD:
-            rows.append({**vars(at), "lr": schedule.lr_at(at.consumed), "shares": shares_at(config, start)})
+            rows.append(ScheduleRow(**vars(at), lr=schedule.lr_at(at.consumed), shares=shares_at(config, start)))
     return rows
 
 
-def render(report: dict[str, Any]) -> list[str]:
+def render(report: Report) -> list[str]:
     """Lines for people: what changes, and the schedules before and after."""
-    lines = [
-        f"  from        step {report['step']:_}, {report['consumed']:_} samples trained, {report['cursor']:_} read"
-    ]
-    lines += [f"  skip        samples {report['skip'].removesuffix(' samples')}"] if report["skip"] else []
-    lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report["changes"] or ["none"])]
-    other = [text for text in report["since_checkpoint"] if text not in report["changes"]]
+    lines = [f"  from        step {report.step:_}, {report.consumed:_} samples trained, {report.cursor:_} read"]
+    lines += [f"  skip        samples {report.skip.removesuffix(' samples')}"] if report.skip else []
+    lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
+    other = [text for text in report.since_checkpoint if text not in report.changes]
     lines += [f"  {'earlier' if not at else '':11} {text} (since the checkpoint)" for at, text in enumerate(other)]
     lines.append(f"  {'schedule':8} {'step':>12} {'consumed':>14} {'cursor':>14} {'batch':>6} {'lr':>10}  shares")
-    for name, rows in report["schedule"].items():
+    for name, rows in report.schedule.items():
         for row in rows:
-            shares = ", ".join(f"{source} {share:.3g}" for source, share in row["shares"].items())
+            shares = ", ".join(f"{source} {share:.3g}" for source, share in row.shares.items())
             lines.append(
-                f"  {name:8} {row['step']:>12_} {row['consumed']:>14_} {row['cursor']:>14_} {row['batch']:>6} "
-                f"{row['lr']:>10.3e}  {shares}"
+                f"  {name:8} {row.step:>12_} {row.consumed:>14_} {row.cursor:>14_} {row.batch:>6} "
+                f"{row.lr:>10.3e}  {shares}"
             )
     return lines
 
 
-def sentence(report: dict[str, Any], reason: str) -> str:
+def sentence(report: Report, reason: str) -> str:
     """The change in one line, for the journal."""
-    parts = [f"samples {report['skip']} are skipped".replace(" samples", "")] if report["skip"] else []
-    parts += [text for text in report["changes"] if not text.startswith(("data.skip", "run.dir", "run.name"))]
+    parts = [f"samples {report.skip} are skipped".replace(" samples", "")] if report.skip else []
+    parts += [text for text in report.changes if not text.startswith(("data.skip", "run.dir", "run.name"))]
     parts += [f"because: {reason}"] if reason else []
     return "; ".join(parts)

@@ -290,17 +290,17 @@ def _rollback(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
     )
     heads = {"now": "went back", "already": "had gone back already", "dry run": "would go back"}
-    lines = [f"{args.run.path} {heads[report['done']]} to step {args.to:_}", *branch.render(report)]
-    lines.append(f"  aside       {', '.join(report['abandoned']) or 'no checkpoint'}")
-    print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
+    lines = [f"{args.run.path} {heads[report.done]} to step {args.to:_}", *branch.render(report)]
+    lines.append(f"  aside       {', '.join(report.abandoned) or 'no checkpoint'}")
+    print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))
     return 0
 
 
 def _fork(args: argparse.Namespace) -> int:
     report = fork(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
     lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *branch.render(report)]
-    lines.append(f"  start       torchrun ... -m fsdp_pretrain.train {report['config']}")
-    print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
+    lines.append(f"  start       torchrun ... -m fsdp_pretrain.train {report.config}")
+    print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))
     return 0
 
 

@@ -1,8 +1,8 @@
 """Strict, typed configuration: one TOML file (with includes) plus `key=value` overrides.
 
-Every problem is reported at once, with where the offending value came from and the nearest valid key. Relative paths
-are relative to the working directory, except `include`, which is relative to the file it stands in. `docs/config.md` is
-generated from the docstrings of `sections`.
+Every problem is reported at once, with the origin of the value and the nearest valid key. Relative paths are relative
+to the working directory, except `include`, which is relative to its file. `docs/config.md` is generated from the
+docstrings of `sections`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomli_w
-from pydantic import (
-    TypeAdapter,
-    ValidationError,
-)
-from pydantic.fields import FieldInfo
+from pydantic import TypeAdapter, ValidationError
 
 from .config_file import describe, override, read_toml
 from .errors import ConfigError
@@ -25,6 +21,7 @@ from .model_sections import AnyModel, GLMModel, GPTModel, LlamaModel, Model
 from .schedule import BatchSchedule, Ramp, Schedule
 from .section import Section
 from .sections import (
+    BatchRampSection,
     CheckpointSection,
     DataSection,
     EvalSection,
@@ -74,6 +71,7 @@ class Config(Section):
 
 
 def _samples(size: Progress, sequence_length: int, name: str) -> int:
+    """Raises ValueError if tokens are not whole samples."""
     if size.unit == "token":
         if size.value % sequence_length:
             raise ValueError(f"{name} = {size} is not a whole number of samples of {sequence_length} tokens")
@@ -81,22 +79,25 @@ def _samples(size: Progress, sequence_length: int, name: str) -> int:
     return size.value
 
 
+def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
+    samples = {
+        name: _samples(size, length, f"train.batch_ramp.{name}")
+        for name in ("first", "by", "start", "end", "duration")
+        if (size := getattr(section, name)) is not None
+    }
+    end = samples["end"] if "end" in samples else samples["start"] + samples["duration"]
+    return Ramp(samples["first"], samples["by"], samples["start"], end)
+
+
 def _build_schedule(data: DataSection, train: TrainSection, optimizer: OptimizerSection) -> Schedule:
-    length = data.sequence_length
-    ramp = None
-    if train.batch_ramp is not None:
-        section = train.batch_ramp
-        start = _samples(section.start, length, "train.batch_ramp.start")
-        if section.end is not None:
-            end = _samples(section.end, length, "train.batch_ramp.end")
-        else:
-            assert section.duration is not None
-            end = start + _samples(section.duration, length, "train.batch_ramp.duration")
-        first = _samples(section.first, length, "train.batch_ramp.first")
-        ramp = Ramp(first, _samples(section.by, length, "train.batch_ramp.by"), start, end)
+    """Raises ValueError if the durations contradict each other."""
+    length, ramp = data.sequence_length, train.batch_ramp
     return Schedule(
         sequence_length=length,
-        batch=BatchSchedule(_samples(train.global_batch, length, "train.global_batch"), ramp),
+        batch=BatchSchedule(
+            _samples(train.global_batch, length, "train.global_batch"),
+            None if ramp is None else _build_ramp(ramp, length),
+        ),
         duration=train.duration,
         curve=optimizer.curve,
         lr=optimizer.lr,
@@ -108,7 +109,7 @@ def _build_schedule(data: DataSection, train: TrainSection, optimizer: Optimizer
 
 
 def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
-    """Contradictions between sections. Sees only the sections that are valid in themselves."""
+    """Contradictions between sections, of those that are valid in themselves."""
     model, data, train = sections.get("model"), sections.get("data"), sections.get("train")
     optimizer, checkpoint, evaluation, parallel = (
         sections.get(name) for name in ("optimizer", "checkpoint", "eval", "parallel")
@@ -150,7 +151,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
 
 
 def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str]:
-    """Contradictions between the objective, the rest of `data`, and the model (None if it is not valid itself)."""
+    """Contradictions between the objective, the rest of `data`, and the model (None if it is not valid)."""
     objective, length = data.objective, data.sequence_length
     two = isinstance(objective, GLMObjective) and objective.positions == "glm2d"
     if isinstance(model, GLMModel) and two != (model.positions == "rope-2d"):
@@ -182,14 +183,10 @@ def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, merge, check.
+    """Read a TOML file, apply `section.key=value` overrides, and check.
 
-    Args:
-        path: TOML file.
-        overrides: `section.key=value`; the value is a TOML literal, or a plain string if it does not parse as one.
-
-    Raises:
-        ConfigError: listing every problem found.
+    The value of an override is a TOML literal, or a plain string if it is not valid TOML. Raises ConfigError, which
+    lists every problem.
     """
     path = Path(path)
     origin: dict[str, str] = {}
@@ -198,71 +195,59 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = None
     if not problems:
         config, problems = _validate(raw, path, origin)
-    if config is None or problems:
+    if config is None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))
     return config
 
 
 def load_known(path: Path) -> tuple[Config, dict[str, Any]]:
-    """A configuration that some version of this program resolved, as far as this one knows its keys.
+    """A configuration that some version of this program resolved, as far as this version knows its keys.
 
-    Returns:
-        The configuration, and the values of the keys that are not known, by dotted key.
-
-    Raises:
-        ConfigError: listing every other problem found.
+    Also returns the values of unknown keys, by dotted key. Raises ConfigError, which lists every other problem.
     """
     raw = read_toml(path, {})
-    config, _ = _validate(raw, path, {})
-    if config is not None:
-        return config, {}
-    unknown: dict[str, Any] = {key: raw.pop(key) for key in list(raw) if key not in Config.model_fields}
-    for key, field in Config.model_fields.items():
-        for place in _extra(raw.get(key), field, key):
+    unknown: dict[str, Any] = {}
+    for error in _check(raw)[1]:
+        if error["type"] == "extra_forbidden":
             node: Any = raw
-            for part in place[:-1]:
+            for part in error["loc"][:-1]:
                 node = node[part]
-            unknown[".".join(map(str, place))] = node.pop(place[-1])
+            unknown[".".join(map(str, error["loc"]))] = node.pop(error["loc"][-1])
     config, problems = _validate(raw, path, {})
     if config is None:
         raise ConfigError(f"{path} is not one that this program resolved:\n" + "\n".join(problems))
     return config, unknown
 
 
-def _extra(values: Any, field: FieldInfo, key: str) -> list[tuple[Any, ...]]:
-    """Places in a section's values that its schema does not know."""
-    try:
-        annotation: Any = Annotated[field.annotation, field]
-        TypeAdapter(annotation).validate_python(values)
-    except ValidationError as error:
-        return [_path((key, *item["loc"])) for item in error.errors() if item["type"] == "extra_forbidden"]
-    return []
-
-
 def _validate(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> tuple[Config | None, list[str]]:
-    """Validate section by section, so that sections without errors can still be checked against each other."""
-    sections, problems = {}, []
-    for key in raw:
-        if key not in Config.model_fields:
-            problems.append(
-                describe({"type": "extra_forbidden", "loc": (key,), "input": raw[key]}, path, origin, schema_keys())
-            )
-    for key, field in Config.model_fields.items():
-        if key not in raw:
-            if field.is_required():
-                problems.append(f"[{key}]: this section is missing")
-            else:
-                sections[key] = field.get_default()
-            continue
-        try:
-            annotation: Any = Annotated[field.annotation, field]
-            sections[key] = TypeAdapter(annotation).validate_python(raw[key])
-        except ValidationError as error:
-            for item in error.errors(include_url=False):
-                problems.append(describe({**item, "loc": _path((key, *item["loc"]))}, path, origin, schema_keys()))
+    sections, errors = _check(raw)
+    problems = [describe(error, path, origin, schema_keys()) for error in errors]
     problems += cross_checks(sections)
     return (Config(**sections) if not problems else None), problems
+
+
+def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The valid sections, and the errors of the others in pydantic's form.
+
+    Each is checked on its own, so that the valid ones can still be checked against each other.
+    """
+    sections: dict[str, Any] = {}
+    unknown = [key for key in raw if key not in Config.model_fields]
+    errors: list[dict[str, Any]] = [{"type": "extra_forbidden", "loc": (key,), "input": raw[key]} for key in unknown]
+    for key, field in Config.model_fields.items():
+        if key in raw:
+            try:
+                annotation: Any = Annotated[field.annotation, field]
+                sections[key] = TypeAdapter(annotation).validate_python(raw[key])
+            except ValidationError as error:
+                found = error.errors(include_url=False)
+                errors += [{**item, "loc": _path((key, *item["loc"]))} for item in found]
+        elif field.is_required():
+            errors.append({"type": "missing", "loc": (key,)})
+        else:
+            sections[key] = field.get_default()
+    return sections, errors
 
 
 def _path(location: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -278,14 +263,15 @@ def schema_keys() -> dict[str, tuple[type[Section], str]]:
     def walk(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
             keys.setdefault(prefix + name, (section, name))
-            for inner in _sections_in(field.annotation):
+            for inner in sections_in(field.annotation):
                 walk(inner, f"{prefix}{name}.")
 
     walk(Config, "")
     return keys
 
 
-def _sections_in(annotation: Any) -> list[type[Section]]:
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """The section classes in the type of a key."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [found for part in getattr(annotation, "__args__", ()) for found in _sections_in(part)]
+    return [found for part in getattr(annotation, "__args__", ()) for found in sections_in(part)]

@@ -1,4 +1,4 @@
-"""Reading configuration files: TOML with includes and `key=value` overrides, and problems told with their origin.
+"""Reading configuration files: TOML with includes and `key=value` overrides, and problems with their origin.
 
 Knows nothing of the schema; `config.load` puts the two together.
 """
@@ -16,19 +16,13 @@ from .errors import ConfigError
 
 _MISSING = object()
 _SECRETIVE = "watchdog.notify."
-"""Keys whose values are never shown: somebody may have put a secret where the name of its variable belongs."""
+"""Keys whose values are never shown: someone may have put a secret where the name of its variable belongs."""
 
 
 def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A TOML file with its includes merged under it.
+    """A TOML file with its includes merged under it. Raises ConfigError.
 
-    Args:
-        path: the file.
-        origin: filled with the file each dotted key came from.
-        chain: files that are including this one.
-
-    Raises:
-        ConfigError: not readable, not TOML, or an include of itself.
+    `origin` is filled with the file that each dotted key came from; `chain` are the files that include this one.
     """
     if path.resolve() in chain:
         raise ConfigError(f"{path} includes itself", remedy="remove it from `include`")
@@ -52,7 +46,7 @@ def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) 
 
 
 def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | None:
-    """Apply one `section.key=value` to the merged values; the problem, if it cannot be."""
+    """Apply one `section.key=value` to the merged values. Returns the problem, if there is one."""
     key, equals, literal = text.partition("=")
     key = key.strip()
     if not equals or not re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", key):
@@ -88,7 +82,7 @@ def describe(error: Any, path: Path, origin: dict[str, str], keys: Iterable[str]
     source = next((where for name, where in origin.items() if name == key or name.startswith(key + ".")), str(path))
     kind, message = error["type"], str(error.get("msg", "")).removeprefix("Value error, ")
     if kind == "missing":
-        return f"{key}: this key is required"
+        return f"{key}: this key is required" if "." in key else f"[{key}]: this section is missing"
     if kind == "extra_forbidden":
         hint = nearest(key, keys)
         return f"{key} ({source}): unknown key" + (f"; did you mean {hint!r}?" if hint else "")

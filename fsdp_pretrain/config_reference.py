@@ -10,82 +10,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from .changes import class_of
-from .model_sections import GLMModel, GPTModel, LlamaModel, RopeScaling
-from .notify_sections import (
-    CommandSection,
-    EmailSection,
-    NotifySection,
-    PagerDutySection,
-    PingSection,
-    PrometheusSection,
-    SlackSection,
-    WebhookSection,
-)
+from .config import Config, sections_in
 from .section import Section
-from .sections import (
-    BatchRampSection,
-    CheckpointSection,
-    DataSection,
-    EvalSection,
-    GLMObjective,
-    LossScaleSection,
-    OptimizerSection,
-    ParallelSection,
-    RecordSection,
-    RunSection,
-    ShrinkPoint,
-    Source,
-    TrainSection,
-    WeightPoint,
-)
 from .units import BatchSize, Progress, SampleRange, Seconds, Steps
-from .watchdog_sections import (
-    HangSection,
-    HardwareSection,
-    HealthSection,
-    LaunchSection,
-    PaceSection,
-    SentinelSection,
-    StorageSection,
-    WatchdogSection,
-)
-
-_SECTIONS: list[tuple[str, str, type[Section]]] = [
-    ("[run]", "run", RunSection),
-    ('[model] with family = "llama"', "model", LlamaModel),
-    ("[model.rope_scaling] of llama", "model.rope_scaling", RopeScaling),
-    ('[model] with family = "gpt"', "model", GPTModel),
-    ('[model] with family = "glm"', "model", GLMModel),
-    ("[data]", "data", DataSection),
-    ("[[data.sources]]", "data.sources", Source),
-    ("points of data.sources.weight", "data.sources.weight", WeightPoint),
-    ('[data.objective] with kind = "glm"', "data.objective", GLMObjective),
-    ("[train]", "train", TrainSection),
-    ("[train.batch_ramp]", "train.batch_ramp", BatchRampSection),
-    ("[train.loss_scale]", "train.loss_scale", LossScaleSection),
-    ("[optimizer]", "optimizer", OptimizerSection),
-    ("points of optimizer.embedding_shrink", "optimizer.embedding_shrink", ShrinkPoint),
-    ("[parallel]", "parallel", ParallelSection),
-    ("[checkpoint]", "checkpoint", CheckpointSection),
-    ("[eval]", "eval", EvalSection),
-    ("[record]", "record", RecordSection),
-    ("[health]", "health", HealthSection),
-    ("[watchdog]", "watchdog", WatchdogSection),
-    ("[watchdog.hang]", "watchdog.hang", HangSection),
-    ("[watchdog.pace]", "watchdog.pace", PaceSection),
-    ("[watchdog.storage]", "watchdog.storage", StorageSection),
-    ("[watchdog.sentinels]", "watchdog.sentinels", SentinelSection),
-    ("[watchdog.hardware]", "watchdog.hardware", HardwareSection),
-    ("[watchdog.notify]", "watchdog.notify", NotifySection),
-    ("[watchdog.notify.slack]", "watchdog.notify.slack", SlackSection),
-    ("[watchdog.notify.webhook]", "watchdog.notify.webhook", WebhookSection),
-    ("[watchdog.notify.pagerduty]", "watchdog.notify.pagerduty", PagerDutySection),
-    ("[watchdog.notify.email]", "watchdog.notify.email", EmailSection),
-    ("[watchdog.notify.command]", "watchdog.notify.command", CommandSection),
-    ("[watchdog.notify.ping]", "watchdog.notify.ping", PingSection),
-    ("[watchdog.notify.prometheus]", "watchdog.notify.prometheus", PrometheusSection),
-    ("[launch]", "launch", LaunchSection),
-]
 
 _INTRODUCTION = """\
 # Configuration
@@ -112,17 +39,33 @@ def reference() -> str:
     return "\n".join([_INTRODUCTION, *_lines()]) + "\n"
 
 
-def _lines() -> Iterator[str]:
-    for title, prefix, section in _SECTIONS:
-        yield f"## `{title}`\n"
-        yield f"{(section.__doc__ or '').strip()}\n"
-        yield "| key | type | default | resume | meaning |"
-        yield "|---|---|---|---|---|"
-        for name, field in section.model_fields.items():
-            meaning = _escape(field.description or "")
-            kind = class_of(f"{prefix}.{name}")
-            yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {kind} | {meaning} |"
-        yield ""
+def _lines(outer: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """The tables of all sections inside one, in order."""
+    for name, field in outer.model_fields.items():
+        key, tag = f"{prefix}{name}", field.discriminator
+        for section in sections_in(field.annotation):
+            title = f"[[{key}]]" if _is_list(field.annotation) else f"[{key}]"
+            if isinstance(tag, str):
+                (choice,) = get_args(section.model_fields[tag].annotation)
+                title += f' with {tag} = "{choice}"'
+            if list(section.model_fields) != [tag]:
+                yield from _table(title, key, section)
+                yield from _lines(section, f"{key}.")
+
+
+def _table(title: str, key: str, section: type[Section]) -> Iterator[str]:
+    yield f"## `{title}`\n"
+    yield f"{(section.__doc__ or '').strip()}\n"
+    yield "| key | type | default | resume | meaning |"
+    yield "|---|---|---|---|---|"
+    for name, field in section.model_fields.items():
+        meaning, kind = _escape(field.description or ""), class_of(f"{key}.{name}")
+        yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {kind} | {meaning} |"
+    yield ""
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is list or any(map(_is_list, get_args(annotation)))
 
 
 def _type(annotation: Any) -> str:
@@ -165,11 +108,10 @@ def _default(field: FieldInfo) -> str:
         return "see its table" if not value.model_fields_set else str(value)
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    text = (
-        f'"{value}"'
-        if isinstance(value, str | Progress | Seconds)
-        else str(list(value) if isinstance(value, tuple) else value)
-    )
+    if isinstance(value, str | Progress | Seconds):
+        text = f'"{value}"'
+    else:
+        text = str(list(value) if isinstance(value, tuple) else value)
     return f"`{text}`".replace("'", '"').replace("|", "\\|")
 
 

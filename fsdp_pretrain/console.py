@@ -1,7 +1,7 @@
 """What the three console commands share: verbs with an example in their `--help`, errors as one message.
 
-Exit codes: 78 for every mistake in the arguments (argparse would exit with 2, which `validate` and `status` mean as
-"errors"), the code of a `UserError`, and those of `explain` for what the operating system refuses.
+Exit codes: 78 for every mistake in the arguments (argparse would use 2, which means "errors" for `validate` and
+`status`), that of a `UserError`, and those of `explain` for errors of the operating system.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ _PATHS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that ends with exit code 78 at a mistake in the arguments."""
+    """A parser that exits with code 78 at a mistake in the arguments."""
 
     def error(self, message: str) -> NoReturn:
-        """Show usage and message on standard error, and exit."""
         self.print_usage(sys.stderr)
         self.exit(int(Exit.REFUSED), f"{self.prog}: error: {message}\n")
 
@@ -60,12 +59,7 @@ def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str
 
 
 class Command:
-    """A console command made of verbs.
-
-    Args:
-        name: as typed.
-        description: what it is for.
-    """
+    """A console command with verbs."""
 
     def __init__(self, name: str, description: str) -> None:
         self._parser = Parser(prog=name, description=description)
@@ -74,7 +68,7 @@ class Command:
     def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
         """Add a verb; returns its parser, to which the caller adds arguments.
 
-        A verb with a default for `passed_on` gets there, in order, what its parser does not know.
+        A verb with a default for `passed_on` gets the arguments there that its parser does not know, in order.
         """
         return add_verb(self._verbs, name, handler, summary, example)
 
@@ -86,7 +80,7 @@ class Command:
         if isinstance(sys.stdout, io.TextIOWrapper):  # text and file names may hold what a terminal cannot show
             sys.stdout.reconfigure(errors="backslashreplace")
         parsed, unknown = self._parser.parse_known_args(arguments)
-        if hasattr(parsed, "passed_on"):  # a verb that gives them to another command
+        if hasattr(parsed, "passed_on"):  # a verb that passes them to another command
             parsed.passed_on = unknown
         elif unknown:
             self._parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -95,13 +89,13 @@ class Command:
 
 
 def run_guarded(act: Callable[[], int]) -> int:
-    """Run a command: what a person can mend becomes one message and its exit code, Ctrl-C becomes 130."""
+    """Run a command: errors that a person can correct become one message and an exit code, Ctrl-C becomes 130."""
     try:
         code = act()
         _flush_output()
         return code
     except UserError as error:
-        return _tell(error)
+        return _show(error)
     except BrokenPipeError:  # `... | head`: nobody reads any more
         _drop_output()
         return 0
@@ -109,14 +103,14 @@ def run_guarded(act: Callable[[], int]) -> int:
         explained = explain(error)
         if explained is None:
             raise
-        return _tell(explained)
+        return _show(explained)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 
 
 def explain(error: OSError) -> UserError | None:
-    """The error for a person: exit 93 if storage is full or fails, 78 if a path cannot be used; None for others."""
+    """The error to show: exit 93 if storage is full or fails, 78 if a path cannot be used; None for other errors."""
     number, where = error.errno or 0, error.filename
     if where is None and number in _STORAGE:
         try:
@@ -133,7 +127,7 @@ def explain(error: OSError) -> UserError | None:
     return kind(cause, remedy=remedies[number])
 
 
-def _tell(error: UserError) -> int:
+def _show(error: UserError) -> int:
     print(f"error: {error}", file=sys.stderr)
     return int(error.exit)
 
@@ -144,7 +138,7 @@ def _flush_output() -> None:
 
 
 def _drop_output() -> None:
-    """Send what standard output did not take nowhere, or Python would fail over it once more at its end."""
+    """Discard what standard output did not take, or Python would fail again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -63,7 +63,7 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
         recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
     report = run.world.decide(lambda: retreat(run_dir, run.config, asked, recorder))
     if run.world.is_main:
-        say_end(run_dir, report["step"], asked, recorder)
+        say_end(run_dir, report.step, asked, recorder)
     return outcome
 
 

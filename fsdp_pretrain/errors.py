@@ -1,12 +1,11 @@
 """Errors a person can act on, and the exit codes they end in.
 
-A `UserError` is shown as its text alone: what is wrong, what that means, what to do. Anything else that escapes
-is a defect of ours and keeps its traceback.
+A `UserError` is shown as its text only. Any other exception is a defect of this program and keeps its traceback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -24,19 +23,13 @@ class Exit(IntEnum):
 
 
 class UserError(Exception):
-    """Base of every error that is not a defect of this program.
-
-    Args:
-        cause: what was found.
-        effect: what that means for the run, if it is not obvious.
-        remedy: what to do about it.
-    """
+    """Base of every error that is not a defect of this program: what was found, what that means, what to do."""
 
     exit: Exit = Exit.REFUSED
     shared: bool = False
-    """Raised on every rank alike, so that one of them is enough to show it."""
+    """Raised on every rank alike, so that it is enough if one of them shows it."""
 
-    def __init__(self, cause: str, *, effect: str = "", remedy: str = "") -> None:
+    def __init__(self, cause: str, effect: str = "", remedy: str = "") -> None:
         self.cause, self.effect, self.remedy = cause, effect, remedy
         super().__init__(cause, effect, remedy)
 
@@ -48,9 +41,6 @@ class UserError(Exception):
             lines.append(f"  remedy: {self.remedy}")
         return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[type[UserError], str, str, str, Exit]]:
-        return _rebuild, (type(self), self.cause, self.effect, self.remedy, self.exit)
-
     def on_all_ranks(self) -> UserError:
         """This error, marked as raised on every rank alike."""
         self.shared = True
@@ -60,23 +50,15 @@ class UserError(Exception):
 class Interrupted(BaseException):
     """A start was asked to end before it trained, when there is nothing to save.
 
-    No Exception: whoever gets around failures, as a resume does around checkpoints that cannot be read, must not get
-    around this.
-
-    Args:
-        cause: who asked.
+    Not an Exception: code that works around failures, as a resume does with unreadable checkpoints, must let it pass.
     """
 
     exit: Exit = Exit.RESUME
 
-    def __init__(self, cause: str) -> None:
-        self.cause = cause
-        super().__init__(cause)
-
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give errors of the operating system the file they concern; those of reading, writing and closing lack it."""
+    """Add the name of the file to errors of the operating system; those of reading, writing and closing lack it."""
     try:
         yield
     except OSError as error:
@@ -91,22 +73,16 @@ def shortened(problems: list[str], limit: int = 20) -> str:
     return "\n    ".join([*problems[:limit], *more])
 
 
-def _rebuild(kind: type[UserError], cause: str, effect: str, remedy: str, code: Exit) -> UserError:
-    error = kind(cause, effect=effect, remedy=remedy)
-    error.exit = code
-    return error
-
-
 class ConfigError(UserError):
     """The configuration contradicts itself, the schema or the machine."""
 
 
 class DataError(UserError):
-    """A corpus, tokenizer or shard is missing, damaged or not the one that was declared."""
+    """A corpus, tokenizer or shard is missing, damaged or not the declared one."""
 
 
 class ReadTimeoutError(DataError):
-    """A file did not answer in time. Mounts that hang mostly come back, so the run is one to resume."""
+    """A read took too long. Mounts that hang mostly come back, so the run can be resumed."""
 
     exit = Exit.RESUME
 
@@ -120,13 +96,13 @@ class BusyError(UserError):
 
 
 class StorageError(UserError):
-    """Storage failed so often or so long that going on would be unprotected training."""
+    """Storage failed so often or for so long that training would continue unprotected."""
 
     exit = Exit.NEEDS_PERSON
 
 
 class RunGoneError(UserError):
-    """The run directory is not where it was: its mount is gone, or somebody removed or replaced it."""
+    """The run directory is gone: its mount is, or somebody removed or replaced it."""
 
     exit = Exit.NEEDS_PERSON
 

@@ -1,8 +1,8 @@
 """A new run from a checkpoint of another: `fsdp-pretrain fork`. The parent is only read.
 
-The new run is built beside its place, in `NEW_RUN.forking/`, and renamed when it is whole. It owns everything it needs:
-the checkpoint (hard links where the file system has them, since checkpoint files never change), the records of the kept
-line up to it, the chronicle, the tokenizer, the evaluations. The parent may be deleted.
+The new run is built beside its place, in `NEW_RUN.forking/`, and renamed when it is complete. It has everything it
+needs: the checkpoint (hard links where the file system has them, since checkpoint files never change), the records of
+the kept line up to it, the chronicle, the tokenizer, the evaluations. The parent may be deleted.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from .branch import Branch, prepare, sentence
+from .branch import Branch, prepare, refuse_run_dir, sentence
 from .checkpoint.store import Store, directory_name, step_of, sync_directory, verify_files
 from .errors import BusyError, CheckpointError, ConfigError, StorageError
 from .record import claim, journal, lineage, run_id, status
 from .record.files import AppendFile, RunDir, now, read_lines, replace_file
+from .record.lineage import Report, Request
 from .record.lock import hold
 from .record.metrics import METRICS
 from .record.step_record import parse
@@ -34,23 +34,17 @@ def fork(
     changes: Sequence[str] = (),
     skip_steps: tuple[int, int] | None = None,
     reason: str = "",
-) -> dict[str, Any]:
-    """Make a run directory that goes on from a checkpoint of `parent`.
+) -> Report:
+    """Make a run directory that continues from a checkpoint of `parent`, in which training may go on meanwhile.
 
     Args:
-        parent: a run; training may go on in it meanwhile, a rollback may not.
-        step: of a whole checkpoint.
         target: directory of the new run; must not exist, or be empty.
         changes: `section.key=value` for the new run; `run.name` is the name of `target` unless given.
         skip_steps: first and last step of the parent whose samples the new run shall not train.
         reason: for the chronicle.
 
-    Returns:
-        What changes, JSON values (see `Branch.report`), with `config`: what to start, and `linked`: whether the
-        checkpoint shares its bytes with the parent's.
-
     Raises:
-        BusyError: a rollback of the parent is under way, or another fork to `target`.
+        BusyError: a rollback of the parent is in progress, or another fork to `target`.
         UserError: see `branch.prepare`; `target` is in use.
         StorageError: the new run cannot be written.
     """
@@ -58,10 +52,10 @@ def fork(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
     _refuse_during_rollback(parent)
-    if any(text.partition("=")[0].strip() == "run.dir" for text in changes):
-        raise ConfigError("run.dir is where the fork is made", remedy="leave it out of --set")
-    named, place = [f"run.name={json.dumps(target.name)}", *changes], [f"run.dir={json.dumps(str(target))}"]
-    branch = prepare(parent, step, changes=named, skip_steps=skip_steps, place=place)
+    refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
+    named = [f"run.name={json.dumps(target.name)}", *changes]
+    request = Request(step=step, changes=named, skip_steps=skip_steps)
+    branch = prepare(parent, request, place=[f"run.dir={json.dumps(str(target))}"])
     report = branch.report()
     building = RunDir(target.with_name(f"{target.name}.forking"))
     try:
@@ -77,9 +71,9 @@ def fork(
         raise StorageError(
             f"cannot make {target}: {error}",
             effect=f"the parent is untouched; {building.path} may hold an unfinished copy",
-            remedy="mend the storage, then repeat the command",
+            remedy="repair the storage, then repeat the command",
         ) from None
-    return {**report, "config": str(target / "config.toml"), "linked": linked}
+    return report.model_copy(update={"config": str(target / "config.toml"), "linked": linked})
 
 
 def _refuse_during_rollback(parent: RunDir) -> None:
@@ -88,7 +82,7 @@ def _refuse_during_rollback(parent: RunDir) -> None:
     if parent.rollback.exists() or holds:
         raise BusyError(
             f"a rollback of {parent.path} is under way",
-            remedy=f"wait for its end; if it was killed, repeat it: {parent.rollback} has what was asked",
+            remedy=f"wait for its end; if it was killed, repeat it: {parent.rollback} has the request",
         )
 
 
@@ -100,7 +94,7 @@ def _clear(building: RunDir) -> None:
 
 
 def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
-    """Copy checkpoint and record. Raises OSError, CheckpointError. Whether the checkpoint was linked."""
+    """Copy checkpoint and record. Returns whether the checkpoint was linked. Raises OSError, CheckpointError."""
     source = branch.checkpoint.path
     target = new.checkpoints / source.name
     linked = _link_tree(source, target)
@@ -109,8 +103,10 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
     if wrong or not source.is_dir():
         raise CheckpointError(wrong[0] if wrong else f"{source} was deleted by the running job while it was copied")
     Store(new.checkpoints).mark_verified(copied)
-    for part in _kept(parent, branch):
-        _copy_segment(parent.segment(part.segment), new.segment(part.segment), part)
+    parts = lineage.line(lineage.nodes(parent), branch.segment) if branch.segment is not None else []
+    for part in parts:
+        until = min(part.until, branch.state.step)
+        _copy_segment(parent.segment(part.segment), new.segment(part.segment), part.after, until)
     for name in ("journal.jsonl", "CHRONICLE.md"):
         if (parent.path / name).exists():
             shutil.copyfile(parent.path / name, new.path / name)
@@ -126,7 +122,7 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
 
 
 def _link_tree(source: Path, target: Path) -> bool:
-    """Hard links to all files of a directory, or copies where the file system has no links. Raises OSError."""
+    """Link all files of a directory, or copy them if that fails. Returns whether all were linked. Raises OSError."""
     linked = True
     target.mkdir(parents=True)
     for path in sorted(source.rglob("*")):
@@ -145,24 +141,15 @@ def _link_tree(source: Path, target: Path) -> bool:
     return linked
 
 
-def _kept(parent: RunDir, branch: Branch) -> Iterator[lineage.Part]:
-    """The parts of the line that ends in the checkpoint."""
-    step = branch.state.step
-    if branch.segment is None:
-        return
-    for part in lineage.line(lineage.nodes(parent), branch.segment):
-        yield lineage.Part(part.segment, part.after, min(part.until, step))
-
-
-def _copy_segment(source: Path, target: Path, part: lineage.Part) -> None:
-    """A segment's record, its metrics only as far as they are kept. Raises OSError."""
+def _copy_segment(source: Path, target: Path, after: int, until: float) -> None:
+    """A segment's record, of its metrics only the steps after `after` up to `until`. Raises OSError."""
     target.mkdir(parents=True)
     for path in source.iterdir():
         if path.is_file() and path.name != METRICS:
             shutil.copyfile(path, target / path.name)
     metrics = AppendFile(target / METRICS)
     for (step, line), _ in read_lines(source / METRICS, _step_and_line):
-        if part.after < step <= part.until and not metrics.write(line):
+        if after < step <= until and not metrics.write(line):
             raise OSError(f"cannot write {target / METRICS}: {metrics.problem}")
     metrics.close()
 

@@ -1,4 +1,4 @@
-"""What of the verdicts on a run's numbers stands in its journal. No torch."""
+"""The journal entries about the verdicts on a run's numbers. No torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .schedule import share_of
 from .severity import Severity
 
 Provenance = Callable[[StepRecord], dict[str, Any]]
-"""Record of a step -> entries of the journal that name its samples and documents."""
+"""Record of a step -> facts of a journal entry that name its samples and documents."""
 
 
 def tell(recorder: Recorder, record: StepRecord, judgement: Judgement, provenance: Provenance | None) -> None:
-    """Write down what was found at a step, and that it was not trained, if so.
+    """Report what was found at a step, and that it was skipped, if so.
 
-    The documents of a batch are named once per incident: to look them up takes a moment, while training waits.
+    The documents of a batch are named once per incident: looking them up takes a moment, while training waits.
     """
     step = record.step
     for finding in judgement.findings:
@@ -47,19 +47,14 @@ def tell(recorder: Recorder, record: StepRecord, judgement: Judgement, provenanc
 
 
 def provenance(config: Config, ranks: int) -> Provenance:
-    """Names the documents of a batch, at most 100 of them; of one rank's share, if the fault was there.
-
-    Args:
-        config: the run.
-        ranks: that split a batch.
-    """
+    """Names at most 100 documents of a batch, which `ranks` ranks share; of one rank only, if the fault was there."""
 
     def name(record: StepRecord) -> dict[str, Any]:
         samples, rank = open_skips(config).take_back(record.cursor, record.batch), record.nonfinite_rank
         if rank is not None:
             share = share_of(0, len(samples), rank, ranks)
             samples = samples[share.start : share.stop]
-        packer = open_packer(config)  # not the one that is at work in another thread
+        packer = open_packer(config)  # not the one that is in use in another thread
         pieces = chain.from_iterable(packer.provenance(sample) for sample in samples)
         named = dict.fromkeys(f"{piece.source} {piece.shard} {piece.document}" for piece in islice(pieces, 100))
         return {"samples": [samples[0], samples[-1]], "documents": list(named)}

@@ -1,4 +1,4 @@
-"""What the verdicts of a start know from the records of those before. No torch."""
+"""What the verdicts of a start know from the records of previous starts. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .record.metrics import last_metrics, tail
 from .record.step_record import StepRecord
 
 REPEATED = 3
-"""So many steps are compared with what was recorded of them before."""
+"""Number of repeated steps that are compared with their earlier records."""
 
 _NUMERIC = ("parallel.", "train.")
 _MACHINES = ("world", "device", "torch")
@@ -21,13 +21,11 @@ _MACHINES = ("world", "device", "torch")
 def recall(
     run: RunDir, config: Config, *, segment: int, parent: int | None, step: int, whole: bool, exact: bool
 ) -> Health:
-    """What judges the steps of a start.
+    """The judge of the steps of a start.
 
     Args:
-        run: the run directory.
-        config: of this start.
         segment: of this start, which has its place in the lineage.
-        parent: the segment that wrote the checkpoint which this start goes on from; None is a beginning.
+        parent: the segment that wrote the checkpoint that this start continues; None for a beginning.
         step: of that checkpoint.
         whole: the optimiser was restored as well, so that steps repeat.
         exact: operations give the same bits every time on these devices.
@@ -37,9 +35,9 @@ def recall(
 
 
 def _expected(run: RunDir, config: Config, segment: int, parent: int | None, step: int, exact: bool) -> Expected | None:
-    """What the newest start that went on from the same state recorded of the steps after it.
+    """What the newest start that continued from the same state recorded of the steps after it.
 
-    None if there is none, or something was changed since that changes what is learned.
+    None if there is no such start, or a change since then changes what is learned.
     """
     known = lineage.nodes(run)
     for node in reversed(known):
@@ -47,9 +45,9 @@ def _expected(run: RunDir, config: Config, segment: int, parent: int | None, ste
         if node.segment >= segment or not from_here:
             continue
         records = dict[int, StepRecord]()
-        for record in tail(run.segment(node.segment) / "metrics.jsonl", step + 1):
+        for record in tail(run.segment(node.segment), step + 1):
             if record.step > step + REPEATED or record.not_finite is not None:
-                break  # what a device spoilt once comes out otherwise, and so does all that follows
+                break  # what a device spoilt once comes out differently, and so does all that follows
             records[record.step] = record
         if not records:
             continue

@@ -1,4 +1,4 @@
-"""The `[model]` section of each family. What the keys do is in `models`; formulas and sources stand there."""
+"""The `[model]` section of each family. See `models` for what the keys do, with formulas and sources."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class _Decoder(Section):
     hidden: Positive
     """Width of the residual stream."""
     heads: Positive
-    """Query heads; must divide `hidden`."""
+    """Number of query heads; must divide `hidden`."""
     vocab: Positive
-    """Ids the model knows: at least the tokenizer's vocabulary and the special tokens of the objective."""
+    """Number of token ids: at least the tokenizer's vocabulary and the special tokens of the objective."""
     vocab_multiple: Positive = 1
-    """The embedding table has `vocab` rows rounded up to a multiple of this; 64 or 128 is faster on a GPU."""
+    """The rows of the embedding table are `vocab` rounded up to a multiple of this; 64 or 128 is faster on a GPU."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon of the norms."""
     declared_params: Positive | None = None
-    """Parameters you believe the model has. `plan` and the trainer refuse (exit 78) if the exact count differs."""
+    """Number of parameters you expect. `plan` and the trainer refuse (exit 78) if the exact count differs."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> _Decoder:
@@ -35,17 +35,14 @@ class _Decoder(Section):
 
     @property
     def rows(self) -> int:
-        """Rows of the embedding table."""
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
         return self.hidden // self.heads
 
     @property
     def uses_dropout(self) -> bool:
-        """Whether the model draws random numbers in training."""
         return bool(getattr(self, "dropout", 0.0) or getattr(self, "attention_dropout", 0.0))
 
 
@@ -53,7 +50,7 @@ class _Normal(_Decoder):
     """Families whose initial values are N(0, std)."""
 
     init_std: Annotated[float, Field(gt=0)] | Literal["sqrt(2/(5h))", "sqrt(1/(3h))"] = 0.02
-    """Standard deviation of the initial weights, a number or a rule by width (h = `hidden`); output projections get it
+    """Standard deviation of the initial weights: a number, or a rule with h = `hidden`. That of output projections is
     divided by sqrt(2 * layers)."""
 
     @property
@@ -64,16 +61,16 @@ class _Normal(_Decoder):
 
 
 class RopeScaling(Section):
-    """Stretching of rotary positions, for sequences longer than a model was first trained on."""
+    """Scaling of rotary positions, for sequences longer than those the model was first trained on."""
 
     kind: Literal["linear", "llama3"]
     """`linear` divides all positions by `factor` (arXiv 2306.15595); `llama3` divides low frequencies only."""
     factor: Annotated[float, Field(strict=False, ge=1)]
-    """By how much."""
+    """Scaling factor."""
     low_frequency: Annotated[float, Field(strict=False, gt=0)] = 1.0
-    """`llama3`: waves that fit into `original_length` less often than this are divided."""
+    """`llama3`: frequencies with fewer waves in `original_length` than this are divided by `factor`."""
     high_frequency: Annotated[float, Field(strict=False, gt=0)] = 4.0
-    """`llama3`: waves that fit into `original_length` more often than this stay; between the two it is a blend."""
+    """`llama3`: frequencies with more waves in `original_length` than this stay; those between are interpolated."""
     original_length: Positive = 8192
     """`llama3`: the sequence length the model was first trained on."""
 
@@ -92,13 +89,13 @@ class LlamaModel(_Normal):
     family: Literal["llama"]
     """Model family."""
     kv_heads: Positive | None = None
-    """Key/value heads (grouped-query attention); default `heads`."""
+    """Number of key/value heads (grouped-query attention). Default: `heads`."""
     ffn: Positive
     """Width of the SwiGLU feed-forward layer."""
     rope_base: Annotated[float, Field(strict=False, gt=0)] = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Optional stretching of the rotary positions."""
+    """Optional scaling of the rotary positions."""
     tied_head: bool = False
     """Use the embedding table as output matrix."""
 
@@ -112,9 +109,9 @@ class LlamaModel(_Normal):
 
 
 Scores = Literal["fused", "layer_scaled", "inward"]
-_SCORES = """How attention scores are computed. `fused`: by PyTorch's kernels. `layer_scaled`: queries divided by the
-layer number as well, the softmax in fp32 and scaled back, which keeps fp16 scores small. `inward`: as that, but queries
-and keys each take half of the division before the product. All three are the same function."""
+_SCORES = """How attention scores are computed; all three give the same function. `fused`: PyTorch's kernels.
+`layer_scaled`: queries are also divided by the layer number, and the softmax, in fp32, is scaled back, which keeps fp16
+scores small. `inward`: the same, but queries and keys each take half of the division before the product."""
 
 
 class GPTModel(_Normal):
@@ -123,28 +120,26 @@ class GPTModel(_Normal):
     family: Literal["gpt"]
     """Model family."""
     ffn: Positive | None = None
-    """Width of the feed-forward layer; default 4 * hidden."""
+    """Width of the feed-forward layer. Default: 4 * hidden."""
     positions: Positive | Literal["alibi"]
-    """Rows of the learned position table, the longest sequence the model can ever see; or `"alibi"`: no table, scores
-    fall with distance."""
+    """Rows of the learned position table, which is the longest possible sequence; or `"alibi"`: no table, scores
+    decrease with distance."""
     embedding_norm: bool = False
-    """A LayerNorm between the embedding of a token and its position (BLOOM)."""
+    """LayerNorm after the token embedding, before positions are added (BLOOM)."""
     dropout: Dropout = 0.0
     """Dropout on embeddings and both residual branches."""
     attention_dropout: Dropout | None = None
-    """Dropout on attention probabilities; default `dropout`."""
+    """Dropout on attention probabilities. Default: `dropout`."""
     scores: Scores = Field(default="fused", description=_SCORES)
     tied_head: bool = True
     """Use the embedding table as output matrix."""
 
     @property
     def ffn_width(self) -> int:
-        """`ffn`, or its default."""
         return self.ffn or 4 * self.hidden
 
     @property
     def attention_rate(self) -> float:
-        """`attention_dropout`, or its default."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
 
@@ -154,19 +149,19 @@ class GLMModel(_Decoder):
     family: Literal["glm"]
     """Model family."""
     ffn: Positive | None = None
-    """Width of the GeGLU feed-forward layer; default 8 * hidden / 3."""
+    """Width of the GeGLU feed-forward layer. Default: 8 * hidden / 3."""
     deepnorm: Literal["glm", "deepnet-decoder"] = "glm"
     """(alpha, beta) of DeepNorm for L layers. `glm`: (2L)^(1/2), (2L)^(-1/2), as in GLM-130B; `deepnet-decoder`:
     (2L)^(1/4), (8L)^(-1/4), as in arXiv 2203.00555."""
     positions: Literal["rope", "rope-2d"] = "rope"
-    """`rope` rotates whole heads by one position; `rope-2d` one half by the place of the blank, the other by the place
-    inside it. The objective's `positions` must have as many dimensions."""
+    """`rope` rotates whole heads by one position; `rope-2d` rotates one half by the position of the blank, the other by
+    the position inside it. `positions` of the objective must have the same number of dimensions."""
     rope_base: Annotated[float, Field(strict=False, gt=0)] = 10_000.0
     """Base of the rotary frequencies."""
     dropout: Dropout = 0.0
     """Dropout on embeddings and both residual branches."""
     attention_dropout: Dropout | None = None
-    """Dropout on attention probabilities; default `dropout`."""
+    """Dropout on attention probabilities. Default: `dropout`."""
     scores: Scores = Field(default="fused", description=_SCORES)
     tied_head: bool = True
     """Use the embedding table as output matrix."""
@@ -184,12 +179,10 @@ class GLMModel(_Decoder):
 
     @property
     def ffn_width(self) -> int:
-        """`ffn`, or its default."""
         return self.ffn or 8 * self.hidden // 3
 
     @property
     def attention_rate(self) -> float:
-        """`attention_dropout`, or its default."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
 

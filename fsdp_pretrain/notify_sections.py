@@ -1,7 +1,7 @@
-"""Configuration of who is told of alarms, and how. No key here holds a secret: keys name where one is found.
+"""Configuration of notifications about alarms. No key holds a secret: keys name where one is found.
 
-A channel is on when its table is there. A secret (a webhook's URL is one) stands in an environment variable, or in a
-file that only its owner can read.
+A channel is on when its table is present. A secret (such as the URL of a webhook) is in an environment variable, or in
+a file that only its owner can read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class SlackSection(Section):
     url_file: SecretFile | None = None
     """File with the URL instead, mode 0600."""
     least: Level = "WARN"
-    """Least severity that is sent."""
+    """Lowest severity that is sent."""
 
 
 class WebhookSection(Section):
-    """Alarms as JSON to a URL, for a program to read."""
+    """Alarms as JSON to a URL, for programs."""
 
     url_env: Variable = "ALARM_WEBHOOK_URL"
     """Environment variable with the URL."""
@@ -48,43 +48,43 @@ class WebhookSection(Section):
     hmac_env: Variable | None = None
     """Environment variable with a key: requests then carry `X-Signature-256: sha256=HEX`, the HMAC of the body."""
     least: Level = "WARN"
-    """Least severity that is sent."""
+    """Lowest severity that is sent."""
 
 
 class PagerDutySection(Section):
-    """Incidents of PagerDuty, Events API v2, opened and resolved with the alarm."""
+    """PagerDuty incidents (Events API v2), opened and resolved with the alarm."""
 
     key_env: Variable = "PAGERDUTY_ROUTING_KEY"
     """Environment variable with the integration's routing key."""
     key_file: SecretFile | None = None
     """File with the key instead, mode 0600."""
     url: str = "https://events.pagerduty.com/v2/enqueue"
-    """Where events are sent; `https://events.eu.pagerduty.com/v2/enqueue` in the EU."""
+    """URL for events; `https://events.eu.pagerduty.com/v2/enqueue` in the EU."""
     least: Level = "CRIT"
-    """Least severity that is sent."""
+    """Lowest severity that is sent."""
 
 
 class EmailSection(Section):
-    """Mail for every message, by SMTP or the local sendmail."""
+    """An e-mail for every message, by SMTP or the local sendmail."""
 
     to: Annotated[list[str], Field(min_length=1)]
-    """Addresses."""
+    """Addresses of the recipients."""
     sender: str
-    """Address it comes from."""
+    """Address of the sender."""
     host: str | None = None
-    """SMTP server; absent: the local `sendmail`."""
+    """SMTP server. Absent: the local `sendmail`."""
     port: Positive = 587
-    """Its port."""
+    """Port of the SMTP server."""
     tls: Literal["starttls", "tls", "none"] = "starttls"
-    """Encryption: begun after connecting, from the start, or none."""
+    """Encryption: `starttls` after connecting, `tls` from the start, or `none`."""
     user: str | None = None
-    """Name to log in with; absent: no log-in."""
+    """User name for the log-in. Absent: no log-in."""
     password_env: Variable = "SMTP_PASSWORD"
     """Environment variable with the password, if there is a `user`."""
     password_file: SecretFile | None = None
     """File with the password instead, mode 0600."""
     least: Level = "WARN"
-    """Least severity that is sent."""
+    """Lowest severity that is sent."""
 
     @model_validator(mode="after")
     def _no_open_password(self) -> EmailSection:
@@ -94,16 +94,18 @@ class EmailSection(Section):
 
 
 class CommandSection(Section):
-    """A command of yours for every message: the message as JSON on its standard input, its main facts in `WD_*`."""
+    """A command that is run for every message, with the message as JSON on its standard input and its main facts in
+    environment variables `WD_*`."""
 
     argv: Annotated[list[str], Field(min_length=1)]
-    """Program and arguments; no shell. It has 10 seconds, and exit status 0 means delivered."""
+    """Program and arguments, without a shell. It has 10 seconds; exit status 0 means delivered."""
     least: Level = "WARN"
-    """Least severity that is sent."""
+    """Lowest severity that is sent."""
 
 
 class PingSection(Section):
-    """A dead man's switch: a URL that is fetched as long as the watchdog really observes. Who misses it, tells you."""
+    """A dead man's switch: a URL that is fetched as long as the watchdog really observes the run. A monitoring service
+    alerts you when the pings stop."""
 
     url_env: Variable = "WATCHDOG_PING_URL"
     """Environment variable with the URL."""
@@ -114,14 +116,14 @@ class PingSection(Section):
 
 
 class PrometheusSection(Section):
-    """Figures for Prometheus, by HTTP or through the textfile collector of node_exporter."""
+    """Metrics for Prometheus, by HTTP or through the textfile collector of node_exporter."""
 
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of `/metrics`, `/healthz` and `/status`; absent: none, 0: any free one."""
+    """Port for `/metrics`, `/healthz` and `/status`. Absent: none; 0: any free port."""
     host: str = "127.0.0.1"
-    """Address it listens on. There is no log-in: whoever reaches it can read it."""
+    """Address to listen on. There is no log-in: anyone who can reach it can read it."""
     textfile: Annotated[Path, Field(strict=False)] | None = None
-    """File to keep up to date, such as `/var/lib/node_exporter/run.prom`."""
+    """File for the textfile collector, such as `/var/lib/node_exporter/run.prom`."""
 
     @model_validator(mode="after")
     def _read_by_node_exporter(self) -> PrometheusSection:
@@ -131,7 +133,7 @@ class PrometheusSection(Section):
 
 
 class NotifySection(Section):
-    """Who is told of alarms, and how. Secrets stand in environment variables, never here."""
+    """Notifications about alarms. Secrets are in environment variables or files, never here."""
 
     slack: SlackSection | None = None
     """A `[watchdog.notify.slack]` table."""

@@ -1,7 +1,7 @@
 """Automatic rollbacks: whether one is still allowed, to which checkpoint, without which samples. On rank 0; no torch.
 
-The work is done by `rollback`, as if a person had asked for it. What is here is the judgement that a person would add:
-how often is too often, and how much to skip the second time.
+`rollback` does the work, as if a person had asked for it. Here is the judgement that a person would add: how often is
+too often, and how much to skip the second time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .errors import CheckpointError, Exit, NumericError, StorageError, UserError
 from .health import Retreat
 from .record import exit_intent, journal, state_files
 from .record.files import RunDir
+from .record.lineage import Report, Request
 from .record.recorder import Recorder
 from .record.status import Status
 from .rollback import go_back
@@ -31,15 +32,10 @@ _SUGGESTIONS = (
 )
 
 
-def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> dict[str, Any]:
-    """Go back. The caller holds the run's lock and trains no more.
+def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> Report:
+    """Go back. The caller holds the run's lock and no longer trains.
 
-    Returns:
-        The report of `rollback`.
-
-    Raises:
-        NumericError: it must not, or cannot: a person has to decide.
-        StorageError: see `rollback.go_back`.
+    Raises NumericError if a person has to decide, StorageError as `rollback.go_back`.
     """
     before = journal.of_kind(journal.read(run), "health-rollback")
     repeats = sum(entry["key"] == asked.key and abs(entry["start"] - asked.start) <= _SAME for entry in before)
@@ -51,7 +47,8 @@ def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> 
         facts = {"key": asked.key, "start": asked.start, "end": asked.end, "to": checkpoint.step, "skip": str(skip)}
         recorder.event("health-rollback", text, step=asked.end, repeats=repeats, **facts)
         try:
-            return go_back(run, checkpoint.step, skip_samples=skip, reason=f"automatic: {asked.cause}")
+            request = Request(step=checkpoint.step, changes=[], skip_steps=None, skip_samples=skip)
+            return go_back(run, request, reason=f"automatic: {asked.cause}")
         except CheckpointError as error:
             recorder.event("checkpoint-rejected", f"passed over {error.cause}", step=checkpoint.step)
         except StorageError:
@@ -62,13 +59,13 @@ def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> 
 
 
 def came_back(run: RunDir, asked: Retreat) -> bool:
-    """Whether steps near these were taken for a device's fault already: what comes back at one place is none."""
-    told = journal.of_kind(journal.read(run), "health-again")
-    return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in told)
+    """Whether nearby steps were taken for a device's fault before: what comes back at one place is not."""
+    entries = journal.of_kind(journal.read(run), "health-again")
+    return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
 
 
 def say_end(run: RunDir, step: int, asked: Retreat, recorder: Recorder) -> None:
-    """Record the end of a start that was rolled back to `step`: the next one is wanted at once."""
+    """Record the end of a start that was rolled back to `step`: the next one is to start at once."""
     reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)
     for segment in (recorder.segment, run.segments[-1]):
         exit_intent.write(run, segment, code, reason, restart=True)
@@ -92,7 +89,7 @@ def _check_budget(config: Config, asked: Retreat, before: list[dict[str, Any]], 
 
 
 def _candidates(run: RunDir, asked: Retreat) -> list[Checkpoint]:
-    """Checkpoints to go back to, the best first: far enough before the incident, else the last ones before it."""
+    """Checkpoints to go back to, best first: those far enough before the incident, then the last ones before it."""
     found, until = list[Checkpoint](), float(asked.target)
     for bound in (until, asked.start - 1.0):
         while (checkpoint := newest_clean(stores(run), bound)) is not None and checkpoint not in found:
@@ -102,7 +99,7 @@ def _candidates(run: RunDir, asked: Retreat) -> list[Checkpoint]:
 
 
 def _skipped(asked: Retreat, repeats: int, cursor: int) -> SampleRange:
-    """The samples not to train again: twice as many if that did not help before."""
+    """The samples not to train again: twice as many if skipping did not help before."""
     more = (asked.stop - asked.first) // 2 if repeats else 0
     return SampleRange(max(cursor, asked.first - more), asked.stop + more)
 

@@ -1,8 +1,8 @@
 """Going back to a checkpoint, atomically: `fsdp-pretrain rollback`.
 
 Everything is decided first and written as one file, `RUN/rollback.json`; then carried out in steps that can each be
-repeated; then the file is removed. Killed before the file, nothing has happened; killed after it, the same command, or
-the next start of training, finishes the work. Nothing is deleted: what is left behind is moved to `abandoned/`.
+repeated; then the file is removed. Killed before the file exists, nothing has happened; killed after that, the same
+command, or the next start of training, finishes the work. Nothing is deleted: what is left is moved to `abandoned/`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .branch import Branch, prepare, sentence
+from .branch import Branch, prepare, refuse_run_dir, sentence
 from .checkpoint.store import directory_name, step_of, sync_directory
 from .checkpoint.stores import stores
-from .errors import ConfigError, Exit, StorageError
+from .errors import Exit, StorageError
 from .record import journal, lineage, state_files, status
 from .record.files import RunDir, now, replace_file
 from .record.journal import who
+from .record.lineage import DecidedRollback, Node, Report, Request
 from .record.lock import hold
 from .record.metrics import left_behind
-from .units import SampleRange, human_count
+from .units import human_count
 
 
 def rollback(
@@ -32,70 +33,55 @@ def rollback(
     skip_steps: tuple[int, int] | None = None,
     reason: str = "",
     dry_run: bool = False,
-) -> dict[str, Any]:
-    """Make the checkpoint of `step` the end of the kept line.
+) -> Report:
+    """Make the checkpoint of `step` the end of the kept line, and report what that changes.
 
     Args:
-        run: the run directory.
-        step: of a whole checkpoint.
-        changes: `section.key=value`, for good.
-        skip_steps: first and last step whose samples shall not be trained; after `step`, as recorded.
+        changes: `section.key=value`, to stay from now on.
+        skip_steps: first and last step, after `step`, whose samples shall not be trained; as recorded.
         reason: for the chronicle.
-        dry_run: check and report, change nothing.
-
-    Returns:
-        What changes, JSON values (see `Branch.report`), with `abandoned`: the checkpoints moved aside (paths
-        of those in a fallback, names of the others), `segment`: opened, and `done`: `now`, `already` or `dry run`.
+        dry_run: check and report only.
 
     Raises:
         BusyError: a job holds the run.
         UserError: see `branch.prepare`.
         StorageError: a file cannot be written or moved; repeat the command once it can.
     """
-    if any(text.partition("=")[0].strip() == "run.dir" for text in changes):
-        raise ConfigError("run.dir cannot be changed by a rollback", remedy="`fsdp-pretrain fork` makes another run")
+    remedy = "`fsdp-pretrain fork` makes another run"
+    refuse_run_dir(changes, "run.dir cannot be changed by a rollback", remedy)
+    request = Request(step=step, changes=list(changes), skip_steps=skip_steps)
     if dry_run and not run.rollback.exists():
-        branch = prepare(run, step, changes=changes, skip_steps=skip_steps)
-        return {**branch.report(), "abandoned": _later_checkpoints(run, step), "done": "dry run"}
+        return _report(run, prepare(run, request)).model_copy(update={"done": "dry run"})
     with hold(run, "rollback"):
-        return go_back(run, step, changes=changes, skip_steps=skip_steps, reason=reason, dry_run=dry_run)
+        return go_back(run, request, reason, dry_run=dry_run)
 
 
-def go_back(
-    run: RunDir,
-    step: int,
-    *,
-    changes: Sequence[str] = (),
-    skip_steps: tuple[int, int] | None = None,
-    skip_samples: SampleRange | None = None,
-    reason: str = "",
-    dry_run: bool = False,
-) -> dict[str, Any]:
-    """`rollback` by the holder of the run's lock, who may also name samples instead of steps."""
-    request = {"step": step, "changes": list(changes), "skip_steps": list(skip_steps) if skip_steps else None}
-    if skip_samples is not None:
-        request["skip_samples"] = str(skip_samples)
+def go_back(run: RunDir, request: Request, reason: str, *, dry_run: bool = False) -> Report:
+    """`rollback` by the holder of the run's lock."""
     finish(run)
     head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
-    if head is not None and head.kind == "rollback" and head.request == request:
-        return {**(head.report or {}), "done": "already"}
-    branch = prepare(run, step, changes=changes, skip_steps=skip_steps, skip_samples=skip_samples)
-    report = {**branch.report(), "abandoned": _later_checkpoints(run, step)}
+    if head is not None and head.report is not None and head.request == request:
+        return head.report.model_copy(update={"done": "already"})
+    branch = prepare(run, request)
+    report = _report(run, branch)
     if dry_run:
-        return {**report, "done": "dry run"}
-    _write(run.rollback, _intent(run, branch, report, request, reason))
+        return report.model_copy(update={"done": "dry run"})
+    try:
+        state_files.write(run.rollback, _decide(run, branch, report, request, reason))
+    except OSError as error:
+        raise StorageError(f"cannot write {run.rollback}: {error.strerror}", effect="nothing was changed") from None
     finish(run)
-    return {**report, "done": "now"}
+    return report.model_copy(update={"done": "now"})
+
+
+def _report(run: RunDir, branch: Branch) -> Report:
+    return branch.report().model_copy(update={"abandoned": _later_checkpoints(run, branch.state.step)})
 
 
 def leave_all(run: RunDir) -> list[str]:
     """Move all checkpoints and evaluations aside, for a run that begins again at step 0 in its directory.
 
-    Returns:
-        Names of the checkpoints; of those in a fallback, their paths.
-
-    Raises:
-        StorageError: one cannot be moved.
+    Returns the names of the checkpoints, or paths of those in a fallback. Raises StorageError.
     """
     checkpoints, evals = _later_checkpoints(run, -1), _later(run.evals, -1)
     try:
@@ -115,43 +101,42 @@ def _later(folder: Path, step: int) -> list[str]:
 
 
 def _later_checkpoints(run: RunDir, step: int) -> list[str]:
-    """Names of the checkpoints after `step`; of those in a fallback, their paths."""
+    """Names of the checkpoints after `step`, or paths of those in a fallback."""
     main, *fallbacks = stores(run).all
     elsewhere = [str(store.directory / name) for store in fallbacks for name in _later(store.directory, step)]
     return [*_later(main.directory, step), *elsewhere]
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    try:
-        state_files.write(path, content)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}", effect="nothing was changed") from None
-
-
-def _intent(
-    run: RunDir, branch: Branch, report: dict[str, Any], request: dict[str, Any], reason: str
-) -> dict[str, Any]:
+def _decide(run: RunDir, branch: Branch, report: Report, request: Request, reason: str) -> DecidedRollback:
     """Everything that `finish` needs to know."""
     step, segments = branch.state.step, run.segments
     said = sentence(report, reason)
     lost = left_behind(run, step, branch.after.schedule.tokens(branch.state.consumed))
     text = f"back to step {step:_}" + (f"; {said}" if said else "")
-    text += f"; {lost[0]:_} steps ({human_count(lost[1])} tokens) are left behind" if lost[0] else ""
-    moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report["abandoned"])
-    return {
-        "id": uuid.uuid4().hex[:8],
-        "time": now(),
-        "segment": int(segments[-1].name) + 1 if segments else 1,
-        "lineage": {"parent": branch.segment, "step": step, "kind": "rollback", "reason": reason}
-        | {"consumed": branch.state.consumed, "cursor": branch.state.cursor, "request": request, "report": report},
-        "aside": [*report["abandoned"], *(f"../evals/{name}" for name in _later(run.evals, step))],
-        "overrides": branch.overrides.to_toml(),
-        "config": branch.after.to_toml(),
-        "lost": {"steps": lost[0], "tokens": lost[1]},
-        "by": who(),
-        "text": text + (f"; checkpoints {moved} were moved to abandoned/ beside them" if moved else ""),
-        "status": status_at(branch, text),
-    }
+    text += f"; {lost.steps:_} steps ({human_count(lost.tokens)} tokens) are left behind" if lost.steps else ""
+    moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report.abandoned)
+    return DecidedRollback(
+        id=uuid.uuid4().hex[:8],
+        time=now(),
+        segment=int(segments[-1].name) + 1 if segments else 1,
+        lineage=Node(
+            parent=branch.segment,
+            step=step,
+            kind="rollback",
+            consumed=branch.state.consumed,
+            cursor=branch.state.cursor,
+            reason=reason,
+            request=request,
+            report=report,
+        ),
+        aside=[*report.abandoned, *(f"../evals/{name}" for name in _later(run.evals, step))],
+        overrides=branch.overrides.to_toml(),
+        config=branch.after.to_toml(),
+        lost=lost._asdict(),
+        by=who(),
+        text=text + (f"; checkpoints {moved} were moved to abandoned/ beside them" if moved else ""),
+        status=status_at(branch, text),
+    )
 
 
 def status_at(branch: Branch, text: str) -> dict[str, Any]:
@@ -168,16 +153,10 @@ def status_at(branch: Branch, text: str) -> dict[str, Any]:
 
 
 def finish(run: RunDir) -> bool:
-    """Carry out the rollback that was decided, if there is one; every step may have been done before.
+    """Carry out the decided rollback, if there is one; each step may have been done before. The caller holds the lock.
 
-    The caller holds the run's lock.
-
-    Returns:
-        Whether there was one.
-
-    Raises:
-        DamagedFileError: what was decided cannot be read.
-        StorageError: a file cannot be written or moved; what is left to do stays decided.
+    Returns whether there was one. Raises DamagedFileError if the decision cannot be read, StorageError if a file cannot
+    be written or moved; the rest stays decided.
     """
     decided = lineage.decided_rollback(run)
     if decided is None:
@@ -188,16 +167,17 @@ def finish(run: RunDir) -> bool:
         replace_file(run.config, decided.config)
         segment = run.segment(decided.segment)
         replace_file(segment / "config.toml", decided.config)
-        lineage.record(segment, **decided.lineage.model_dump(exclude={"segment"}))
+        place = decided.lineage.model_dump(mode="json", exclude={"segment"}, exclude_unset=True)
+        lineage.record(segment, **place)
         status.update(run, **{**decided.status, "segment": decided.segment})
-        _tell(run, decided)
+        _add_entry(run, decided)
         sync_directory(run.path)
         run.rollback.unlink()
     except OSError as error:
         raise StorageError(
             f"the rollback to {directory_name(decided.lineage.step)} is not finished: {error}",
             effect="the run is as safe as before; training will not start until it is finished",
-            remedy="mend the storage, then repeat the command",
+            remedy="repair the storage, then repeat the command",
         ) from None
     return True
 
@@ -215,11 +195,11 @@ def _move_aside(paths: list[Path], mark: str) -> None:
             sync_directory(folder)
 
 
-def _tell(run: RunDir, decided: lineage.DecidedRollback) -> None:
+def _add_entry(run: RunDir, decided: DecidedRollback) -> None:
     """The journal entry, once. Raises StorageError."""
     if any(entry.get("rollback") == decided.id for entry in journal.read(run)):
         return
-    report = decided.lineage.report or {}
+    report = decided.lineage.report
     journal.tell(
         run,
         "rollback",
@@ -228,8 +208,8 @@ def _tell(run: RunDir, decided: lineage.DecidedRollback) -> None:
         step=decided.lineage.step,
         rollback=decided.id,
         lost=decided.lost,
-        abandoned=report.get("abandoned", []),
-        changes=report.get("changes", []),
+        abandoned=report.abandoned if report is not None else [],
+        changes=report.changes if report is not None else [],
         reason=decided.lineage.reason,
         by=decided.by,
     )

@@ -1,9 +1,9 @@
 """Schedules as pure functions of `consumed`, the number of samples trained. No torch, no hidden state.
 
-This module alone turns configured durations into numbers. Two conventions matter:
+Only this module turns configured durations into numbers. Two conventions matter:
 
 - a step of batch B takes `consumed` from c to c + B; step numbers start at 1;
-- the step that *brings* consumed to s uses the learning rate of s, so the first step is not wasted on lr 0 and the
+- the step that *brings* consumed to s uses the learning rate of s, so the first step is not wasted on lr 0, and the
   value logged beside `consumed` is the value of the curve at that point (as in Megatron's logs).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,7 +42,7 @@ class Stage:
 
 
 def share_of(cursor: int, size: int, rank: int, world: int) -> range:
-    """Samples of the global batch [cursor, cursor + size) that `rank` of `world` ranks takes: one of equal slices."""
+    """Samples of the global batch [cursor, cursor + size) that belong to `rank`: one of `world` equal slices."""
     share = size // world
     return range(cursor + rank * share, cursor + (rank + 1) * share)
 
@@ -50,12 +50,7 @@ def share_of(cursor: int, size: int, rank: int, world: int) -> range:
 class BatchSchedule:
     """Global batch in samples as a function of consumed samples, and the step <-> consumed arithmetic.
 
-    Args:
-        full: final global batch, samples.
-        ramp: how it is reached, or None for a constant batch.
-
-    Raises:
-        ValueError: the ramp does not reach `full` in whole increments, or ends before it starts.
+    Raises ValueError if the ramp does not reach the `full` batch in whole increments, or ends before it starts.
     """
 
     def __init__(self, full: int, ramp: Ramp | None = None) -> None:
@@ -70,8 +65,6 @@ class BatchSchedule:
                 )
             self._increments = (full - ramp.first) // ramp.by
         self.stages = self._build_stages()
-        self._stage_steps = [stage.step for stage in self.stages]
-        self._stage_consumed = [stage.consumed for stage in self.stages]
 
     def batch_at(self, consumed: int) -> int:
         """Global batch, in samples, of the step that starts at `consumed`."""
@@ -95,62 +88,25 @@ class BatchSchedule:
         return stages
 
     def _boundary(self, increment: int) -> int:
-        """The first `consumed` at which so many increments have passed."""
+        """The first `consumed` at which `increment` increments have passed."""
         assert self.ramp is not None
         length = self.ramp.end - self.ramp.start
         return self.ramp.start + -(-increment * length // self._increments)
 
     def consumed_at(self, step: int) -> int:
-        """Samples consumed after `step` steps."""
-        stage = self.stages[bisect_right(self._stage_steps, step) - 1]
+        stage = self.stages[bisect_right(self.stages, step, key=lambda stage: stage.step) - 1]
         return stage.consumed + (step - stage.step) * stage.batch
 
     def step_at(self, consumed: int) -> int:
         """The number of whole steps after which at least `consumed` samples have been consumed."""
-        stage = self.stages[bisect_right(self._stage_consumed, consumed) - 1]
+        stage = self.stages[bisect_right(self.stages, consumed, key=lambda stage: stage.consumed) - 1]
         return stage.step + -(-(consumed - stage.consumed) // stage.batch)
 
 
-def warmup_cosine(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
-    """Linear from 0 to `peak` over `warmup` samples, then half a cosine to `floor` at `decay`, then constant."""
-    if warmup and consumed <= warmup:
-        return peak * consumed / warmup
-    if consumed >= decay:
-        return floor
-    progress = (consumed - warmup) / (decay - warmup)
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def warmup_linear(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
-    """Linear from 0 to `peak` over `warmup` samples, then linear to `floor` at `decay`, then constant."""
-    if warmup and consumed <= warmup:
-        return peak * consumed / warmup
-    if consumed >= decay:
-        return floor
-    return peak + (floor - peak) * (consumed - warmup) / (decay - warmup)
-
-
-def warmup_constant(consumed: int, *, peak: float, floor: float, warmup: int, decay: int) -> float:
-    """Linear from 0 to `peak` over `warmup` samples, then constant (`floor` and `decay` are not used)."""
-    del floor, decay
-    return peak * consumed / warmup if warmup and consumed <= warmup else peak
-
-
-LR_CURVES: dict[str, Callable[..., float]] = {
-    "cosine": warmup_cosine,
-    "linear": warmup_linear,
-    "constant": warmup_constant,
-}
-
-
 class Piecewise:
-    """Linear between points, constant before the first and after the last.
+    """Linear between points (consumed, value), constant before the first and after the last.
 
-    Args:
-        points: (consumed, value), at least one; two at one place are a jump, to the second value from there on.
-
-    Raises:
-        ValueError: the points are not in order.
+    Two points at one place are a jump, to the second value from there on. Raises ValueError if they are not in order.
     """
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
@@ -170,20 +126,11 @@ class Piecewise:
 
 
 class Schedule:
-    """Everything that changes over a run, as numbers.
+    """Everything that changes over a run, as numbers. Raises ValueError if the durations contradict each other.
 
-    Args:
-        sequence_length: tokens per sample.
-        batch: global batch over time.
-        duration: length of the run. The last step is the first that reaches it.
-        curve: a key of `LR_CURVES`.
-        lr, min_lr: peak and final learning rate.
-        warmup: linear warm-up from 0.
-        decay: where the curve reaches `min_lr`, counted from the start of the run; None means `duration`.
-        shrink: points of the embedding-gradient shrink; empty is off.
-
-    Raises:
-        ValueError: the durations contradict each other.
+    The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a linear
+    `warmup` from 0; `curve` (`cosine`, `linear`, `constant`) leads to `min_lr` at `decay`, counted from the start of
+    the run (None: at its end). `shrink` are points of the embedding-gradient shrink.
     """
 
     def __init__(
@@ -205,7 +152,7 @@ class Schedule:
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
         self.decays = curve != "constant"
-        self._curve, self._peak, self._floor = LR_CURVES[curve], lr, min_lr
+        self._curve, self._peak, self._floor = curve, lr, min_lr
         try:
             self.shrink = Piecewise([(self.samples(at), value) for at, value in shrink]) if shrink else None
         except ValueError as error:
@@ -218,7 +165,7 @@ class Schedule:
             )
 
     def samples(self, progress: Progress) -> int:
-        """Samples consumed once `progress`, counted from the start of the run, has been made (rounded up)."""
+        """Samples consumed after `progress` from the start of the run, rounded up."""
         if progress.unit == "step":
             return self.batch.consumed_at(progress.value)
         if progress.unit == "token":
@@ -226,15 +173,24 @@ class Schedule:
         return progress.value
 
     def tokens(self, samples: int) -> int:
-        """Tokens of so many samples."""
         return samples * self.sequence_length
 
     def lr_at(self, consumed: int) -> float:
         """Learning rate of the step that brings the counter to `consumed`."""
-        return self._curve(consumed, peak=self._peak, floor=self._floor, warmup=self.warmup, decay=self.decay)
+        peak, floor, warmup = self._peak, self._floor, self.warmup
+        if warmup and consumed <= warmup:
+            return peak * consumed / warmup
+        if not self.decays:
+            return peak
+        if consumed >= self.decay:
+            return floor
+        passed, length = consumed - warmup, self.decay - warmup
+        if self._curve == "linear":
+            return peak + (floor - peak) * passed / length
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (passed / length)))
 
     def ramps_at(self, consumed: int) -> dict[str, float]:
-        """Values of the further ramps that are configured, in the step that brings the counter to `consumed`."""
+        """Values of the other ramps that are configured, in the step that brings the counter to `consumed`."""
         return {} if self.shrink is None else {"embedding_shrink": self.shrink.at(consumed)}
 
     def due(self, every: Progress | None, *, step: int, before: int, after: int) -> bool:
@@ -247,8 +203,9 @@ class Schedule:
             before, after = self.tokens(before), self.tokens(after)
         return after // every.value > before // every.value
 
-    def preview(self, points: int = 9) -> list[dict[str, float | int]]:
-        """Evenly spaced rows of the schedule, with the ends of warm-up, decay and ramps among them."""
+    def preview(self) -> list[dict[str, float | int]]:
+        """Evenly spaced rows of the schedule, and the ends of warm-up, decay and ramps."""
+        points = 9
         marks = {self.total * i // (points - 1) for i in range(points)}
         marks |= {stage.consumed for stage in self.batch.stages if stage.consumed <= self.total}
         marks |= {mark for mark in (self.warmup, self.decay) if mark <= self.total}

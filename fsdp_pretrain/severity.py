@@ -1,4 +1,4 @@
-"""How much an incident matters: one scale for health findings, alarms and those who are notified. No torch."""
+"""How serious an incident is: one scale for health findings, alarms and notifications. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 
 class Severity(IntEnum):
-    """INFO: noted. WARN: somebody should know. CRIT: somebody should look now."""
+    """INFO: recorded. WARN: somebody should know. CRIT: somebody should look now."""
 
     INFO = 0
     WARN = 1

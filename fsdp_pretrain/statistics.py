@@ -1,4 +1,4 @@
-"""Statistics that a few wild values do not move. No torch, no numpy: the watchdog is to stay small."""
+"""Statistics that a few outliers do not change. No torch, no numpy, to keep the watchdog small."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 _MAD = 1.4826
-"""Times the median absolute deviation is the standard deviation, of normal values."""
+"""Standard deviation over median absolute deviation, of normal values."""
 _MOST = 120
 
 
@@ -18,7 +18,7 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def score(value: float, values: Sequence[float], floor: float) -> float:
-    """How many deviations a value is above the median of others; `floor` is the smallest deviation believed."""
+    """How many deviations a value is above the median of others; `floor` is the smallest deviation assumed."""
     middle, deviation = spread(values)
     return (value - middle) / max(deviation, floor)
 

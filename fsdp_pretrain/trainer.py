@@ -174,7 +174,7 @@ class Trainer:
         if before is None or reread is None:
             return None
         try:
-            batch = self.world.together(lambda: reread(Position(cursor=before[0], consumed=before[1])))
+            batch = self.world.together(lambda: reread(before))
         except DataError:
             return None
         self._seed_dropout(retreat.end)

@@ -22,7 +22,7 @@ _SECONDS = {"s": 1, "second": 1, "minute": 60, "min": 60, "hour": 3600, "h": 360
 
 
 def _parse(text: object, units: dict[str, int], example: str) -> tuple[Decimal, str]:
-    """Split `"2T tokens"` into (2e12, "token"). Raises ValueError that names the units allowed."""
+    """Split `"2T tokens"` into (2e12, "token"). Raises ValueError, which names the units allowed."""
     names = ", ".join(f"{unit}s" for unit in units if len(unit) > 3)
     if isinstance(text, bool) or not isinstance(text, str):
         raise ValueError(f"a bare number has no unit; write a string such as {example!r} ({names})")
@@ -38,12 +38,16 @@ def _parse(text: object, units: dict[str, int], example: str) -> tuple[Decimal, 
 
 
 class _Written:
-    """Base of quantities that stand in a configuration as text: read by `parse`, written by `str`."""
+    """Base of quantities that a configuration has as text: read by `parse`, written by `str`."""
 
     @classmethod
-    def parse(cls, text: object) -> Any:
-        """The quantity that `text` says. Raises ValueError."""
-        raise ValueError(f"{cls.__name__} cannot be read from {text!r}")
+    def parse(cls, text: object) -> Self:
+        """The quantity that a text says. Raises ValueError."""
+        return text if isinstance(text, cls) else cls._read(text)
+
+    @classmethod
+    def _read(cls, text: object) -> Self:
+        raise NotImplementedError
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -54,41 +58,50 @@ class _Written:
 
 @dataclass(frozen=True)
 class Progress(_Written):
-    """An amount of training: so many steps, samples or tokens.
+    """An amount of training in steps, samples or tokens, as `"2000 steps"`.
 
-    What it comes to in the other units depends on the batch ramp and is the schedule's business.
+    What it is in the other units depends on the batch ramp, see `schedule`.
     """
 
     value: int
     unit: str
-    UNITS = {"step": 1, "sample": 1, "token": 1}  # noqa: RUF012 (a dataclass ignores it: no annotation)
+    UNITS = {"step": 1, "sample": 1, "token": 1}  # noqa: RUF012 (not annotated, so not a field of the dataclass)
+    EXAMPLE, LEAST = "2000 steps", 0
 
     @classmethod
-    def parse(cls, text: object) -> Progress:
-        """Read `"2000 steps"`. Raises ValueError for a bare number, an unknown unit or a fraction of a unit."""
-        if isinstance(text, Progress):
-            return text
-        number, unit = _parse(text, cls.UNITS, "2000 steps")
-        if number != int(number):
-            raise ValueError(f"{text!r} is not a whole number of {unit}s")
+    def _read(cls, text: object) -> Self:
+        number, unit = _parse(text, cls.UNITS, cls.EXAMPLE)
+        if number != int(number) or number < cls.LEAST:
+            raise ValueError(f"{text!r} is not a {'positive ' if cls.LEAST else ''}whole number of {unit}s")
         return cls(int(number), unit)
 
     def __str__(self) -> str:
         return f"{self.value:_} {self.unit}{'' if self.value == 1 else 's'}"
 
 
+class BatchSize(Progress):
+    """A batch in samples, or in tokens (which must be whole samples), as `"256 samples"`."""
+
+    UNITS = {"sample": 1, "token": 1}  # noqa: RUF012
+    EXAMPLE, LEAST = "256 samples", 1
+
+
+class Steps(Progress):
+    """A number of optimiser steps, at least one, as `"128 steps"`."""
+
+    UNITS = {"step": 1}  # noqa: RUF012
+    EXAMPLE, LEAST = "128 steps", 1
+
+
 @dataclass(frozen=True)
 class SampleRange(_Written):
-    """Samples [first, stop) by index."""
+    """Samples [first, stop) by index, as `"1200:1332 samples"`."""
 
     first: int
     stop: int
 
     @classmethod
-    def parse(cls, text: object) -> SampleRange:
-        """Read `"1200:1332 samples"`. Raises ValueError."""
-        if isinstance(text, SampleRange):
-            return text
+    def _read(cls, text: object) -> Self:
         match = _RANGE.match(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
@@ -103,47 +116,14 @@ class SampleRange(_Written):
         return f"{self.first}:{self.stop} samples"
 
 
-class _Count(Progress):
-    """A positive whole number of something."""
-
-    EXAMPLE = ""
-
-    @classmethod
-    def parse(cls, text: object) -> Self:
-        """Read a text such as the example. Raises ValueError."""
-        if isinstance(text, cls):
-            return text
-        number, unit = _parse(text, cls.UNITS, cls.EXAMPLE)
-        if number != int(number) or number < 1:
-            raise ValueError(f"{text!r} is not a positive whole number of {unit}s")
-        return cls(int(number), unit)
-
-
-class BatchSize(_Count):
-    """A batch: so many samples, or so many tokens (which must be whole samples), as `"256 samples"`."""
-
-    UNITS = {"sample": 1, "token": 1}  # noqa: RUF012
-    EXAMPLE = "256 samples"
-
-
-class Steps(_Count):
-    """A number of optimiser steps, at least one, as `"128 steps"`."""
-
-    UNITS = {"step": 1}  # noqa: RUF012
-    EXAMPLE = "128 steps"
-
-
 @dataclass(frozen=True)
 class Seconds(_Written):
-    """A wall-clock duration."""
+    """A wall-clock duration (s, minutes, hours, days), as `"30 minutes"`."""
 
     value: float
 
     @classmethod
-    def parse(cls, text: object) -> Seconds:
-        """Read `"30 minutes"` (s, minutes, hours, days). Raises ValueError."""
-        if isinstance(text, Seconds):
-            return text
+    def _read(cls, text: object) -> Self:
         number, unit = _parse(text, _SECONDS, "30 minutes")
         return cls(float(number * _SECONDS[unit]))
 
@@ -162,7 +142,7 @@ def human_bytes(value: float) -> str:
 
 
 def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
-    """Three digits, or the whole ones where there are more, and the suffix of a power of `base`."""
+    """Three digits, or all before the point if there are more, and the suffix of a power of `base`."""
     power = 0
     while abs(value) >= base - 0.5 and power < len(suffixes) - 1:
         value, power = value / base, power + 1
@@ -170,7 +150,7 @@ def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """Seconds as `3h12m`, `2d04h`, `45s`; infinite ones, since a time that is not known, in words."""
+    """Seconds as `3h12m`, `2d04h`, `45s`; infinity means an unknown time."""
     if math.isinf(seconds):
         return "an unknown time"
     whole = int(seconds)

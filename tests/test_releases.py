@@ -13,7 +13,7 @@ from released import ARCHIVES, unpack
 
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import last_record, read_metrics
+from fsdp_pretrain.record.metrics import last_records, read_metrics
 from fsdp_pretrain.record.state_files import is_sealed
 
 CLI = "fsdp_pretrain.cli"
@@ -86,8 +86,8 @@ def config_of(release: Path, run: Path) -> tuple[Path, str]:
 def test_it_goes_on_where_it_was(release: Path, copy: Path, lab: Any, helpers: Any) -> None:
     """It resumes from the last checkpoint and repeats the steps that were recorded after it."""
     before = {record.step: json.loads(record.to_line()) for record in read_metrics(RunDir(copy))}
-    last = last_record(RunDir(copy), 4)
-    assert last is not None and last.step > 24
+    last = last_records(RunDir(copy).segment(4))[-1]
+    assert last.step > 24
     end = f"train.duration={last.step} steps"
     output = lab.train(*config_of(release, copy), end, flags=("--allow", "train.duration"))
     (resume,) = [entry for entry in helpers.journal(copy, "resume") if entry["segment"] == 5]

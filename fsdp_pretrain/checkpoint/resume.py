@@ -141,7 +141,7 @@ class Resume:
         ]
         tokens = self._config.schedule.tokens(state.consumed)
         lost = world.decide(lambda: left_behind(self._run, state.step, tokens))
-        parts += [f"{lost[0]:_} steps ({human_count(lost[1])} tokens) after it are lost"] if lost[0] else []
+        parts += [f"{lost.steps:_} steps ({human_count(lost.tokens)} tokens) after it are lost"] if lost.steps else []
         parts += [f"changed: {'; '.join(changed)}"] if changed else []
         parts += [f"declared: {'; '.join(declared)}"] if declared else []
         self._recorder.event(

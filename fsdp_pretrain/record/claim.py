@@ -1,7 +1,7 @@
-"""A file that says who is at work: made by one, kept fresh by a thread, taken away from a holder that is dead.
+"""A claim: a file that names the process at work. A thread keeps it fresh; that of a dead holder can be taken over.
 
 Evaluations are claimed with it, and so is the run itself (`record.lock`). Exclusive creation works on network file
-systems, where locks of the kernel are often local or absent.
+systems, where kernel locks are often local or missing.
 """
 
 from __future__ import annotations
@@ -27,58 +27,38 @@ _LOOKS, _LOOK_SECONDS = 10, 0.1
 
 
 class Held(StateFile):
-    """What a claim says of its holder.
+    """The contents of a claim."""
 
-    Attributes:
-        token: what tells it from every other claim.
-        host, namespace, pid, process_started: the process, see `this_process`.
-        time: when it was made.
-        purpose: what the holder does.
-        deadline: seconds that this may take, if it has a limit.
-    """
-
-    token: str
-    host: str = "?"
+    token: str  # unique
+    host: str = "?"  # this and the next three: the process, see `this_process`
     namespace: str | None = None
     pid: int | None = None
     process_started: float | None = None
-    time: str = "?"
-    purpose: str = "an unknown process"
-    deadline: float | None = None
+    time: str = "?"  # when it was made
+    purpose: str = "an unknown process"  # what the holder does
+    deadline: float | None = None  # seconds that this may take, if it has a limit
 
 
 def read(path: Path) -> Held | None:
-    """The holder of a claim; None if there is none, or the claim is damaged or being written this moment."""
+    """The contents of a claim; None if there is none, or it is damaged or being written at this moment."""
     return state_files.view(path, Held)
 
 
 class Claim:
-    """A claim that this process holds.
+    """A claim that this process holds and touches every `beat` seconds."""
 
-    Args:
-        path: the file.
-        token: what tells it from every other claim.
-        beat: seconds between two signs of life.
-    """
-
-    def __init__(self, path: Path, token: str, beat: float = BEAT_SECONDS) -> None:
+    def __init__(self, path: Path, token: str, beat: float) -> None:
         self.path, self._token, self._interval = path, token, beat
         self._done = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
     @classmethod
     def take(cls, path: Path, *, beat: float = BEAT_SECONDS, **facts: Any) -> Claim | None:
-        """Make the file, with `facts` about the holder; None if it exists. Raises OSError."""
+        """Create the file, with `facts` as in `Held`; None if it exists. Raises OSError."""
         token = uuid.uuid4().hex
         make_directory(path.parent)
         try:
-            with path.open("x", encoding="utf-8") as file:
-                try:
-                    file.write(state_files.seal({"token": token, **this_process(), "time": now(), **facts}))
-                    file.flush()
-                except OSError:  # a full disk: leave nothing that looks like a holder
-                    path.unlink(missing_ok=True)
-                    raise
+            state_files.create(path, {"token": token, **this_process(), "time": now(), **facts})
         except FileExistsError:
             return None
         return cls(path, token, beat)
@@ -89,27 +69,26 @@ class Claim:
                 os.utime(self.path)
 
     def still_mine(self) -> bool:
-        """Whether nobody took it over, which happens to a process that was frozen for long."""
+        """Whether no other process took it over, which happens to one that was frozen for long."""
         for _ in range(_LOOKS):
             try:
                 held = state_files.read(self.path, Held)
-            except DamagedFileError:  # another's that is being written this moment, or flipped bits
+            except DamagedFileError:  # another's that is being written at this moment, or flipped bits
                 time.sleep(_LOOK_SECONDS)
             except StorageError:
                 return False
             else:
                 return held is not None and held.token == self._token
-        return True  # flipped bits: nobody has made another
+        return True  # flipped bits: no other process wrote it
 
     def release(self) -> None:
-        """Give it up."""
         self._done.set()
         if self.still_mine():
             self.path.unlink(missing_ok=True)
 
 
-def this_process() -> dict[str, Any]:
-    """What lets others find out whether this process is alive."""
+def this_process() -> dict[str, str | float | None]:
+    """What other processes need to find out whether this one is alive."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -130,12 +109,12 @@ def _pid_namespace() -> str | None:
 def process_start(pid: int) -> float | None:
     """When a process began, comparable between processes of a host; None if there is no such live process.
 
-    In ticks since boot where the system tells: the time of day would seem to change when the clock is set, and a
-    live holder would look like another process that got its id.
+    In ticks since boot where the system has them: the time of day changes when the clock is set, and then a live holder
+    would look like another process with the same id.
     """
     try:
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent does not care
+        if process.status() == psutil.STATUS_ZOMBIE:
             return None
         stat = Path(f"/proc/{pid}/stat")
         if stat.exists():
@@ -146,7 +125,7 @@ def process_start(pid: int) -> float | None:
 
 
 def is_alive(held: Held) -> bool | None:
-    """Whether the holder that a claim names lives; None if that cannot be seen from here."""
+    """Whether the holder of a claim is alive; None if that cannot be determined from here."""
     if held.host != socket.gethostname() or held.namespace != _pid_namespace():
         return None
     if held.pid is None or held.process_started is None:
@@ -156,13 +135,9 @@ def is_alive(held: Held) -> bool | None:
 
 
 class Holder:
-    """Judges again and again whether the holder of a claim lives; one elsewhere by its beats.
+    """Watches whether the holder of a claim is alive; on another host it is dead after `silent` seconds without a beat.
 
     Silence is measured on the clock of this process, from its first look on, so clocks need not agree.
-
-    Args:
-        path: the claim.
-        silent: seconds without a beat after which a holder elsewhere counts as dead.
     """
 
     def __init__(self, path: Path, silent: float) -> None:
@@ -171,14 +146,7 @@ class Holder:
         self._since = 0.0
 
     def lives(self, held: Held | None) -> bool | None:
-        """Whether it does; None as long as that is not known.
-
-        Args:
-            held: what the claim says now.
-
-        Raises:
-            OSError: there is no claim any more.
-        """
+        """Whether the holder is alive, by the current claim; None while that is not known. OSError if it is gone."""
         sign = (held and held.token, self.path.stat().st_mtime)
         alive = is_alive(held) if held is not None else None
         if alive is not None:
@@ -191,11 +159,11 @@ class Holder:
 
 
 def take_away(path: Path, held: Held | None) -> None:
-    """Remove the claim that was seen as `held`. If it is another one meanwhile, that one is given back."""
+    """Remove the claim that was seen as `held`. If it is another one by now, that one is put back."""
     aside = path.with_name(f"{path.stem}-stale-{uuid.uuid4().hex[:8]}.json")
     with contextlib.suppress(OSError):
         path.rename(aside)
-        if read(aside) != held:  # between the look and the rename another process had renewed it
+        if read(aside) != held:  # between the look and the rename, another process renewed it
             with contextlib.suppress(OSError):
                 os.link(aside, path)
         aside.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`environment.json` of a segment: what its start ran on and with, as far as others ask for it."""
+"""`environment.json` of a segment: the hardware and software of a start, as far as programs read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENVIRONMENT = "environment.json"
 
 
 class WorldShape(BaseModel):
-    """Ranks of a job: how many, as how many replicas of how many shards."""
+    """The ranks of a job: `size` ranks are `replicas` replicas of `shards` shards."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -24,22 +24,12 @@ class WorldShape(BaseModel):
 
 
 class Environment(StateFile):
-    """What a start ran on and with; see `environment.describe` for who writes it.
+    """The hardware and software of a start, written from `fsdp_pretrain.environment.describe`."""
 
-    Attributes:
-        time: when all ranks had met.
-        launched: when its process began.
-        host, hosts: of rank 0; of all ranks, with the number of ranks of each.
-        world: the ranks.
-        device, python, torch, cuda, nccl, driver, fsdp_pretrain: names and versions; None where there is none.
-        git: state of the code.
-        variables: of its environment.
-    """
-
-    time: str | None = None
-    launched: str | None = None
-    host: str = "?"
-    hosts: dict[str, int] = Field(default_factory=dict)
+    time: str | None = None  # when all ranks had connected
+    launched: str | None = None  # when the process of rank 0 began
+    host: str = "?"  # of rank 0
+    hosts: dict[str, int] = Field(default_factory=dict)  # ranks by host
     world: WorldShape | None = None
     device: str | None = None
     python: str | None = None
@@ -49,7 +39,7 @@ class Environment(StateFile):
     driver: str | None = None
     fsdp_pretrain: str | None = None
     git: dict[str, Any] | None = None
-    variables: dict[str, str] = Field(default_factory=dict)
+    variables: dict[str, str] = Field(default_factory=dict)  # of the process environment
 
 
 def read(run: RunDir, segment: int) -> Environment | None:
@@ -58,5 +48,5 @@ def read(run: RunDir, segment: int) -> Environment | None:
 
 
 def view(run: RunDir, segment: int) -> Environment:
-    """Of a segment; nothing is known if it has none, or a damaged one."""
+    """Of a segment; the defaults if it has none, or a damaged one."""
     return state_files.view(run.segment(segment) / ENVIRONMENT, Environment) or Environment()

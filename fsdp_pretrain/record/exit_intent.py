@@ -18,45 +18,28 @@ EXIT_INTENT = "exit_intent.json"
 
 
 class ExitIntent(StateFile):
-    """How a start ended.
+    """How a start ended."""
 
-    Attributes:
-        code: see `errors.Exit`.
-        reason: one sentence.
-        time: when that was decided.
-        asked: somebody asked the run to stop.
-        restart: it was no decision to end, so that torchrun may start it again.
-        avoid_hosts: not to be used again, with code 76.
-        lost: hosts that the watchdog has found to be gone.
-        rank: that ended, if it was one.
-    """
-
-    code: int
+    code: int  # see `errors.Exit`
     reason: str
-    time: str | None = None
-    asked: bool = False
-    restart: bool = False
-    avoid_hosts: list[str] = Field(default_factory=list)
-    lost: list[str] = Field(default_factory=list)
-    rank: int | None = None
+    time: str | None = None  # of the decision
+    asked: bool = False  # somebody asked the run to stop
+    restart: bool = False  # torchrun may start it again
+    avoid_hosts: list[str] = Field(default_factory=list)  # not to be used again, with code 76
+    lost: list[str] = Field(default_factory=list)  # hosts that are gone, says the watchdog
+    rank: int | None = None  # the rank that ended, if it was a single one
 
 
 def read(segment: Path) -> ExitIntent | None:
-    """How the start of a segment ended; None if it has not, died without saying so, or said it in a file that is
-    damaged: then it is for who reads it as if it had died."""
+    """How the start of a segment ended; None if it goes on or died without a reason, or the file is damaged."""
     return state_files.view(segment / EXIT_INTENT, ExitIntent)
 
 
 def write(run: RunDir, segment: Path, code: int, reason: str, *, is_cause: bool = False, **facts: Any) -> None:
-    """Say how this start ended. The first writer wins, but the cause of an end over an error that it led to.
+    """Record how a start ended; `facts` are further keys of `ExitIntent`, or for people.
 
-    Args:
-        run: the run directory.
-        segment: of the start that ended.
-        code, reason, facts: see `ExitIntent`; further facts are for people.
-        is_cause: replaces what a rank has said that failed of something unexpected: it lost its peers.
-
-    A disk too full for this file is no reason to end otherwise than decided.
+    The first writer wins, with one exception: a cause (`is_cause`) replaces an unexpected error of a rank, which may
+    have failed only because it lost its peers. A disk too full for this file does not change how the run ends.
     """
     path = segment / EXIT_INTENT
     intent = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname(), **facts}

@@ -13,7 +13,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,11 +25,23 @@ _WAITING_LINES = 100_000
 _SEGMENT = re.compile(r"\d{4}|[1-9]\d{4,}")
 
 
-@dataclass(frozen=True)
 class RunDir:
     """Paths inside a run directory (design, section 5)."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"  # resolved, of the current segment
+        self.status = path / "status.json"  # see `record.status`
+        self.journal = path / "journal.jsonl"  # the chronicle, one JSON object per line
+        self.chronicle = path / "CHRONICLE.md"  # the same for people
+        self.checkpoints = path / "checkpoints"
+        self.evals = path / "evals"
+        self.control = path / "control"  # inbox of requests to the running job
+        self.lock = path / "lock.json"  # who may write, see `record.lock`
+        self.overrides = path / "overrides.toml"  # what rollbacks and forks changed, see `overrides`
+        self.rollback = path / "rollback.json"  # a rollback in progress, see `rollback`
+        self.avoid_hosts = path / "avoid_hosts"  # one host per line, see `launch`
+        self.tokenizer = path / "tokenizer"  # a copy of the one that the run was started with
 
     @property
     def begun(self) -> bool:
@@ -38,82 +49,20 @@ class RunDir:
         return (self.path / "segments").is_dir() or self.checkpoints.is_dir()
 
     @property
-    def config(self) -> Path:
-        """Resolved configuration of the current segment."""
-        return self.path / "config.toml"
-
-    @property
-    def status(self) -> Path:
-        """State of the run right now; replaced atomically."""
-        return self.path / "status.json"
-
-    @property
-    def journal(self) -> Path:
-        """The chronicle, one JSON object per line."""
-        return self.path / "journal.jsonl"
-
-    @property
-    def chronicle(self) -> Path:
-        """The chronicle for people."""
-        return self.path / "CHRONICLE.md"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoint store."""
-        return self.path / "checkpoints"
-
-    @property
-    def evals(self) -> Path:
-        """Evaluation results."""
-        return self.path / "evals"
-
-    @property
-    def control(self) -> Path:
-        """Inbox of requests to the running job."""
-        return self.path / "control"
-
-    @property
-    def lock(self) -> Path:
-        """Who may write; see `record.lock`."""
-        return self.path / "lock.json"
-
-    @property
-    def overrides(self) -> Path:
-        """What rollbacks and forks changed for good; see `overrides`."""
-        return self.path / "overrides.toml"
-
-    @property
-    def rollback(self) -> Path:
-        """A rollback under way; see `rollback`."""
-        return self.path / "rollback.json"
-
-    @property
-    def avoid_hosts(self) -> Path:
-        """Hosts not to be used, one per line; see `launch`."""
-        return self.path / "avoid_hosts"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Copy of the tokenizer the run was started with."""
-        return self.path / "tokenizer"
-
-    @property
     def segments(self) -> list[Path]:
-        """One directory per start, oldest first. What is called otherwise than a segment is none."""
+        """One directory per start, oldest first. Other names are ignored."""
         folder = self.path / "segments"
         found = folder.iterdir() if folder.is_dir() else ()
         named = [path for path in found if _SEGMENT.fullmatch(path.name) and path.is_dir()]
         return sorted(named, key=lambda path: int(path.name))
 
     def segment(self, number: int) -> Path:
-        """Directory of the start with this number."""
         return self.path / "segments" / f"{number:04d}"
 
     def new_segment(self) -> Path:
         """Create the directory of a new start."""
         existing = self.segments
-        number = int(existing[-1].name) + 1 if existing else 1
-        path = self.segment(number)
+        path = self.segment(int(existing[-1].name) + 1 if existing else 1)
         make_directory(path.parent)
         path.mkdir()
         return path
@@ -122,31 +71,25 @@ class RunDir:
 class AppendFile:
     """A file of lines that several processes may append to.
 
-    A process that was killed in a write, or whose disk was full, leaves a line without an end. Every write first looks
-    whether the file ends with one, and else begins a new line, so that a fragment costs no other line. Two processes
-    that do so at once leave an empty line, which readers do not mind.
-
-    Args:
-        path: created, with its directory, at the first line.
-        durable: fsync after every line.
-
-    Attributes:
-        problem: why a write failed, the last time that one did.
+    A process that is killed during a write, or whose disk is full, leaves a line without an end. So every write first
+    checks that the file ends with a newline, and adds one if not: a fragment damages no other line. Two processes that
+    do this at once leave an empty line, which readers ignore. The file is created at the first line. With `durable`,
+    every line is followed by an fsync.
     """
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
-        self._path, self._durable = path, durable
+        self._path, self._durable, self._synced = path, durable, True
         self._descriptor: int | None = None
         self._waiting: deque[bytes] = deque(maxlen=_WAITING_LINES)
-        self._synced, self.problem = True, ""
+        self.problem = ""  # why the last failed write failed
 
     def write(self, line: str) -> bool:
-        """Append a line; if the file cannot take it now, keep it for later. Whether everything is written."""
+        """Append a line, or keep it for later if it cannot be written now. Returns whether everything is written."""
         self._waiting.append(line.encode() + b"\n")
         return self.flush()
 
     def flush(self) -> bool:
-        """Try to write what is waiting. Whether everything is written."""
+        """Try to write what is waiting. Returns whether everything is written."""
         try:
             if self._descriptor is None:
                 make_directory(self._path.parent)
@@ -155,7 +98,7 @@ class AppendFile:
                 line = b"" if _ends_with_a_line(self._descriptor) else b"\n"
                 line += self._waiting[0]
                 written = os.write(self._descriptor, line)
-                if written < len(line):  # a full disk took a part of it; the whole is written again
+                if written < len(line):  # the disk is full; the whole line is written again later
                     if line[written:] == b"\n":
                         self._waiting[0] = b"\n"
                     self.problem = "no space left"
@@ -171,7 +114,7 @@ class AppendFile:
         return True
 
     def close(self) -> bool:
-        """Write what can be written and close. Whether everything is written."""
+        """Write what can be written and close. Returns whether everything is written."""
         written = self.flush()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -185,7 +128,7 @@ def _ends_with_a_line(descriptor: int) -> bool:
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """The object that a line holds; None if it holds none."""
+    """The JSON object on a line; None if the line is something else."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -201,17 +144,10 @@ def read_lines(
     *,
     on_damaged: Callable[[bytes], object] = lambda line: None,
 ) -> Iterator[tuple[T, int]]:
-    """Parsed lines of a JSONL file from byte `offset` on, each with the offset behind it.
+    """Parsed lines of a JSONL file from byte `offset` on, each with the offset after it; none if there is no file.
 
-    Passes over lines without the bytes `holding`. Stops at an unfinished last line (a writer may be in the middle of
-    it).
-
-    Args:
-        path: the file; an absent one has no lines.
-        parse: gives what a line holds; None if it is damaged, and is passed over.
-        offset: where to begin.
-        holding: bytes that a line must have.
-        on_damaged: called with every damaged line.
+    Skips lines without the bytes `holding`, and damaged lines (`parse` returns None), for which it calls `on_damaged`.
+    Stops at an unfinished last line: a writer may be in the middle of it.
     """
     try:
         file = path.open("rb")
@@ -225,15 +161,14 @@ def read_lines(
             offset += len(line)
             if holding not in line or not line.strip():
                 continue
-            found = parse(line)
-            if found is not None:
-                yield found, offset
-            else:
+            if (found := parse(line)) is None:
                 on_damaged(line)
+            else:
+                yield found, offset
 
 
 def tail_offset(path: Path, reach: int) -> int:
-    """Where to begin to read the last `reach` bytes of a file; the first line from there on may be cut."""
+    """Where the last `reach` bytes of a file begin, 0 if it is shorter or missing. The first line there may be cut."""
     try:
         return max(0, path.stat().st_size - reach)
     except OSError:
@@ -241,10 +176,8 @@ def tail_offset(path: Path, reach: int) -> int:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory with what is missing above it. Raises OSError.
-
-    A run directory that this process is bound to is never made: one that is gone must not come back empty.
-    """
+    """Create a directory and its missing parents, but never a run directory that this process is bound to: one that is
+    gone must not come back empty. Raises OSError."""
     bound = run_id.require(path)
     if bound is None:
         path.mkdir(parents=True, exist_ok=True)
@@ -254,23 +187,22 @@ def make_directory(path: Path) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a small file atomically and durably; makes its directory. Raises OSError."""
+    """Replace a small file atomically and durably; creates its directory. Raises OSError."""
     make_directory(path.parent)
     atomic.replace_file(path, content)
 
 
 def now() -> str:
-    """UTC time for the record, to the millisecond."""
     return stamp(time.time())
 
 
 def stamp(seconds: float) -> str:
-    """Seconds since 1970 as the record writes a time."""
+    """Seconds since 1970 as a time of the record: ISO 8601, UTC, milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def seconds_of(stamp: Any) -> float | None:
-    """A time of the record as seconds since 1970; None if it is none."""
+    """A time of the record as seconds since 1970; None if it is not a time."""
     try:
         return datetime.fromisoformat(stamp).timestamp()
     except (TypeError, ValueError, OverflowError):
@@ -278,6 +210,6 @@ def seconds_of(stamp: Any) -> float | None:
 
 
 def age(stamp: Any) -> float:
-    """Seconds since a time of the record, at least 0; infinite if it is none."""
+    """Seconds since a time of the record, at least 0; infinite if it is not a time."""
     seconds = seconds_of(stamp)
     return math.inf if seconds is None else max(0.0, time.time() - seconds)

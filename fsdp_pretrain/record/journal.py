@@ -1,4 +1,4 @@
-"""The chronicle of a run: every start, stop, checkpoint, change, evaluation and failure, written by machine.
+"""The chronicle of a run: every start, stop, checkpoint, change, evaluation and failure.
 
 `journal.jsonl` is the record, `CHRONICLE.md` the same for people. Any process of the run may add entries.
 """
@@ -27,7 +27,6 @@ Kind = Literal[
     "eval", "eval-failed", "eval-late", "eval-refused",
     "alarm", "mute", "watchdog", "note", "aim-stopped",
 ]  # fmt: skip
-"""What an entry is about."""
 KINDS: tuple[str, ...] = get_args(Kind)
 _POLL_SECONDS = 0.5
 _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -36,16 +35,11 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "health-rollback": {"key": str, "start": int},
     "health-again": {"step": int, "repeats": bool},
 }
-"""What entries of a kind must say for those who compute with them."""
+"""Keys, with their types, that programs read from entries of a kind."""
 
 
 class Journal:
-    """Appends entries to a run's chronicle.
-
-    Args:
-        run: the run directory.
-        segment: number of the current start, noted in every entry; None for commands outside the job.
-    """
+    """Appends entries to a run's chronicle; `segment` is None for commands outside the job."""
 
     def __init__(self, run: RunDir, segment: int | None = None) -> None:
         self._segment = segment
@@ -53,13 +47,7 @@ class Journal:
         self._chronicle = AppendFile(run.chronicle)
 
     def write(self, kind: Kind, text: str, **data: Any) -> None:
-        """Add an entry.
-
-        Args:
-            kind: what it is about.
-            text: one sentence for people.
-            data: the facts, JSON values.
-        """
+        """Add an entry: one sentence for people, and `data` (JSON values) for programs."""
         entry: dict[str, Any] = {"time": now(), "kind": kind, "text": text}
         if self._segment is not None:
             entry["segment"] = self._segment
@@ -69,17 +57,17 @@ class Journal:
 
     @property
     def problem(self) -> str:
-        """Why the journal could not be written when that failed last."""
+        """Why the last failed write failed."""
         return self._lines.problem
 
     def close(self) -> bool:
-        """Write what waits, if it can be, and close the files. Whether all is in the journal."""
+        """Close the files. Returns whether every entry is in the journal."""
         self._chronicle.close()
         return self._lines.close()
 
 
 def tell(run: RunDir, kind: Kind, text: str, /, *, segment: int | None = None, **data: Any) -> None:
-    """Add one entry, by a command, which has no time to wait until it can be written. Raises StorageError."""
+    """Add one entry and close, for commands, which cannot wait until the disk has room. Raises StorageError."""
     writer = Journal(run, segment)
     writer.write(kind, text, **data)
     if not writer.close():
@@ -91,7 +79,7 @@ def tell(run: RunDir, kind: Kind, text: str, /, *, segment: int | None = None, *
 
 
 def who() -> str:
-    """The user who runs this command, for entries that tell of a person's decision."""
+    """The user who runs this command."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # an id without a name, as in containers
@@ -108,7 +96,7 @@ def render(entry: dict[str, Any]) -> str:
 def entries(
     path: Path, offset: int = 0, *, on_damaged: Callable[[bytes], object] = lambda line: None
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """The entries of a journal with their offsets; what is none is passed over, see `read_lines`."""
+    """The entries of a journal with their offsets, see `read_lines`."""
     return read_lines(path, _entry, offset, on_damaged=on_damaged)
 
 
@@ -120,22 +108,21 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 
 def is_whole(entry: dict[str, Any]) -> bool:
-    """Whether an entry says what those of its kind must say."""
+    """Whether an entry has the keys that its kind needs."""
     return all(isinstance(entry.get(key), type_) for key, type_ in _NEEDED.get(entry["kind"], {}).items())
 
 
 def of_kind(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The entries of a kind, without those that lack what the kind must say."""
+    """The whole entries of a kind."""
     return [entry for entry in found if entry["kind"] == kind and is_whole(entry)]
 
 
 def read(run: RunDir) -> list[dict[str, Any]]:
-    """All entries, oldest first."""
     return [entry for entry, _ in entries(run.journal)]
 
 
 def follow(run: RunDir) -> Iterator[dict[str, Any]]:
-    """All entries, and then those that are added, until the caller ends."""
+    """All entries, then new ones as they are added, without end."""
     offset = 0
     while True:
         for entry, behind in entries(run.journal, offset):

@@ -1,7 +1,7 @@
 """Which segment continues which: the kept line of a run, and the branches that were left.
 
 Every segment that trains, rolls back or forks has a `lineage.json`, written once, before its first record: the segment
-and step it goes on from. The newest one is the head; the kept line is the chain from it to the beginning. A segment
+and step it continues from. The newest one is the head; the kept line is the chain from it to the beginning. A segment
 without the file (a start that failed before it had a state) is on no line and has no records.
 """
 
@@ -15,38 +15,66 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..units import SampleRange
 from . import state_files
 from .files import RunDir, now
 from .state_files import DamagedFileError, StateFile
 
 LINEAGE = "lineage.json"
 LEAVING = ("rollback", "fresh")
-"""Kinds of segments by which a person, or an automatic rollback, leaves what was trained after the step they begin at.
-"""
+"""Kinds of segments that leave on purpose what was trained after the step they begin at."""
 Count = Annotated[int, Field(ge=0)]
 
 
-class Node(StateFile):
-    """Where a segment begins.
+class Request(StateFile):
+    """What a rollback was asked for."""
 
-    Attributes:
-        segment: its number; 0 in a file of release 0.1, which did not say.
-        parent: the segment it goes on from; None for a beginning.
-        step: the last step it takes over from its parent; its own begin after that.
-        kind: what it was opened by; `fresh` is a start at step 0 by --allow-fresh.
-        consumed, cursor: samples trained and read at that step; None where a file of release 0.1 does not say.
-        reason, request, report: of a rollback: why, what was asked for, and what changed.
-    """
+    step: int  # of the checkpoint
+    changes: list[str]  # `section.key=value`
+    skip_steps: Annotated[tuple[int, int], Field(strict=False)] | None = None  # first and last, as recorded
+    skip_samples: SampleRange | None = None  # instead of steps
+
+
+class ScheduleRow(StateFile):
+    """The schedules after a step."""
+
+    step: int
+    consumed: int
+    cursor: int
+    batch: int
+    lr: float
+    shares: dict[str, float]  # of the sources
+
+
+class Report(StateFile):
+    """What a rollback or fork changes: its JSON output."""
+
+    step: int
+    segment: int | None
+    consumed: int
+    cursor: int
+    skip: str | None
+    changes: list[str]
+    since_checkpoint: list[str]
+    schedule: dict[str, list[ScheduleRow]]  # `before` and `after`
+    abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside; paths of those in a fallback
+    config: str = ""  # of a fork: the configuration to start with
+    linked: bool = False  # the fork's checkpoint shares its bytes with the parent's
+    done: Literal["now", "already", "dry run"] = "now"
+
+
+class Node(StateFile):
+    """Where a segment begins. A file of release 0.1 has no `segment` (0) and may have no counters (None)."""
 
     segment: Count = 0
-    parent: Count | None
-    step: Count
-    kind: Literal["start", "fresh", "rollback", "fork"]
-    consumed: Count | None = None
-    cursor: Count | None = None
-    reason: str = ""
-    request: dict[str, Any] | None = None
-    report: dict[str, Any] | None = None
+    parent: Count | None  # the segment it continues; None for a beginning
+    step: Count  # the last step it takes over from its parent
+    kind: Literal["start", "fresh", "rollback", "fork"]  # `fresh`: a start at step 0 by --allow-fresh
+    consumed: Count | None = None  # samples trained at that step
+    cursor: Count | None = None  # samples read at that step
+    reason: str = ""  # of a rollback, as are the next two
+    request: Request | None = None
+    report: Report | None = None
 
 
 @dataclass(frozen=True)
@@ -59,26 +87,22 @@ class Part:
 
 
 def record(segment: Path, *, parent: int | None, step: int, kind: str, **facts: Any) -> None:
-    """Write a segment's place in the lineage: from now on it is the head. Raises OSError."""
+    """Write a segment's place in the lineage, which makes it the head. Raises OSError."""
     place = {"segment": int(segment.name), "parent": parent, "step": step, "kind": kind}
     state_files.write(segment / LINEAGE, {**place, "time": now(), **facts})
 
 
 def nodes(run: RunDir) -> list[Node]:
-    """Every segment that has a place in the lineage, oldest first.
-
-    Raises:
-        DamagedFileError: a file of the lineage is damaged; which steps are kept is not known.
-    """
+    """Every segment that has a place in the lineage, oldest first. Raises DamagedFileError."""
     return [node for path in run.segments if (node := _read(path)) is not None]
 
 
 def _read(segment: Path) -> Node | None:
     path, number = segment / LINEAGE, int(segment.name)
     harm: dict[str, str] = {
-        "effect": "which steps belong to the run is not known, so nothing goes on from them",
-        "remedy": f"restore {path} from a backup. Without one write what it said: "
-        '{"parent": SEGMENT, "step": STEP, "kind": "start"}, with the segment and the step that this start went on '
+        "effect": "which steps belong to the run is not known, so nothing continues from them",
+        "remedy": f"restore {path} from a backup. Without one, write its contents again: "
+        '{"parent": SEGMENT, "step": STEP, "kind": "start"}, with the segment and the step that this start continued '
         f"from, or null and 0; `fsdp-pretrain journal {path.parent.parent.parent} --kind resume` has the step, and "
         "manifest.json of that checkpoint the segment",
     }
@@ -86,19 +110,14 @@ def _read(segment: Path) -> Node | None:
     if node is None:
         return None
     if node.segment not in (0, number):
-        raise DamagedFileError(f"{path} is that of segment {node.segment}", **harm)
+        raise DamagedFileError(f"{path} belongs to segment {node.segment}", **harm)
     if node.parent is not None and node.parent >= number:
-        raise DamagedFileError(f"{path} is damaged: it goes on from segment {node.parent}", **harm)
+        raise DamagedFileError(f"{path} is damaged: it continues segment {node.parent}", **harm)
     return node.model_copy(update={"segment": number})
 
 
 def line(known: Iterable[Node], head: int | None = None) -> list[Part]:
-    """The parts of the line that ends in a segment, oldest first.
-
-    Args:
-        known: from `nodes`.
-        head: its last segment; None is the newest, which gives the kept line.
-    """
+    """The parts of the line that ends in segment `head`, oldest first; the newest (None) gives the kept line."""
     table = {node.segment: node for node in known}
     number = max(table, default=None) if head is None else head
     parts: list[Part] = []
@@ -118,7 +137,7 @@ def holds(parts: Iterable[Part], segment: int, step: int) -> bool:
 
 
 def left_on_purpose(known: Iterable[Node], segment: int, step: int) -> Node | None:
-    """The last node of a kind in `LEAVING` after `segment`, if it left what that segment had trained up to `step`."""
+    """The last node of a kind in `LEAVING` after `segment`, if it left what that segment trained up to `step`."""
     table = {node.segment: node for node in known}
     last = max((node.segment for node in table.values() if node.kind in LEAVING), default=-1)
     if last < segment or holds(line(table.values(), last), segment, step):
@@ -140,37 +159,27 @@ def drop_abandoned(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class DecidedRollback(StateFile):
-    """`RUN/rollback.json`: everything that carrying a rollback out needs; see `rollback.finish`.
-
-    Attributes:
-        id: tells it from others.
-        segment: to be opened.
-        lineage: where that begins.
-        aside: what is to be moved to `abandoned/`, paths relative to the checkpoints.
-        overrides, config: contents of these files.
-        lost: steps and tokens that are left behind.
-        by, text: who asked for it, and what is told.
-        status: entries of `status.json`.
-    """
+    """`RUN/rollback.json`: everything that carrying a rollback out needs; see `rollback.finish`."""
 
     id: str
-    segment: Count
-    lineage: Node
-    aside: list[str]
-    overrides: str
-    config: str
-    lost: dict[str, int]
+    time: str = ""
+    segment: Count  # to be opened
+    lineage: Node  # where that begins
+    aside: list[str]  # to be moved to `abandoned/`, relative to the checkpoints
+    overrides: str  # contents of `overrides.toml`
+    config: str  # contents of `config.toml`
+    lost: dict[str, int]  # steps and tokens that are left behind
     by: str
-    text: str
-    status: dict[str, Any]
+    text: str  # of the journal entry
+    status: dict[str, Any]  # entries of `status.json`
 
 
 def decided_rollback(run: RunDir) -> DecidedRollback | None:
-    """The rollback that is decided and not carried out. Raises DamagedFileError."""
+    """The rollback that is decided and not yet carried out, if any. Raises DamagedFileError."""
     return state_files.read(
         run.rollback,
         DecidedRollback,
-        effect="a rollback was decided and would not be done; nothing goes on until it is",
-        remedy=f"move the file away and repeat `fsdp-pretrain rollback {run.path} --to STEP ...`: what was asked for "
-        "can mostly still be read in it, and what was done of it already does no harm",
+        effect="a rollback was decided and would not be done; nothing continues until it is",
+        remedy=f"move the file away and repeat `fsdp-pretrain rollback {run.path} --to STEP ...`: the request can "
+        "mostly still be read in it, and what was already done of it does no harm",
     )

@@ -1,8 +1,8 @@
 """The right to write a run: one job, rollback or fork at a time.
 
-`RUN/lock.json` is a claim (see `claim`). A holder on this host is alive or it is not, and the answer is immediate. A
-holder on another host is watched: a beat proves that it lives, silence for `SILENT_SECONDS` that it does not. The
-silence is measured here, so clocks need not agree, and a long save or compilation is no silence: a thread beats.
+`RUN/lock.json` is a claim (see `claim`). Whether a holder on this host is alive is known at once. A holder on another
+host is watched: a beat proves that it is alive, silence for `SILENT_SECONDS` that it is not. A long save or compilation
+is no silence, because a thread beats.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ _LOOK_SECONDS = 1.0
 class RunLock:
     """The lock of one run, as one process sees it.
 
-    Args:
-        run: the run directory.
-        purpose: what the holder does, for the message that others get: `training`, `rollback`, `fork`.
-        silent: seconds without a beat after which a holder on another host counts as dead.
+    `purpose` (`training`, `rollback`, `fork`) is for the message that others get; a holder on another host counts as
+    dead after `silent` seconds without a beat.
     """
 
     def __init__(self, run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> None:
@@ -36,14 +34,10 @@ class RunLock:
         self._holder, self._waiting = Holder(run.lock, silent), False
 
     def attempt(self) -> bool:
-        """Try to take it. Takes about a second; to be called again while it gives False.
+        """Try to take it, for about a second. Returns whether it is held now.
 
-        Returns:
-            Whether it is held now. False: the holder is on another host and has not shown yet whether it lives.
-
-        Raises:
-            BusyError: the holder is alive.
-            StorageError: the run directory cannot be written.
+        False, until it is known whether a holder on another host is alive: call it again. Raises BusyError if the
+        holder is alive, StorageError if the run directory cannot be written.
         """
         path = self._run.lock
         try:
@@ -55,7 +49,7 @@ class RunLock:
         held = claim.read(path)
         try:
             alive = self._holder.lives(held)
-        except OSError:  # released this moment
+        except OSError:  # released just now
             return False
         if alive:
             raise self._busy(held)
@@ -64,13 +58,12 @@ class RunLock:
             self._holder, self._waiting = Holder(path, self._silent), False
         elif not self._waiting:
             self._waiting = True
-            print(f"{self.describe(held)}: waiting up to {self._silent:g}s for a sign of life from it", flush=True)
+            print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a sign of life from it", flush=True)
         else:
             time.sleep(min(_LOOK_SECONDS, self._silent / 5))
         return False
 
-    def describe(self, held: Held | None) -> str:
-        """One phrase: which run is held by whom."""
+    def _describe(self, held: Held | None) -> str:
         held = held or Held(token="")
         status = state_files.view(self._run.status, Status) or Status()
         return (
@@ -80,32 +73,31 @@ class RunLock:
 
     def _busy(self, held: Held | None) -> BusyError:
         return BusyError(
-            self.describe(held),
+            self._describe(held),
             effect="two writers would mix two lines of training in one run",
             remedy=f"wait for its end, or ask it to stop: fsdp-pretrain control {self._run.path} stop. A holder that "
-            f"was killed is noticed: on its own host at once, elsewhere after {self._silent:g}s without a beat "
+            f"was killed is noticed: on its own host at once, from others after {self._silent:g}s without a beat "
             f"(one every {BEAT_SECONDS:g}s)",
         )
 
     def check(self) -> None:
-        """Raise BusyError if another process took the lock over, which happens to one that was frozen for long."""
+        """Raise BusyError if another process took the lock over, which happens after being frozen for long."""
         if self._claim is None or not self._claim.still_mine():
             held = claim.read(self._run.lock)
             raise BusyError(
-                f"this process lost the lock of the run; {self.describe(held)}" if held else "the run's lock is gone",
-                effect="going on could overwrite what another job does",
-                remedy="nothing, if the other job is wanted; else stop it and start this one again",
+                f"this process lost the lock of the run; {self._describe(held)}" if held else "the run's lock is gone",
+                effect="continuing could overwrite what another job does",
+                remedy="nothing, if the other job is wanted; otherwise stop it and start this one again",
             )
 
     def release(self) -> None:
-        """Give it up, if it is held."""
         if self._claim is not None:
             self._claim.release()
             self._claim = None
 
 
 def is_held(run: RunDir) -> bool:
-    """Whether a process seems to hold a run: it lives, or beats where that cannot be seen from here."""
+    """Whether a process seems to hold a run: it is alive, or on another host and beats."""
     held = claim.read(run.lock)
     alive = claim.is_alive(held) if held is not None else None
     try:

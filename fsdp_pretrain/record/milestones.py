@@ -1,10 +1,12 @@
-"""Places of a run worth a line in the chronicle, computed from its configuration before it gets there.
+"""Places of a run worth a line in the chronicle, computed in advance from its configuration.
 
 Spikes and slow-downs are often put down to what happened to end at the same time: a warm-up, a batch ramp, a change of
-the mixture. So the chronicle names these places when they are passed, beside tenths of the run and round token counts.
+the mixture. So the chronicle says when these places are passed, as it does tenths of the run and round token counts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from ..config import Config
 from ..units import human_count
@@ -12,8 +14,15 @@ from ..units import human_count
 _FEWEST_TOKENS = 10**9
 
 
-def milestones(config: Config) -> list[tuple[int, str]]:
-    """(consumed samples at which it is reached, what it is), in order."""
+class Milestone(NamedTuple):
+    """A place in training, in consumed samples, and what it is."""
+
+    consumed: int
+    text: str
+
+
+def milestones(config: Config) -> list[Milestone]:
+    """Those between the first and the last step, in order."""
     schedule = config.schedule
     found = [(-(-schedule.total * tenth // 10), f"{tenth * 10}% of the run") for tenth in range(1, 10)]
     if schedule.warmup:
@@ -25,9 +34,8 @@ def milestones(config: Config) -> list[tuple[int, str]]:
         found.append((full, f"the batch ramp ends: {schedule.batch.full:_} samples a step from here on"))
     for place in schedule.shrink.places if schedule.shrink is not None else []:
         found.append((place, f"embedding shrink is {schedule.ramps_at(place)['embedding_shrink']:g}"))
-    tokens, unit = _FEWEST_TOKENS, _FEWEST_TOKENS
+    tokens = _FEWEST_TOKENS
     while tokens <= schedule.tokens(schedule.total):
         found.append((-(-tokens // schedule.sequence_length), f"{human_count(tokens)} tokens"))
-        factor = {1: 2, 2: 5, 5: 10}[tokens // unit]
-        tokens, unit = unit * factor, unit * 10 if factor == 10 else unit
-    return sorted(dict.fromkeys((place, text) for place, text in found if 0 < place < schedule.total))
+        tokens = tokens * 5 // 2 if str(tokens).startswith("2") else tokens * 2  # 1, 2, 5, 10, 20, ...
+    return sorted({Milestone(place, text) for place, text in found if 0 < place < schedule.total})

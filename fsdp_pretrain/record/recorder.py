@@ -1,4 +1,4 @@
-"""What rank 0 writes while a run goes: metrics, journal, status and the console, which is also the segment's log."""
+"""What rank 0 writes during a run: metrics, journal, status, and the console, which is also the segment's log."""
 
 from __future__ import annotations
 
@@ -15,25 +15,19 @@ from . import state_files
 from .files import AppendFile, RunDir, now
 from .journal import Journal, Kind
 from .metrics import METRICS
+from .milestones import Milestone
 from .step_record import StepRecord, number
 
 _STATUS_INTERVAL = 1.0
+_IN_STATUS = ("step", "consumed", "cursor", "tokens", "grad_norm", "lr", "tokens_per_second", "mfu")
 
 
 class Recorder:
-    """The record of one segment.
-
-    Args:
-        run: the run directory.
-        segment: this start's directory.
-        name: of the run.
-        console_every: steps between console lines.
-        total_steps: for the progress shown.
-    """
+    """The record of one segment, with a console line every `console_every` steps."""
 
     def __init__(self, run: RunDir, segment: Path, *, name: str, console_every: int, total_steps: int) -> None:
         self.run, self.segment, self.number = run, segment, int(segment.name)
-        self._console_every, self._total = console_every, total_steps
+        self._console_every = console_every
         self._journal = Journal(run, self.number)
         self._metrics = AppendFile(segment / METRICS)
         self._log = AppendFile(segment / "log")
@@ -47,20 +41,18 @@ class Recorder:
         }
         self._status_written, self._status_fails = -math.inf, False
         self._steps_shown = 0
-        self._ahead: list[tuple[int, str]] = []
+        self._ahead: list[Milestone] = []
 
     def say(self, text: str) -> None:
-        """A line on the console and in the segment's log."""
         print(text, flush=True)
         self._log.write(f"{now()} {text}")
 
     def event(self, kind: Kind, text: str, **data: Any) -> None:
-        """An entry in the journal, shown on the console too."""
         self._journal.write(kind, text, **data)
         self.say(f"[{kind}] {text}")
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
-        """An entry in the journal alone, on any rank: what one rank may meet alone, and has shown already."""
+        """An entry in the journal only, on any rank: about what one rank may meet alone, and has printed already."""
         self._journal.write(kind, text, **data)
 
     def step(self, record: StepRecord, *, target: int) -> None:
@@ -68,34 +60,26 @@ class Recorder:
         written = {"segment": self.number, "host": socket.gethostname(), "time": now()}
         self._metrics.write(record.model_copy(update=written).to_line())
         step = record.step
-        self._total = target
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target:
             self.say(console_line(record, target))
             self._steps_shown += 1
         self.status(
             state="running",
             total_steps=target,
-            step=step,
-            consumed=record.consumed,
-            cursor=record.cursor,
-            tokens=record.tokens,
             loss=number(record.loss.mean),
-            grad_norm=record.grad_norm,
-            lr=record.lr,
             iteration_seconds=record.seconds.iteration,
-            tokens_per_second=record.tokens_per_second,
-            mfu=record.mfu,
+            **{key: getattr(record, key) for key in _IN_STATUS},
         )
-        while self._ahead and self._ahead[0][0] <= record.consumed:
-            text = f"{self._ahead.pop(0)[1]}, loss {record.loss.mean:.4f}"
+        while self._ahead and self._ahead[0].consumed <= record.consumed:
+            text = f"{self._ahead.pop(0).text}, loss {record.loss.mean:.4f}"
             self.event("milestone", text, step=step, tokens=record.tokens)
 
-    def watch_for(self, milestones: list[tuple[int, str]], consumed: int) -> None:
-        """Note in the journal when these places, (consumed samples, text), are passed; not those behind."""
-        self._ahead = [place for place in milestones if place[0] > consumed]
+    def watch_for(self, milestones: list[Milestone], consumed: int) -> None:
+        """Report the milestones after `consumed` samples in the journal when they are passed."""
+        self._ahead = [milestone for milestone in milestones if milestone.consumed > consumed]
 
     def ended(self, text: str, *, code: int, **facts: Any) -> None:
-        """The journal entry of an end, with what had been trained and what of it is in no checkpoint."""
+        """The journal entry of an end, with the tokens trained and those in no checkpoint."""
         status, saved = self._status, self._status.get("checkpoint") or {}
         if status.get("step"):
             tokens, behind = status["tokens"], status["step"] - (saved.get("step") or 0)
@@ -116,7 +100,7 @@ class Recorder:
         self._status_written = time.monotonic()
         try:
             if force and self.run.segments[-1:] != [self.segment]:
-                return  # this process was frozen, and the run went on elsewhere; or the run directory is gone
+                return  # this process was frozen and the run continued elsewhere, or the run directory is gone
             state_files.write(self.run.status, {**self._status, "heartbeat": now()})
             self._status_fails = False
         except OSError as error:
@@ -125,19 +109,13 @@ class Recorder:
             self._status_fails = True
 
     def close(self) -> None:
-        """Write what waits and close the files."""
         self.status(force=True)
         for file in (self._metrics, self._log, self._journal):
             file.close()
 
 
 class Silent(Recorder):
-    """The recorder of ranks other than 0: writes nothing but notes.
-
-    Args:
-        run: the run directory.
-        segment: this start's directory.
-    """
+    """The recorder of ranks other than 0: writes nothing but notes."""
 
     def __init__(self, run: RunDir, segment: Path) -> None:
         self.run, self.number = run, int(segment.name)
@@ -148,26 +126,10 @@ class Silent(Recorder):
         journal.write(kind, text, **data)
         journal.close()
 
-    def say(self, text: str) -> None:
-        """Nothing."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    def event(self, kind: Kind, text: str, **data: Any) -> None:
-        """Nothing."""
-
-    def step(self, record: StepRecord, *, target: int) -> None:
-        """Nothing."""
-
-    def status(self, *, force: bool = False, **fields: Any) -> None:
-        """Nothing."""
-
-    def watch_for(self, milestones: list[tuple[int, str]], consumed: int) -> None:
-        """Nothing."""
-
-    def ended(self, text: str, *, code: int, **facts: Any) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+    say = event = step = status = watch_for = ended = close = _nothing
 
 
 def console_line(record: StepRecord, target: int) -> str:

@@ -1,9 +1,9 @@
-"""The small files that say how a run stands: written whole, with a checksum, and read through one strict reader.
+"""The small JSON files that hold the state of a run: written as a whole, with a checksum, read by one strict reader.
 
-Every such file is a JSON object with a schema. Since format 2 it holds `format` and a `checksum` over its values, so no
-flipped bit in it goes unnoticed; files of format 1, of release 0.1, have none and are checked against their schema
-alone. A file is there, absent, damaged, or of a format that only a later version knows; the last two raise. A file that
-decides nothing may be read with `view`, to which a damaged one is absent: `fsdp-pretrain status` names it.
+Since format 2 a file has `format` and a `checksum` over its values, so no flipped bit goes unnoticed; files of format 1
+(release 0.1) have neither and are only checked against their schema. A damaged file, or one of a later format, raises.
+A file that decides nothing may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still
+reports it.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from ..errors import StorageError, UserError
 from .files import replace_file
 
 FORMAT = 2
-"""Of the files that this version writes; it reads all earlier ones."""
+"""Of the files that this version writes; it reads all earlier formats."""
 T = TypeVar("T")
 
 
 class StateFile(BaseModel):
-    """Base of the schemas. A later version of the same format may have added values: they are passed over."""
+    """Base of the schemas. Unknown keys are ignored: a later version of the same format may have added them."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
+Content = StateFile | Mapping[str, Any]
+
+
 class DamagedFileError(UserError):
-    """A small file is not what was written, or is of a format that this version does not know."""
+    """A state file is not what was written, or has a format that this version does not know."""
 
 
-def write(path: Path, content: Mapping[str, Any]) -> None:
+def write(path: Path, content: Content) -> None:
     """Replace a file, atomically and durably. Raises OSError."""
     replace_file(path, seal(content))
 
 
-def create(path: Path, content: Mapping[str, Any]) -> None:
-    """Make a file that must not exist, whole or not at all. Raises FileExistsError, OSError."""
+def create(path: Path, content: Content) -> None:
+    """Create a file that must not exist, whole or not at all. Raises FileExistsError, OSError."""
     create_file(path, seal(content))
 
 
-def seal(content: Mapping[str, Any]) -> str:
-    """The text of a file with these values; a format and checksum that it had are replaced."""
+def seal(content: Content) -> str:
+    """The text of a file with these values (of a record, those that were set), with a new format and checksum."""
+    if isinstance(content, BaseModel):
+        content = content.model_dump(mode="json", exclude_unset=True)
     values = {**json.loads(json.dumps(content)), "format": FORMAT}
     values.pop("checksum", None)
     return json.dumps({**values, "checksum": _checksum(values)}, indent=1) + "\n"
 
 
 def read(path: Path, schema: type[T], *, effect: str = "", remedy: str = "") -> T | None:
-    """The contents of a file; None if there is none.
-
-    Args:
-        path: the file.
-        schema: what it must hold: a `StateFile`, or any other type that pydantic knows.
-        effect, remedy: of its damage, for the message.
+    """The contents of a file, of any type that pydantic knows; None if there is no file.
 
     Raises:
-        DamagedFileError: it is damaged, or of a later format.
+        DamagedFileError: it is damaged, or of a later format; `effect` and `remedy` are for the message.
         StorageError: it cannot be read.
     """
     try:
@@ -78,7 +78,7 @@ def read(path: Path, schema: type[T], *, effect: str = "", remedy: str = "") -> 
 
 
 def view(path: Path, schema: type[T]) -> T | None:
-    """The contents of a file that decides nothing; None if there is none, or it is damaged, or cannot be read."""
+    """The contents of a file that decides nothing; None if it is missing or damaged, or cannot be read."""
     try:
         return read(path, schema)
     except UserError:
@@ -86,7 +86,7 @@ def view(path: Path, schema: type[T]) -> T | None:
 
 
 def parse(raw: bytes, schema: type[T]) -> T:
-    """The contents of a file with these bytes. Raises ValueError, its text to follow the name of the file."""
+    """The contents of a file with these bytes. Raises ValueError, with text to follow the name of the file."""
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError):
@@ -103,19 +103,19 @@ def parse(raw: bytes, schema: type[T]) -> T:
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file has a checksum: those of release 0.1 have none. Raises OSError."""
+    """Whether a file has a checksum, which release 0.1 did not write. Raises OSError."""
     return b'"checksum"' in path.read_bytes()
 
 
 def _check(values: dict[str, Any]) -> None:
-    """Check and take out format and checksum. No single flipped bit makes format 1 of 2, or takes away both keys."""
+    """Check and remove format and checksum. No single flipped bit makes format 1 of 2, or removes both keys."""
     format_ = values.get("format", 1)
     if type(format_) is not int or format_ < 1:
         raise ValueError(f"is damaged: its format is {format_!r}")
     if format_ > FORMAT:
         raise ValueError(f"is of a later version: its format is {format_}, this program reads up to {FORMAT}")
-    told = values.pop("checksum", None)
-    if (told is not None or format_ >= FORMAT) and told != _checksum(values):
+    stored = values.pop("checksum", None)
+    if (stored is not None or format_ >= FORMAT) and stored != _checksum(values):
         raise ValueError("is damaged: its values are not the ones that were written (checksum)")
     values.pop("format", None)
 

@@ -1,4 +1,4 @@
-"""`RUN/status.json`: how the run stands right now. A view, rewritten every second: nothing is decided by it."""
+"""`RUN/status.json`: the state of the run right now. A view, rewritten every second: nothing is decided by it."""
 
 from __future__ import annotations
 
@@ -15,66 +15,54 @@ _STOPPED = (Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS)
 
 
 class Saved(BaseModel):
-    """The newest checkpoint, as the job knows it."""
+    """The newest checkpoint, as far as the job knows."""
 
     step: int | None = None
     consumed: int | None = None
 
 
 class Ending(BaseModel):
-    """How the job ended: exit code and reason."""
+    """How the job ended."""
 
     code: int
     reason: str
 
 
 class Status(StateFile):
-    """What the job, or who ended it, says. None: not said yet.
-
-    Attributes:
-        run: name of the run.
-        segment, host, pid, started: of the job.
-        state: starting, running, saving, complete, stopped, failed.
-        step, total_steps, consumed, tokens: progress.
-        loss, iteration_seconds, tokens_per_second: of the last step.
-        checkpoint: the newest.
-        overrides: of the run directory, in words.
-        heartbeat: when this was written.
-        exit_intent: how it ended.
-    """
+    """What the job, or whatever ended it, wrote. None: not known yet."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
-    run: str = "?"
+    run: str = "?"  # name of the run
     segment: int | None = None
     host: str | None = None
     pid: int | None = None
     started: str | None = None
-    state: str = "unknown"
+    state: str = "unknown"  # starting, running, saving, complete, stopped, failed
     step: int | None = None
     total_steps: int | None = None
     consumed: int | None = None
     tokens: int | None = None
-    loss: float | None = None
+    loss: float | None = None  # of the last step, as are the next two
     iteration_seconds: float | None = None
     tokens_per_second: float | None = None
     checkpoint: Saved | None = None
-    overrides: str | None = None
-    heartbeat: str | None = None
+    overrides: str | None = None  # of the run directory, in words
+    heartbeat: str | None = None  # when this was written
     exit_intent: Ending | None = None
 
     def said(self) -> dict[str, Any]:
-        """What the file says, JSON values."""
+        """The entries of the file, JSON values."""
         return self.model_dump(exclude_unset=True)
 
 
 def ended(code: int, reason: str) -> dict[str, Any]:
-    """The entries that say that a start has ended: by its exit code it is complete (0), stopped (75, 76), or failed."""
+    """The entries for a start that has ended: complete (exit code 0), stopped (75, 76) or failed."""
     state = "complete" if code == Exit.COMPLETE else "stopped" if code in _STOPPED else "failed"
     return {"state": state, "exit_intent": {"code": code, "reason": reason}}
 
 
 def update(run: RunDir, /, **fields: Any) -> None:
-    """Change entries; a damaged file has none. Raises OSError."""
+    """Change entries; a damaged file is replaced. Raises OSError."""
     known = state_files.view(run.status, Status)
     state_files.write(run.status, {**(known.said() if known is not None else {}), **fields})

@@ -21,27 +21,18 @@ class _Part(BaseModel):
 
 
 class Finding(_Part):
-    """A health incident begins, gets worse, or ends.
+    """A health incident begins, gets worse, or ends."""
 
-    Attributes:
-        key: names the incident, `detector/scope` as in an alarm.
-        severity: of it.
-        summary: what, with its numbers.
-        resolved: it has ended.
-    """
-
-    key: str
+    key: str  # names the incident, `detector/scope` as in an alarm
     severity: SeverityName
-    summary: str
-    resolved: bool = False
+    summary: str  # one sentence with its numbers
+    resolved: bool = False  # it has ended
 
 
 class LossSum(_Part):
-    """A loss as a sum and what it is to be divided by, natural log.
+    """A loss as a sum (None if it was not finite) and a count to divide it by; natural log.
 
-    Attributes:
-        sum: None if it was not finite.
-        count: target tokens; samples in `loss_sequence`.
+    The count is of target tokens; of samples in `loss_sequence`.
     """
 
     sum: float | None
@@ -54,38 +45,25 @@ class LossSum(_Part):
 
 
 class Seconds(_Part):
-    """Parts of an iteration, which runs from the end of the update before to the end of this one.
+    """Parts of an iteration, which runs from the end of the previous update to the end of this one."""
 
-    Attributes:
-        iteration: all of it.
-        data: waiting for the batch.
-        forward_backward, optimizer: on the device.
-        checkpoint: held up by a save.
-        other: the rest.
-    """
-
-    iteration: float
-    data: float
-    checkpoint: float
-    forward_backward: float = 0.0
+    iteration: float  # all of it
+    data: float  # waiting for the batch
+    checkpoint: float  # waiting for a save
+    forward_backward: float = 0.0  # on the device, as is the next
     optimizer: float = 0.0
     other: float = 0.0
 
 
 class Ramps(_Part):
-    """What schedules other than those of the learning rate and the batch gave.
+    """Values of the schedules other than learning rate and batch."""
 
-    Attributes:
-        shares: planned share of each source.
-        embedding_shrink: factor of the embedding's gradient; None if it is not configured.
-    """
-
-    shares: dict[str, float] = Field(default_factory=dict)
-    embedding_shrink: float | None = None
+    shares: dict[str, float] = Field(default_factory=dict)  # planned share of each source
+    embedding_shrink: float | None = None  # factor of the embedding's gradient, if configured
 
 
 class ReadTimes(_Part):
-    """Reads of the corpora since the step before, on rank 0; see `data.reading.ReadTimes`."""
+    """Reads of the corpora since the last step, on rank 0; see `data.reading.ReadTimes`."""
 
     reads: int = 0
     seconds: float = 0.0
@@ -94,111 +72,73 @@ class ReadTimes(_Part):
 
 
 class Replicas(_Part):
-    """The comparison of the replicas' parameters before the step.
+    """The comparison of the replicas' parameters before the step."""
 
-    Attributes:
-        digest: of the parameters of the first replica.
-        differing: ranks that hold another share than most replicas do; all of that shard if there is no majority.
-    """
-
-    digest: str
-    differing: list[int]
+    digest: str  # of the parameters of the first replica
+    differing: list[int]  # ranks whose share differs from that of most replicas; all of the shard without a majority
 
 
 class StepRecord(_Part):
-    """One optimiser step.
+    """One optimiser step. `step`, `consumed`, `cursor` and `tokens` are counted after it."""
 
-    Attributes:
-        schema_version: `schema` in the file; lines of release 0.1 have none.
-        step, consumed, cursor, tokens: after it: optimiser steps, samples trained, samples read, tokens trained.
-        loss: cross-entropy of all target tokens.
-        loss_sequence: of the samples' means.
-        z_loss: penalty on the squared log-normalisers; None without one.
-        sources: cross-entropy by source.
-        grad_norm: before clipping, unscaled; None if not finite.
-        clip: what gradients were multiplied by.
-        loss_scale: of fp16; None otherwise.
-        skipped: the update was not applied, because something was not finite.
-        not_finite: what was not; None if all was.
-        nonfinite_rank: the rank whose loss was not finite, if it was one alone.
-        replicas: of the steps that compare them.
-        lr: applied.
-        ramps: of further schedules.
-        batch, sequence_length: samples, and tokens of a sample.
-        mixture: share of each source in the target tokens.
-        epochs: how often each source was read.
-        data_digest: of the tokens of the global batch, 16 hex digits.
-        data_distance: of the batch's tokens from those of the first steps, in deviations; None if it was not compared.
-        documents, separators, adjacent_specials, quarantined: in the batch; see `data.packer`.
-        data_read: reads that it took.
-        beside: what else ran on the node.
-        world: ranks.
-        seconds: parts of its time.
-        tokens_per_second: of all ranks.
-        mfu: model FLOPs utilisation; None if the device's peak is not known.
-        memory_bytes: in use on rank 0's device.
-        health: what begins, gets worse or ends with it.
-        segment, host, time: of the start, of rank 0, and when it was written.
-    """
-
-    schema_version: int = Field(default=SCHEMA, alias="schema", le=SCHEMA)
+    schema_version: int = Field(default=SCHEMA, alias="schema", le=SCHEMA)  # lines of release 0.1 have none
     step: int
-    consumed: int
-    cursor: int
-    tokens: int
-    loss: LossSum
-    loss_sequence: LossSum | None = None
-    z_loss: LossSum | None = None
-    sources: dict[str, LossSum]
-    grad_norm: float | None
-    clip: float = 1.0
-    loss_scale: float | None
-    skipped: bool
+    consumed: int  # samples trained
+    cursor: int  # samples read
+    tokens: int  # trained
+    loss: LossSum  # cross-entropy of all target tokens
+    loss_sequence: LossSum | None = None  # of the samples' means
+    z_loss: LossSum | None = None  # penalty on the squared log-normalisers, if configured
+    sources: dict[str, LossSum]  # cross-entropy by source
+    grad_norm: float | None  # before clipping, unscaled; None if not finite
+    clip: float = 1.0  # what gradients were multiplied by
+    loss_scale: float | None  # of fp16
+    skipped: bool  # the update was not applied, because something was not finite
     not_finite: Literal["loss", "gradients"] | None
-    nonfinite_rank: int | None = None
-    replicas: Replicas | None = None
-    lr: float
+    nonfinite_rank: int | None = None  # the rank whose loss was not finite, if it was a single one
+    replicas: Replicas | None = None  # of the steps that compare them
+    lr: float  # applied
     ramps: Ramps
-    batch: int
-    sequence_length: int
-    mixture: dict[str, float]
-    epochs: dict[str, float] = Field(default_factory=dict)
-    data_digest: str
-    data_distance: float | None = None
-    documents: int
+    batch: int  # samples
+    sequence_length: int  # tokens of a sample
+    mixture: dict[str, float]  # share of each source in the target tokens
+    epochs: dict[str, float] = Field(default_factory=dict)  # how often each source was read
+    data_digest: str  # of the tokens of the global batch, 16 hex digits
+    data_distance: float | None = None  # of the batch's tokens from the first steps', in deviations, if compared
+    documents: int  # this and the next three: in the batch, see `data.packer`
     separators: int
     adjacent_specials: int
     quarantined: int
     data_read: ReadTimes
-    beside: list[str] = Field(default_factory=list)
-    world: int | None = None
+    beside: list[str] = Field(default_factory=list)  # what else ran on the node
+    world: int | None = None  # ranks
     seconds: Seconds
-    tokens_per_second: float
-    mfu: float | None = None
-    memory_bytes: int = 0
-    health: list[Finding] = Field(default_factory=list)
-    segment: int = 0
-    host: str = ""
-    time: str = ""
+    tokens_per_second: float  # of all ranks
+    mfu: float | None = None  # model FLOPs utilisation, if the device's peak is known
+    memory_bytes: int = 0  # in use on rank 0's device
+    health: list[Finding] = Field(default_factory=list)  # what begins, gets worse or ends with it
+    segment: int = 0  # of the start
+    host: str = ""  # of rank 0
+    time: str = ""  # when it was written
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def overflow(self) -> bool:
-        """Skipped, for a loss scale that was too high."""
+        """Skipped, because the loss scale was too high."""
         return self.skipped and self.loss_scale is not None
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradients were."""
+        """Whether loss and gradients were finite."""
         return self.not_finite is None and self.grad_norm is not None and math.isfinite(self.loss.mean)
 
     def to_line(self) -> str:
-        """The line of the file, without its end."""
+        """The line of the file, without a newline."""
         return json.dumps(self.model_dump(mode="json", by_alias=True))
 
 
 def parse(line: bytes | str) -> StepRecord | None:
-    """The record of a line; None if it is damaged, or of a later schema."""
+    """The record on a line; None if it is damaged, or of a later schema."""
     try:
         record = StepRecord.model_validate_json(line)
     except ValidationError:
