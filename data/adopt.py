@@ -22,7 +22,7 @@ from fsdp_pretrain.errors import DataError
 
 from .corpus import Manifest, Separators, write_corpus
 from .formats import Format, detect_format, find_token_files, open_file
-from .jobs import Task, claim, gather, make_all, release, write_record
+from .jobs import Task, claim, describe, gather, make_all, release, write_record
 from .measure import Measure
 from .shards import Shard, ShardWriter, file_checksum, token_dtype
 from .tokenizer import Tokenizer
@@ -197,10 +197,8 @@ def summary(manifest: Manifest, out: Path) -> str:
     """What `import` prints at its end."""
     numbers = manifest.statistics
     where = "in place" if any(entry.path for entry in manifest.shards) else "copied"
-    lines = [
-        f"{out}: {manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards "
-        f"({where}); every document carries what was declared: {numbers['declared']}"
-    ]
+    carried = f"every document carries what was declared: {numbers['declared']}"
+    lines = [f"{out}: {describe(manifest)} ({where}); {carried}"]
     if numbers["empty"]:
         lines.append(f"  {numbers['empty']:_} empty documents, which training leaves out")
     if numbers["unterminated"]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain import config
-from fsdp_pretrain.console import JSON, Command, argument, byte_count, positive, verb
+from fsdp_pretrain.console import JSON, Command, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.units import Progress
 
@@ -252,13 +252,12 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.doc is None:
         entry = manifest.tokenizer
         print(f"{args.directory}: {manifest.documents:_} documents, {manifest.tokens:_} tokens of {manifest.dtype}")
-        print(
-            f"  tokenizer   {entry.kind}, {entry.vocab_size} tokens, separator id {entry.eod}, {entry.fingerprint[:12]}"
-        )
-        print(f"  separators  stored with each document: {manifest.separators}")
+        identity = f"separator id {entry.eod}, {entry.fingerprint[:12]}"
+        print(row("tokenizer", f"{entry.kind}, {entry.vocab_size} tokens, {identity}"))
+        print(row("separators", f"stored with each document: {manifest.separators}"))
         if manifest.pairs:
-            print("  documents   in pairs: a prompt, then its answer")
-        print(f"  fingerprint {manifest.fingerprint}")
+            print(row("documents", "in pairs: a prompt, then its answer"))
+        print(row("fingerprint", manifest.fingerprint))
         for shard in manifest.shards:
             where = f" ({shard.path})" if shard.path else ""
             print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens{where}")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .corpus import load_json
+from .corpus import Manifest, load_json
 from .tokenizer import Tokenizer
 
 Make = Callable[..., None]
@@ -94,6 +94,11 @@ def gather(out: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict
     records = [load_json(task.prefix.with_name(task.prefix.name + ".json")) for task in tasks]
     counts = {key: sum(record["counts"][key] for record in records) for key in records[0]["counts"]}
     return [record["entry"] for record in records if record["entry"]["documents"]], counts
+
+
+def describe(manifest: Manifest) -> str:
+    """What a corpus holds, in one line."""
+    return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards"
 
 
 def make_all(

@@ -20,7 +20,7 @@ from fsdp_pretrain.errors import DataError
 from .corpus import Manifest, write_corpus
 from .files import find_files
 from .inputs import Document, Unit, plan_shards, read_documents
-from .jobs import Task, claim, gather, make_all, write_record
+from .jobs import Task, claim, describe, gather, make_all, write_record
 from .shards import ShardWriter, token_dtype
 from .tokenizer import Progress as Report
 from .tokenizer import Tokenizer
@@ -203,10 +203,8 @@ def _batches(unit: Unit, options: Options) -> Iterator[list[Document]]:
 def summary(manifest: Manifest, out: Path) -> str:
     """What `prepare` prints at its end."""
     numbers = manifest.statistics
-    lines = [
-        f"{out}: {manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards, "
-        f"{numbers['utf8_bytes'] / max(1, manifest.tokens):.2f} bytes per token"
-    ]
+    ratio = numbers["utf8_bytes"] / max(1, manifest.tokens)
+    lines = [f"{out}: {describe(manifest)}, {ratio:.2f} bytes per token"]
     if numbers["empty"]:
         lines.append(f"  {numbers['empty']:_} empty documents left out")
     if numbers["repaired"]:

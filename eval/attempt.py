@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from pydantic import ConfigDict, Field
 
@@ -104,26 +104,23 @@ def apart(work: Callable[[], Results], limit: Limits, stacks: Path, late: Callab
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    with tempfile.TemporaryFile() as dumps:
-        out, into = os.pipe()
+    with tempfile.TemporaryFile() as dumps, open(os.memfd_create("answer"), "w+b") as answers:  # noqa: PTH123
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
-            _work(work, into, dumps, parent)
-        os.close(into)
-        child = _Child(pid, out, dumps, stacks)
+            _work(work, answers, dumps, parent)
+        child = _Child(pid, dumps, stacks)
         try:
-            output = child.wait(limit.deadline)
-            if output is None:
+            if not child.ends_within(limit.deadline):
                 child.keep_stack()
                 late(f"has taken {human_time(limit.deadline)} (pid {pid}); its stack is in {stacks}")
-                output = child.wait(limit.end - limit.deadline)
-            if output is None:
-                child.keep_stack(last=True)
-                raise EvaluationError(
-                    f"ended after {human_time(limit.end)}: it hangs, or eval.deadline is too short for it"
-                )
+                if not child.ends_within(limit.end - limit.deadline):
+                    child.keep_stack(last=True)
+                    took = human_time(limit.end)
+                    raise EvaluationError(f"ended after {took}: it hangs, or eval.deadline is too short for it")
         finally:
             status = child.end()
+        answers.seek(0)
+        output = answers.read()
     if not output:
         code = os.waitstatus_to_exitcode(status)
         raise EvaluationError(
@@ -140,20 +137,13 @@ def apart(work: Callable[[], Results], limit: Limits, stacks: Path, late: Callab
 class _Child:
     """The process that evaluates, as the worker sees it."""
 
-    def __init__(self, pid: int, out: int, dumps: Any, stacks: Path) -> None:
-        self._pid, self._out, self._dumps, self._stacks = pid, out, dumps, stacks
-        self._ended = os.pidfd_open(pid)
-        self._output, self._kept = b"", 0
+    def __init__(self, pid: int, dumps: IO[bytes], stacks: Path) -> None:
+        self._pid, self._dumps, self._stacks = pid, dumps, stacks
+        self._ended, self._kept = os.pidfd_open(pid), 0
 
-    def wait(self, seconds: float) -> bytes | None:
-        """All that it wrote when it has ended; None if that takes longer."""
-        until = time.monotonic() + seconds
-        while ready := select.select([self._out, self._ended], [], [], max(0.0, until - time.monotonic()))[0]:
-            chunk = os.read(self._out, 1 << 16) if self._out in ready else b""
-            if not chunk:
-                return self._output
-            self._output += chunk
-        return None
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end, at most this long."""
+        return bool(select.select([self._ended], [], [], seconds)[0])
 
     def keep_stack(self, *, last: bool = False) -> None:
         """Have it write where it stands, at C level; a stopped one too if it is the last time."""
@@ -174,12 +164,11 @@ class _Child:
     def end(self) -> int:
         """It has ended, or is ended; its wait status."""
         os.kill(self._pid, signal.SIGKILL)
-        for descriptor in (self._out, self._ended):
-            os.close(descriptor)
+        os.close(self._ended)
         return os.waitpid(self._pid, 0)[1]
 
 
-def _work(work: Callable[[], Results], into: int, dumps: Any, parent: int) -> NoReturn:
+def _work(work: Callable[[], Results], answers: IO[bytes], dumps: IO[bytes], parent: int) -> NoReturn:
     """In the child: evaluate, answer, end."""
     faulthandler.register(signal.SIGUSR2, file=dumps, all_threads=True, chain=False)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it never outlives its worker
@@ -197,9 +186,7 @@ def _work(work: Callable[[], Results], into: int, dumps: Any, parent: int) -> No
     except BaseException as error:  # anything a task or model can raise must not stop the other evaluations
         traceback.print_exc()
         answer = {"failed": f"{type(error).__name__}: {error}"}
-    rest = memoryview(json.dumps(answer, default=str).encode())
-    while rest:
-        rest = rest[os.write(into, rest) :]
-    for stream in (sys.stdout, sys.stderr):
+    answers.write(json.dumps(answer, default=str).encode())
+    for stream in (answers, sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)

@@ -21,7 +21,7 @@ from . import alarms_cli, branch, checkpoints_cli, where
 from .arguments import RUN, SEGMENT, import_extra
 from .config import Config, load
 from .config_reference import reference
-from .console import JSON, Command, argument, byte_count, positive, verb
+from .console import JSON, Command, argument, byte_count, positive, row, verb
 from .control import VERBS, send
 from .errors import ConfigError, StorageError
 from .fork import fork
@@ -73,8 +73,9 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
     if args.at is not None:
-        row = _schedule_at(config, args.at)
-        print(json.dumps(row, indent=1) if args.json else "\n".join(f"{key:16} {value}" for key, value in row.items()))
+        found = _schedule_at(config, args.at)
+        lines = (f"{key:16} {value}" for key, value in found.items())
+        print(json.dumps(found, indent=1) if args.json else "\n".join(lines))
         return 0
     plan = import_extra("fsdp_pretrain.plan", "plan counts parameters")
     if args.seconds_per_step is not None:
@@ -105,8 +106,8 @@ def _schedule_at(config: Config, text: str) -> dict[str, Any]:
             f"{schedule.steps:_} steps: {schedule.total:_} samples, "
             f"{schedule.tokens(schedule.total):_} tokens"
         )
-    row = schedule.at(schedule.batch.step_at(samples))
-    return {**row, **data_at(config, int(row["consumed"])), "sequence_length": config.data.sequence_length}
+    found = schedule.at(schedule.batch.step_at(samples))
+    return {**found, **data_at(config, int(found["consumed"])), "sequence_length": config.data.sequence_length}
 
 
 @verb("status", "runs/quickstart/run", RUN, JSON)
@@ -153,7 +154,7 @@ def _rollback(args: argparse.Namespace) -> int:
     )
     heads = {"now": "went back", "already": "had gone back already", "dry run": "would go back"}
     lines = [f"{args.run.path} {heads[report['done']]} to step {args.to:_}", *branch.render(report)]
-    lines.append(f"  aside       {', '.join(report['abandoned']) or 'no checkpoint'}")
+    lines.append(row("aside", ", ".join(report["abandoned"]) or "no checkpoint"))
     print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
     return 0
 
@@ -170,7 +171,7 @@ def _fork(args: argparse.Namespace) -> int:
     """A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed."""
     report = fork(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
     lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *branch.render(report)]
-    lines.append(f"  start       torchrun ... -m fsdp_pretrain.train {report['config']}")
+    lines.append(row("start", f"torchrun ... -m fsdp_pretrain.train {report['config']}"))
     print(json.dumps(report, indent=1) if args.json else "\n".join(lines))
     return 0
 

@@ -194,6 +194,11 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def row(name: str, text: str) -> str:
+    """A named line of what a command shows."""
+    return f"  {name:11} {text}"
+
+
 def byte_count(text: str) -> int:
     """An amount of bytes on the command line: `512MB`, `80GiB`. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(I?)B?", text.strip().upper())

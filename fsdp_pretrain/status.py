@@ -17,6 +17,7 @@ from .changes import load_recorded
 from .checkpoint.expected import missing
 from .checkpoint.store import Manifest
 from .checkpoint.stores import stores
+from .console import row
 from .errors import UserError
 from .record import goodput, lineage, state_files
 from .record.attempts import unread_bytes
@@ -325,7 +326,7 @@ def render(report: Report) -> str:
     """The report on one screen."""
     names = {WARN: "WARN", ALERT: "ALERT"}
     rows = [*_rows(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
-    return "\n".join([f"{report.status.run}: {report.state.upper()}", *(f"  {name:11} {text}" for name, text in rows)])
+    return "\n".join([f"{report.status.run}: {report.state.upper()}", *(row(*each) for each in rows)])
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str]]:
