@@ -6,26 +6,23 @@ their separators stripped. What the documents carry is declared, and measured on
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-from tqdm import tqdm
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
 from .corpus import Manifest, Separators, write_corpus
 from .formats import Format, detect_format, find_token_files, open_file
-from .jobs import claim, is_done, make_all, read_records, release
+from .jobs import Task, claim, describe, gather, make_all, release, write_record
 from .measure import Measure
 from .shards import Shard, ShardWriter, file_checksum, token_dtype
 from .tokenizer import Tokenizer
@@ -33,19 +30,16 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Options:
-    """What decides how files are adopted.
-
-    Attributes:
-        format: of all files; None takes it from their names.
-        separators: what stored documents are declared to carry.
-        copy: write shards of our own instead of pointing to Megatron's (other formats always are).
-        dtype: NumPy name of the tokens' type in `bin` files.
-    """
+    """What decides how files are adopted."""
 
     format: Format | None
+    """Of all files; None takes it from their names."""
     separators: Separators
+    """What stored documents are declared to carry."""
     copy: bool = False
+    """Write shards of our own instead of pointing to Megatron's (other formats always are)."""
     dtype: str | None = None
+    """NumPy name of the tokens' type in `bin` files."""
 
 
 def adopt(
@@ -61,13 +55,9 @@ def adopt(
     """Make the corpus directory `out` from token files.
 
     Args:
-        sources: files and directories.
         tokenizer: the one that made the tokens.
         out: created if absent; continued if it holds the same job, refused if it holds another.
-        options: see `Options`.
-        workers: processes.
         overwrite: discard what `out` holds.
-        quiet: no progress bar.
 
     Raises:
         DataError: unreadable files, documents that do not carry what was declared, or another job in `out`.
@@ -82,29 +72,26 @@ def adopt(
     if len(formats) > 1:
         raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
     (kind,) = formats
-    options = Options(kind, options.separators, options.copy or kind != "megatron", options.dtype)
+    options = replace(options, format=kind, copy=options.copy or kind != "megatron")
     inside = [file for file in files if out.absolute() in file.parents]
     if inside:
         raise DataError(f"{inside[0]} lies in the corpus to be made", remedy="choose another --out")
     dtype = token_dtype(tokenizer.vocab_size) if options.copy else _common_dtype(files)
-    claim(out, _job_digest(files, tokenizer, options), len(files), overwrite=overwrite)
-    prefixes = [out / "shards" / name for name in _names(files)]
-    suffixes = (".json", ".bin", ".idx") if options.copy else (".json",)
     sizes = [_stat(file, kind).st_size for file in files]
-    todo = [n for n, prefix in enumerate(prefixes) if not is_done(prefix, suffixes)]
-    done = sum(sizes) - sum(sizes[n] for n in todo)
-    bar = tqdm(total=sum(sizes), initial=done, unit="B", unit_scale=True, desc="import", disable=quiet or None)
-    with bar:
-        try:
-            make_all(adopt_file, [(prefixes[n], files[n], options, sizes[n]) for n in todo], tokenizer, workers, bar)
-        except DataError:
-            release(out)
-            raise
-    records = read_records(out, [prefix.name for prefix in prefixes])
-    full = [record["entry"] for record in records if record["entry"]["documents"]]
+    claim(out, _job(files, tokenizer, options), len(files), overwrite=overwrite)
+    tasks = [
+        Task(out / "shards" / name, (file, options, size), size)
+        for name, file, size in zip(_names(files), files, sizes, strict=True)
+    ]
+    todo = [task for task in tasks if not task.is_done((".json", ".bin", ".idx") if options.copy else (".json",))]
+    try:
+        make_all(adopt_file, tasks, todo, tokenizer, workers, desc="import", disable=quiet or None)
+    except DataError:
+        release(out)
+        raise
+    full, counts = gather(out, tasks)
     if not full:
         raise DataError("the files hold no documents")
-    counts = {key: sum(record["counts"][key] for record in records) for key in records[0]["counts"]}
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     statistics = {"imported": kind, "declared": options.separators, **counts, "made": made}
     return write_corpus(out, tokenizer, full, dtype, statistics, "none" if options.copy else options.separators)
@@ -129,16 +116,16 @@ def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
     return first.dtype
 
 
-def _job_digest(files: list[Path], tokenizer: Tokenizer, options: Options) -> str:
+def _job(files: list[Path], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
+    """What decides the content of the shards, JSON values."""
     assert options.format is not None
     stamps = [_stat(file, options.format) for file in files]
-    content = {
+    return {
         "files": [str(file) for file in files],
         "stamps": [[stamp.st_size, stamp.st_mtime_ns] for stamp in stamps],
         "tokenizer": tokenizer.fingerprint,
         **asdict(options),
     }
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _stat(file: Path, kind: Format) -> os.stat_result:
@@ -160,11 +147,9 @@ def adopt_file(prefix: Path, source: Path, options: Options, size: int, tokenize
     """Measure one file, copy it if asked to, and write its `.json` record, which marks it done.
 
     Args:
-        prefix: path of the shard in the corpus, without suffix.
         source: file, or prefix of a Megatron pair.
         options: with the format resolved.
         size: bytes of the file, for progress.
-        report: called with bytes read.
 
     Raises:
         DataError: see `adopt`.
@@ -192,8 +177,7 @@ def adopt_file(prefix: Path, source: Path, options: Options, size: int, tokenize
         entry = writer.finish() if writer else _entry(prefix.name, source, measure, digest.hexdigest())
     report(size - shown)
     counts = {"documents": measure.documents, "empty": measure.empty, "unterminated": measure.unterminated}
-    record = {"entry": entry, "counts": counts, "source": str(source)}
-    replace_file(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
+    write_record(prefix, {"entry": entry, "counts": counts, "source": str(source)})
 
 
 def _entry(name: str, source: Path, measure: Measure, bin_xxh3: str) -> dict[str, Any]:
@@ -210,13 +194,11 @@ def _entry(name: str, source: Path, measure: Measure, bin_xxh3: str) -> dict[str
 
 
 def summary(manifest: Manifest, out: Path) -> str:
-    """What `import` tells a person at its end."""
+    """What `import` prints at its end."""
     numbers = manifest.statistics
     where = "in place" if any(entry.path for entry in manifest.shards) else "copied"
-    lines = [
-        f"{out}: {manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards "
-        f"({where}); every document carries what was declared: {numbers['declared']}"
-    ]
+    carried = f"every document carries what was declared: {numbers['declared']}"
+    lines = [f"{out}: {describe(manifest)} ({where}); {carried}"]
     if numbers["empty"]:
         lines.append(f"  {numbers['empty']:_} empty documents, which training leaves out")
     if numbers["unterminated"]:

@@ -310,11 +310,6 @@ class Corpus:
         return tokenizer
 
 
-def describe_shares(manifest: Manifest) -> str:
-    """One line for people."""
-    return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards"
-
-
 def load_json(path: Path) -> Any:
     """Parsed JSON of a file; DataError if it is not there or not JSON."""
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +42,27 @@ class Unit:
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it stands: `line` counts lines, rows or, for a whole file, is 0."""
+    """A text, with its answer where a field for that was named, and where it stands.
 
-    text: str
+    Attributes:
+        line: counts lines, rows or, for a whole file, is 0.
+        repaired: invalid UTF-8 or lone surrogates were replaced.
+    """
+
+    texts: tuple[str, ...]
     line: int
     repaired: bool
-    """Invalid UTF-8 or lone surrogates were replaced."""
-    answer: str | None = None
-    """What answers the text, where a field for it was named."""
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """The text, and the answer if there is one."""
-        return (self.text,) if self.answer is None else (self.text, self.answer)
+    def text(self) -> str:
+        """Without the answer."""
+        return self.texts[0]
 
 
 def plan_shards(files: Iterable[Path], shard_bytes: int | None, *, lines: bool) -> list[list[Unit]]:
     """Group the input into shards of about `shard_bytes` of text: a function of the files and arguments alone.
 
-    Args:
-        files: in order.
-        shard_bytes: None chooses 1/32 of the input between 8 MiB and 1 GiB.
-        lines: text files hold one document per line.
+    Without `shard_bytes` it is 1/32 of the input, between 8 MiB and 1 GiB. With `lines` a line is a document.
     """
     files = list(files)
     total = sum(_text_bytes(path) for path in files)
@@ -100,13 +99,7 @@ def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
 
 
 def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: str | None = None) -> Iterator[Document]:
-    """Documents of one unit, in file order.
-
-    Args:
-        unit: what to read.
-        text_field: JSONL field or parquet column.
-        lines: text files hold one document per line.
-        answer_field: field or column of what answers the text; None for none.
+    """Documents of one unit, in file order; the fields are those of JSONL or columns of parquet files.
 
     Raises:
         DataError: unreadable file, invalid JSON, or a record without the fields; names file and line.
@@ -120,11 +113,11 @@ def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: st
             yield from _read_parquet(path, unit, names)
         elif unit.kind == "text" and not lines:
             with open_unpacked(path) as file:
-                yield _document(Pieces(file, path).rest(), 0)
+                yield _document([Pieces(file, path).rest()], 0)
         else:
             for number, line in _read_lines(path, unit):
                 if unit.kind == "text":
-                    yield _document(line.rstrip(b"\r\n"), number)
+                    yield _document([line.rstrip(b"\r\n")], number)
                 elif line.strip():
                     yield _json_document(line, number, unit, names)
 
@@ -167,10 +160,10 @@ def _json_document(line: bytes, number: int, unit: Unit, names: list[str]) -> Do
     except ValueError as error:
         raise DataError(f"{unit.path}, line {_line_in_file(unit, number)}: not JSON ({error})") from None
     found = [record.get(name) for name in names] if isinstance(record, dict) else []
-    if not all(isinstance(text, str) for text in found) or not found:
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) < len(names):
         raise _no_text(record, names, f"{unit.path}, line {_line_in_file(unit, number)}")
-    document = _record([text for text in found if text is not None], number)
-    return document if valid else replace(document, repaired=True)
+    return _document(texts, number, repaired=not valid)
 
 
 def _no_text(record: Any, names: list[str], where: str) -> DataError:
@@ -193,29 +186,24 @@ def _name_it(option: str) -> str:
     return f"`fsdp-data prepare` and `train-tokenizer` take the name with {option}"
 
 
-def _record(texts: Sequence[str | bytes], number: int) -> Document:
-    """The document of a record: its text and, if there are two, the answer."""
-    document = _document(texts[0], number)
-    if len(texts) == 1:
-        return document
-    answer = _document(texts[1], number)
-    return replace(document, answer=answer.text, repaired=document.repaired or answer.repaired)
+def _document(found: Sequence[str | bytes], number: int, *, repaired: bool = False) -> Document:
+    """The document of a text and, if there are two, its answer."""
+    decoded = [_decode(raw) for raw in found]
+    return Document(tuple(text for text, _ in decoded), number, repaired or any(bad for _, bad in decoded))
 
 
-def _document(raw: bytes | str, number: int) -> Document:
-    """Decode; replace what is not UTF-8. JSON can smuggle in lone surrogates, which no tokenizer accepts."""
+def _decode(raw: bytes | str) -> tuple[str, bool]:
+    """The text, and whether something in it was replaced. JSON can hold lone surrogates, which no tokenizer accepts."""
+    if isinstance(raw, str):
+        try:
+            raw.encode("utf-8")
+        except UnicodeEncodeError:
+            return raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
+        return raw, False
     try:
-        if isinstance(raw, str):
-            if not raw.isascii():
-                raw.encode("utf-8")
-            return Document(raw, number, False)
-        return Document(raw.decode("utf-8"), number, False)
-    except UnicodeEncodeError:
-        assert isinstance(raw, str)
-        return Document(raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), number, True)
+        return raw.decode("utf-8"), False
     except UnicodeDecodeError:
-        assert isinstance(raw, bytes)
-        return Document(raw.decode("utf-8", "replace"), number, True)
+        return raw.decode("utf-8", "replace"), True
 
 
 @contextmanager
@@ -246,7 +234,7 @@ def _read_parquet(path: Path, unit: Unit, names: list[str]) -> Iterator[Document
                 if None in texts:
                     row = sum(rows[: groups[0]]) + number + 1
                     raise DataError(f"{path}, row {row}: no text in column {names[texts.index(None)]!r} (null)")
-                yield _record(texts, number)
+                yield _document(texts, number)
                 number += 1
         promised = sum(rows[group] for group in groups)
         if number != promised:

@@ -14,28 +14,45 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
+from tqdm import tqdm
 
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .corpus import load_json
+from .corpus import Manifest, load_json
 from .tokenizer import Tokenizer
 
 Make = Callable[..., None]
-"""`make(*task, tokenizer, report)` makes one shard; `report(n)` adds to the progress shown. Importable by name."""
+"""`make(prefix, *arguments, tokenizer, report)` makes a shard; `report(bytes)` shows progress. Importable by name."""
 
 
-def claim(out: Path, job: str, shards: int, *, overwrite: bool) -> None:
+@dataclass(frozen=True)
+class Task:
+    """A shard to make: its path without suffix, the further arguments of `make`, and bytes that will be reported."""
+
+    prefix: Path
+    arguments: tuple[Any, ...]
+    size: int
+
+    def is_done(self, suffixes: Sequence[str] = (".json", ".bin", ".idx")) -> bool:
+        """Whether all its files are there."""
+        return all(self.prefix.with_name(self.prefix.name + suffix).exists() for suffix in suffixes)
+
+
+def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
     """Make `out` this job's directory, or raise DataError if it is something else's.
 
     Args:
-        out: created if absent.
-        job: digest of everything that decides the content.
+        content: JSON values of everything that decides the shards.
         shards: how many there will be.
         overwrite: discard another job's work.
     """
+    job = xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
     plan = out / "plan.json"
     if plan.exists():
         held = load_json(plan)
@@ -62,43 +79,59 @@ def release(out: Path) -> None:
         (out / "shards").rmdir()
 
 
-def is_done(prefix: Path, suffixes: Sequence[str] = (".json", ".bin", ".idx")) -> bool:
-    """Whether all files of a shard are there."""
-    return all(prefix.with_name(prefix.name + suffix).exists() for suffix in suffixes)
+def write_record(prefix: Path, record: dict[str, Any]) -> None:
+    """Mark a shard done: its `entry` of the manifest, `counts`, and what else a person may want to know."""
+    replace_file(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
 
 
-def read_records(out: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The `.json` records of all shards, done by now; sweeps what killed processes left half-written."""
+def gather(out: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The entries of all shards that hold documents, and the sums of the counts; all are done.
+
+    Sweeps what killed processes left half-written.
+    """
     for path in (out / "shards").glob("*.partial"):
         path.unlink(missing_ok=True)
-    return [load_json(out / "shards" / f"{name}.json") for name in names]
+    records = [load_json(task.prefix.with_name(task.prefix.name + ".json")) for task in tasks]
+    counts = {key: sum(record["counts"][key] for record in records) for key in records[0]["counts"]}
+    return [record["entry"] for record in records if record["entry"]["documents"]], counts
 
 
-def make_all(make: Make, tasks: Sequence[tuple[Any, ...]], tokenizer: Tokenizer, workers: int, bar: Any) -> None:
-    """Make shards; one process makes them here, several in a pool whose progress a thread shows.
+def describe(manifest: Manifest) -> str:
+    """What a corpus holds, in one line."""
+    return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards"
+
+
+def make_all(
+    make: Make, tasks: Sequence[Task], todo: Sequence[Task], tokenizer: Tokenizer, workers: int, **bar: Any
+) -> None:
+    """Make the shards of `todo`, of which `tasks` are the whole, with a progress bar.
 
     Args:
-        make: see `Make`.
-        tasks: its first arguments, shard by shard.
-        tokenizer: loaded again in every process.
-        workers: processes at most.
-        bar: tqdm.
+        workers: processes at most; each loads the tokenizer again.
+        bar: options of tqdm.
 
     Raises:
         DataError: what `make` raises, or a process was killed.
     """
-    if min(workers, len(tasks)) <= 1:
-        for task in tasks:
-            make(*task, tokenizer, bar.update)
-        return
+    total, left = (sum(task.size for task in some) for some in (tasks, todo))
+    calls = [(task.prefix, *task.arguments) for task in todo]
+    with tqdm(total=total, initial=total - left, unit="B", unit_scale=True, **bar) as shown:
+        if min(workers, len(calls)) > 1:
+            _make_in_pool(make, calls, tokenizer, min(workers, len(calls)), shown)
+        else:
+            for call in calls:
+                make(*call, tokenizer, shown.update)
+
+
+def _make_in_pool(make: Make, calls: Sequence[tuple[Any, ...]], tokenizer: Tokenizer, workers: int, bar: Any) -> None:
     context = multiprocessing.get_context("spawn")
     progress = context.Value("q", 0)
     arguments = (tokenizer.path, tokenizer.eod, progress)
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, arguments)
+    pool = ProcessPoolExecutor(workers, context, _start_worker, arguments)
     stop = threading.Event()
     shown = threading.Thread(target=_show, args=(progress, bar, stop), daemon=True)
     shown.start()
-    futures: list[Future[None]] = [pool.submit(_work, make, task) for task in tasks]
+    futures: list[Future[None]] = [pool.submit(_work, make, call) for call in calls]
     try:
         for future in as_completed(futures):
             future.result()
@@ -134,14 +167,14 @@ def _start_worker(path: Path, eod: int, progress: Any) -> None:
     _worker = Tokenizer.load(path, eod), progress
 
 
-def _work(make: Make, task: tuple[Any, ...]) -> None:
+def _work(make: Make, call: tuple[Any, ...]) -> None:
     tokenizer, progress = _worker
 
     def report(size: int) -> None:
         with progress.get_lock():
             progress.value += size
 
-    make(*task, tokenizer, report)
+    make(*call, tokenizer, report)
 
 
 def default_workers() -> int:

@@ -22,40 +22,35 @@ _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 _HELDOUT_ONE_IN = 16
 
 
-def build(out: Path, *, quiet: bool = False) -> dict[str, int]:
-    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`.
-
-    Returns:
-        Documents and bytes of both: keys `train_documents`, `train_bytes`, `heldout_documents`, `heldout_bytes`.
+def build(out: Path) -> dict[str, list[int]]:
+    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`; bytes of the texts of each.
 
     Raises:
         DataError: this Python has no standard-library sources (a stripped image).
     """
     out.mkdir(parents=True, exist_ok=True)
-    counts = dict.fromkeys(("train_documents", "train_bytes", "heldout_documents", "heldout_bytes"), 0)
+    texts: dict[str, list[int]] = {"train": [], "heldout": []}
     with naming(out), ExitStack() as stack:
-        names = ("train", "heldout")
-        files = {name: stack.enter_context((out / f"{name}.jsonl").open("w", encoding="utf-8")) for name in names}
-        for source, text in _documents(quiet=quiet):
+        files = {name: stack.enter_context((out / f"{name}.jsonl").open("w", encoding="utf-8")) for name in texts}
+        for source, text in _documents():
             held_out = xxhash.xxh3_64_intdigest(source.partition("#")[0].encode()) % _HELDOUT_ONE_IN == 0
             split = "heldout" if held_out else "train"
             files[split].write(json.dumps({"text": text, "source": source}) + "\n")
-            counts[f"{split}_documents"] += 1
-            counts[f"{split}_bytes"] += len(text.encode())
-    if counts["train_bytes"] < 1_000_000:
+            texts[split].append(len(text.encode()))
+    if sum(texts["train"]) < 1_000_000:
         raise DataError(
-            f"this Python installation holds only {counts['train_bytes']} bytes of standard-library sources",
+            f"this Python installation holds only {sum(texts['train'])} bytes of standard-library sources",
             remedy="use a full Python installation, or `fsdp-data prepare` on text of your own",
         )
-    return counts
+    return texts
 
 
-def _documents(*, quiet: bool) -> Iterator[tuple[str, str]]:
+def _documents() -> Iterator[tuple[str, str]]:
     """(source, text), ordered by path; texts derived from a file have its name before `#`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in sorted(root.rglob("*.py")) if not _SKIPPED & set(p.relative_to(root).parts)]
     seen: set[str] = set()
-    for path in tqdm(paths, desc="quickstart corpus", unit="file", disable=True if quiet else None):
+    for path in tqdm(paths, desc="quickstart corpus", unit="file", disable=None):
         try:
             text = path.read_text(encoding="utf-8")
             tree = ast.parse(text)

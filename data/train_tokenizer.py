@@ -6,7 +6,9 @@ space kept and allowed to form pieces of its own, byte fallback, so every text s
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 from fsdp_pretrain.atomic import replace_file
@@ -21,15 +23,12 @@ from .tokenizer import EOD, Tokenizer
 def train_tokenizer(
     inputs: Sequence[str], out: Path, *, kind: str, vocab_size: int, options: Options, max_bytes: int
 ) -> Tokenizer:
-    """Train a tokenizer and store it in `out`.
+    """Train a tokenizer and store it in the directory `out`.
 
     Args:
-        inputs: as for `prepare`.
-        out: directory; gets `tokenizer.json` or `tokenizer.model`.
         kind: `bpe` or `sentencepiece`.
         vocab_size: tokens, special ones included.
-        options: how inputs are read.
-        max_bytes: of a larger input, take every n-th document so that about so much is learned from.
+        max_bytes: of a larger input, take every n-th document so that about this much is learned from.
 
     Raises:
         DataError: unreadable input, or a vocabulary too small or too large for the text.
@@ -40,29 +39,21 @@ def train_tokenizer(
             remedy="256 bytes and the special tokens need at least 260",
         )
     out.mkdir(parents=True, exist_ok=True)
-    texts = _sample(inputs, options, max_bytes)
-    path = out / ("tokenizer.json" if kind == "bpe" else "tokenizer.model")
-    if kind == "bpe":
-        _train_bpe(texts, path, vocab_size)
-    else:
-        _train_sentencepiece(texts, path, vocab_size)
-    return Tokenizer.load(path)
+    name, train = ("tokenizer.json", _train_bpe) if kind == "bpe" else ("tokenizer.model", _train_sentencepiece)
+    replace_file(out / name, train(_sample(inputs, options, max_bytes), vocab_size))
+    return Tokenizer.load(out / name)
 
 
 def _sample(inputs: Sequence[str], options: Options, max_bytes: int) -> Iterator[str]:
-    units = [
-        unit for shard in plan_shards(find_files(inputs, options.suffixes), None, lines=options.lines) for unit in shard
-    ]
+    shards = plan_shards(find_files(inputs, options.suffixes), None, lines=options.lines)
+    units = [unit for shard in shards for unit in shard]
     every = max(1, -(-sum(unit.size for unit in units) // max_bytes))
-    number = 0
-    for unit in units:
-        for document in read_documents(unit, options.text_field, lines=options.lines):
-            if number % every == 0:
-                yield document.text
-            number += 1
+    documents = (read_documents(unit, options.text_field, lines=options.lines) for unit in units)
+    for document in islice(chain.from_iterable(documents), 0, None, every):
+        yield document.text
 
 
-def _train_bpe(texts: Iterator[str], path: Path, vocab_size: int) -> None:
+def _train_bpe(texts: Iterator[str], vocab_size: int) -> bytes:
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -76,12 +67,11 @@ def _train_bpe(texts: Iterator[str], path: Path, vocab_size: int) -> None:
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
-    replace_file(path, model.to_str(pretty=True).encode())  # `save` would not tell a full disk from a defect
+    text: str = model.to_str(pretty=True)  # `save` would not tell a full disk from a defect
+    return text.encode()
 
 
-def _train_sentencepiece(texts: Iterator[str], path: Path, vocab_size: int) -> None:
-    import io
-
+def _train_sentencepiece(texts: Iterator[str], vocab_size: int) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
     buffer = io.BytesIO()
@@ -104,4 +94,4 @@ def _train_sentencepiece(texts: Iterator[str], path: Path, vocab_size: int) -> N
             f"sentencepiece could not train {vocab_size} pieces: {str(error).strip().splitlines()[-1]}",
             remedy="more text, or a smaller --vocab-size",
         ) from None
-    replace_file(path, buffer.getvalue())
+    return buffer.getvalue()

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from pydantic import ConfigDict, Field
 
@@ -32,8 +32,8 @@ from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_time
 
 _TIMES_TYPICAL, _TIMES_DEADLINE = 3.0, 3.0
-_LAST_WORDS = 1.0
-"""Seconds for a stack to be written."""
+_STACK_SECONDS = 1.0
+"""For a stack to be written."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,12 +41,12 @@ class Results(StateFile):
     """`results.json` of an evaluation.
 
     Attributes:
-        step, tokens: of the checkpoint.
+        step, tokens, checkpoint: what was evaluated.
         committed: when that was committed; None outside a run.
-        scores: by task and metric.
-        documents: that were used, by task.
-        seconds: that it took.
-        time: when it was done.
+        scores, documents: by task: metrics, and how many documents were used.
+        tasks, limit: the task set, and documents per task at most.
+        versions, lm_eval: of the tasks, and of lm-eval.
+        seconds, time: that it took, and when it was done.
         unigram_bits_per_byte: what a model of token frequencies scores, if that was asked for.
     """
 
@@ -54,9 +54,14 @@ class Results(StateFile):
 
     step: int
     tokens: int
+    checkpoint: str = ""
     committed: str | None = None
+    tasks: str = ""
     scores: dict[str, dict[str, float]]
     documents: dict[str, int] = Field(default_factory=dict)
+    versions: dict[str, Any] = Field(default_factory=dict)
+    lm_eval: str = ""
+    limit: int | None = None
     seconds: float
     time: str
     unigram_bits_per_byte: float | None = None
@@ -72,37 +77,24 @@ class RefusedError(ConfigError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that an evaluation may take.
-
-    Attributes:
-        deadline: then its stack is kept, and the watchdog tells of it.
-        end: then it is ended.
-    """
+    """Seconds after which the stack of an evaluation is kept and the watchdog raises an alarm, and it is ended."""
 
     deadline: float
     end: float
 
 
 def limits(run: RunDir, tasks: str, least: float) -> Limits:
-    """From what earlier evaluations of the same tasks took.
-
-    Args:
-        run: its results.
-        tasks: name of the task set.
-        least: `eval.deadline`, seconds.
-    """
+    """From what earlier evaluations of the same task set took; `least` is `eval.deadline` in seconds."""
     found = [state_files.view(path, Results) for path in run.evals.glob(f"step-*/{tasks}/results.json")]
     took = [results.seconds for results in found if results is not None]
     deadline = max(least, _TIMES_TYPICAL * median(took) if took else 0.0)
     return Limits(deadline, _TIMES_DEADLINE * deadline)
 
 
-def apart(work: Callable[[], dict[str, Any]], limit: Limits, stacks: Path, late: Callable[[str], None]) -> Any:
-    """Do `work` in a forked child; what it returned, through JSON.
+def apart(work: Callable[[], Results], limit: Limits, stacks: Path, late: Callable[[str], None]) -> Results:
+    """Do `work` in a forked child; the caller must not have used a device.
 
     Args:
-        work: the evaluation. The caller must not have used a device.
-        limit: how long it may take.
         stacks: where its stack is added at a limit.
         late: called with a text when the deadline has passed.
 
@@ -112,63 +104,53 @@ def apart(work: Callable[[], dict[str, Any]], limit: Limits, stacks: Path, late:
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    with tempfile.TemporaryFile() as dumps:
-        out, into = os.pipe()
+    with tempfile.TemporaryFile() as dumps, open(os.memfd_create("answer"), "w+b") as answers:  # noqa: PTH123
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
-            _work(work, into, dumps, parent)
-        os.close(into)
-        child = _Child(pid, out, dumps, stacks)
+            _work(work, answers, dumps, parent)
+        child = _Child(pid, dumps, stacks)
         try:
-            said = child.wait(limit.deadline)
-            if said is None:
+            if not child.ends_within(limit.deadline):
                 child.keep_stack()
                 late(f"has taken {human_time(limit.deadline)} (pid {pid}); its stack is in {stacks}")
-                said = child.wait(limit.end - limit.deadline)
-            if said is None:
-                child.keep_stack(last=True)
-                raise EvaluationError(
-                    f"ended after {human_time(limit.end)}: it hangs, or eval.deadline is too short for it"
-                )
+                if not child.ends_within(limit.end - limit.deadline):
+                    child.keep_stack(last=True)
+                    took = human_time(limit.end)
+                    raise EvaluationError(f"ended after {took}: it hangs, or eval.deadline is too short for it")
         finally:
             status = child.end()
-    if not said:
+        answers.seek(0)
+        output = answers.read()
+    if not output:
         code = os.waitstatus_to_exitcode(status)
         raise EvaluationError(
             f"its process was ended by signal {-code}" if code < 0 else f"its process ended with {code}"
         )
-    answer = json.loads(said)
+    answer = json.loads(output)
     if "refused" in answer:
         raise RefusedError(**answer["refused"])
     if "failed" in answer:
         raise EvaluationError(answer["failed"])
-    return answer["value"]
+    return Results.model_validate(answer["value"])
 
 
 class _Child:
     """The process that evaluates, as the worker sees it."""
 
-    def __init__(self, pid: int, out: int, dumps: Any, stacks: Path) -> None:
-        self._pid, self._out, self._dumps, self._stacks = pid, out, dumps, stacks
-        self._ended = os.pidfd_open(pid)
-        self._said, self._kept = b"", 0
+    def __init__(self, pid: int, dumps: IO[bytes], stacks: Path) -> None:
+        self._pid, self._dumps, self._stacks = pid, dumps, stacks
+        self._ended, self._kept = os.pidfd_open(pid), 0
 
-    def wait(self, seconds: float) -> bytes | None:
-        """All that it said when it has ended; None if that takes longer."""
-        until = time.monotonic() + seconds
-        while ready := select.select([self._out, self._ended], [], [], max(0.0, until - time.monotonic()))[0]:
-            chunk = os.read(self._out, 1 << 16) if self._out in ready else b""
-            if not chunk:
-                return self._said
-            self._said += chunk
-        return None
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end, at most this long."""
+        return bool(select.select([self._ended], [], [], seconds)[0])
 
     def keep_stack(self, *, last: bool = False) -> None:
         """Have it write where it stands, at C level; a stopped one too if it is the last time."""
         os.kill(self._pid, signal.SIGUSR2)
         if last:
             os.kill(self._pid, signal.SIGCONT)
-        until, before, size = time.monotonic() + _LAST_WORDS, self._kept, self._kept
+        until, before, size = time.monotonic() + _STACK_SECONDS, self._kept, self._kept
         while time.monotonic() < until and (size == self._kept or size != before):
             time.sleep(0.05)
             before, size = size, os.fstat(self._dumps.fileno()).st_size
@@ -182,12 +164,11 @@ class _Child:
     def end(self) -> int:
         """It has ended, or is ended; its wait status."""
         os.kill(self._pid, signal.SIGKILL)
-        for descriptor in (self._out, self._ended):
-            os.close(descriptor)
+        os.close(self._ended)
         return os.waitpid(self._pid, 0)[1]
 
 
-def _work(work: Callable[[], dict[str, Any]], into: int, dumps: Any, parent: int) -> NoReturn:
+def _work(work: Callable[[], Results], answers: IO[bytes], dumps: IO[bytes], parent: int) -> NoReturn:
     """In the child: evaluate, answer, end."""
     faulthandler.register(signal.SIGUSR2, file=dumps, all_threads=True, chain=False)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it never outlives its worker
@@ -195,7 +176,7 @@ def _work(work: Callable[[], dict[str, Any]], into: int, dumps: Any, parent: int
         os._exit(1)
     answer: dict[str, Any]
     try:
-        answer = {"value": work()}
+        answer = {"value": work().model_dump(exclude_unset=True)}
     except KeyboardInterrupt:
         os._exit(130)
     except RefusedError as error:
@@ -205,9 +186,7 @@ def _work(work: Callable[[], dict[str, Any]], into: int, dumps: Any, parent: int
     except BaseException as error:  # anything a task or model can raise must not stop the other evaluations
         traceback.print_exc()
         answer = {"failed": f"{type(error).__name__}: {error}"}
-    rest = memoryview(json.dumps(answer, default=str).encode())
-    while rest:
-        rest = rest[os.write(into, rest) :]
-    for stream in (sys.stdout, sys.stderr):
+    answers.write(json.dumps(answer, default=str).encode())
+    for stream in (answers, sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)

@@ -7,16 +7,17 @@ import json
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.arguments import add_run, check_begun
+from fsdp_pretrain.arguments import RUN, SEGMENT, check_begun, import_extra
 from fsdp_pretrain.changes import load_compatible
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, step_of
 from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config import Config
-from fsdp_pretrain.console import Command, positive
+from fsdp_pretrain.console import JSON, Command, argument, positive, verb
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
 from fsdp_pretrain.record import run_id, state_files
 from fsdp_pretrain.record.files import RunDir, now, replace_file
@@ -25,71 +26,38 @@ from .attempt import RefusedError, Results
 from .jobs import due_jobs, task_set, watch_once
 from .tasks import BUNDLED
 
+_DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
+
 
 def main() -> int:
     """Entry point of the console script."""
     command = Command("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
-    parser = command.verb(
-        "run",
-        _run,
-        "Evaluate one checkpoint (of a run: the newest) and print the scores.",
-        "fsdp-eval run runs/quickstart/run --tasks heldout_bpb,heldout_choice",
-    )
-    parser.add_argument(
-        "path", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory, or a step-N directory in it"
-    )
-    parser.add_argument("--step", type=int, help="step of the run's checkpoint to use")
-    parser.add_argument("--tasks", help="comma-separated task names (default: the run's eval.tasks)")
-    parser.add_argument("--heldout", type=Path, help="held-out documents for the bundled tasks (default: the run's)")
-    parser.add_argument(
+    command.add(_run, _watch, _samples, _report)
+    return command.run()
+
+
+@verb(
+    "run",
+    "runs/quickstart/run --tasks heldout_bpb,heldout_choice",
+    argument("path", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory, or a step-N directory in it"),
+    argument("--step", type=int, help="step of the run's checkpoint to use"),
+    argument("--tasks", help="comma-separated task names (default: the run's eval.tasks)"),
+    argument("--heldout", type=Path, help="held-out documents for the bundled tasks (default: the run's)"),
+    argument(
         "--include",
         type=Path,
         action="append",
         default=[],
         help="directory with lm-eval task files, which are programs; those of the configuration are not used",
-    )
-    parser.add_argument("--limit", type=positive, help="documents per task")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run")
-    parser.add_argument("--out", type=Path, help="write results.json here (default: only print)")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser = command.verb(
-        "watch",
-        _watch,
-        "Evaluate every due checkpoint of a run exactly once; any number of workers may run.",
-        "fsdp-eval watch runs/quickstart/run --once",
-    )
-    add_run(parser)
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="stop when nothing is due (for cron and Slurm); else keep watching",
-    )
-    parser.add_argument("--wait", action="store_true", help="with --once: also wait for what other workers hold")
-    parser.add_argument("--interval", type=positive, default=60, help="seconds between looks (default: 60)")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
-    parser = command.verb(
-        "samples",
-        _samples,
-        "The loss of every sample of a step, computed again from a checkpoint, highest first, with its documents.",
-        "fsdp-eval samples runs/quickstart/run --step 260",
-    )
-    add_run(parser)
-    parser.add_argument("--step", type=positive, required=True, help="optimiser step, from 1")
-    parser.add_argument("--checkpoint", type=int, help="step of the checkpoint to use (default: newest before --step)")
-    parser.add_argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
-    parser.add_argument("--top", type=positive, default=10, help="samples to show (default: 10)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser = command.verb(
-        "report", _report, "All results of a run, oldest first.", "fsdp-eval report runs/quickstart/run"
-    )
-    add_run(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object per result, each on its line")
-    return command.run()
-
-
+    ),
+    argument("--limit", type=positive, help="documents per task"),
+    _DEVICE,
+    argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run"),
+    argument("--out", type=Path, help="write results.json here (default: only print)"),
+    JSON,
+)
 def _run(args: argparse.Namespace) -> int:
+    """Evaluate one checkpoint (of a run: the newest) and print the scores."""
     checkpoint = _find(args.path, args.step)
     config = load_compatible(checkpoint.path / CONFIG)
     settings: dict[str, Any] = {"tasks": args.tasks.split(",")} if args.tasks else {}
@@ -105,13 +73,24 @@ def _run(args: argparse.Namespace) -> int:
         )
     section = config.eval.model_copy(update=settings)
     results = evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer)
-    print(json.dumps(results, indent=1, default=str) if args.json else table(results))
+    text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
+    print(text if args.json else table(results))
     if args.out:  # last: what cannot be written was at least shown
-        replace_file(args.out, json.dumps(results, indent=1, default=str) + "\n")
+        replace_file(args.out, text + "\n")
     return 0
 
 
+@verb(
+    "watch",
+    "runs/quickstart/run --once",
+    RUN,
+    argument("--once", action="store_true", help="stop when nothing is due (for cron and Slurm); else keep watching"),
+    argument("--wait", action="store_true", help="with --once: also wait for what other workers hold"),
+    argument("--interval", type=positive, default=60, help="seconds between looks (default: 60)"),
+    _DEVICE,
+)
 def _watch(args: argparse.Namespace) -> int:
+    """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
     run = args.run
     failed_in_all, held = 0, -1
     while True:
@@ -122,7 +101,7 @@ def _watch(args: argparse.Namespace) -> int:
             raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
         if args.device:
             config = config.model_copy(update={"eval": config.eval.model_copy(update={"device": args.device})})
-        evaluated, failed = watch_once(run, config, lambda checkpoint, config=config: evaluate(checkpoint, config))
+        evaluated, failed = watch_once(run, config, partial(evaluate, config=config))
         failed_in_all += failed
         held, before = len(due_jobs(run, config)), held
         if evaluated or failed or held != before:
@@ -132,17 +111,38 @@ def _watch(args: argparse.Namespace) -> int:
         time.sleep(5.0 if args.once else args.interval)
 
 
+@verb(
+    "samples",
+    "runs/quickstart/run --step 260",
+    RUN,
+    argument("--step", type=positive, required=True, help="optimiser step, from 1"),
+    argument("--checkpoint", type=int, help="step of the checkpoint to use (default: newest before --step)"),
+    SEGMENT,
+    _DEVICE,
+    argument("--top", type=positive, default=10, help="samples to show (default: 10)"),
+    JSON,
+)
 def _samples(args: argparse.Namespace) -> int:
-    from . import samples
-
+    """The loss of every sample of a step, computed again from a checkpoint, highest first, with its documents."""
+    samples = import_extra("eval.samples", "losses are computed")
     result = samples.sample_losses(
         args.run, args.step, checkpoint=args.checkpoint, segment=args.segment, device=args.device
     )
-    print(json.dumps(result, indent=1) if args.json else samples.render(result, top=args.top))
+    if args.json:
+        print(json.dumps(result.model_dump(exclude_unset=True), indent=1))
+    else:
+        print(samples.render(result, top=args.top))
     return 0
 
 
+@verb(
+    "report",
+    "runs/quickstart/run",
+    RUN,
+    argument("--json", action="store_true", help="one JSON object per result, each on its line"),
+)
 def _report(args: argparse.Namespace) -> int:
+    """All results of a run, oldest first."""
     found = sorted(args.run.evals.glob("step-*/*/results.json"))
     for path in found:
         try:
@@ -151,8 +151,7 @@ def _report(args: argparse.Namespace) -> int:
             print(f"left out: {error.cause}", file=sys.stderr)
             continue
         if results is not None:
-            content = results.model_dump(exclude_unset=True)
-            print(json.dumps(content) if args.json else table(content))
+            print(json.dumps(results.model_dump(exclude_unset=True)) if args.json else table(results))
     if not found:
         print("no results yet", file=sys.stderr)
     return 0
@@ -174,8 +173,8 @@ def _find(path: Path, step: int | None) -> Checkpoint:
     return checkpoint
 
 
-def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None) -> dict[str, Any]:
-    """Run the configured tasks on a checkpoint; the contents of a `results.json`.
+def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None) -> Results:
+    """Run the configured tasks on a checkpoint.
 
     Raises:
         UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
@@ -198,22 +197,23 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     data = trained.data
     adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
     found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
-    results = {
-        "step": checkpoint.step,
-        "tokens": checkpoint.train_state().tokens,
-        "checkpoint": str(checkpoint.path),
-        "tasks": task_set(section.tasks),
-        "scores": scores(found["results"]),
-        "documents": {name: counts["effective"] for name, counts in found["n-samples"].items()},
-        "versions": found["versions"],
-        "lm_eval": lm_eval.__version__,
-        "limit": section.limit,
-        "seconds": round(time.perf_counter() - start, 1),
-        "time": now(),
-    }
+    results = Results(
+        step=checkpoint.step,
+        tokens=checkpoint.train_state().tokens,
+        checkpoint=str(checkpoint.path),
+        tasks=task_set(section.tasks),
+        scores=scores(found["results"]),
+        documents={name: counts["effective"] for name, counts in found["n-samples"].items()},
+        versions=found["versions"],
+        lm_eval=lm_eval.__version__,
+        limit=section.limit,
+        seconds=round(time.perf_counter() - start, 1),
+        time=now(),
+    )
     sources = [source.path for source in trained.data.sources]
     if BUNDLED[0] in section.tasks and section.heldout and all((path / "manifest.json").exists() for path in sources):
-        results["unigram_bits_per_byte"] = unigram_bits_per_byte(sources, tokenizer, section.heldout)
+        unigrams = unigram_bits_per_byte(sources, tokenizer, section.heldout)
+        results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
     return results
 
 
@@ -231,20 +231,19 @@ def _be_quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: Results) -> str:
     """Scores for people."""
-    lines = [f"step {results['step']:_}, {results['tokens']:_} tokens, {results['seconds']}s"]
-    for task, row in results["scores"].items():
+    lines = [f"step {results.step:_}, {results.tokens:_} tokens, {results.seconds}s"]
+    for task, row in results.scores.items():
         for metric, value in row.items():
             if metric.endswith("_stderr"):
                 continue
             error = row.get(f"{metric}_stderr")
             spread = f" ± {error:.4f}" if error is not None else ""
-            lines.append(
-                f"  {task:24} {metric:16} {value:.4f}{spread}  ({results['documents'].get(task, '?')} documents)"
-            )
-    if "unigram_bits_per_byte" in results:
-        lines.append(f"  {'(unigram model)':24} {'bits_per_byte':16} {results['unigram_bits_per_byte']:.4f}")
+            documents = results.documents.get(task, "?")
+            lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({documents} documents)")
+    if results.unigram_bits_per_byte is not None:
+        lines.append(f"  {'(unigram model)':24} {'bits_per_byte':16} {results.unigram_bits_per_byte:.4f}")
     return "\n".join(lines)
 
 

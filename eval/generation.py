@@ -28,12 +28,7 @@ _NEUTRAL: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Greedy:
-    """A greedy continuation.
-
-    Attributes:
-        stops: texts at which it ends, and which are not part of it.
-        tokens: it has at most this many.
-    """
+    """A greedy continuation of at most `tokens` tokens; `stops` are texts that end it and are not part of it."""
 
     stops: tuple[str, ...]
     tokens: int

@@ -32,11 +32,9 @@ class CheckpointLM(TemplateLM):
     """A decoder and its tokenizer as an lm-eval model.
 
     Args:
-        model: on its device, with its values.
-        tokenizer: the one it was trained with.
         length: longest input, in tokens.
         batch: sequences per forward pass at most.
-        objective: what it was trained with.
+        objective: what the model was trained with.
     """
 
     def __init__(

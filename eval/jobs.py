@@ -10,11 +10,10 @@ from __future__ import annotations
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -35,23 +34,30 @@ _SILENT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Job:
-    """One evaluation: a checkpoint and a task set."""
+    """One evaluation: a checkpoint and a task set.
+
+    Attributes:
+        committed: when the checkpoint was: tells it from another of the same step, made after a rollback.
+    """
 
     checkpoint: Checkpoint
     folder: Path
     committed: str
-    """When the checkpoint was committed: tells it from another of the same step, made after a rollback."""
 
     @property
     def results(self) -> Path:
-        """Where its results appear."""
         return self.folder / "results.json"
 
     @property
     def done(self) -> bool:
-        """Whether there are results, of this very checkpoint."""
-        results = state_files.view(self.results, Results)  # damaged ones are made again
+        """Whether there are results, of this very checkpoint; damaged ones are made again."""
+        results = state_files.view(self.results, Results)
         return results is not None and results.committed == self.committed
+
+    @property
+    def failures(self) -> int:
+        """How often it was tried and failed."""
+        return len(list(self.folder.glob("failed-*.json")))
 
 
 def task_set(tasks: list[str]) -> str:
@@ -79,7 +85,7 @@ def due_jobs(run: RunDir, config: Config) -> list[Job]:
             continue
         folder = run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks)
         job = Job(checkpoint, folder, manifest.committed)
-        if not job.done and failures(job) < config.eval.attempts:
+        if not job.done and job.failures < config.eval.attempts:
             jobs.append(job)
     return jobs
 
@@ -94,24 +100,9 @@ def protected_steps(run: RunDir, config: Config) -> set[int]:
     return claimed | {job.checkpoint.step for job in waiting[: config.checkpoint.keep_last]}
 
 
-def failures(job: Job) -> int:
-    """How often the evaluation was tried and failed."""
-    return len(list(job.folder.glob("failed-*.json")))
-
-
-def note_failure(job: Job, reason: str) -> int:
-    """Record a failed try; how many there are now."""
-    state_files.write(job.folder / f"failed-{uuid.uuid4().hex[:8]}.json", {"time": now(), "reason": reason})
-    return failures(job)
-
-
 @contextmanager
 def claim(job: Job, limit: Limits | None = None) -> Iterator[Work | None]:
-    """Hold a job for the duration of the block; None if another worker holds it or it is done.
-
-    Args:
-        limit: how long it may take, for others to see.
-    """
+    """Hold a job for the block, and say how long it may take; None if another worker holds it or it is done."""
     make_directory(job.folder)
     path = job.folder / "claim.json"
     _drop_if_stale(path)
@@ -133,11 +124,11 @@ class Work:
     job: Job
     claim: Claim
 
-    def publish(self, content: dict[str, Any]) -> bool:
+    def publish(self, results: Results) -> bool:
         """Write the results, unless the claim was lost meanwhile. Whether they were written."""
         if not self.claim.still_mine():
             return False
-        state_files.write(self.job.results, {**content, "committed": self.job.committed})
+        state_files.write(self.job.results, {**results.model_dump(exclude_unset=True), "committed": self.job.committed})
         return True
 
 
@@ -153,14 +144,8 @@ def _drop_if_stale(path: Path) -> None:
         take_away(path, held)
 
 
-def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
-    """Evaluate every due checkpoint that no other worker holds, until none is left.
-
-    Args:
-        evaluate: function of (checkpoint) that gives the contents of `results.json`; called in a forked child.
-
-    Returns:
-        (evaluated, failed).
+def watch_once(run: RunDir, config: Config, evaluate: Callable[[Checkpoint], Results]) -> tuple[int, int]:
+    """Evaluate, in forked children, every due checkpoint that no other worker holds; how many are done, and failed.
 
     Raises:
         RefusedError: the tasks cannot be evaluated, whatever the checkpoint. That is no attempt: everything stays due.
@@ -175,8 +160,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
             with claim(jobs[0], limit) as held:
                 if held is None:
                     continue
-                stacks = run.path / "watchdog/stacks" / f"evaluation-{jobs[0].checkpoint.step:08d}.txt"
-                ok = _evaluate(run, held, evaluate, journal, config.eval.attempts, limit, stacks)
+                ok = _evaluate(run, held, evaluate, journal, config.eval.attempts, limit)
                 evaluated, failed = evaluated + ok, failed + (not ok)
                 if not ok:
                     tried.discard(jobs[0].folder)  # tried again until `attempts` are used up
@@ -186,15 +170,20 @@ def watch_once(run: RunDir, config: Config, evaluate: Any) -> tuple[int, int]:
 
 
 def _evaluate(
-    run: RunDir, held: Work, evaluate: Any, journal: Journal, attempts: int, limit: Limits, stacks: Path
+    run: RunDir,
+    held: Work,
+    evaluate: Callable[[Checkpoint], Results],
+    journal: Journal,
+    attempts: int,
+    limit: Limits,
 ) -> bool:
     job, step = held.job, held.job.checkpoint.step
     start = time.perf_counter()
     try:
-        content = apart(
+        results = apart(
             lambda: evaluate(job.checkpoint),
             limit,
-            stacks,
+            run.path / "watchdog/stacks" / f"evaluation-{step:08d}.txt",
             late=lambda text: journal.write("eval-late", f"the evaluation {text}", step=step),
         )
     except RefusedError as refused:
@@ -202,26 +191,18 @@ def _evaluate(
             journal.write("eval-refused", refused.cause, step=step)  # every worker from now on would say the same
         raise
     except EvaluationError as failed:
-        reason = str(failed)
-        count = note_failure(job, reason)
+        note = {"time": now(), "reason": str(failed)}
+        state_files.write(job.folder / f"failed-{uuid.uuid4().hex[:8]}.json", note)
+        count = job.failures
         ending = "given up" if count >= attempts else "will be tried again"
-        journal.write("eval-failed", f"attempt {count} of {attempts} ({ending}): {reason}", step=step, failures=count)
+        journal.write("eval-failed", f"attempt {count} of {attempts} ({ending}): {failed}", step=step, failures=count)
         return False
-    if held.publish(content):
-        table = content["scores"]
-        shown = ", ".join(
-            f"{task} {name} {value:.4g}"
-            for task, row in table.items()
-            for name, value in row.items()
-            if "stderr" not in name
-        )
-        journal.write(
-            "eval",
-            f"{shown} in {time.perf_counter() - start:.0f}s",
-            step=step,
-            scores=table,
-            tasks=job.folder.name,
-        )
+    if held.publish(results):
+        rows = results.scores.items()
+        pairs = ((task, name, value) for task, row in rows for name, value in row.items() if "stderr" not in name)
+        shown = ", ".join(f"{task} {name} {value:.4g}" for task, name, value in pairs)
+        text = f"{shown} in {time.perf_counter() - start:.0f}s"
+        journal.write("eval", text, step=step, scores=results.scores, tasks=job.folder.name)
     return True
 
 

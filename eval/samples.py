@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
-from tqdm import tqdm
+from pydantic import BaseModel
 
 from data.loader import micro_batch
 from data.opening import open_infilling
@@ -16,26 +16,57 @@ from fsdp_pretrain.models import packed as forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import LossSum, StepRecord, number
-from fsdp_pretrain.where import TrainedStep, describe_sample, render_piece, trained_step
+from fsdp_pretrain.where import ShownSample, TrainedStep, describe_sample, trained_step
 
 from .checkpoints import read_checkpoint
 
 
+class Loss(BaseModel):
+    """Natural log: a sum over `count` target tokens, and the mean; None where it is not known or not finite."""
+
+    sum: float | None
+    count: int
+    mean: float | None
+
+    @classmethod
+    def of(cls, total: float | None, count: int) -> Loss:
+        """The loss of a sum over a number of tokens."""
+        mean = number(total / count) if total is not None and count else None
+        return cls(sum=None if total is None else number(total), count=count, mean=mean)
+
+    def __str__(self) -> str:
+        return "unknown" if self.mean is None else f"{self.mean:.4f}"
+
+
+class SampleLoss(Loss, ShownSample):
+    """The loss of a sample, and where that comes from."""
+
+
+class StepLosses(BaseModel):
+    """The losses of a step: of the batch, as they were recorded in training, by source, and by sample, highest first.
+
+    Attributes:
+        checkpoint: step of the one whose parameters they were computed with.
+    """
+
+    step: int
+    segment: int
+    checkpoint: int
+    loss: Loss
+    recorded: Loss
+    sources: dict[str, Loss]
+    samples: list[SampleLoss]
+
+
 def sample_losses(
     run: RunDir, number: int, *, checkpoint: int | None = None, segment: int | None = None, device: str | None = None
-) -> dict[str, Any]:
+) -> StepLosses:
     """Losses of a step's global batch with the parameters of a checkpoint, dropout off.
 
     Args:
-        run: the run directory.
-        number: the step.
         checkpoint: step of the checkpoint; None is the newest before the step.
         segment: the start that trained the step; None is the one whose step was kept.
-        device: `cpu`, `cuda`, ...; None is the run's `eval.device`.
-
-    Returns:
-        Loss as sum, count and mean, in total, as recorded, by source and by sample (highest mean first), natural log
-        per target token; each sample as `where.describe_sample` has it.
+        device: None is the run's `eval.device`.
 
     Raises:
         UserError: the step, its data, the checkpoint or the device cannot be used.
@@ -43,24 +74,23 @@ def sample_losses(
     step = trained_step(run, number, segment)
     chosen = _choose(stores(run), number, checkpoint)
     measured = _measure(step, chosen, device or step.config.eval.device)
-    samples = [
-        {**_loss(total, count), **describe_sample(step, position, world=step.world)}
-        for position, (_, total, count) in enumerate(measured)
-    ]
-    by_source = {
-        source.name: _total([row for row in measured if row[0] == index])
-        for index, source in enumerate(step.config.data.sources)
-    }
+    samples = []
+    for position, (_, total, count) in enumerate(measured):
+        shown = describe_sample(step, position, world=step.world)
+        samples.append(SampleLoss(**dict(Loss.of(total, count)), **shown.model_dump(exclude_unset=True)))
     recorded = step.record.loss if isinstance(step.record, StepRecord) else LossSum(sum=None, count=0)
-    return {
-        "step": number,
-        "segment": step.record.segment,
-        "checkpoint": chosen.step,
-        "loss": _total(measured),
-        "recorded": _loss(recorded.sum, recorded.count),
-        "sources": by_source,
-        "samples": sorted(samples, key=lambda row: -row["mean"] if row["mean"] is not None else float("inf")),
-    }
+    return StepLosses(
+        step=number,
+        segment=step.record.segment,
+        checkpoint=chosen.step,
+        loss=_total(measured),
+        recorded=Loss.of(recorded.sum, recorded.count),
+        sources={
+            source.name: _total([row for row in measured if row[0] == index])
+            for index, source in enumerate(step.config.data.sources)
+        },
+        samples=sorted(samples, key=lambda row: math.inf if row.mean is None else -row.mean),
+    )
 
 
 def _choose(store: Stores, number: int, checkpoint: int | None) -> Checkpoint:
@@ -83,8 +113,7 @@ def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tup
     data, place = step.config.data, next(model.parameters()).device
     rows: list[tuple[int, float, int]] = []
     infilling = open_infilling(step.config, step.packer)
-    bar = tqdm(step.samples(), total=len(step.indices), unit="samples", desc="losses", delay=2, disable=None)
-    for _, packed in bar:
+    for packed in step.samples():
         micro = micro_batch(
             packed,
             with_lengths=data.uses_lengths,
@@ -97,33 +126,21 @@ def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tup
     return rows
 
 
-def _total(rows: list[tuple[int, float, int]]) -> dict[str, Any]:
-    return _loss(sum(total for _, total, _ in rows), sum(count for _, _, count in rows))
+def _total(rows: list[tuple[int, float, int]]) -> Loss:
+    return Loss.of(sum(total for _, total, _ in rows), sum(count for _, _, count in rows))
 
 
-def _loss(total: float | None, count: int) -> dict[str, Any]:
-    return {
-        "sum": None if total is None else number(total),
-        "count": count,
-        "mean": number(total / count) if total is not None and count else None,
-    }
-
-
-def render(result: dict[str, Any], *, top: int) -> str:
-    """What `sample_losses` returns, for people: the `top` samples of the highest loss."""
+def render(found: StepLosses, *, top: int) -> str:
+    """For people: the `top` samples of the highest loss."""
     lines = [
-        f"step {result['step']} of segment {result['segment']} with the checkpoint of step {result['checkpoint']}: "
-        f"mean loss {_show(result['loss'])}; recorded in training: {_show(result['recorded'])}"
+        f"step {found.step} of segment {found.segment} with the checkpoint of step {found.checkpoint}: "
+        f"mean loss {found.loss}; recorded in training: {found.recorded}"
     ]
-    lines += [f"  source {name}: {_show(loss)} over {loss['count']} tokens" for name, loss in result["sources"].items()]
-    for sample in result["samples"][:top]:
-        lines.append(f"sample {sample['index']}: {_show(sample)}, rank {sample['rank']}, source {sample['source']}")
-        lines += [line for piece in sample["pieces"][:3] for line in render_piece(piece)]
-        lines += [f"  and {len(sample['pieces']) - 3} more"] if len(sample["pieces"]) > 3 else []
-    if len(result["samples"]) > top:
-        lines.append(f"{len(result['samples']) - top} more; show them with --top or --json")
+    lines += [f"  source {name}: {loss} over {loss.count} tokens" for name, loss in found.sources.items()]
+    for sample in found.samples[:top]:
+        lines.append(f"sample {sample.index}: {sample}, rank {sample.rank}, source {sample.source}")
+        lines += [line for piece in sample.pieces[:3] for line in piece.lines()]
+        lines += [f"  and {len(sample.pieces) - 3} more"] if len(sample.pieces) > 3 else []
+    if len(found.samples) > top:
+        lines.append(f"{len(found.samples) - top} more; show them with --top or --json")
     return "\n".join(lines)
-
-
-def _show(loss: dict[str, Any]) -> str:
-    return "unknown" if loss["mean"] is None else f"{loss['mean']:.4f}"

@@ -108,45 +108,46 @@ def _check_generation(tasks: Sequence[Any]) -> None:
         )
 
 
-def _dataset(rows: list[dict[str, Any]]) -> Any:
-    """What lm-eval calls to get a task's documents."""
+def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """A task in lm-eval's terms, which calls `custom_dataset` to get the documents."""
     from datasets import Dataset
 
-    return lambda **_: {"validation": Dataset.from_list(rows)}
+    return {
+        "task": name,
+        "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
+        "validation_split": "validation",
+        "metadata": {"version": 1.0},
+        **more,
+    }
 
 
 def _bits_per_byte(texts: list[str]) -> dict[str, Any]:
-    return {
-        "task": "heldout_bpb",
-        "custom_dataset": _dataset([{"text": text} for text in texts]),
-        "output_type": "loglikelihood_rolling",
-        "validation_split": "validation",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
-        "metadata": {"version": 1.0},
-    }
+    return _task(
+        "heldout_bpb",
+        [{"text": text} for text in texts],
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{text}}",
+        metric_list=[{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+    )
 
 
 def _choice(texts: list[str]) -> dict[str, Any]:
     questions = choice_questions(texts)
     if not questions:
         raise DataError("the held-out documents are too few or too short for heldout_choice")
-    return {
-        "task": "heldout_choice",
-        "custom_dataset": _dataset(questions),
-        "output_type": "multiple_choice",
-        "validation_split": "validation",
-        "doc_to_text": "{{context}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "target_delimiter": "",
-        # Some passages are likelier than others anywhere: the score that counts subtracts that (mutual information).
-        "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc_mutual_info", "acc")
-        ],
-        "metadata": {"version": 1.0},
-    }
+    # Some passages are likelier than others anywhere: the score that counts subtracts that (mutual information).
+    metrics = ("acc_mutual_info", "acc")
+    return _task(
+        "heldout_choice",
+        questions,
+        output_type="multiple_choice",
+        doc_to_text="{{context}}",
+        doc_to_choice="choices",
+        doc_to_target="answer",
+        target_delimiter="",
+        metric_list=[{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
+    )
 
 
 def choice_questions(texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
-from .console import Parser
+from .console import Parser, argument
 from .errors import ConfigError
 from .record.files import RunDir
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """The argument RUN of a verb: an existing run directory."""
-    parser.add_argument("run", type=run_directory, metavar="RUN", help="run directory")
 
 
 def run_directory(text: str) -> RunDir:
@@ -26,11 +23,31 @@ def run_directory(text: str) -> RunDir:
     return run
 
 
+RUN = argument("run", type=run_directory, metavar="RUN", help="run directory")
+SEGMENT = argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The argument RUN of a verb: an existing run directory."""
+    RUN(parser)
+
+
 def check_begun(run: RunDir) -> None:
     """Raise ConfigError if a directory holds no run."""
     if not run.begun:
         found = "it has neither segments/ nor checkpoints/" if run.path.is_dir() else "there is no such directory"
         raise ConfigError(f"{run.path} is not a run directory: {found}")
+
+
+def import_extra(module: str, what: str) -> ModuleType:
+    """A module of this program that needs torch; `what` says what for. Raises ConfigError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} with torch, which is not installed ({error.name})",
+            remedy="in the checkout: pip install -e '.[train]'",
+        ) from None
 
 
 def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:

@@ -43,25 +43,11 @@ CLASSES: dict[str, str] = {
     "data.prefetch": FREE,
     "data.read_timeout": FREE,
     "data.max_quarantined": FREE,  # when to refuse, not what to learn
+    "train": DECLARED,
     "train.duration": DECLARED,  # to shorten it; to prolong it is free, see `_duration`
-    "train.global_batch": DECLARED,
     "train.micro_batch": FREE,
-    "train.batch_ramp": DECLARED,
-    "train.grad_clip": DECLARED,
-    "train.z_loss": DECLARED,
-    "train.precision": DECLARED,
-    "train.loss_scale": DECLARED,
-    "optimizer.lr": DECLARED,
-    "optimizer.min_lr": DECLARED,
-    "optimizer.curve": DECLARED,
-    "optimizer.warmup": DECLARED,
+    "optimizer": DECLARED,
     "optimizer.decay": DECLARED,  # with its default, see `_decay`
-    "optimizer.betas": DECLARED,
-    "optimizer.eps": DECLARED,
-    "optimizer.weight_decay": DECLARED,
-    "optimizer.embedding_shrink": DECLARED,
-    "optimizer.shrink_paths": DECLARED,
-    "optimizer.no_decay": DECLARED,
     "parallel.shard": FREE,
     "parallel.reshard_after_forward": FREE,
     "parallel.recompute": FREE,
@@ -89,19 +75,14 @@ def class_of(key: str) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A value that differs.
-
-    Attributes:
-        key: of the schema, as `--allow` takes it.
-        text: `place: old -> new`.
-        kind: class of this change.
-        advice: how to avoid it, if that is not obvious.
-    """
+    """A value that differs: `key` is of the schema, as `--allow` takes it, `text` is `place: old -> new`."""
 
     key: str
     text: str
     kind: str
+    """Class of this change."""
     advice: str = ""
+    """How to avoid it, if that is not obvious."""
 
 
 def changes(old: Config, new: Config) -> list[Change]:
@@ -206,11 +187,7 @@ def _class_of_unknown(key: str) -> str:
 
 
 def read_allowed(names: Iterable[str]) -> frozenset[str]:
-    """Check what `--allow` names: keys and tables of the schema in which something may be declared.
-
-    Raises:
-        ConfigError: listing every name that is none.
-    """
+    """Check that `--allow` names keys and tables in which something may be declared. Raises ConfigError."""
     known, problems = schema_keys(), []
     names = frozenset(names)
     for name in sorted(names):
@@ -232,19 +209,17 @@ def _covers(name: str, key: str) -> bool:
 
 def undeclared(found: Iterable[Change], allowed: Collection[str]) -> list[Change]:
     """The changes that must be declared and are not."""
-    return [
-        change for change in found if change.kind == DECLARED and not any(_covers(name, change.key) for name in allowed)
-    ]
+    declared = (change for change in found if change.kind == DECLARED)
+    return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
 
 
 def refuse(where: str, forbidden: Sequence[str], declared: Sequence[Change], cursor: int) -> None:
     """Raise ConfigError, with every change in one report, if there are any.
 
     Args:
-        where: the checkpoint.
+        where, cursor: the checkpoint, and the samples read at it.
         forbidden: texts of what may not be changed.
         declared: what `undeclared` found.
-        cursor: samples read at the checkpoint.
     """
     parts, remedies = [], []
     if forbidden:

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from .errors import Exit, StorageError, UserError
@@ -58,12 +59,57 @@ def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str
     return parser
 
 
+Argument = Callable[[argparse.ArgumentParser], object]
+"""Adds an argument to a parser."""
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """An argument of a verb, as `add_argument` takes it."""
+    return lambda parser: parser.add_argument(*names, **options)
+
+
+JSON = argument("--json", action="store_true", help="for a program to read")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A handler with its place on the command line; its docstring is the summary.
+
+    Attributes:
+        name: as typed.
+        example: what follows the name in an example.
+        arguments: of the verb.
+    """
+
+    handler: Handler
+    name: str
+    example: str
+    arguments: tuple[Argument, ...]
+
+    def add_to(self, verbs: Any, prefix: str) -> argparse.ArgumentParser:
+        """Add it to the subparsers of the command that `prefix` types."""
+        summary = " ".join((self.handler.__doc__ or "").split())
+        parser = add_verb(verbs, self.name, self.handler, summary, f"{prefix} {self.name} {self.example}".rstrip())
+        for add in self.arguments:
+            add(parser)
+        return parser
+
+
+def verb(name: str, example: str, *arguments: Argument) -> Callable[[Handler], Verb]:
+    """Make a function the handler of a verb; see `Verb`."""
+    return lambda handler: Verb(handler, name, example, arguments)
+
+
 class Command:
     """A console command with verbs."""
 
     def __init__(self, name: str, description: str) -> None:
         self._parser = Parser(prog=name, description=description)
         self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
+
+    def add(self, *verbs: Verb) -> argparse.ArgumentParser:
+        """Add verbs; returns the parser of the last."""
+        return [each.add_to(self._verbs, self._parser.prog) for each in verbs][-1]
 
     def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
         """Add a verb; returns its parser, to which the caller adds arguments.
@@ -140,6 +186,11 @@ def _flush_output() -> None:
 def _drop_output() -> None:
     """Discard what standard output did not take, or Python would fail again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def row(name: str, text: str) -> str:
+    """A named line of what a command shows."""
+    return f"  {name:11} {text}"
 
 
 def byte_count(text: str) -> int:

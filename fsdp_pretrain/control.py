@@ -24,12 +24,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def send(run: RunDir, verb: str, **more: Any) -> None:
-    """Leave a request for the job of a run. Raises OSError, also if there is no run.
+    """Leave a request, one of `VERBS`, for the job of a run. Raises OSError, also if there is no run.
 
-    Args:
-        run: the run directory.
-        verb: one of `VERBS`.
-        more: with `stop`: `reason`, and `avoid_hosts`, a list of hosts that the next start should do without.
+    A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should do without.
     """
     if not run.begun:
         raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
@@ -38,13 +35,7 @@ def send(run: RunDir, verb: str, **more: Any) -> None:
 
 @dataclass
 class Requests:
-    """What has been asked of this rank and not yet been answered.
-
-    Attributes:
-        stop, save: what is asked.
-        reason: of the stop.
-        avoid_hosts: what the next start should do without.
-    """
+    """What has been asked of this rank and not yet been answered; reason and hosts to avoid are of the stop."""
 
     stop: bool = False
     save: bool = False
@@ -66,11 +57,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 class Inbox:
-    """Collects requests on one rank.
-
-    Args:
-        run: the run directory, on rank 0; None elsewhere.
-    """
+    """Collects requests on one rank; `run` is None on others than rank 0."""
 
     def __init__(self, run: RunDir | None) -> None:
         self._run, self._polled = run, 0.0
@@ -78,9 +65,7 @@ class Inbox:
 
     def discard(self) -> int:
         """Remove requests that were meant for an earlier start; how many."""
-        if self._run is None:
-            return 0
-        return len(inbox.take(self._run.control))
+        return len(inbox.take(self._run.control)) if self._run is not None else 0
 
     def listen(self) -> None:
         """Turn SIGTERM, SIGINT and SIGUSR1 into a request to stop; a second SIGINT interrupts at once."""

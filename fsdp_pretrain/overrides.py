@@ -32,12 +32,7 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Overrides:
-    """Lasting changes of a run's configuration.
-
-    Attributes:
-        set: `section.key=value`, each key once.
-        skip: samples never trained, merged and sorted.
-    """
+    """Lasting changes of a run's configuration: `section.key=value`, each key once; and samples never trained."""
 
     set: tuple[str, ...] = ()
     skip: tuple[SampleRange, ...] = ()
@@ -99,12 +94,10 @@ def apply(path: str | Path, arguments: Sequence[str], overrides: Overrides) -> C
     if arguments and overrides.set and (obeyed := load(path, [*overrides.set, *arguments])) != config:
         mine, theirs = (tree.model_dump(mode="json") for tree in (config, obeyed))
         keys = [text.partition("=")[0].strip() for text in arguments]
-        wrong = [f"{key}: {value(mine, key)} is set, not {value(theirs, key)}" for key in keys]
+        values = [(key, value(mine, key), value(theirs, key)) for key in keys]
+        wrong = [f"{key}: {kept} is set, not {asked}" for key, kept, asked in values if kept != asked]
         raise ConfigError(
-            f"the command line contradicts {config.run.dir / 'overrides.toml'}:\n    "
-            + "\n    ".join(
-                text for text, key in zip(wrong, keys, strict=True) if value(mine, key) != value(theirs, key)
-            ),
+            f"the command line contradicts {config.run.dir / 'overrides.toml'}:\n    " + "\n    ".join(wrong),
             effect="a restart with an old command would undo what a rollback or fork decided",
             remedy="leave these keys off the command line; `fsdp-pretrain rollback RUN --to STEP --set key=value` "
             "changes them for good",

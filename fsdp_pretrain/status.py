@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from .changes import load_recorded
 from .checkpoint.expected import missing
 from .checkpoint.store import Manifest
 from .checkpoint.stores import stores
+from .console import row
 from .errors import UserError
 from .record import goodput, lineage, state_files
 from .record.attempts import unread_bytes
@@ -24,6 +25,7 @@ from .record.claim import Held
 from .record.environment import ENVIRONMENT, Environment
 from .record.exit_intent import EXIT_INTENT, ExitIntent
 from .record.files import RunDir, age, now
+from .record.goodput import Damaged
 from .record.lock import is_held
 from .record.state_files import StateFile
 from .record.status import Status
@@ -38,6 +40,7 @@ _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
 """Bytes of new metrics that are read for one line: a second or two."""
+_RATIOS = {"goodput", "runtime_goodput", "ettr", "tokens_per_day"}
 
 
 class _LastLook(StateFile):
@@ -48,78 +51,113 @@ class _LastLook(StateFile):
 
 
 class _Seen(StateFile):
-    """What is shown of the watchdog's snapshot."""
+    """What is shown of the watchdog's snapshot, and how old that is."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     time: str | None = None
     step_drift: float | None = None
     disk_full_in: float | None = None
+    age_seconds: float = math.inf
 
 
-@dataclass
-class Report:
-    """What `status` found.
+class Verified(BaseModel):
+    """The newest verified checkpoint."""
+
+    step: int
+    age_seconds: float
+    steps_behind: int
+    bytes: int
+    path: str
+
+
+class SinceLastLook(BaseModel):
+    """Since the last time somebody asked; negative after a rollback."""
+
+    steps: int
+    seconds: float
+
+
+class Goodput(BaseModel):
+    """Where the time went, in one line and, if that is soon read, in numbers."""
+
+    line: str
+    goodput: float = 0.0
+    runtime_goodput: float = 0.0
+    ettr: float = 0.0
+    tokens_per_day: float = 0.0
+
+
+class Report(BaseModel):
+    """What `status` found; what it could not find out is not set.
 
     Attributes:
+        status: what the job said last.
         state: starting, running, saving, complete, incomplete (it was complete, and its last checkpoint is missing),
             stopped, failed, or unknown.
         running: whether a job seems to be alive.
-        level: 0 ok, 1 warning, 2 alert.
         problems: (level, text).
-        facts: everything shown, JSON values.
+        verified_checkpoint: None if there is none.
+        no_segments: what is in `segments/` and is none.
     """
 
-    state: str
-    running: bool
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    status: Status = Status()
+    state: str = "unknown"
+    running: bool = False
+    problems: list[tuple[int, str]] = []
+    heartbeat_age_seconds: float | None = None
+    verified_checkpoint: Verified | None = None
+    disk_free_bytes: int = 0
+    checkpoints_that_fit: int = 0
+    since_last_look: SinceLastLook | None = None
+    alarms: list[dict[str, Any]] = []
+    watchdog: _Seen | None = None
+    damaged: Damaged | None = None
+    goodput: Goodput | None = None
+    no_segments: list[str] = []
 
     @property
     def level(self) -> int:
-        """The worst problem's level."""
+        """The worst problem's level: 0 ok, 1 warning, 2 alert."""
         return max((level for level, _ in self.problems), default=OK)
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        problems = [{"level": level, "text": text} for level, text in self.problems]
+        """For `--json`: what the job said, and what was found."""
         return {
-            **self.facts,
+            **self.status.said(),
+            **self.model_dump(exclude_unset=True, exclude={"status"}),
             "state": self.state,
             "running": self.running,
             "level": self.level,
-            "problems": problems,
+            "problems": [{"level": level, "text": text} for level, text in self.problems],
         }
 
 
 def inspect(run: RunDir) -> Report:
     """Look at a run directory."""
-    report, status = Report("unknown", False), Status()
+    report = Report()
     try:
         found = state_files.read(run.status, Status)
         if found is None:
             text = f"{run.status} is missing: no job was started here, or none came far"
             report.problems.append((ALERT, text))
         else:
-            status, report = found, Report(found.state, False, facts=found.said())
-            _look_at_life(report, status)
+            report.status, report.state = found, found.state
+            _look_at_life(report, found)
     except UserError as error:
         report.running = is_held(run)
         report.problems.append((WARN, f"{error.cause}; a job that runs writes it again"))
     if run.rollback.exists():
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
-    _look_at_checkpoints(report, run, status)
-    _look_at_progress(report, run, status)
-    _look_at_alarms(report, run)
-    _look_at_watchdog(report, run)
-    _look_at_goodput(report, run)
-    _look_at_files(report, run)
+    _look_at_checkpoints(report, run, report.status)
+    for look in (_look_at_progress, _look_at_alarms, _look_at_watchdog, _look_at_goodput, _look_at_files):
+        look(report, run)
     return report
 
 
 def _look_at_life(report: Report, status: Status) -> None:
     silent = age(status.heartbeat)
-    report.facts["heartbeat_age_seconds"] = round(silent, 1)
+    report.heartbeat_age_seconds = round(silent, 1)
     if report.state in _ENDED:
         code, reason = (status.exit_intent.code, status.exit_intent.reason) if status.exit_intent else (None, None)
         if report.state == "failed":
@@ -155,22 +193,21 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
         if checkpoint.problem is not None:
             report.problems.append((WARN, f"{checkpoint.path.name} is damaged: {checkpoint.problem}"))
     if not good:
-        report.facts["verified_checkpoint"] = None
+        report.verified_checkpoint = None
         return
     manifest = good[-1].manifest()
     size = sum(entry.bytes for entry in manifest.files)
     free = shutil.disk_usage(run.path).free
-    report.facts["verified_checkpoint"] = {
-        "step": good[-1].step,
-        "age_seconds": round(age(manifest.committed), 1),
-        "steps_behind": (status.step or 0) - good[-1].step,
-        "bytes": size,
-        "path": str(good[-1].path),
-    }
+    report.verified_checkpoint = Verified(
+        step=good[-1].step,
+        age_seconds=round(age(manifest.committed), 1),
+        steps_behind=(status.step or 0) - good[-1].step,
+        bytes=size,
+        path=str(good[-1].path),
+    )
     if found.elsewhere(good[-1]):
         report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
-    report.facts["disk_free_bytes"] = free
-    report.facts["checkpoints_that_fit"] = int(free // max(1, size))
+    report.disk_free_bytes, report.checkpoints_that_fit = free, int(free // max(1, size))
     if report.state not in _ENDED:
         if free < 1.05 * size:
             report.problems.append(
@@ -203,7 +240,7 @@ def _look_at_interval(report: Report, run: RunDir, manifest: Manifest, status: S
 def _look_at_alarms(report: Report, run: RunDir) -> None:
     """What the watchdog has found and is not over."""
     open_ = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
-    report.facts["alarms"] = [alarm.to_json() for alarm in open_]
+    report.alarms = [alarm.to_json() for alarm in open_]
     for alarm in open_:
         if alarm.severity is not Severity.INFO:
             known = alarm.state == "acknowledged"
@@ -215,25 +252,25 @@ def _look_at_alarms(report: Report, run: RunDir) -> None:
 def _look_at_watchdog(report: Report, run: RunDir) -> None:
     """Whether anybody watches, and what was seen last."""
     seen = state_files.view(snapshot_file(run), _Seen)
+    silent = age(seen.time) if seen is not None else math.inf
     if seen is not None:
-        report.facts["watchdog"] = {**seen.model_dump(exclude_unset=True), "age_seconds": round(age(seen.time), 1)}
-    if not report.running or age(report.facts.get("started")) < _SILENT_AT_LEAST:
+        report.watchdog = seen.model_copy(update={"age_seconds": round(silent, 1)})
+    if not report.running or age(report.status.started) < _SILENT_AT_LEAST:
         return
     try:
         wanted = load_recorded(run.config)[0].watchdog.enabled
     except UserError:
         return  # said elsewhere
-    silent = age(seen.time) if seen is not None else float("inf")
     if wanted and silent > _SILENT_AT_LEAST:
         ago = f"has not looked for {human_time(silent)}" if seen is not None else "has never looked"
         report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
 
 
-def _look_at_progress(report: Report, run: RunDir, status: Status) -> None:
+def _look_at_progress(report: Report, run: RunDir) -> None:
     """Steps since the last time somebody asked."""
-    last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), status.step or 0
+    last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), report.status.step or 0
     if last is not None:
-        report.facts["since_last_look"] = {"steps": step - last.step, "seconds": round(age(last.time), 1)}
+        report.since_last_look = SinceLastLook(steps=step - last.step, seconds=round(age(last.time), 1))
     with contextlib.suppress(OSError):  # looking must work on a full or read-only disk too
         state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
 
@@ -241,19 +278,18 @@ def _look_at_progress(report: Report, run: RunDir, status: Status) -> None:
 def _look_at_goodput(report: Report, run: RunDir) -> None:
     """Where the time went, if that is soon read."""
     size = unread_bytes(run)
+    if size > _LARGEST_RECORD:
+        line = f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
+        report.goodput = Goodput(line=line)
+        return
     try:
-        found = goodput.goodput(run) if size <= _LARGEST_RECORD else None
+        found = goodput.goodput(run)
     except UserError as error:  # of the lineage: what the run is made of is not known
         report.problems.append((ALERT, error.cause))
         return
     if found is not None:
-        report.facts["damaged"] = found["damaged"]
-        report.facts["goodput"] = {key: found[key] for key in ("goodput", "runtime_goodput", "ettr", "tokens_per_day")}
-        report.facts["goodput"]["line"] = goodput.headline(found)
-    elif size > _LARGEST_RECORD:
-        report.facts["goodput"] = {
-            "line": f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
-        }
+        report.damaged = found.damaged
+        report.goodput = Goodput(line=goodput.headline(found), **found.model_dump(include=_RATIOS))
 
 
 def _look_at_files(report: Report, run: RunDir) -> None:
@@ -264,9 +300,8 @@ def _look_at_files(report: Report, run: RunDir) -> None:
         except UserError as error:
             report.problems.append((WARN, error.cause))
     known = {path.name for path in run.segments}
-    strange = [path.name for path in (run.path / "segments").glob("*") if path.name not in known]
-    if strange:
-        report.facts["no_segments"] = sorted(strange)
+    if strange := sorted(path.name for path in (run.path / "segments").glob("*") if path.name not in known):
+        report.no_segments = strange
 
 
 def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
@@ -277,61 +312,51 @@ def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
         yield segment / ENVIRONMENT, Environment
 
 
-def _watchdog_line(seen: dict[str, Any]) -> str:
+def _watchdog_line(seen: _Seen) -> str:
     """What the watchdog saw last, in short."""
-    parts = [f"looked {human_time(seen['age_seconds'])} ago"]
-    if seen.get("step_drift") is not None:
-        parts.append(f"steps {seen['step_drift'] - 1:+.1%} of the baseline")
-    if seen.get("disk_full_in") is not None:
-        parts.append(f"disk full in {human_time(seen['disk_full_in'])}")
+    parts = [f"looked {human_time(seen.age_seconds)} ago"]
+    if seen.step_drift is not None:
+        parts.append(f"steps {seen.step_drift - 1:+.1%} of the baseline")
+    if seen.disk_full_in is not None:
+        parts.append(f"disk full in {human_time(seen.disk_full_in)}")
     return ", ".join(parts)
 
 
 def render(report: Report) -> str:
     """The report on one screen."""
-    facts = report.facts
-    lines = [f"{facts.get('run', '?')}: {report.state.upper()}"]
-    step, total = facts.get("step"), facts.get("total_steps")
-    if step is not None and total is not None:
-        loss = f", loss {facts['loss']:.4f}" if facts.get("loss") is not None else ""
-        lines.append(f"  step        {step:_} of {total:_}, {human_count(facts.get('tokens') or 0)} tokens{loss}")
-        if facts.get("iteration_seconds"):
-            ending = f", {human_time((total - step) * facts['iteration_seconds'])} to go" if report.running else ""
-            lines.append(
-                f"  pace        {facts['iteration_seconds']:.3g}s a step, "
-                f"{human_count(facts.get('tokens_per_second') or 0)} tokens/s{ending}"
-            )
-    if "since_last_look" in facts:
-        since = facts["since_last_look"]
-        done = f"{since['steps']:_} steps" if since["steps"] >= 0 else f"went back {-since['steps']:_} steps"
-        lines.append(f"  progress    {done} in the {human_time(since['seconds'])} since the last look")
-    if facts.get("heartbeat_age_seconds") is not None:
-        lines.append(
-            f"  heartbeat   {human_time(facts['heartbeat_age_seconds'])} ago, {facts.get('host')}"
-            + (f" pid {facts['pid']}" if facts.get("pid") else "")
-        )
-    checkpoint = facts.get("verified_checkpoint")
-    if checkpoint:
-        lines.append(
-            f"  checkpoint  step {checkpoint['step']:_} verified {human_time(checkpoint['age_seconds'])} ago, "
-            f"{checkpoint['steps_behind']:_} steps behind"
-        )
-        lines.append(
-            f"  disk        {human_bytes(facts['disk_free_bytes'])} free, "
-            f"room for {facts['checkpoints_that_fit']:_} checkpoints"
-        )
-    elif "verified_checkpoint" in facts:
-        lines.append("  checkpoint  none verified yet")
-    if facts.get("watchdog") and report.running:
-        lines.append(f"  watchdog    {_watchdog_line(facts['watchdog'])}")
-    if facts.get("goodput"):
-        lines.append(f"  time        {facts['goodput']['line']}")
-    if facts.get("overrides"):
-        lines.append(f"  overrides   {facts['overrides']}")
-    if facts.get("damaged", {}).get("lines"):
-        lines.append(f"  record      damaged lines, passed over: {facts['damaged']['lines']:_}")
-    if facts.get("no_segments"):
-        lines.append(f"  segments/   no segment of the run, passed over: {', '.join(facts['no_segments'])}")
     names = {WARN: "WARN", ALERT: "ALERT"}
-    lines += [f"  {names[level]:11} {text}" for level, text in sorted(report.problems, reverse=True)]
-    return "\n".join(lines)
+    rows = [*_rows(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
+    return "\n".join([f"{report.status.run}: {report.state.upper()}", *(row(*each) for each in rows)])
+
+
+def _rows(report: Report) -> Iterator[tuple[str, str]]:
+    status = report.status
+    if status.step is not None and status.total_steps is not None:
+        loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
+        yield "step", f"{status.step:_} of {status.total_steps:_}, {human_count(status.tokens or 0)} tokens{loss}"
+        if pace := status.iteration_seconds:
+            left = f", {human_time((status.total_steps - status.step) * pace)} to go" if report.running else ""
+            yield "pace", f"{pace:.3g}s a step, {human_count(status.tokens_per_second or 0)} tokens/s{left}"
+    if (since := report.since_last_look) is not None:
+        done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
+        yield "progress", f"{done} in the {human_time(since.seconds)} since the last look"
+    if report.heartbeat_age_seconds is not None:
+        process = f" pid {status.pid}" if status.pid else ""
+        yield "heartbeat", f"{human_time(report.heartbeat_age_seconds)} ago, {status.host}{process}"
+    if (checkpoint := report.verified_checkpoint) is not None:
+        ago = f"verified {human_time(checkpoint.age_seconds)} ago"
+        yield "checkpoint", f"step {checkpoint.step:_} {ago}, {checkpoint.steps_behind:_} steps behind"
+        room = f"room for {report.checkpoints_that_fit:_} checkpoints"
+        yield "disk", f"{human_bytes(report.disk_free_bytes)} free, {room}"
+    elif "verified_checkpoint" in report.model_fields_set:
+        yield "checkpoint", "none verified yet"
+    if report.watchdog is not None and report.running:
+        yield "watchdog", _watchdog_line(report.watchdog)
+    if report.goodput is not None:
+        yield "time", report.goodput.line
+    if status.overrides:
+        yield "overrides", status.overrides
+    if report.damaged is not None and report.damaged.lines:
+        yield "record", f"damaged lines, passed over: {report.damaged.lines:_}"
+    if report.no_segments:
+        yield "segments/", f"no segment of the run, passed over: {', '.join(report.no_segments)}"

@@ -10,8 +10,8 @@ import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from pydantic import BaseModel
 from tqdm import tqdm
 
 from data.opening import open_packer, open_skips
@@ -35,12 +35,7 @@ IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class InFlight:
-    """A step without a record, that was being trained when its start ended.
-
-    Attributes:
-        segment: of that start.
-        batch, cursor: samples of the global batch, and samples read with it.
-    """
+    """A step without a record, that was being trained when its start ended: samples of it, and read with it."""
 
     segment: int
     batch: int
@@ -52,11 +47,8 @@ class TrainedStep:
     """A recorded step and what computes its batch again.
 
     Attributes:
-        number: of the step.
-        record: its metrics record, or what is known of it without one.
         replaced_by: the later start that went back before this step and trained on from there; None if it is kept.
-        config, packer: of the start that trained it.
-        world: ranks of that start.
+        config, packer, world: of the start that trained it.
     """
 
     number: int
@@ -71,18 +63,64 @@ class TrainedStep:
         """The samples of the global batch, in the order in which ranks take their slices."""
         return open_skips(self.config).take_back(self.record.cursor, self.record.batch)
 
-    def samples(self) -> Iterator[tuple[int, Packed]]:
-        """Every sample of the global batch, packed: (index, one row). Raises DataError."""
-        for index in self.indices:
-            yield index, self.packer.pack(index, 1)
+    def samples(self) -> Iterator[Packed]:
+        """Every sample of the global batch, packed, with a progress bar. Raises DataError."""
+        title = f"step {self.number}"
+        for index in tqdm(self.indices, desc=title, unit="samples", delay=2, disable=None):
+            yield self.packer.pack(index, 1)
+
+
+class ShownPiece(BaseModel):
+    """Tokens `start` to `stop` of a document of `length`, which begin at `position` of the sample."""
+
+    shard: str
+    document: int
+    start: int
+    stop: int
+    length: int
+    position: int
+    quarantined: bool
+    text: str = ""
+
+    def lines(self) -> list[str]:
+        """For people; with the text, if it is there."""
+        place = f"  at {self.position:<6} {self.shard} document {self.document}, "
+        place += f"tokens {self.start} to {self.stop} of {self.length}"
+        place += ", quarantined: not learned" if self.quarantined else ""
+        text = self.text.split("\n") if "text" in self.model_fields_set else []
+        return [place, *(f"    | {line}" for line in text)]
+
+
+class ShownSample(BaseModel):
+    """A sample of a step; `micro_batch` is that of its rank, `ids` are its S + 1 tokens."""
+
+    index: int
+    rank: int
+    micro_batch: int
+    source: str
+    epoch: int
+    pieces: list[ShownPiece]
+    ids: list[int] = []
+
+
+class ShownStep(BaseModel):
+    """A step and its samples, as `fsdp-pretrain where --json` shows it: what was not asked for is not set."""
+
+    step: int
+    segment: int
+    replaced_by: int | None
+    cursor: int
+    batch: int
+    sequence_length: int
+    world: int
+    data_digest: str | None
+    samples: list[ShownSample]
 
 
 def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedStep:
     """Find a step in the record and prove that its batch can be computed again.
 
     Args:
-        run: the run directory.
-        step: optimiser step, from 1.
         segment: the start to take it from; None is the one whose step was kept.
 
     Raises:
@@ -98,8 +136,7 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
     found = TrainedStep(step, record, replaced_by, config, packer, world)
     if isinstance(record, InFlight):
         return found
-    bar = tqdm(found.samples(), total=record.batch, desc=f"step {step}", unit="samples", delay=2, disable=None)
-    digest = f"{sum(packed.digest for _, packed in bar) % 2**64:016x}"
+    digest = f"{sum(packed.digest for packed in found.samples()) % 2**64:016x}"
     if digest != record.data_digest:
         changed = _changes(run, config, packer)
         raise DataError(
@@ -143,16 +180,7 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | I
 
 
 def batches_after(config: Config, at: Position, count: int) -> list[dict[str, int]]:
-    """What the steps after a point train.
-
-    Args:
-        config: of the start.
-        at: the point.
-        count: steps.
-
-    Returns:
-        For each: `step`, `consumed` and `cursor` after it, `batch` in samples, and `first`, the cursor before it.
-    """
+    """What the `count` steps after a point train: `first` is the cursor before each, the rest is its `Position`."""
     skips, found = open_skips(config), list[dict[str, int]]()
     while len(found) < count and at.consumed < config.schedule.total:
         first, at = at.cursor, at.advance(config.schedule.batch, skips)
@@ -188,40 +216,27 @@ def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
 
 def describe_sample(
     step: TrainedStep, position: int, *, world: int, tokenizer: Tokenizer | None = None, ids: bool = False
-) -> dict[str, Any]:
-    """One sample of a step, as `fsdp-pretrain where --json` shows it.
-
-    Args:
-        step: from `trained_step`.
-        position: in the global batch, from 0.
-        world: ranks to split the batch over.
-        tokenizer: to add the text of every piece; None adds none.
-        ids: add the S + 1 token ids.
-
-    Returns:
-        Index, rank, micro-batch of the rank, source, epoch, and the pieces in order: shard, document, `start` and
-        `stop` within the document's `length` tokens, `position` in the sample, whether it was quarantined, text.
-    """
+) -> ShownSample:
+    """The sample at a position of the global batch, split over `world` ranks; with text if there is a tokenizer."""
     index, share = step.indices[position], len(step.indices) // world
     packed = step.packer.pack(index, 1)
     pieces = []
     for piece in step.packer.provenance(index):
-        row = {key: value for key, value in asdict(piece).items() if key != "source"}
-        row["quarantined"] = piece in packed.quarantined
+        shown = ShownPiece(**asdict(piece), quarantined=piece in packed.quarantined)
         if tokenizer is not None:
             tokens = packed.tokens[0, piece.position : piece.position + piece.stop - piece.start]
-            row["text"] = tokenizer.decode(tokens.tolist())
-        pieces.append(row)
+            shown.text = tokenizer.decode(tokens.tolist())
+        pieces.append(shown)
     rank, inside = divmod(position, share)
-    return {
-        "index": index,
-        "rank": rank,
-        "micro_batch": inside // step.config.train.micro_batch,
-        "source": step.config.data.sources[int(packed.sources[0])].name,
-        "epoch": step.packer.epoch(index),
-        "pieces": pieces,
+    return ShownSample(
+        index=index,
+        rank=rank,
+        micro_batch=inside // step.config.train.micro_batch,
+        source=step.config.data.sources[int(packed.sources[0])].name,
+        epoch=step.packer.epoch(index),
+        pieces=pieces,
         **({"ids": packed.tokens[0].tolist()} if ids else {}),
-    }
+    )
 
 
 def describe_step(
@@ -232,15 +247,13 @@ def describe_step(
     sample: int | None = None,
     text: bool = False,
     ids: bool = False,
-) -> dict[str, Any]:
-    """A step and its samples, all or those asked for.
+) -> ShownStep:
+    """A step and its samples.
 
     Args:
-        step: from `trained_step`.
         world: ranks to split the batch over; None is as it was trained.
-        rank: only the samples of this rank.
-        sample: only the sample with this index.
-        text, ids: see `describe_sample`.
+        rank, sample: only the samples of this rank, the sample with this index.
+        text, ids: add the text of every piece, the token ids of every sample.
 
     Raises:
         ConfigError: the step has no such sample or rank, or the batch does not split over `world`.
@@ -260,44 +273,36 @@ def describe_step(
         if sample in (None, index) and rank in (None, position // share)
     ]
     tokenizer = next(iter(step.packer.corpora.values())).tokenizer() if text else None
-    return {
-        "step": number,
-        "segment": record.segment,
-        "replaced_by": step.replaced_by,
-        "cursor": record.cursor,
-        "batch": size,
-        "sequence_length": step.packer.length,
-        "world": world,
-        "data_digest": record.data_digest if isinstance(record, StepRecord) else None,
-        "samples": [describe_sample(step, at, world=world, tokenizer=tokenizer, ids=ids) for at in chosen],
-    }
-
-
-def render(described: dict[str, Any]) -> str:
-    """What `describe_step` returns, for people."""
-    replaced = f", replaced by segment {described['replaced_by']}" if described["replaced_by"] else ""
-    digest = described["data_digest"]
-    proof = (
-        f"computed again, the batch has the recorded digest {digest}" if digest else "not recorded: what was due next"
+    return ShownStep(
+        step=number,
+        segment=record.segment,
+        replaced_by=step.replaced_by,
+        cursor=record.cursor,
+        batch=size,
+        sequence_length=step.packer.length,
+        world=world,
+        data_digest=record.data_digest if isinstance(record, StepRecord) else None,
+        samples=[describe_sample(step, at, world=world, tokenizer=tokenizer, ids=ids) for at in chosen],
     )
+
+
+def render(shown: ShownStep) -> str:
+    """A step for people."""
+    replaced = f", replaced by segment {shown.replaced_by}" if shown.replaced_by else ""
+    digest = shown.data_digest
+    proof = f"computed again, the batch has the recorded digest {digest}"
+    if digest is None:
+        proof = "not recorded: what was due next"
     lines = [
-        f"step {described['step']} of segment {described['segment']}{replaced}: {described['batch']} samples of "
-        f"{described['sequence_length']} tokens over {described['world']} ranks; {proof}"
+        f"step {shown.step} of segment {shown.segment}{replaced}: {shown.batch} samples of "
+        f"{shown.sequence_length} tokens over {shown.world} ranks; {proof}"
     ]
-    for sample in described["samples"]:
+    for sample in shown.samples:
         lines.append(
-            f"sample {sample['index']}: rank {sample['rank']}, micro-batch {sample['micro_batch']}, "
-            f"source {sample['source']}, epoch {sample['epoch']}"
+            f"sample {sample.index}: rank {sample.rank}, micro-batch {sample.micro_batch}, "
+            f"source {sample.source}, epoch {sample.epoch}"
         )
-        lines += [line for piece in sample["pieces"] for line in render_piece(piece)]
-        if "ids" in sample:
-            lines.append("  ids " + " ".join(map(str, sample["ids"])))
+        lines += [line for piece in sample.pieces for line in piece.lines()]
+        if sample.ids:
+            lines.append("  ids " + " ".join(map(str, sample.ids)))
     return "\n".join(lines)
-
-
-def render_piece(piece: dict[str, Any]) -> list[str]:
-    """Lines for a piece of a sample and, if it is there, its text."""
-    place = f"  at {piece['position']:<6} {piece['shard']} document {piece['document']}, "
-    place += f"tokens {piece['start']} to {piece['stop']} of {piece['length']}"
-    place += ", quarantined: not learned" if piece["quarantined"] else ""
-    return [place, *(f"    | {line}" for line in piece.get("text", "").split("\n") if "text" in piece)]

@@ -133,3 +133,20 @@ def test_a_run_that_may_not_be_read(helpers: Any, tmp_path: Path) -> None:
         run.chmod(0o755)
     assert done.returncode == 78 and f"cannot use {run}" in done.stderr
     assert "Permission denied\n  remedy: name another path" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("eval.cli", "samples RUN --step 2"),
+        ("fsdp_pretrain.cli", "checkpoints RUN export 2 OUT"),
+        ("fsdp_pretrain.cli", f"plan {Path(__file__).parent.parent}/configs/runs/quickstart.toml"),
+    ],
+)
+def test_what_needs_torch_names_the_extra_to_install(helpers: Any, tmp_path: Path, module: str, words: str) -> None:
+    (tmp_path / "segments").mkdir()
+    arguments = words.replace("RUN", str(tmp_path)).split()
+    code = f"import sys; sys.modules['torch'] = None; from {module} import main; sys.exit(main())"
+    done = command("-c", code, *arguments, capture_output=True, env=helpers.environment())
+    assert done.returncode == 78 and "with torch, which is not installed" in done.stderr, done.stderr
+    assert "remedy: in the checkout: pip install -e '.[train]'" in done.stderr and "Traceback" not in done.stderr

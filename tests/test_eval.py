@@ -24,7 +24,7 @@ pytest.importorskip("lm_eval")
 import torch
 
 from eval import jobs
-from eval.attempt import Limits, RefusedError, limits
+from eval.attempt import Limits, RefusedError, Results, limits
 from eval.checkpoints import read_checkpoint
 from eval.harness import CheckpointLM
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
@@ -298,7 +298,7 @@ def test_claims(run: Path) -> None:
             assert other is None
         with jobs.claim(second) as other:  # another job is free
             assert other is not None
-        assert mine.publish(records.results())
+        assert mine.publish(Results(**records.results()))
     with jobs.claim(first) as done:  # done: nobody gets it again
         assert done is None
     assert [job.checkpoint.step for job in jobs.due_jobs(RunDir(run), config)] == [20, 30]

@@ -171,9 +171,9 @@ def test_a_recorded_step_is_its_slots_one_by_one(trained: Callable[[str], Path],
     losses: dict[int, Tensor] = {}  # of each target, by sample
     kinds: set[str] = set()
     ids = infilling._ids
-    for sample in shown["samples"]:
-        packed = packer.pack(sample["index"], 1)
-        assert packed.tokens[0].tolist() == sample["ids"]
+    for sample in shown.samples:
+        packed = packer.pack(sample.index, 1)
+        assert packed.tokens[0].tolist() == sample.ids
         made, start, parts = infilling.apply(packed), 0, []
         for length, prefix in zip(made.lengths[0].tolist(), made.prefix[0].tolist(), strict=True):
             row, label = (
@@ -184,26 +184,26 @@ def test_a_recorded_step_is_its_slots_one_by_one(trained: Callable[[str], Path],
                 places = torch.from_numpy(made.positions[0, ..., start : start + length])
                 parts.append(F.cross_entropy(logits_of(model, row.tolist(), prefix, places), label, reduction="none"))
                 parts[-1] = parts[-1][label != IGNORE]
-                answered = sample["source"] == "answers"
+                answered = sample.source == "answers"
                 kinds.add("answer" if answered else "ending" if ids.gmask in row[:prefix] else "blanks")
             start += length
-        losses[sample["index"]] = torch.cat(parts)
+        losses[sample.index] = torch.cat(parts)
     assert kinds == {"answer", "ending", "blanks"}
 
     record = helpers.metrics(run)[5]
-    assert shown["data_digest"] == record["data_digest"]
-    assert [sample["index"] for sample in shown["samples"]] == list(range(record["cursor"] - 8, record["cursor"]))
-    assert found["checkpoint"] == 5 and len(found["samples"]) == 8
-    for sample in found["samples"]:
-        mine = losses[sample["index"]]
-        assert (sample["count"], sample["sum"]) == (len(mine), pytest.approx(mine.sum().item(), rel=1e-5))
+    assert shown.data_digest == record["data_digest"]
+    assert [sample.index for sample in shown.samples] == list(range(record["cursor"] - 8, record["cursor"]))
+    assert found.checkpoint == 5 and len(found.samples) == 8
+    for sample in found.samples:
+        mine = losses[sample.index]
+        assert (sample.count, sample.sum) == (len(mine), pytest.approx(mine.sum().item(), rel=1e-5))
     count = sum(map(len, losses.values()))
     total, means = sum(part.sum() for part in losses.values()), sum(part.mean() for part in losses.values())
     assert isinstance(total, Tensor) and isinstance(means, Tensor)
     assert record["loss"] == {"sum": pytest.approx(total.item(), rel=1e-5), "count": count}
     assert record["loss_sequence"] == {"sum": pytest.approx(means.item(), rel=1e-5), "count": 8}
-    assert found["loss"]["sum"] == pytest.approx(record["loss"]["sum"], rel=1e-5)
-    assert sum(sample["mean"] for sample in found["samples"]) == pytest.approx(means.item(), rel=1e-5)
+    assert found.loss.sum == pytest.approx(record["loss"]["sum"], rel=1e-5)
+    assert sum(sample.mean for sample in found.samples) == pytest.approx(means.item(), rel=1e-5)
     objectives = {"sequence": means / 8, "tokens": total / count}
     norms = {}
     for kind, objective in objectives.items():

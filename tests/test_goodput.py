@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.attempts import unread_bytes
 from fsdp_pretrain.record.files import RunDir, stamp
-from fsdp_pretrain.record.goodput import State, goodput, render
+from fsdp_pretrain.record.goodput import Account, Saves, State, goodput, render
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.units import human_time
 
@@ -141,15 +141,15 @@ class Script:
         self.number += 1
         self.join(parent, "rollback", reason=reason)
 
-    def check(self, **others: float) -> dict[str, Any]:
+    def check(self, **others: float) -> Account:
         """The account agrees with the truth, state by state; `others`: truth about the steps."""
         found = goodput(self.run)
         assert found is not None
         truth = {**{str(state): seconds for state, seconds in self.truth.items()}, **others}
-        assert found["states"] == pytest.approx(truth, abs=0.01), render(found)
-        assert sum(found["states"].values()) == pytest.approx(found["wall_seconds"], rel=1e-3)
-        assert found["wall_seconds"] == pytest.approx(self.clock - BEGIN, rel=1e-3)
-        assert found["tokens"] == self.step * BATCH * LENGTH
+        assert found.states == pytest.approx(truth, abs=0.01), render(found)
+        assert sum(found.states.values()) == pytest.approx(found.wall_seconds, rel=1e-3)
+        assert found.wall_seconds == pytest.approx(self.clock - BEGIN, rel=1e-3)
+        assert found.tokens == self.step * BATCH * LENGTH
         return found
 
 
@@ -179,21 +179,21 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     script.train(25)
     script.stop(0, down=0.0)
     found = script.check(step_kept=69 * 2.0, step_skipped=2.0, data_wait=70 * 0.1)
-    assert found["states"]["lost"] == pytest.approx(7 * 2.1 + 10 * 3.1 + 20 * 2.1)
-    assert found["goodput"] == pytest.approx(138 / found["wall_seconds"], rel=1e-4)
-    available = found["wall_seconds"] - 700
-    assert found["runtime_goodput"] == found["ettr"] == pytest.approx(138 / available, rel=1e-4)
-    assert found["tokens_lost"] == 37 * BATCH * LENGTH
-    assert found["mfu_effective"] == pytest.approx(0.4 * found["goodput"])
-    crash, failure, back = found["incidents"]
-    assert [i["kind"] for i in found["incidents"]] == ["failure", "failure", "rollback"]
-    assert [i["lost_steps"] for i in found["incidents"]] == [7, 10, 20]
-    assert crash["recovery_seconds"] == pytest.approx(2 + 20 + 5, rel=1e-4)
-    assert crash["cost_seconds"] == pytest.approx(27 + 7 * 2.1, rel=1e-4)
-    assert failure["states"]["queued"] == pytest.approx(600, rel=1e-4)
-    assert failure["recovery_seconds"] == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
-    assert (back["cause"], back["step"]) == ("spike", 60)
-    assert found["mtti_seconds"] == pytest.approx(available / 3, rel=1e-4)
+    assert found.states["lost"] == pytest.approx(7 * 2.1 + 10 * 3.1 + 20 * 2.1)
+    assert found.goodput == pytest.approx(138 / found.wall_seconds, rel=1e-4)
+    available = found.wall_seconds - 700
+    assert found.runtime_goodput == found.ettr == pytest.approx(138 / available, rel=1e-4)
+    assert found.tokens_lost == 37 * BATCH * LENGTH
+    assert found.mfu_effective == pytest.approx(0.4 * found.goodput)
+    crash, failure, back = found.incidents
+    assert [i.kind for i in found.incidents] == ["failure", "failure", "rollback"]
+    assert [i.lost_steps for i in found.incidents] == [7, 10, 20]
+    assert crash.recovery_seconds == pytest.approx(2 + 20 + 5, rel=1e-4)
+    assert crash.cost_seconds == pytest.approx(27 + 7 * 2.1, rel=1e-4)
+    assert failure.states["queued"] == pytest.approx(600, rel=1e-4)
+    assert failure.recovery_seconds == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
+    assert (back.cause, back.step) == ("spike", 60)
+    assert found.mtti_seconds == pytest.approx(available / 3, rel=1e-4)
 
 
 @pytest.mark.quick
@@ -203,8 +203,8 @@ def test_a_rollback_without_a_reason_is_not_explained_by_how_the_start_before_en
     script.train(10)
     script.stop(0, down=0.0)
     script.roll_back(5, reason="")
-    (back,) = script.check(step_kept=5 * 2.0, data_wait=5 * 0.1)["incidents"]
-    assert back["cause"] == "no reason was given" and not back["over"]
+    (back,) = script.check(step_kept=5 * 2.0, data_wait=5 * 0.1).incidents
+    assert back.cause == "no reason was given" and not back.over
 
 
 @pytest.mark.quick
@@ -219,7 +219,7 @@ def test_slow_steps_warming_up_and_gaps_have_their_own_states(tmp_path: Path) ->
     script.start()
     script.train(30)
     found = script.check(step_kept=730 * 2.0, warmup=58.0, step_slow=50.0, data_wait=73.0)
-    assert [incident["cause"] for incident in found["incidents"]] == ["ended without a word"]
+    assert [incident.cause for incident in found.incidents] == ["ended without a word"]
 
 
 @pytest.mark.quick
@@ -233,8 +233,8 @@ def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path
     script.fail(75)
     script.start(told="restart")
     script.train(30)
-    (incident,) = script.check(step_kept=120.0, data_wait=6.0)["incidents"]
-    assert incident["recovery_seconds"] == pytest.approx(1 + 15 + 5 + 15, rel=1e-4) and incident["over"]
+    (incident,) = script.check(step_kept=120.0, data_wait=6.0).incidents
+    assert incident.recovery_seconds == pytest.approx(1 + 15 + 5 + 15, rel=1e-4) and incident.over
 
 
 @pytest.mark.quick
@@ -249,10 +249,10 @@ def test_the_account_of_a_fork_begins_with_it(tmp_path: Path) -> None:
     script.start()
     script.train(40)
     found = goodput(script.run)
-    assert found is not None and found["incidents"] == []
-    assert found["wall_seconds"] == pytest.approx(15 + 40 * 2.1, abs=0.01)
-    assert found["tokens"] == 40 * BATCH * LENGTH
-    assert found["states"]["queued"] == 0 and found["states"]["step_kept"] == pytest.approx(80)
+    assert found is not None and found.incidents == []
+    assert found.wall_seconds == pytest.approx(15 + 40 * 2.1, abs=0.01)
+    assert found.tokens == 40 * BATCH * LENGTH
+    assert found.states["queued"] == 0 and found.states["step_kept"] == pytest.approx(80)
 
 
 @pytest.mark.quick
@@ -266,7 +266,7 @@ def test_a_run_that_trains_is_accounted_for_up_to_its_last_step(tmp_path: Path, 
     script.train(3)
     script.tell("checkpoint-late", step=3)
     found = script.check(step_kept=6.0, data_wait=0.3)
-    assert found["incidents"] == [] and found["mtti_seconds"] is None and found["interval"]["seconds"] is None
+    assert found.incidents == [] and found.mtti_seconds is None and found.interval.seconds is None
     assert "MTTI" not in render(found)
 
 
@@ -280,9 +280,9 @@ def test_lost_lines_of_the_record_are_a_gap_not_an_error(tmp_path: Path) -> None
     path.write_text("".join([*lines[:40], "torn\n", *lines[50:]]))
     found = goodput(RunDir(tmp_path))
     assert found is not None
-    assert found["states"]["idle_unknown"] == pytest.approx(10 * 2.1, abs=0.01)
-    assert found["states"]["step_kept"] == pytest.approx(180.0)
-    assert found["wall_seconds"] == pytest.approx(script.clock - BEGIN, abs=0.01)
+    assert found.states["idle_unknown"] == pytest.approx(10 * 2.1, abs=0.01)
+    assert found.states["step_kept"] == pytest.approx(180.0)
+    assert found.wall_seconds == pytest.approx(script.clock - BEGIN, abs=0.01)
 
 
 @pytest.mark.quick
@@ -300,7 +300,7 @@ def test_what_was_read_is_not_read_again_and_never_believed_of_another_file(tmp_
     path = tmp_path / "segments/0001/metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[100:1600]))
     other = goodput(script.run)
-    assert other is not None and other["tokens"] == 1500 * BATCH * LENGTH
+    assert other is not None and other.tokens == 1500 * BATCH * LENGTH
     kept.write_bytes(b"PK damaged")
     assert goodput(script.run) == other
 
@@ -319,10 +319,10 @@ def test_the_recommended_interval_is_the_square_root_law(tmp_path: Path) -> None
     script.train(1, seconds=88.0, data=0.0)
     found = goodput(RunDir(tmp_path))
     assert found is not None
-    assert found["saves"] == {"count": 8, "block_seconds": 60.0, "seconds": 1.0}
-    wanted = (2 * found["mtti_seconds"] * 60.0) ** 0.5
-    assert found["interval"]["seconds"] == pytest.approx(wanted)
-    assert found["interval"]["steps"] == round(wanted / 88.0) == 34
+    assert found.saves == Saves(count=8, block_seconds=60.0, seconds=1.0)
+    wanted = (2 * found.mtti_seconds * 60.0) ** 0.5
+    assert found.interval.seconds == pytest.approx(wanted)
+    assert found.interval.steps == round(wanted / 88.0) == 34
 
 
 def rebuild(lines: list[tuple[float, Path, str]], old: Path, new: Path) -> RunDir:
@@ -375,20 +375,20 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
     seconds = sum(entry[2] for entry in script.done)
     found = goodput(script.run)
     assert found is not None and found == goodput(script.run)
-    states, truth = found["states"], {str(state): value for state, value in script.truth.items()}
+    states, truth = found.states, {str(state): value for state, value in script.truth.items()}
     steps = ("step_kept", "step_slow", "warmup", "data_wait", "step_skipped", "ckpt_block")
     seconds += truth["ckpt_block"]
     assert sum(states[name] for name in steps) == pytest.approx(seconds, abs=0.05)
     for name in set(states) - set(steps):
         assert states[name] == pytest.approx(truth[name], abs=0.05), name
     assert sum(states.values()) == pytest.approx(script.clock - BEGIN, rel=1e-3)
-    assert found["tokens"] == script.step * BATCH * LENGTH
+    assert found.tokens == script.step * BATCH * LENGTH
     cut = rng.randrange(1, len(script.lines) + 1)
     shorter = goodput(rebuild(script.lines[:cut], script.run.path, tmp_path_factory.mktemp("cut")))
     assert shorter is not None
     alive = sorted({time for time, path, _ in script.lines[:cut] if path.name in ("metrics.jsonl", "exit_intent.json")})
     earliest = alive[-2] if len(alive) > 1 else BEGIN
-    assert earliest - 0.05 <= BEGIN + sum(shorter["states"].values()) <= script.lines[cut - 1][0] + 0.05
+    assert earliest - 0.05 <= BEGIN + sum(shorter.states.values()) <= script.lines[cut - 1][0] + 0.05
 
 
 def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any, gates: Any) -> None:

@@ -107,7 +107,7 @@ def test_every_command_finds_what_lies_in_the_fallback(spread: tuple[Path, Path,
     verified = run_command(CLI, "checkpoints", run, "verify", "--json")
     assert [row["step"] for row in json.loads(verified.stdout) if row["problem"]] == [18] and verified.returncode == 2
     report = inspect(RunDir(run))
-    assert report.facts["verified_checkpoint"]["path"] == str(other / "step-00000024")
+    assert report.verified_checkpoint.path == str(other / "step-00000024")
     assert any("is in the fallback" in text for _, text in report.problems)
     assert [job.checkpoint.step for job in due_jobs(RunDir(run), load(config))] == [6, 12, 18, 24]
     export_checkpoint(RunDir(run), 24, run.parent / "hf", dtype="bf16", shard_bytes=10**9)

@@ -234,23 +234,23 @@ def test_losses_of_samples(
     found = sample_losses(RunDir(trained), step, checkpoint=None if checkpoint == 5 else checkpoint)
     record = helpers.metrics(trained)[step - 1]
     exact = checkpoint == step - 1
-    assert found["checkpoint"] == checkpoint and found["recorded"]["sum"] == record["loss"]["sum"]
-    assert found["loss"]["count"] == record["loss"]["count"] < 12 * 256
-    assert (abs(found["loss"]["sum"] / record["loss"]["sum"] - 1) < 1e-5) == exact
+    assert found.checkpoint == checkpoint and found.recorded.sum == record["loss"]["sum"]
+    assert found.loss.count == record["loss"]["count"] < 12 * 256
+    assert (abs(found.loss.sum / record["loss"]["sum"] - 1) < 1e-5) == exact
     for name, loss in record["sources"].items():
-        assert found["sources"][name]["count"] == loss["count"]
-        assert (abs(found["sources"][name]["sum"] / loss["sum"] - 1) < 1e-5) == exact
-    means = [sample["mean"] for sample in found["samples"]]
+        assert found.sources[name].count == loss["count"]
+        assert (abs(found.sources[name].sum / loss["sum"] - 1) < 1e-5) == exact
+    means = [sample.mean for sample in found.samples]
     assert means == sorted(means, reverse=True) and len(set(means)) == 12
-    assert sum(sample["sum"] for sample in found["samples"]) == pytest.approx(found["loss"]["sum"], rel=1e-9)
+    assert sum(sample.sum for sample in found.samples) == pytest.approx(found.loss.sum, rel=1e-9)
     pieces = {sample["index"]: [p["document"] for p in sample["pieces"]] for sample in steps[step - 1]["samples"]}
-    assert {sample["index"]: [p["document"] for p in sample["pieces"]] for sample in found["samples"]} == pieces
+    assert {sample.index: [p.document for p in sample.pieces] for sample in found.samples} == pieces
 
 
 def test_the_loss_of_a_sample_is_that_of_its_documents(trained: Path, steps: list[dict[str, Any]]) -> None:
     """Each document by itself through the model: with its separator, without the label that crosses into the next."""
-    found = sample_losses(RunDir(trained), 6)["samples"][0]
-    (shown,) = (sample for sample in steps[5]["samples"] if sample["index"] == found["index"])
+    found = sample_losses(RunDir(trained), 6).samples[0]
+    (shown,) = (sample for sample in steps[5]["samples"] if sample["index"] == found.index)
     model, _ = read_checkpoint(Store(trained / "checkpoints").find(5), "cpu")
     total, count = 0.0, 0
     for piece in shown["pieces"]:
@@ -259,8 +259,8 @@ def test_the_loss_of_a_sample_is_that_of_its_documents(trained: Path, steps: lis
             logits = model(torch.tensor([ids[:-1]]))[0]
             total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
             count += len(ids) - 1
-    assert (found["count"], found["sum"]) == (count, pytest.approx(total, rel=1e-5))
-    assert found["mean"] == found["sum"] / found["count"]
+    assert (found.count, found.sum) == (count, pytest.approx(total, rel=1e-5))
+    assert found.mean == found.sum / found.count
 
 
 def test_losses_of_samples_for_people(trained: Path, run_command: Run) -> None:

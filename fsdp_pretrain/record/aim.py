@@ -1,13 +1,12 @@
 """The Aim mirror: a view of the local record that can be lost, locked or broken without training noticing.
 
-Training never imports aim. A follower process (`python -m fsdp_pretrain.record.aim RUN --follow`) reads the metrics and
-the journal as they grow and writes one Aim run; whatever goes wrong there ends the follower and one journal line.
+Training never imports aim. A follower process (`python -m fsdp_pretrain.record.aim RUN`) reads the metrics and the
+journal as they grow and writes one Aim run; whatever goes wrong there ends the follower and becomes one journal line.
 `fsdp-pretrain aim RUN` rebuilds the same Aim run from the record at any time.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -63,22 +62,13 @@ class _Known(StateFile):
 class Mirror:
     """Writes a run's record into Aim: the kept line. What a rollback leaves behind stays as an archived Aim run.
 
-    Args:
-        run: the run directory.
-
-    Raises:
-        Exception: whatever aim raises; also if another process writes the same Aim run.
+    Raises whatever aim raises; also if another process writes the same Aim run.
     """
 
     def __init__(self, run: RunDir) -> None:
         aim: Any = importlib.import_module("aim")
         self._run, self._repo = run, repository(run)
         self._repo.mkdir(parents=True, exist_ok=True)
-        options = {
-            "system_tracking_interval": None,
-            "log_system_params": False,
-            "capture_terminal_logs": False,
-        }
         note = run.path / "aim.json"
         known = state_files.view(note, _Known) or _Known()
         same = known.repo == str(self._repo) and (self._repo / ".aim").is_dir()
@@ -88,7 +78,13 @@ class Mirror:
             left = aim.Repo(str(self._repo)).request_props(known.hash, read_only=False)
             left.name, left.archived = f"{left.name} (left by a rollback)", True
             same = False  # points cannot be taken out of an Aim run
-        self._aim = aim.Run(run_hash=known.hash if same else None, repo=str(self._repo), **options)
+        self._aim = aim.Run(
+            run_hash=known.hash if same else None,
+            repo=str(self._repo),
+            system_tracking_interval=None,
+            log_system_params=False,
+            capture_terminal_logs=False,
+        )
         config = tomllib.loads(run.config.read_text(encoding="utf-8"))
         self._aim.name = config["run"]["name"]
         self._aim["config"] = config
@@ -147,10 +143,7 @@ class Mirror:
 
 
 def rebuild(run: RunDir) -> tuple[Path, int]:
-    """Build or bring up to date the Aim run of a record.
-
-    Returns:
-        (repository, records tracked).
+    """Build or bring up to date the Aim run of a record; the repository, and how many records were tracked.
 
     Raises:
         ConfigError: aim is not installed, the run was never started, or the repository cannot be written.
@@ -174,9 +167,7 @@ def start_follower(run: RunDir) -> subprocess.Popen[bytes] | None:
     """Start the follower of a live run; None, and a journal line, if even that fails. It ends when its stdin closes."""
     try:
         with (run.path / "aim.log").open("ab") as log:
-            return start_module(
-                *(__name__, str(run.path), "--follow"), nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log
-            )
+            return start_module(__name__, str(run.path), nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)
     except OSError as error:
         _tell(run, f"could not be started: {error}")
         return None
@@ -189,7 +180,7 @@ def finish_follower(run: RunDir, follower: subprocess.Popen[bytes]) -> None:
             follower.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = follower.wait(_FINISH_SECONDS)
-        if code < 0:  # it could not say so itself
+        if code < 0:  # it could not log that itself
             _tell(run, f"killed by signal {-code}")
 
 
@@ -224,23 +215,7 @@ def _tell(run: RunDir, reason: str) -> None:
         journal.tell(run, "aim-stopped", text)
 
 
-def main() -> int:
-    """`python -m fsdp_pretrain.record.aim RUN [--follow]`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--follow", action="store_true", help="go on until standard input closes")
-    args = parser.parse_args()
-    run = RunDir(args.run)
-    if args.follow:
-        run_id.bind(run.path, run_id.read(run.path))
-        _follow(run)
-    try:
-        rebuild(run)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return int(error.exit)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    _run = RunDir(Path(sys.argv[1]))
+    run_id.bind(_run.path, run_id.read(_run.path))
+    _follow(_run)

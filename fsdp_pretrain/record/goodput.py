@@ -8,14 +8,14 @@ lost, with the waits and saves it contained; it is known only afterwards, so the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, PlainSerializer, computed_field
 
 from ..changes import load_recorded
 from ..errors import UserError
@@ -26,78 +26,140 @@ from .files import RunDir, stamp
 _WARMUP_STEPS = 20
 """Steps of a start whose excess over the reference is its warming up, not slowness."""
 _REFERENCE_STEPS = 512
+Time = Annotated[float, PlainSerializer(stamp)]
+"""Seconds since 1970, ISO 8601 in JSON."""
 
 
 class State(StrEnum):
-    """What a run is doing; the values are the names in the JSON account."""
+    """What a run is doing: the name in the JSON account, and what it means."""
 
-    QUEUED = "queued"
-    LAUNCH = "launch"
-    LOAD = "load"
-    WARMUP = "warmup"
-    STEP_KEPT = "step_kept"
-    STEP_SLOW = "step_slow"
-    STEP_SKIPPED = "step_skipped"
-    DATA_WAIT = "data_wait"
-    CKPT_BLOCK = "ckpt_block"
-    LOST = "lost"
-    DETECT = "detect"
-    TEARDOWN = "teardown"
-    IDLE_UNKNOWN = "idle_unknown"
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str) -> State:
+        state = str.__new__(cls, name)
+        state._value_, state.meaning = name, meaning
+        return state
+
+    QUEUED = "queued", "between starts, waiting for the scheduler or a person"
+    LAUNCH = "launch", "from the launch until all ranks had met"
+    LOAD = "load", "building, reading the checkpoint back, loading"
+    WARMUP = "warmup", "what the first steps of a start took too long"
+    STEP_KEPT = "step_kept", "steps on the kept line, at the reference pace"
+    STEP_SLOW = "step_slow", "what they took beyond it"
+    STEP_SKIPPED = "step_skipped", "steps whose update was skipped"
+    DATA_WAIT = "data_wait", "waiting for data"
+    CKPT_BLOCK = "ckpt_block", "waiting for saves"
+    LOST = "lost", "steps that a resume or rollback went back behind"
+    DETECT = "detect", "from the last progress until the end was declared"
+    TEARDOWN = "teardown", "from there until it was over"
+    IDLE_UNKNOWN = "idle_unknown", "gaps that nothing in the record explains"
 
 
-MEANING = {
-    State.QUEUED: "between starts, waiting for the scheduler or a person",
-    State.LAUNCH: "from the launch until all ranks had met",
-    State.LOAD: "building, reading the checkpoint back, loading",
-    State.WARMUP: "what the first steps of a start took too long",
-    State.STEP_KEPT: "steps on the kept line, at the reference pace",
-    State.STEP_SLOW: "what they took beyond it",
-    State.STEP_SKIPPED: "steps whose update was skipped",
-    State.DATA_WAIT: "waiting for data",
-    State.CKPT_BLOCK: "waiting for saves",
-    State.LOST: "steps that a resume or rollback went back behind",
-    State.DETECT: "from the last progress until the end was declared",
-    State.TEARDOWN: "from there until it was over",
-    State.IDLE_UNKNOWN: "gaps that nothing in the record explains",
-}
 _RECOVERY = (State.DETECT, State.TEARDOWN, State.IDLE_UNKNOWN, State.LAUNCH, State.LOAD, State.WARMUP)
 
 
-@dataclass
-class Incident:
+class Incident(BaseModel):
     """An unplanned end of a start, or a rollback, until the first step after it.
 
     Attributes:
-        segment: the start that ended.
-        step: its last step.
-        time: of its last progress, seconds since 1970.
+        time: of its last progress.
+        segment, step: the start that ended, and its last step.
         kind: `failure` or `rollback`.
         cause: why, as recorded.
+        over: whether training went on.
         states: seconds by state until the next first step was done, and LOST.
         lost_steps, lost_tokens: trained by it or before it, and not kept.
-        over: whether training went on.
     """
 
+    time: Time
     segment: int
     step: int
-    time: float
     kind: str
     cause: str
-    states: dict[State, float] = field(default_factory=dict)
+    over: bool = False
+    states: dict[State, float] = {}
     lost_steps: int = 0
     lost_tokens: int = 0
-    over: bool = False
 
+    def add(self, seconds: float, state: State) -> None:
+        self.states[state] = self.states.get(state, 0.0) + seconds
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
-    def recovery(self) -> float:
-        """Seconds from the last progress until training went on, without the scheduler's queue."""
+    def recovery_seconds(self) -> float:
+        """From the last progress until training went on, without the scheduler's queue."""
         return sum(self.states.get(state, 0.0) for state in _RECOVERY)
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
-    def cost(self) -> float:
-        """Seconds of recovery and of what was lost."""
-        return self.recovery + self.states.get(State.LOST, 0.0)
+    def cost_seconds(self) -> float:
+        """Of recovery and of what was lost."""
+        return self.recovery_seconds + self.states.get(State.LOST, 0.0)
+
+
+class Saves(BaseModel):
+    """How many saves were completed; means of what training waited for one, and of what one took."""
+
+    count: int
+    block_seconds: float | None
+    seconds: float | None
+
+
+class Unprotected(BaseModel):
+    """The longest stretch without a new checkpoint; its age beyond the interval, integrated over time (seconds^2)."""
+
+    longest_seconds: float
+    over_interval: float | None
+
+
+class Interval(BaseModel):
+    """Between saves: as configured, at the run's typical pace; and sqrt(2 MTTI block), at least as long as a save."""
+
+    configured_seconds: float | None
+    seconds: float | None
+    steps: int | None
+
+
+class Damaged(BaseModel):
+    """What of the record was left out: how many lines, and what is wrong with which files."""
+
+    lines: int
+    files: list[str]
+
+
+class Account(BaseModel):
+    """The account of a run. None: not known, or without incidents not defined.
+
+    Attributes:
+        states: seconds.
+        goodput: kept / wall.
+        runtime_goodput: the same without the queue.
+        ettr, ettr_queued: kept and slow / wall, without the queue and with it.
+        tokens, tokens_lost: trained since the beginning or the fork, and kept or not.
+        mfu, mfu_effective: median of the kept steps, and that times goodput.
+        mtti_seconds, mttr_seconds: mean time to an interruption, and to recovery from it.
+    """
+
+    begin: Time
+    end: Time
+    wall_seconds: float
+    states: dict[State, float]
+    goodput: float
+    runtime_goodput: float
+    ettr: float
+    ettr_queued: float
+    tokens: int
+    tokens_lost: int
+    tokens_per_day: float
+    mfu: float | None
+    mfu_effective: float | None
+    incidents: list[Incident]
+    mtti_seconds: float | None
+    mttr_seconds: float | None
+    saves: Saves
+    unprotected: Unprotected
+    interval: Interval
+    damaged: Damaged
 
 
 class _Ledger:
@@ -109,18 +171,16 @@ class _Ledger:
         self.incident: Incident | None = None
 
     def until(self, time: float, state: State) -> None:
-        """The run was in a state up to a time; nothing if that is past."""
         self.add(max(0.0, time - self.at), state)
 
     def add(self, seconds: float, state: State) -> None:
-        """The run was in a state for so long."""
         self.at += seconds
         self.states[state] += seconds
         if self.incident is not None and state in (*_RECOVERY, State.QUEUED):
-            self.incident.states[state] = self.incident.states.get(state, 0.0) + seconds
+            self.incident.add(seconds, state)
 
 
-def account(history: History) -> tuple[_Ledger, list[Incident]]:
+def _divide(history: History) -> tuple[_Ledger, list[Incident]]:
     """Divide a run's time, of which there is at least one start, among the states; and what interrupted it."""
     references = _references(history.attempts)
     ledger = _Ledger(_launch(history, history.attempts[0], -math.inf))
@@ -179,14 +239,10 @@ def _judge(history: History, attempt: Attempt, after: Attempt | None) -> Inciden
     unplanned = not attempt.clean and (after is not None or attempt.closed)
     if not len(attempt.steps) or not (rollbacks or unplanned):
         return None
-    reason = rollbacks[-1].reason if rollbacks else ""
-    return Incident(
-        segment=attempt.segment,
-        step=int(attempt.steps.step[-1]),
-        time=attempt.progress,
-        kind="rollback" if rollbacks else "failure",
-        cause=reason or ("no reason was given" if attempt.clean else attempt.cause),
-    )
+    cause = "no reason was given" if attempt.clean else attempt.cause
+    kind, cause = ("rollback", rollbacks[-1].reason or cause) if rollbacks else ("failure", cause)
+    step = int(attempt.steps.step[-1])
+    return Incident(time=attempt.progress, segment=attempt.segment, step=step, kind=kind, cause=cause)
 
 
 def _end(ledger: _Ledger, attempt: Attempt) -> None:
@@ -201,18 +257,16 @@ def _end(ledger: _Ledger, attempt: Attempt) -> None:
 
 
 def _charge(history: History, incidents: list[Incident]) -> None:
-    """Tell every incident what was lost by it: what the next start that went through went back behind."""
+    """Add to every incident what was lost by it: what the next start that got through went back behind."""
     for attempt in history.attempts:
         lost, culprit = ~kept_steps(history, attempt), left_by(history, attempt)
         for number in np.unique(culprit[lost]):
             blamed = [incident for incident in incidents if incident.segment < number]
             if blamed:
                 mask = lost & (culprit == number)
-                incident = blamed[-1]
-                seconds = incident.states.get(State.LOST, 0.0) + float(attempt.steps.iteration[mask].sum())
-                incident.states[State.LOST] = seconds
-                incident.lost_steps += int(mask.sum())
-                incident.lost_tokens += int(attempt.steps.tokens[mask].sum())
+                blamed[-1].add(float(attempt.steps.iteration[mask].sum()), State.LOST)
+                blamed[-1].lost_steps += int(mask.sum())
+                blamed[-1].lost_tokens += int(attempt.steps.tokens[mask].sum())
 
 
 def _references(attempts: list[Attempt]) -> dict[int, Column]:
@@ -235,94 +289,76 @@ def _references(attempts: list[Attempt]) -> dict[int, Column]:
     return {a.segment: reference[start:stop] for a, (start, stop) in zip(attempts, pairwise(places), strict=True)}
 
 
-def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> dict[str, Any] | None:
-    """The account of a run, JSON values; None if nothing was started in it.
-
-    Args:
-        run: the run directory.
-        shown: may wrap the lines of a metrics file in a progress bar.
-
-    Returns:
-        `begin`, `end` (ISO 8601), `wall_seconds`, `states` (seconds), the ratios `goodput` (kept / wall),
-        `runtime_goodput` (without the queue), `ettr` (kept and slow / wall without the queue), `ettr_queued` (with
-        it); `tokens` (kept, since the beginning or the fork), `tokens_lost`, `tokens_per_day`, `mfu`,
-        `mfu_effective` (null if not known); `incidents`; `mtti_seconds`, `mttr_seconds` (null without incidents);
-        `saves` (`count`, `block_seconds`, `seconds`: means); `unprotected` and `interval`, see `_protection`;
-        `damaged`: what of the record was passed over, `lines` (how many) and `files` (what is wrong with each).
-    """
+def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Account | None:
+    """The account of a run; None if nothing was started in it. `shown` may wrap the lines in a progress bar."""
     history = read_history(run, shown)
     if not history.attempts:
         return None
-    ledger, incidents = account(history)
+    ledger, incidents = _divide(history)
     _charge(history, incidents)
     states = ledger.states
     wall = ledger.at - ledger.begin
     available = wall - states[State.QUEUED]
     kept = [(attempt.steps, kept_steps(history, attempt)) for attempt in history.attempts]
     tokens = int(sum(steps.tokens[mask].sum() for steps, mask in kept))
-    lost = int(sum(steps.tokens[~mask].sum() for steps, mask in kept))
     mfus = np.concatenate([steps.mfu[mask] for steps, mask in kept])
     mfu = float(np.nanmedian(mfus)) if np.isfinite(mfus).any() else None
-    productive = states[State.STEP_KEPT] + states[State.STEP_SLOW]
-    ended = [incident for incident in incidents if incident.over]
+    productive, share = states[State.STEP_KEPT] + states[State.STEP_SLOW], _ratio(states[State.STEP_KEPT], wall)
+    ended = [incident.recovery_seconds for incident in incidents if incident.over]
     mtti = available / len(incidents) if incidents else None
-    return {
-        "begin": stamp(ledger.begin),
-        "end": stamp(ledger.at),
-        "wall_seconds": wall,
-        "states": {str(state): seconds for state, seconds in states.items()},
-        "goodput": _ratio(states[State.STEP_KEPT], wall),
-        "runtime_goodput": _ratio(states[State.STEP_KEPT], available),
-        "ettr": _ratio(productive, available),
-        "ettr_queued": _ratio(productive, wall),
-        "tokens": tokens,
-        "tokens_lost": lost,
-        "tokens_per_day": _ratio(tokens * 86_400.0, wall),
-        "mfu": mfu,
-        "mfu_effective": None if mfu is None else mfu * _ratio(states[State.STEP_KEPT], wall),
-        "incidents": [_describe(incident) for incident in incidents],
-        "mtti_seconds": mtti,
-        "mttr_seconds": sum(i.recovery for i in ended) / len(ended) if ended else None,
-        **_protection(run, history, mtti),
-        "damaged": {"lines": history.damaged_lines, "files": history.damaged_files},
-    }
+    iterations = np.concatenate([attempt.steps.iteration for attempt in history.attempts])
+    typical = float(np.median(iterations)) if len(iterations) else None
+    saves, configured = _saves(history), _configured_interval(run, history, typical)
+    return Account(
+        begin=ledger.begin,
+        end=ledger.at,
+        wall_seconds=wall,
+        states=states,
+        goodput=share,
+        runtime_goodput=_ratio(states[State.STEP_KEPT], available),
+        ettr=_ratio(productive, available),
+        ettr_queued=_ratio(productive, wall),
+        tokens=tokens,
+        tokens_lost=int(sum(steps.tokens[~mask].sum() for steps, mask in kept)),
+        tokens_per_day=_ratio(tokens * 86_400.0, wall),
+        mfu=mfu,
+        mfu_effective=None if mfu is None else mfu * share,
+        incidents=incidents,
+        mtti_seconds=mtti,
+        mttr_seconds=sum(ended) / len(ended) if ended else None,
+        saves=saves,
+        unprotected=_unprotected(history, configured),
+        interval=_interval(configured, mtti, saves, typical),
+        damaged=Damaged(lines=history.damaged_lines, files=history.damaged_files),
+    )
 
 
-def _protection(run: RunDir, history: History, mtti: float | None) -> dict[str, Any]:
-    """What saves cost, how long training was unprotected, and how often to save.
-
-    Returns:
-        `saves`; `unprotected`: `longest_seconds` of training without a new checkpoint, `over_interval`: the age of
-        the newest checkpoint beyond the configured interval, summed up over time (seconds times seconds);
-        `interval`: `configured_seconds`, and `seconds` and `steps` of the interval sqrt(2 MTTI block), at least as
-        long as a save takes; null where something for it is not known.
-    """
+def _saves(history: History) -> Saves:
     blocks = np.concatenate([a.steps.checkpoint[a.steps.checkpoint > 0] for a in history.attempts])
-    saves = [save for attempt in history.attempts for save in attempt.saves]
-    block = float(blocks.mean()) if len(blocks) else None
-    took = sum(seconds for _, seconds in saves) / len(saves) if saves else None
+    took = [seconds for attempt in history.attempts for _, seconds in attempt.saves]
+    return Saves(
+        count=len(took),
+        block_seconds=float(blocks.mean()) if len(blocks) else None,
+        seconds=sum(took) / len(took) if took else None,
+    )
+
+
+def _unprotected(history: History, configured: float | None) -> Unprotected:
     stretches: list[float] = []
     for attempt in history.attempts:
         if attempt.ready is not None:
             end = attempt.progress
             times = [attempt.ready, *(time for time, _ in attempt.saves if attempt.ready < time < end), end]
             stretches += [stop - start for start, stop in pairwise(times)]
-    iterations = np.concatenate([a.steps.iteration for a in history.attempts])
-    typical = float(np.median(iterations)) if len(iterations) else None
-    configured = _configured_interval(run, history, typical)
-    best = None
-    if mtti is not None and block is not None and typical is not None:
-        best = max(math.sqrt(2 * mtti * block), took or 0.0)
     beyond = None if configured is None else sum(max(0.0, s - configured) ** 2 / 2 for s in stretches)
-    return {
-        "saves": {"count": len(saves), "block_seconds": block, "seconds": took},
-        "unprotected": {"longest_seconds": max(stretches, default=0.0), "over_interval": beyond},
-        "interval": {
-            "configured_seconds": configured,
-            "seconds": best,
-            "steps": None if best is None or typical is None else max(1, round(best / typical)),
-        },
-    }
+    return Unprotected(longest_seconds=max(stretches, default=0.0), over_interval=beyond)
+
+
+def _interval(configured: float | None, mtti: float | None, saves: Saves, typical: float | None) -> Interval:
+    if mtti is None or saves.block_seconds is None or typical is None:
+        return Interval(configured_seconds=configured, seconds=None, steps=None)
+    best = max(math.sqrt(2 * mtti * saves.block_seconds), saves.seconds or 0.0)
+    return Interval(configured_seconds=configured, seconds=best, steps=max(1, round(best / typical)))
 
 
 def _configured_interval(run: RunDir, history: History, typical: float | None) -> float | None:
@@ -337,89 +373,62 @@ def _configured_interval(run: RunDir, history: History, typical: float | None) -
     return config.schedule.samples(config.checkpoint.every) / float(batches[-1]) * typical
 
 
-def _describe(incident: Incident) -> dict[str, Any]:
-    return {
-        "time": stamp(incident.time),
-        "segment": incident.segment,
-        "step": incident.step,
-        "kind": incident.kind,
-        "cause": incident.cause,
-        "over": incident.over,
-        "states": {str(state): seconds for state, seconds in incident.states.items()},
-        "recovery_seconds": incident.recovery,
-        "cost_seconds": incident.cost,
-        "lost_steps": incident.lost_steps,
-        "lost_tokens": incident.lost_tokens,
-    }
-
-
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def headline(found: dict[str, Any]) -> str:
+def headline(found: Account) -> str:
     """The account in one line."""
-    interrupted = len(found["incidents"])
+    interrupted = len(found.incidents)
     return (
-        f"goodput {found['goodput']:.1%} of {human_time(found['wall_seconds'])}, "
-        f"{human_count(found['tokens_per_day'])} tokens a day, {interrupted} interruption{'s' * (interrupted != 1)}"
+        f"goodput {found.goodput:.1%} of {human_time(found.wall_seconds)}, "
+        f"{human_count(found.tokens_per_day)} tokens a day, {interrupted} interruption{'s' * (interrupted != 1)}"
     )
 
 
-def render(found: dict[str, Any]) -> str:
+def render(found: Account) -> str:
     """The account as a page for people."""
-    wall, states = found["wall_seconds"], found["states"]
-    lines = [f"{found['begin'][:19]} to {found['end'][:19]} UTC: {human_time(wall)}"]
-    for state, meaning in MEANING.items():
-        seconds = states[state]
-        lines.append(f"  {state:13} {human_time(seconds):>8} {seconds / max(wall, 1e-9):>7.2%}  {meaning}")
+    wall = found.wall_seconds
+    lines = [f"{stamp(found.begin)[:19]} to {stamp(found.end)[:19]} UTC: {human_time(wall)}"]
+    for state, seconds in found.states.items():
+        lines.append(f"  {state:13} {human_time(seconds):>8} {seconds / max(wall, 1e-9):>7.2%}  {state.meaning}")
     lines.append(
-        f"goodput {found['goodput']:.2%}; {found['runtime_goodput']:.2%} without the queue; "
-        f"ETTR {found['ettr']:.2%} ({found['ettr_queued']:.2%} with the queue)"
+        f"goodput {found.goodput:.2%}; {found.runtime_goodput:.2%} without the queue; "
+        f"ETTR {found.ettr:.2%} ({found.ettr_queued:.2%} with the queue)"
     )
-    mfu = "" if found["mfu"] is None else f"; MFU {found['mfu']:.1%}, effective {found['mfu_effective']:.1%}"
+    mfu = "" if found.mfu is None else f"; MFU {found.mfu:.1%}, effective {found.mfu_effective:.1%}"
     lines.append(
-        f"{human_count(found['tokens'])} tokens kept, {human_count(found['tokens_lost'])} lost; "
-        f"{human_count(found['tokens_per_day'])} tokens a day{mfu}"
+        f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; "
+        f"{human_count(found.tokens_per_day)} tokens a day{mfu}"
     )
-    for incident in found["incidents"]:
-        over = (
-            f"{human_time(incident['recovery_seconds'])} to go on" if incident["over"] else "training has not gone on"
-        )
+    for incident in found.incidents:
+        over = f"{human_time(incident.recovery_seconds)} to go on" if incident.over else "training has not gone on"
         lines.append(
-            f"  {incident['time'][:19]} {incident['kind']} after step {incident['step']:_}: {incident['cause']}; "
-            f"{over}, {incident['lost_steps']:_} steps lost, cost {human_time(incident['cost_seconds'])}"
+            f"  {stamp(incident.time)[:19]} {incident.kind} after step {incident.step:_}: {incident.cause}; "
+            f"{over}, {incident.lost_steps:_} steps lost, cost {human_time(incident.cost_seconds)}"
         )
-    if found["mtti_seconds"] is not None:
-        repair = found["mttr_seconds"]
-        lines.append(
-            f"interrupted every {human_time(found['mtti_seconds'])} (MTTI)"
-            + ("" if repair is None else f", going on after {human_time(repair)} (MTTR)")
-        )
+    if found.mtti_seconds is not None:
+        repair = "" if found.mttr_seconds is None else f", going on after {human_time(found.mttr_seconds)} (MTTR)"
+        lines.append(f"interrupted every {human_time(found.mtti_seconds)} (MTTI){repair}")
     lines += _render_saves(found)
-    if found["damaged"]["lines"]:
-        lines.append(f"damaged lines of the journal and the metrics, passed over: {found['damaged']['lines']:_}")
-    return "\n".join([*lines, *(f"left out: {text}" for text in found["damaged"]["files"])])
+    if found.damaged.lines:
+        lines.append(f"damaged lines of the journal and the metrics, passed over: {found.damaged.lines:_}")
+    return "\n".join([*lines, *(f"left out: {text}" for text in found.damaged.files)])
 
 
-def _render_saves(found: dict[str, Any]) -> list[str]:
-    saves, interval, unprotected = found["saves"], found["interval"], found["unprotected"]
-    lines = []
-    if saves["seconds"] is not None:
-        waits = saves["block_seconds"]
-        block = "" if waits is None else f", training waits {human_time(waits)} for each"
-        lines.append(f"{saves['count']:_} saves of {human_time(saves['seconds'])}{block}")
-    configured = interval["configured_seconds"]
-    if configured is not None:
-        over = unprotected["over_interval"]
+def _render_saves(found: Account) -> Iterator[str]:
+    saves, interval, unprotected = found.saves, found.interval, found.unprotected
+    if saves.seconds is not None:
+        block = (
+            f", training waits {human_time(saves.block_seconds)} for each" if saves.block_seconds is not None else ""
+        )
+        yield f"{saves.count:_} saves of {human_time(saves.seconds)}{block}"
+    if interval.configured_seconds is not None and (over := unprotected.over_interval) is not None:
         unit, size = ("h", 3600) if over >= 3600**2 else ("min", 60) if over >= 60**2 else ("s", 1)
-        lines.append(
-            f"saves are due every {human_time(configured)}; the longest stretch without one was "
-            f"{human_time(unprotected['longest_seconds'])} "
+        yield (
+            f"saves are due every {human_time(interval.configured_seconds)}; the longest stretch without one was "
+            f"{human_time(unprotected.longest_seconds)} "
             f"(unprotected integral {human_count(over / size**2)} {unit} x {unit})"
         )
-    if interval["seconds"] is not None:
-        lines.append(
-            f"recommended interval, sqrt(2 MTTI block): {human_time(interval['seconds'])}, {interval['steps']:_} steps"
-        )
-    return lines
+    if interval.seconds is not None:
+        yield f"recommended interval, sqrt(2 MTTI block): {human_time(interval.seconds)}, {interval.steps:_} steps"

@@ -17,13 +17,9 @@ from .state_files import StateFile
 
 
 class Request(StateFile):
-    """What somebody asks for.
+    """What somebody asks for; the verb is empty in place of a request that was damaged.
 
-    Attributes:
-        verb: what to do; empty in place of a request that was damaged.
-        reason, avoid_hosts: of a stop, see `control.send`.
-        key: of an alarm.
-        by: who asks.
+    `reason` and `avoid_hosts` are of a stop (see `control.send`), `key` is of an alarm.
     """
 
     verb: str = ""
