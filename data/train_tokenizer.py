@@ -67,7 +67,7 @@ def _train_bpe(texts: Iterator[str], vocab_size: int) -> bytes:
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
-    text: str = model.to_str(pretty=True)  # `save` would not tell a full disk from a defect
+    text: str = model.to_str(pretty=True)  # `save` does not say when the disk is full
     return text.encode()
 
 

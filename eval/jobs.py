@@ -37,7 +37,7 @@ class Job:
     """One evaluation: a checkpoint and a task set.
 
     Attributes:
-        committed: when the checkpoint was: tells it from another of the same step, made after a rollback.
+        committed: when the checkpoint was: sets it apart from one of the same step, made after a rollback.
     """
 
     checkpoint: Checkpoint

@@ -85,8 +85,8 @@ def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:
         "--reset-optimizer",
         type=int,
         metavar="STEP",
-        help="when resuming from the checkpoint of STEP, keep weights, data position and schedules, and begin the "
-        "optimiser's moments anew; without effect after later checkpoints, so it may stay in the command",
+        help="when resuming from the checkpoint of STEP, keep weights, data position and schedules, and reset the "
+        "optimiser's moments; without effect after later checkpoints, so it may stay in the command",
     )
     parser.add_argument("--reason", default="", help="why this start differs from the last; for the chronicle")
     return parser.parse_intermixed_args(arguments)

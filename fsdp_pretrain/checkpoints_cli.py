@@ -79,7 +79,7 @@ def _checkpoints(args: argparse.Namespace) -> int:
 
 @verb("list", "", JSON)
 def _list(args: argparse.Namespace) -> int:
-    """List them by what names and sizes tell."""
+    """List them by names and sizes, without reading them."""
     found = _stores(args.run)
     return _print([_row(found, item) for item in found.scan()], as_json=args.json)
 

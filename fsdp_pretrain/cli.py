@@ -218,7 +218,7 @@ def _where(args: argparse.Namespace) -> int:
         found = where.describe_step(
             step, world=args.world, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids
         )
-        print(found.model_dump_json(exclude_unset=True) if args.json else where.render(found))
+        print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else where.render(found))
     return 0
 
 

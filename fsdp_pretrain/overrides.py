@@ -117,7 +117,7 @@ def load_run(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Config, O
 
 
 def value(tree: Any, key: str) -> Any:
-    """The value of a dotted key in a dumped configuration; None if there is none."""
+    """The value of a dotted key in a dumped configuration; None if it is not there."""
     for part in key.split("."):
         if isinstance(tree, list):
             tree = tree[int(part)] if part.isdigit() and int(part) < len(tree) else None

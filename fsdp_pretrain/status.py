@@ -97,8 +97,8 @@ class Report(BaseModel):
             stopped, failed, or unknown.
         running: whether a job seems to be alive.
         problems: (level, text).
-        verified_checkpoint: None if there is none.
-        no_segments: what is in `segments/` and is none.
+        verified_checkpoint: the newest; None without one.
+        no_segments: other files in `segments/`.
     """
 
     status: Status = Status()
@@ -346,10 +346,11 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     if (checkpoint := report.verified_checkpoint) is not None:
         ago = f"verified {human_time(checkpoint.age_seconds)} ago"
         yield "checkpoint", f"step {checkpoint.step:_} {ago}, {checkpoint.steps_behind:_} steps behind"
-        room = f"room for {report.checkpoints_that_fit:_} checkpoints"
-        yield "disk", f"{human_bytes(report.disk_free_bytes)} free, {room}"
     elif "verified_checkpoint" in report.model_fields_set:
         yield "checkpoint", "none verified yet"
+    if "disk_free_bytes" in report.model_fields_set:
+        room = f"room for {report.checkpoints_that_fit:_} checkpoints"
+        yield "disk", f"{human_bytes(report.disk_free_bytes)} free, {room}"
     if report.watchdog is not None and report.running:
         yield "watchdog", _watchdog_line(report.watchdog)
     if report.goodput is not None:
