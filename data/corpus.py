@@ -131,9 +131,8 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        unfinished = (
-            " (an unfinished one: run the command that makes it again)" if (directory / "plan.json").exists() else ""
-        )
+        begun = (directory / "plan.json").exists()
+        unfinished = " (an unfinished one: run the command that makes it again)" if begun else ""
         raise DataError(
             f"{directory} is not a corpus{unfinished}: it has no manifest.json",
             remedy="make one with `fsdp-data prepare` or `fsdp-data import`",
@@ -268,10 +267,8 @@ class Corpus:
                 effect="samples would be cut at other places than the run expects",
                 remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
             )
-        header = io.BytesIO(raw)
-        np.lib.format.read_magic(header)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(header)
-        return np.frombuffer(raw, dtype, offset=header.tell()).reshape(shape)  # np.load would copy 20 MB
+        blocks: npt.NDArray[np.int64] = np.load(io.BytesIO(raw), allow_pickle=False)
+        return blocks
 
     def kept(self, number: int, part: Part) -> Shard | None:
         """Shard `number` if it is open and `part` is known to be in memory; reads nothing."""

@@ -120,9 +120,6 @@ def _join(held: list[tuple[Ints, Tokens]]) -> tuple[Ints, Tokens]:
     return held[0] if len(held) == 1 else (np.concatenate(lengths), np.concatenate(tokens))
 
 
-# ---------------------------------------------------------------- which files
-
-
 def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  # noqa: A002
     """The token files a path stands for, in the order of their names; of a Megatron pair, the prefix.
 
@@ -197,9 +194,6 @@ def open_file(
         return TokenFile(partial(_text_chunks, path, tokenizer))
     tokens = _read_npy(path) if format == "npy" else _read_bin(path, dtype or "uint16")
     return TokenFile(partial(_flat_chunks, tokens, eod, leading))
-
-
-# ---------------------------------------------------------------- the formats
 
 
 def _shard_chunks(shard: Shard, size: int) -> Iterator[tuple[Ints, Tokens]]:

@@ -63,7 +63,7 @@ class StepBatch:
             whatever the number of ranks.
         shares, epochs: of each source: the planned share around this step, and how often it has been read after it.
         reads: reads from storage that preparing the share took.
-        notices: what went wrong and was mended meanwhile (a shard read from the mirror), for the journal.
+        notices: problems that were worked around (a shard read from the mirror), for the journal.
         distance: of the share's tokens from what the run's look like, see `Unigrams.score`; None if not known.
     """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .corpus import Separators, Vocabulary
+from .corpus import Vocabulary
 from .documents import SAMPLE_TOKENS, agreements, degenerate, document_hashes, suspects
 from .findings import EXAMPLES, Findings
 from .formats import Ints, Run
@@ -53,37 +53,16 @@ class Measurement:
 
 
 class Meter:
-    """Measures the runs of one file.
+    """Measures the runs of one file, beside what its judge looks at.
 
-    Args:
-        name: of the file, for examples.
-        vocabulary: what the ids should be.
-        separators: what its documents were declared to carry.
-        tokenizer: to encode sampled documents again.
-        thin: sample the unigrams of a large file instead of counting all.
-        flat: the file is one array cut at its separators.
+    `tokenizer` encodes sampled documents again; `thin` samples the unigrams of a large file instead of counting all.
     """
 
-    def __init__(
-        self,
-        name: str,
-        vocabulary: Vocabulary,
-        separators: Separators,
-        tokenizer: Tokenizer | None,
-        *,
-        thin: bool,
-        flat: bool,
-    ) -> None:
-        self._vocabulary, self._tokenizer = vocabulary, tokenizer
-        self._judge = Judge(name, vocabulary, separators, flat=flat)
+    def __init__(self, judge: Judge, vocabulary: Vocabulary, tokenizer: Tokenizer | None, *, thin: bool) -> None:
+        self._judge, self._vocabulary, self._tokenizer = judge, vocabulary, tokenizer
         self._stride = _UNIGRAM_STRIDE if thin else 1
         self._samples: list[list[int]] = []
         self._result = Measurement(self._judge.findings, unigrams=np.zeros(vocabulary.size, dtype=np.int64))
-
-    @property
-    def findings(self) -> Findings:
-        """Of the file, so far."""
-        return self._judge.findings
 
     def add(self, run: Run) -> None:
         """Measure one run."""
@@ -115,7 +94,7 @@ class Meter:
         for document in suspects(run.tokens, run.starts, run.ends).tolist():
             if note := degenerate(run.tokens[run.starts[document] : run.ends[document]]):
                 found.append(self._judge.example(run, document, note=note))
-        self.findings.add("degenerate-documents", len(found), found[:EXAMPLES])
+        self._result.findings.add("degenerate-documents", len(found), found[:EXAMPLES])
 
     def _add_lengths(self, run: Run) -> None:
         result, lengths = self._result, run.lengths

@@ -154,9 +154,9 @@ def continue_text(context: Ints, rest: Ints, targets: Ints, mask: int, sop: int,
     `targets` [g] are the tokens of the rest, or -100 where one is not to be learned. `mask` stands behind the context,
     `sop` before the rest, and `end`, if any, is the label behind it.
     """
-    prefix, said = len(context) + 1, rest if end is not None else rest[:-1]
-    inputs, labels = np.empty((2, prefix + 1 + len(said)), dtype=np.int64)
-    inputs[: prefix - 1], inputs[prefix - 1], inputs[prefix], inputs[prefix + 1 :] = context, mask, sop, said
+    prefix, shown = len(context) + 1, rest if end is not None else rest[:-1]
+    inputs, labels = np.empty((2, prefix + 1 + len(shown)), dtype=np.int64)
+    inputs[: prefix - 1], inputs[prefix - 1], inputs[prefix], inputs[prefix + 1 :] = context, mask, sop, shown
     labels[:prefix], labels[prefix : prefix + len(rest)] = IGNORE, targets
     if end is not None:
         labels[-1] = end

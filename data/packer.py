@@ -7,8 +7,8 @@ How a source becomes samples (all integers; S is the sequence length, T the toke
 2. Window w covers tokens [w*S, w*S + S] of that endless line: S inputs and, one further, their labels. Windows
    overlap by one token, so every token is predicted exactly once and nothing is dropped at any end.
 3. The windows that start in epoch e are split into `lanes` runs of equal length (+-1). Samples are dealt in rounds,
-   one from every lane in an order permuted anew each round: consecutive samples come from far apart, and a batch
-   smaller than a round does not meet the same lanes every so many steps.
+   one from every lane in another order each round: consecutive samples come from far apart, and a batch smaller
+   than a round does not meet the same lanes periodically.
 4. Inside a lane, each stretch of `STRETCH` windows is permuted, so that the windows of a long document do not follow
    each other, while a lane still reads one neighbourhood of the files at a time.
 
@@ -107,14 +107,10 @@ class Packer:
 
     Args:
         sources: (name, corpus directory, weight).
-        sequence_length: S, tokens predicted per sample.
-        seed: seed of the data order.
         lanes: places of an epoch that consecutive samples come from in turn.
         max_epochs: by source name, how often it may be read; absent is without limit.
         reshuffle: sample indices from which on the rest of each source comes in another order.
         exclude: (source, shard, document) that keep their places and are not learned.
-        mirrors: by source name, a directory with a copy of its corpus.
-        read_timeout: seconds after which a read from a corpus counts as hanging.
         slots: (pairs of a sample, tokens of it for each) of the sources of prompts with answers; None allows none.
 
     Attributes:

@@ -33,7 +33,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 Part = tuple[Literal["index", "tokens"], int, int]
-"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array, if there are so many."""
+"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array as far as it goes."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ADVICE = "restore the file from where the corpus came from, or prepare this shard again"
 

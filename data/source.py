@@ -202,7 +202,7 @@ class Source:
         if shard is None:
             near = range(chunk, chunk + 1)
             shard = self.corpus.shard(block.shard, ("tokens", chunk << bits, (chunk + 2) << bits))
-        if shard.tokens is not block.tokens:  # opened anew, perhaps from the mirror
+        if shard.tokens is not block.tokens:  # opened again, perhaps from the mirror
             block.tokens, block.waiting = shard.tokens, set(block.chunks)
         block.waiting.difference_update(near)
         return block.tokens

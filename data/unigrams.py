@@ -1,7 +1,7 @@
 """How far the tokens of a step are from what a run's tokens look like: one number per step. No torch.
 
 Token ids are counted in 1,024 buckets (their lowest ten bits), of at most 16,384 tokens a step. The
-Jensen-Shannon distance of these counts from those of the run's first steps tells ids that are shifted, text of another
+Jensen-Shannon distance of these counts from those of the run's first steps shows ids that are shifted, text of another
 kind or boilerplate, to which the loss, the entropy and the number of documents are blind. What is kept in the run
 directory is the reference and how much the distance varies, so that the first step after a restart is judged too.
 """

@@ -101,14 +101,10 @@ def validate(
 
     Args:
         directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
-        tokenizer: compare the corpus with this tokenizer.
         vocabulary: overrides the manifest's.
         separators: what the documents of a bare directory are meant to carry; None takes what most of them do.
-        format: of files without a manifest; None takes it from their names.
-        dtype: of `bin` files (default: uint16).
-        workers: processes.
+        format, dtype: of files without a manifest, see `open_file`; None takes the format from their names.
         checksums: also read every file once more and compare checksums.
-        quiet: no progress bar.
 
     Raises:
         DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
@@ -268,9 +264,9 @@ def _measure(rules: _Rules, work: _Work) -> Measurement:
         findings = Findings()
     if file is None:
         return Measurement(findings)
-    thin, flat = work.bytes > _THIN_BYTES, work.file.format in ("npy", "bin")
-    meter = Meter(name, rules.vocabulary, rules.separators, _load(rules.tokenizer), thin=thin, flat=flat)
-    meter.findings.merge(findings)
+    judge = Judge(name, rules.vocabulary, rules.separators, flat=work.file.format in ("npy", "bin"))
+    judge.findings.merge(findings)
+    meter = Meter(judge, rules.vocabulary, _load(rules.tokenizer), thin=work.bytes > _THIN_BYTES)
     begin, stop = (work.bytes * part for part in (work.part, work.part + 1))
     offset = 0
     try:
@@ -281,7 +277,7 @@ def _measure(rules: _Rules, work: _Work) -> Measurement:
                 meter.add(run)
             offset += run.tokens.nbytes
     except (DataError, OSError) as error:  # what stands before the damage is measured
-        _unreadable(meter.findings, name, error)
+        _unreadable(judge.findings, name, error)
     return meter.finish()
 
 

@@ -23,11 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.adopt import Options, adopt
-from data.corpus import Corpus, read_manifest, write_corpus
+from data.corpus import Corpus, Vocabulary, read_manifest, write_corpus
+from data.findings import CATALOGUE
 from data.formats import Format, find_token_files, open_file
 from data.packer import Packer
 from data.shards import Shard, ShardWriter
 from data.tokenizer import Tokenizer
+from data.validate import validate
 from fsdp_pretrain.errors import DataError
 
 # ruff: noqa: A002 (`format` is what it is)
@@ -225,6 +227,30 @@ def test_anything_but_what_was_declared_is_refused(
     for text in said:
         assert text in str(refused.value), str(refused.value)
     assert not (tmp_path / "out/manifest.json").exists() and not list((tmp_path / "out").rglob("*.partial"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    docs=st.lists(st.lists(st.sampled_from([EOD, EOD, 9, 9, 301, 500]), max_size=3), max_size=4),
+    declared=st.sampled_from(["none", "trailing", "leading"]),
+    format=st.sampled_from(["megatron", "npy"]),
+)
+def test_import_refuses_exactly_what_validate_calls_an_error(
+    tmp_path_factory: Any, tokenizer: Tokenizer, docs: Documents, declared: Any, format: str
+) -> None:
+    tokenizer = Tokenizer.load(tokenizer.path)
+    tokenizer.specials[301] = "<planted>"
+    path = tmp_path_factory.mktemp("judged")
+    store(path / "in", "s", [*carry([[9, 9]], declared), *docs], format)
+    report = validate(path / "in", vocabulary=Vocabulary.of(tokenizer), separators=declared, quiet=True)
+    refused = False
+    try:
+        adopt([path / "in"], tokenizer, path / "out", Options(None, declared), workers=1, quiet=True)
+    except DataError as error:
+        refused = all(
+            f"\n  {code}: " in str(error) or CATALOGUE[code].severity == "warning" for code in report.findings.by_code
+        )
+    assert refused == (report.findings.exit_code == 2)
 
 
 def test_the_clean_twin_of_a_refused_import_is_adopted_at_once(

@@ -286,14 +286,8 @@ def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: P
     blocker = "import sys\nfor m in ('torch','torchdata','lm_eval','aim','safetensors'): sys.modules[m] = None\n"
     for arguments in (
         [
-            "prepare",
-            shared_corpus / "train.jsonl",
-            "--tokenizer",
-            shared_corpus / "tokenizer",
-            "--out",
-            tmp_path / "c",
-            "--workers",
-            2,
+            *("prepare", shared_corpus / "train.jsonl", "--tokenizer", shared_corpus / "tokenizer"),
+            *("--out", tmp_path / "c", "--workers", 2),
         ],
         ["validate", tmp_path / "c"],
         ["inspect", tmp_path / "c"],
