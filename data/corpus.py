@@ -57,7 +57,6 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | TokenizerEntry) -> Vocabulary:
-        """The ids of a tokenizer."""
         return cls(tokenizer.vocab_size, tokenizer.eod, frozenset(tokenizer.specials))
 
 

@@ -172,7 +172,6 @@ class Findings:
         finding.examples += list(examples)[: EXAMPLES - len(finding.examples)]
 
     def note(self, code: str, file: str, note: str) -> None:
-        """Count one defect of a file."""
         self.add(code, 1, [Example(file, note=note)])
 
     def merge(self, other: Findings) -> None:

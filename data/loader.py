@@ -44,7 +44,6 @@ class MicroBatch:
 
     @property
     def targets(self) -> int:
-        """Tokens to predict."""
         if self.labels is None:
             return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
         return int((self.labels != IGNORE).sum())

@@ -49,12 +49,10 @@ class Weight:
     """Samples the source can give in all; None for no end."""
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields as JSON values."""
         return {**asdict(self), "points": [list(point) for point in self.points]}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Weight:
-        """The weight whose fields, as JSON, are `content`."""
         return cls(**{**content, "points": tuple((int(p), float(v)) for p, v in content["points"])})
 
     def at(self, positions: Ints) -> npt.NDArray[np.float64]:

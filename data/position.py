@@ -23,6 +23,5 @@ class Position:
     """Samples of the last step."""
 
     def advance(self, batches: BatchSchedule, skips: Skips) -> Position:
-        """After the next step."""
         batch = batches.batch_at(self.consumed)
         return Position(self.step + 1, self.consumed + batch, skips.after(self.cursor, batch), batch)

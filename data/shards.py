@@ -81,7 +81,6 @@ class ShardWriter:
 
     @property
     def documents(self) -> int:
-        """Documents written so far."""
         return len(self._lengths)
 
     def finish(self) -> dict[str, Any]:
@@ -201,7 +200,6 @@ class Shard:
 
     @property
     def documents(self) -> int:
-        """How many there are."""
         return len(self.lengths)
 
     @property

@@ -74,7 +74,6 @@ class Span(NamedTuple):
 
     @property
     def document(self) -> int:
-        """Number within the shard."""
         return int(self.block.documents[self.at])
 
 

@@ -56,7 +56,6 @@ class _Rules:
     checksums: bool
 
     def open(self, file: _File) -> TokenFile:
-        """Raises DataError."""
         leading, tokenizer = self.separators == "leading", _load(self.tokenizer)
         return open_file(
             file.path, file.format, self.vocabulary.eod, tokenizer=tokenizer, dtype=self.dtype, leading=leading
@@ -314,7 +313,6 @@ def _open(rules: _Rules, work: _Work, findings: Findings) -> TokenFile | None:
 
 
 def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, findings: Findings) -> None:
-    """A shard against its manifest entry."""
     tokens = shard.listed_bytes // shard.dtype.itemsize
     for what, held, said in (
         ("documents", shard.documents, entry.documents),
