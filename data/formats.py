@@ -249,6 +249,7 @@ class _ArrowFile:
             raise DataError(f"{self._path} goes on behind its end ({behind - footer} bytes)", remedy=DAMAGED)
 
     def chunks(self, size: int) -> Iterator[tuple[Ints, Tokens]]:
+        """A record batch at a time."""
         with _arrow(self._path):
             for number, batch in enumerate(self._batches()):
                 batch = batch.select([self._column])

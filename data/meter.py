@@ -65,6 +65,7 @@ class Meter:
         self._result = Measurement(self._judge.findings, unigrams=np.zeros(vocabulary.size, dtype=np.int64))
 
     def add(self, run: Run) -> None:
+        """Measure one run."""
         result, tokens, size = self._result, run.tokens, self._vocabulary.size
         judged = self._judge.add(run)
         short = np.flatnonzero(judged.text == 1)

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.quick
 
 
 def sequence(mixture: Mixture, first: int, stop: int) -> list[tuple[str, int]]:
-    """(source, number) of samples [first, stop)."""
-    return [(mixture.names[source], number) for source, number in map(mixture.source_of, range(first, stop))]
+    """(source, source index) of samples [first, stop)."""
+    return [(mixture.names[source], index) for source, index in map(mixture.source_of, range(first, stop))]
 
 
 def constant(*weights: float) -> Mixture:
