@@ -20,10 +20,10 @@ import xxhash
 
 from fsdp_pretrain.errors import DataError
 
-from .corpus import Manifest, Separators, write_corpus
+from .corpus import Manifest, Separators, Vocabulary, write_corpus
 from .formats import Format, detect_format, find_token_files, open_file
 from .jobs import Task, claim, describe, gather, make_all, release, write_record
-from .measure import Measure
+from .measure import Judge
 from .shards import Shard, ShardWriter, file_checksum, token_dtype
 from .tokenizer import Tokenizer
 
@@ -156,37 +156,35 @@ def adopt_file(prefix: Path, source: Path, options: Options, size: int, tokenize
     """
     kind, declared = options.format, options.separators
     assert kind is not None
-    file = open_file(
-        source, kind, tokenizer=tokenizer, dtype=options.dtype, cut="before" if declared == "leading" else "after"
-    )
-    measure = Measure(tokenizer, declared, flat=kind in ("npy", "bin"))
+    file = open_file(source, kind, tokenizer.eod, dtype=options.dtype, leading=declared == "leading")
+    judge = Judge("", Vocabulary.of(tokenizer), declared, flat=kind in ("npy", "bin"))
     dtype, digest, shown = token_dtype(tokenizer.vocab_size), xxhash.xxh3_128(), 0
     with ShardWriter(prefix, dtype) if options.copy else nullcontext() as writer:
         for run in file.runs():
-            separators = measure.add(run)
+            separators = judge.add(run).separators
             if writer is None:
                 digest.update(run.tokens.data)
-            elif measure.holds:
+            elif judge.holds:
                 lengths = run.lengths - separators
                 kept = run.tokens[run.tokens != tokenizer.eod] if separators.any() else run.tokens
                 writer.extend(kept.astype(dtype), lengths[lengths > 0].tolist())
             step = min(run.tokens.nbytes, size - shown)
             report(step)
             shown += step
-        measure.require(str(source))
-        entry = writer.finish() if writer else _entry(prefix.name, source, measure, digest.hexdigest())
+        judge.require(str(source), file, tokenizer)
+        entry = writer.finish() if writer else _entry(prefix.name, source, judge, digest.hexdigest())
     report(size - shown)
-    counts = {"documents": measure.documents, "empty": measure.empty, "unterminated": measure.unterminated}
+    counts = {"documents": judge.documents, "empty": judge.empty, "unterminated": judge.unterminated}
     write_record(prefix, {"entry": entry, "counts": counts, "source": str(source)})
 
 
-def _entry(name: str, source: Path, measure: Measure, bin_xxh3: str) -> dict[str, Any]:
+def _entry(name: str, source: Path, judge: Judge, bin_xxh3: str) -> dict[str, Any]:
     """The manifest's entry of a shard that stays where it is."""
     return {
         "name": name,
         "path": str(source.parent.resolve() / source.name),
-        "documents": measure.documents,
-        "tokens": measure.tokens,
+        "documents": judge.documents,
+        "tokens": judge.tokens,
         "bytes": _stat(source, "megatron").st_size,
         "bin_xxh3": bin_xxh3,
         "idx_xxh3": file_checksum(source.with_name(source.name + ".idx")),

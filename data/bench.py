@@ -12,7 +12,6 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -20,7 +19,7 @@ import tokenizers
 from .corpus import write_corpus
 from .packer import Packer
 from .shards import ShardWriter, token_dtype
-from .tokenizer import Tokenizer
+from .tokenizer import EOD, Tokenizer
 
 _VOCABULARY = 32_000
 _SHARDS = 4
@@ -28,22 +27,11 @@ _SHARDS = 4
 
 def bench(
     corpus: Path | None, *, tokens: int, sequence_length: int, batch: int, seconds: float, warm: bool
-) -> dict[str, Any]:
-    """Time opening, random samples and sequential packing.
+) -> dict[str, float]:
+    """Time opening, random samples and sequential packing in three rounds of `seconds`, in batches of `batch` samples.
 
-    Args:
-        corpus: measured; None makes a synthetic one of `tokens` tokens (log-normal document lengths, median 400).
-        tokens: see `corpus`.
-        sequence_length: tokens per sample.
-        batch: samples per call when packing sequentially.
-        seconds: how long each of three sequential rounds takes.
-        warm: read every shard once before.
-
-    Returns:
-        Figures by name, with units in the names.
-
-    Raises:
-        DataError: `corpus` is not one.
+    `corpus` None makes a synthetic one of `tokens` tokens; `warm` reads every shard once before. Returns figures by
+    name, with units in the names. Raises DataError if `corpus` is not one.
     """
     with ExitStack() as stack:
         if corpus is None:
@@ -56,7 +44,11 @@ def bench(
             opened_corpus = packer.corpora["bench"]
             for number in range(len(opened_corpus.manifest.shards)):
                 opened_corpus.shard(number).tokens.max(initial=0)
-        rates, drawn = [_sequential(packer, batch, seconds) for _ in range(3)], _random(packer)
+        rates = [_sequential(packer, batch, seconds) for _ in range(3)]
+        epoch = int(packer.epoch_samples["bench"])  # random samples, other ones in every run:
+        drawn = [
+            timed(packer, sample_index) for sample_index in np.random.default_rng().integers(0, epoch, 1000).tolist()
+        ]
         return {
             "tokens": packer.corpora["bench"].manifest.tokens,
             "sequence_length": sequence_length,
@@ -80,28 +72,27 @@ def _sequential(packer: Packer, batch: int, seconds: float) -> float:
     return first * packer.length / took
 
 
-def _random(packer: Packer, draws: int = 1000) -> list[float]:
-    """Seconds of single random samples of the first epoch, in draws that do not repeat from run to run."""
-    samples = int(packer.epoch_samples["bench"])
-    times = []
-    for number in np.random.default_rng().integers(0, samples, draws).tolist():
-        started = time.perf_counter()
-        packer.pack(number, 1)
-        times.append(time.perf_counter() - started)
-    return times
+def timed(packer: Packer, sample_index: int) -> float:
+    """Seconds that a single sample takes."""
+    started = time.perf_counter()
+    packer.pack(sample_index, 1)
+    return time.perf_counter() - started
+
+
+def word_tokenizer(path: Path, vocabulary: dict[str, int]) -> Tokenizer:
+    """A tokenizer of whole words, one of which is the separator `EOD`, written to `path`."""
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=min(set(vocabulary) - {EOD})))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # cuts the separator apart, should a text hold it
+    model.add_special_tokens([EOD])
+    model.save(str(path))
+    return Tokenizer.load(path)
 
 
 def synthetic_corpus(directory: Path, tokens: int) -> None:
-    """A corpus of random ids in documents of log-normal length, with a word-level tokenizer to match."""
+    """A corpus of random ids in documents of log-normal length, median 400, with a word-level tokenizer to match."""
     words = {f"w{number}": number for number in range(1, _VOCABULARY)}
-    words_to_ids = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, **words}, unk_token="w1"))
-    words_to_ids.pre_tokenizer = (
-        tokenizers.pre_tokenizers.Whitespace()
-    )  # cuts the separator apart, should a text hold it
-    words_to_ids.add_special_tokens(["<|endoftext|>"])
     (directory / "shards").mkdir()
-    source = directory / "words.json"
-    words_to_ids.save(str(source))
+    tokenizer = word_tokenizer(directory / "words.json", {EOD: 0, **words})
     rng, dtype, entries = np.random.default_rng(1), token_dtype(_VOCABULARY), []
     for number in range(_SHARDS):
         with ShardWriter(directory / "shards" / f"shard-{number}", dtype) as writer:
@@ -111,19 +102,10 @@ def synthetic_corpus(directory: Path, tokens: int) -> None:
                 writer.append(rng.integers(1, _VOCABULARY, length).astype(dtype))
                 written += length
             entries.append(writer.finish())
-    write_corpus(directory, Tokenizer.load(source), entries, dtype, {})
+    write_corpus(directory, tokenizer, entries, dtype, {})
 
 
-def render(figures: dict[str, Any]) -> str:
-    """The figures for people."""
-    low, high = figures["tokens_per_second_worst"] / 1e6, figures["tokens_per_second_best"] / 1e6
-    return "\n".join(
-        [
-            f"corpus of {figures['tokens']:_} tokens, sequences of {figures['sequence_length']}",
-            f"  open           {figures['open_ms']:.2f} ms",
-            f"  random sample  {figures['random_sample_ms_median']:.3f} ms median, "
-            f"{figures['random_sample_ms_p99']:.3f} p99, {figures['random_sample_ms_max']:.3f} worst of 1000",
-            f"  sequential     {low:.1f} to {high:.1f}M tokens/s in batches of {figures['batch']}",
-            f"  state          {figures['state_bytes']} bytes",
-        ]
-    )
+def render(figures: dict[str, float]) -> str:
+    """The figures for people, one per line."""
+    shown = (f"{value:_}" if isinstance(value, int) else f"{value:_.3f}" for value in figures.values())
+    return "\n".join(f"{name.replace('_', ' '):28} {text}" for name, text in zip(figures, shown, strict=True))

@@ -15,13 +15,13 @@ from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.units import Progress
 
 from . import adopt, bench, quickstart, simulate
-from .corpus import MAX_VOCABULARY, Corpus
+from .corpus import MAX_VOCABULARY, Corpus, Vocabulary
 from .jobs import default_workers
 from .prepare import Options, prepare, summary
 from .report import decode_any, render
 from .tokenizer import Tokenizer
 from .train_tokenizer import train_tokenizer
-from .validate import Vocabulary, check_against, validate
+from .validate import check_against, validate
 
 
 def main() -> int:
@@ -295,10 +295,8 @@ def _inspect(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     """Time the packer on a corpus, or on a synthetic one."""
     if args.simulate:
-        figures = simulate.simulate(
-            args.simulate, args.shards, sequence_length=args.sequence_length, world=args.world, seed=1
-        )
-        print(json.dumps(figures, indent=1) if args.json else simulate.render(figures))
+        figures = simulate.simulate(args.simulate, args.shards, sequence_length=args.sequence_length, world=args.world)
+        print(json.dumps(figures, indent=1) if args.json else bench.render(figures))
         return 0
     figures = bench.bench(
         args.directory,

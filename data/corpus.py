@@ -11,6 +11,7 @@ where every training sample is: 16 MB for a corpus of 2T tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import json
@@ -32,7 +33,6 @@ from .reading import READ_TIMEOUT, Places
 from .shards import Part, Shard
 from .tokenizer import Tokenizer
 
-FORMAT = 1
 BLOCK_TOKENS = 4_000_000
 MAX_VOCABULARY = 1 << 24
 """More is a mistake, whose tables would not fit into memory."""
@@ -45,6 +45,19 @@ Separators = Literal["none", "trailing", "leading"]
 Count = Annotated[int, Field(ge=0)]
 FileName = Annotated[str, Field(pattern=r"^[^\x00]*[^\x00/.][^\x00/]*$")]
 """What can be the path of a file: no NUL, and a last part that is more than dots."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """What the token ids should be."""
+
+    size: int
+    eod: int
+    specials: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | TokenizerEntry) -> Vocabulary:
+        return cls(tokenizer.vocab_size, tokenizer.eod, frozenset(tokenizer.specials))
 
 
 class TokenizerEntry(BaseModel):
@@ -117,9 +130,8 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        unfinished = (
-            " (an unfinished one: run the command that makes it again)" if (directory / "plan.json").exists() else ""
-        )
+        begun = (directory / "plan.json").exists()
+        unfinished = " (an unfinished one: run the command that makes it again)" if begun else ""
         raise DataError(
             f"{directory} is not a corpus{unfinished}: it has no manifest.json",
             remedy="make one with `fsdp-data prepare` or `fsdp-data import`",
@@ -172,18 +184,24 @@ def write_corpus(
     separators: Separators = "none",
     *,
     pairs: bool = False,
+    blocks: npt.NDArray[np.int64] | None = None,
 ) -> Manifest:
-    """Write block table, tokenizer copy and, last and atomically, the manifest of shards already in place."""
-    shards = (Shard(ShardEntry(**entry).prefix(directory)) for entry in entries)
+    """Write block table, tokenizer copy and, last and atomically, the manifest of shards already in place.
+
+    The block table is made from the shards unless it is given.
+    """
+    if blocks is None:
+        shards = (Shard(ShardEntry(**entry).prefix(directory)) for entry in entries)
+        blocks = build_blocks(shards, carried=int(separators != "none"), pairs=pairs)
     buffer = io.BytesIO()
-    np.save(buffer, build_blocks(shards, carried=int(separators != "none"), pairs=pairs))
+    np.save(buffer, blocks)
     replace_file(directory / "blocks.npy", buffer.getvalue())
     description = tokenizer.describe()
     description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
     replace_file(directory / description["file"], tokenizer.path.read_bytes())
     manifest = Manifest.model_validate(
         {
-            "format": FORMAT,
+            "format": 1,
             "dtype": dtype.name,
             "separators": separators,
             "pairs": pairs,
@@ -202,15 +220,11 @@ def write_corpus(
 class Corpus:
     """A corpus opened for reading; shards are mapped when first needed and a bounded number is kept.
 
-    Args:
-        directory: as written by `fsdp-data prepare`.
-        mirror: another directory with a copy of it, for what cannot be read from the first.
-        read_timeout: seconds after which a read counts as hanging.
+    What cannot be read from `directory` is read from `mirror`, a copy of it.
 
     Attributes:
-        manifest: its manifest.
         blocks: int64 [blocks, 5].
-        places: the directories; tells about failures and times.
+        places: the directories, with the times of reads and what went wrong.
 
     Raises:
         DataError: not a corpus, the block table is not the one the manifest names, or the mirror is of another corpus.
@@ -236,7 +250,7 @@ class Corpus:
                 f"{mirror} is no copy of {self.directory}: their manifests have different fingerprints "
                 f"({found.fingerprint[:12]}, {self.manifest.fingerprint[:12]})",
                 effect="turning to it would change the data in the middle of a run",
-                remedy="copy the corpus anew, or remove the source's mirror from the configuration",
+                remedy="copy the corpus again, or remove the source's mirror from the configuration",
             )
         return found.shards
 
@@ -252,10 +266,8 @@ class Corpus:
                 effect="samples would be cut at other places than the run expects",
                 remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
             )
-        header = io.BytesIO(raw)
-        np.lib.format.read_magic(header)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(header)
-        return np.frombuffer(raw, dtype, offset=header.tell()).reshape(shape)  # np.load would copy 20 MB
+        blocks: npt.NDArray[np.int64] = np.load(io.BytesIO(raw), allow_pickle=False)
+        return blocks
 
     def kept(self, number: int, part: Part) -> Shard | None:
         """Shard `number` if it is open and `part` is known to be in memory; reads nothing."""
@@ -283,13 +295,9 @@ class Corpus:
     def _open_shard(self, prefix: Path, entry: ShardEntry) -> Shard:
         """A shard that is, by its index and sizes, the one of the manifest."""
         shard = Shard(prefix)
-        found, said = (
-            f"{documents} documents of {dtype} in {size} bytes"
-            for documents, dtype, size in (
-                (shard.documents, shard.dtype.name, shard.tokens.nbytes),
-                (entry.documents, self.manifest.dtype, entry.bytes),
-            )
-        )
+        text = "{} documents of {} in {} bytes"
+        found = text.format(shard.documents, shard.dtype.name, shard.tokens.nbytes)
+        said = text.format(entry.documents, self.manifest.dtype, entry.bytes)
         if found != said:
             raise DataError(
                 f"{prefix}.idx and .bin hold {found}, the manifest says {said}",

@@ -31,9 +31,8 @@ _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parq
 def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
     """Files named or found in the directories named, without duplicates (symbolic links resolved).
 
-    Args:
-        inputs: files and directories, in the order that fixes the document numbers.
-        suffixes: when walking directories, take only files ending so; empty: `.txt`, JSONL and parquet.
+    Their order fixes the document numbers. Of directories, only files that end in one of `suffixes` are taken, by
+    default `.txt`, JSONL and parquet.
 
     Raises:
         DataError: an input does not exist or is no file, looks like another format than its name says, or nothing is
@@ -164,12 +163,7 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Pieces:
-    """Reads an unpacked file in whole or by lines, and refuses a piece too long for what a packed file may hold.
-
-    Args:
-        file: from `open_unpacked`.
-        path: its path.
-    """
+    """Reads a file from `open_unpacked` in whole or by lines; refuses a piece longer than a packed one may hold."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file, self._path = file, path

@@ -6,154 +6,112 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Severity = Literal["error", "warning"]
 Unit = Literal["documents", "tokens", "files", ""]
 EXAMPLES = 3
 """Located examples that a finding keeps."""
 
 
 class Kind(NamedTuple):
-    """One entry of the catalogue.
+    """One entry of the catalogue: what was found, and what to do."""
 
-    Attributes:
-        severity: `error` where training would go wrong, `warning` where a person should look.
-        unit: what the count counts, and what its rate is a share of; empty where a share means nothing.
-        meaning: what was found.
-        remedy: what to do.
-    """
-
-    severity: Severity
+    severity: Literal["error", "warning"]
+    """`error` where training would go wrong, `warning` where a person should look."""
     unit: Unit
+    """What the count counts, and what its rate is a share of; empty where a share means nothing."""
     meaning: str
     remedy: str
 
 
+def _error(meaning: str, remedy: str, unit: Unit = "documents") -> Kind:
+    return Kind("error", unit, meaning, remedy)
+
+
+def _warning(meaning: str, remedy: str, unit: Unit = "documents") -> Kind:
+    return Kind("warning", unit, meaning, remedy)
+
+
 CATALOGUE: dict[str, Kind] = {
-    "unreadable": Kind(
-        "error",
-        "files",
-        "a file is missing, truncated or not what its name says",
-        "restore it, or prepare the shard again",
+    "unreadable": _error(
+        "a file is missing, truncated or not what its name says", "restore it, or prepare the shard again", unit="files"
     ),
-    "manifest-mismatch": Kind(
-        "error",
-        "",
-        "the files are not those the manifest describes",
-        "restore the shard or prepare it again",
+    "manifest-mismatch": _error(
+        "the files are not those the manifest describes", "restore the shard or prepare it again", unit=""
     ),
-    "checksum": Kind(
-        "error",
-        "files",
-        "the bytes of a file changed since it was written",
-        "restore the file from a good copy",
+    "checksum": _error(
+        "the bytes of a file changed since it was written", "restore the file from a good copy", unit="files"
     ),
-    "index": Kind(
-        "error",
-        "files",
+    "index": _error(
         "the index points outside its file, backwards, to overlapping documents, or leaves tokens out",
         "prepare the shard again",
+        unit="files",
     ),
-    "outside-vocabulary": Kind(
-        "error",
-        "tokens",
+    "outside-vocabulary": _error(
         "token ids at or above the vocabulary size, or negative",
         "the wrong tokenizer or dtype was declared",
+        unit="tokens",
     ),
-    "separator-at-end": Kind(
-        "error",
-        "documents",
+    "separator-at-end": _error(
         "documents end with a separator that was not declared; the packer adds its own",
         "prepare again, or import declaring `trailing`",
     ),
-    "separator-at-start": Kind(
-        "error",
-        "documents",
+    "separator-at-start": _error(
         "documents begin with a separator that was not declared; the packer adds its own",
         "prepare again, or import declaring `leading`",
     ),
-    "separator-inside": Kind(
-        "error",
-        "documents",
+    "separator-inside": _error(
         "the separator stands inside documents",
         "documents were joined, or their text held the separator; prepare again from text",
     ),
-    "separator-doubled": Kind(
-        "error",
-        "documents",
-        "two or more separators stand side by side",
-        "two tools added one each; prepare again from text",
+    "separator-doubled": _error(
+        "two or more separators stand side by side", "two tools added one each; prepare again from text"
     ),
-    "separator-missing": Kind(
-        "error",
-        "documents",
+    "separator-missing": _error(
         "documents lack the separator that was declared",
         "declare `none` if none carries one; otherwise documents were cut: prepare again from text",
     ),
-    "special-token": Kind(
-        "error",
-        "documents",
+    "special-token": _error(
         "control tokens other than the separator stand in documents",
         "they were parsed from text or added by the tokenizer; prepare again",
     ),
-    "special-only-documents": Kind(
-        "error",
-        "documents",
+    "special-only-documents": _error(
         "documents of nothing but control tokens",
         "their text was empty and the tokenizer added specials; drop them when preparing",
     ),
-    "tokenizer": Kind(
-        "error",
-        "",
+    "tokenizer": _error(
         "the corpus was made with another tokenizer",
         "prepare with the tokenizer of the run, or point the run at this one",
+        unit="",
     ),
-    "foreign-tokens": Kind(
-        "error",
-        "files",
+    "foreign-tokens": _error(
         "sampled documents, decoded and encoded again with the tokenizer, give other ids",
         "the file was made with another tokenizer or its ids were changed; prepare it again",
+        unit="files",
     ),
-    "vocabulary-too-small": Kind(
-        "error",
-        "",
-        "the model's vocabulary is smaller than the tokenizer's",
-        "raise model.vocab",
+    "vocabulary-too-small": _error(
+        "the model's vocabulary is smaller than the tokenizer's", "raise model.vocab", unit=""
     ),
-    "empty-documents": Kind(
-        "warning",
-        "documents",
-        "documents without tokens, declared separators aside (the packer leaves them out)",
-        "drop them when preparing",
+    "empty-documents": _warning(
+        "documents without tokens, declared separators aside (the packer leaves them out)", "drop them when preparing"
     ),
-    "one-token-documents": Kind(
-        "warning",
-        "documents",
-        "documents of a single token, declared separators aside",
-        "check how the input was split",
+    "one-token-documents": _warning(
+        "documents of a single token, declared separators aside", "check how the input was split"
     ),
-    "giant-documents": Kind(
-        "warning",
-        "documents",
+    "giant-documents": _warning(
         "documents far longer than all others that make up a sizeable part of the corpus",
         "check that no file of many documents was taken for one (`--split lines`)",
     ),
-    "duplicate-documents": Kind(
-        "warning",
-        "documents",
+    "duplicate-documents": _warning(
         "documents that repeat an earlier one token by token (first copies not counted)",
         "deduplicate the input; look for a file that was given twice",
     ),
-    "degenerate-documents": Kind(
-        "warning",
-        "documents",
+    "degenerate-documents": _warning(
         "long documents of one token, or of one short passage over and over",
         "filter them out of the input: a few of them can upset training",
     ),
-    "divergent-shard": Kind(
-        "warning",
-        "files",
+    "divergent-shard": _warning(
         "ids are distributed unlike those of the other files: another vocabulary, or another language",
         "pass --tokenizer to have it decided by decoding; otherwise look at the file",
+        unit="files",
     ),
 }
 """Every finding `validate` can make."""
@@ -161,14 +119,10 @@ CATALOGUE: dict[str, Kind] = {
 
 @dataclass
 class Example:
-    """Where a defect is.
+    """Where a defect is: in a file, perhaps in a document of it, perhaps at a token of the document.
 
-    Attributes:
-        file: name of the file.
-        document: number of the document within the file, if it concerns one.
-        token: position within the document, if it concerns one.
-        note: what was measured there.
-        text: decoded text around the place, document boundaries shown as `‖`; None without a tokenizer.
+    `note` is what was measured there; `text` the decoded text around the place, document boundaries shown as `‖`, None
+    without a tokenizer.
     """
 
     file: str
@@ -195,7 +149,6 @@ class Finding:
 
     @property
     def kind(self) -> Kind:
-        """Its entry in the catalogue."""
         return CATALOGUE[self.code]
 
     def as_dict(self, rate: float | None) -> dict[str, Any]:
@@ -219,11 +172,9 @@ class Findings:
         finding.examples += list(examples)[: EXAMPLES - len(finding.examples)]
 
     def note(self, code: str, file: str, note: str) -> None:
-        """Count one defect of a file."""
         self.add(code, 1, [Example(file, note=note)])
 
     def merge(self, other: Findings) -> None:
-        """Add another file's findings."""
         for finding in other.by_code.values():
             self.add(finding.code, finding.count, finding.examples)
 

@@ -11,11 +11,13 @@ Reading is streaming and memory-mapped: a run holds about 4M tokens, and a docum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,8 @@ Format = Literal["megatron", "arrow", "npy", "bin", "text"]
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
 RUN_TOKENS = 4_000_000
+MEASURED_TOKENS = 1_000_000
+"""Tokens per run where it is looked at more than once: it is still in the processor's cache then."""
 _TEXTS = 256
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _SUFFIXES: dict[Format, tuple[str, ...]] = {
@@ -42,7 +46,7 @@ _SUFFIXES: dict[Format, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """Consecutive documents of one file.
 
@@ -56,35 +60,71 @@ class Run:
     lengths: Ints
     tokens: Tokens
 
+    @cached_property
+    def ends(self) -> Ints:
+        """[documents] where each ends in `tokens`."""
+        return np.cumsum(self.lengths)
 
-class TokenFile(Protocol):
+    @cached_property
+    def starts(self) -> Ints:
+        """[documents] where each begins in `tokens`."""
+        return self.ends - self.lengths
+
+    def document_of(self, at: Ints) -> Ints:
+        """Number within the run of the document that holds each position."""
+        return np.searchsorted(self.ends, at, side="right")
+
+
+@dataclass(frozen=True)
+class TokenFile:
     """One file (or pair of files) opened for reading.
 
     Opening and reading raise DataError if it is cut off, damaged or not of its format, OSError if storage fails.
+
+    Attributes:
+        chunks: lengths and tokens of all documents in order, in parts of any number; as many as a given size would do.
+        shard: if it is one.
     """
 
-    name: str
+    chunks: Callable[[int], Iterator[tuple[Ints, Tokens]]]
+    shard: Shard | None = None
 
     def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order, in runs of about `size` tokens and of at least one document. Raises DataError."""
-        ...
+        """All documents in order, in runs of about `size` tokens and of at least one document."""
+        first = 0
+        for lengths, tokens in _joined(self.chunks(size), size):
+            ends, at = np.cumsum(lengths), 0
+            while at < len(lengths):
+                base = int(ends[at - 1]) if at else 0
+                stop = max(at + 1, int(np.searchsorted(ends, base + size)))
+                yield Run(first + at, lengths[at:stop], tokens[base : int(ends[stop - 1])])
+                at = stop
+            first += len(lengths)
 
 
-# ---------------------------------------------------------------- which files
+def _joined(chunks: Iterator[tuple[Ints, Tokens]], size: int) -> Iterator[tuple[Ints, Tokens]]:
+    """Chunks of at least `size` tokens each, but for the last."""
+    held, count = list[tuple[Ints, Tokens]](), 0
+    for chunk in chunks:
+        held.append(chunk)
+        count += len(chunk[1])
+        if count >= size:
+            yield _join(held)
+            held, count = [], 0
+    if held:
+        yield _join(held)
+
+
+def _join(held: list[tuple[Ints, Tokens]]) -> tuple[Ints, Tokens]:
+    lengths, tokens = zip(*held, strict=True)
+    return held[0] if len(held) == 1 else (np.concatenate(lengths), np.concatenate(tokens))
 
 
 def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  # noqa: A002
-    """The token files a path stands for, in the order of their names.
+    """The token files a path stands for, in the order of their names; of a Megatron pair, the prefix.
 
-    Args:
-        path: a file, the prefix of a Megatron pair, or a directory that is searched for files.
-        format: None takes it from the suffixes; `detect_format` then tells which it is.
-
-    Returns:
-        Paths for `open_file`; of a Megatron pair, the prefix.
-
-    Raises:
-        DataError: nothing is there, or a directory holds several formats and `format` does not choose.
+    `path` is a file, the prefix of a Megatron pair, or a directory that is searched for files. Raises DataError if
+    nothing is there, or a directory holds several formats and `format` does not choose.
     """
     if not path.is_dir():
         kind = format or detect_format(path)
@@ -123,69 +163,55 @@ def detect_format(path: Path) -> Format:
 def open_file(
     path: Path,
     format: Format,  # noqa: A002
-    eod: int | None = None,
+    eod: int,
+    *,
     tokenizer: Tokenizer | None = None,
     dtype: str | None = None,
-    cut: Literal["after", "before"] = "after",
+    leading: bool = False,
 ) -> TokenFile:
     """Open one file of a format.
 
     Args:
         path: as `find_token_files` gives it.
         format: of the file.
-        eod: id of the separator, at which `npy` and `bin` are cut (default: the tokenizer's).
+        eod: id of the separator, at which `npy` and `bin` are cut.
         tokenizer: encodes `text`.
         dtype: NumPy name of the integer type of `bin` (default: uint16).
-        cut: whether the documents of `npy` and `bin` end `after` each separator or begin `before` it.
+        leading: the documents of `npy` and `bin` begin with each separator; otherwise they end with it.
 
     Raises:
-        DataError: not readable, not of this format, truncated, or an argument is missing.
+        DataError: not readable, not of this format, truncated, or there is no tokenizer for a text.
     """
     if format == "megatron":
-        return MegatronFile(path)
+        shard = Shard(path)
+        return TokenFile(partial(_shard_chunks, shard), shard)
     if format == "arrow":
-        return ArrowFile(path)
+        return TokenFile(_ArrowFile(path).chunks)
     if format == "text":
         if tokenizer is None:
             raise DataError(f"{path} is text: its tokens need a tokenizer", remedy="pass --tokenizer T")
-        return TextFile(path, tokenizer)
-    eod = tokenizer.eod if eod is None and tokenizer is not None else eod
-    if eod is None:
-        raise DataError(
-            f"{path} is one flat array: only the separator tells where its documents end",
-            remedy="name the separator with --eod, or pass --tokenizer T",
-        )
+        require_file(path)
+        return TokenFile(partial(_text_chunks, path, tokenizer))
     tokens = _read_npy(path) if format == "npy" else _read_bin(path, dtype or "uint16")
-    return FlatFile(path.name, tokens, eod, before=cut == "before")
+    return TokenFile(partial(_flat_chunks, tokens, eod, leading))
 
 
-# ---------------------------------------------------------------- the formats
+def _shard_chunks(shard: Shard, size: int) -> Iterator[tuple[Ints, Tokens]]:
+    """Documents of several sequences are read as one document each."""
+    if problem := shard.index_problem(several=True):
+        raise DataError(
+            f"the index of {shard.prefix} is damaged: {problem}", remedy="restore it or prepare the shard again"
+        )
+    ends = np.concatenate(([0], np.cumsum(shard.lengths, dtype=np.int64)))
+    begin = int(shard.pointers[0]) // shard.dtype.itemsize if len(shard.pointers) else 0
+    yield np.diff(ends[shard.document_indices]), shard.tokens[begin : begin + int(ends[-1])]
 
 
-class MegatronFile:
-    """A `.bin`/`.idx` pair; see `data.shards`. Documents of several sequences are read as one document each."""
-
-    def __init__(self, prefix: Path) -> None:
-        self.name, self.shard = prefix.name, Shard(prefix)
-
-    def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order. Raises DataError if the index does not put them one behind the other."""
-        shard = self.shard
-        if not shard.is_contiguous:
-            raise DataError(
-                f"the index of {shard.prefix} points backwards, to overlapping documents or leaves gaps",
-                remedy="the index is damaged; restore it or prepare the shard again",
-            )
-        ends = np.concatenate(([0], np.cumsum(shard.lengths, dtype=np.int64)))
-        begin = int(shard.pointers[0]) // shard.dtype.itemsize if len(shard.pointers) else 0
-        yield from _runs([(np.diff(ends[shard.document_indices]), shard.tokens[begin : begin + int(ends[-1])])], size)
-
-
-class ArrowFile:
+class _ArrowFile:
     """Arrow IPC, file or stream format: the column `tokens`, or the only one."""
 
     def __init__(self, path: Path) -> None:
-        self.name, self._path = path.name, path
+        self._path = path
         with _arrow(path):
             with path.open("rb") as file:
                 self._is_file = file.read(6) == b"ARROW1"
@@ -222,7 +248,8 @@ class ArrowFile:
         if behind > footer:
             raise DataError(f"{self._path} goes on behind its end ({behind - footer} bytes)", remedy=DAMAGED)
 
-    def _chunks(self) -> Iterator[tuple[Ints, Tokens]]:
+    def chunks(self, size: int) -> Iterator[tuple[Ints, Tokens]]:
+        """A record batch at a time."""
         with _arrow(self._path):
             for number, batch in enumerate(self._batches()):
                 batch = batch.select([self._column])
@@ -233,10 +260,6 @@ class ArrowFile:
                     raise DataError(f"{self._path} has nulls among its tokens (record batch {number})")
                 lengths = column.value_lengths().to_numpy() if self._is_list else [len(column)]
                 yield np.asarray(lengths, dtype=np.int64), values.to_numpy()
-
-    def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order. Raises DataError, OSError."""
-        yield from _runs(self._chunks(), size)
 
 
 @contextmanager
@@ -251,62 +274,35 @@ def _arrow(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path} as an Arrow IPC file or stream: {error}", remedy=DAMAGED) from None
 
 
-class FlatFile:
-    """One array of tokens, cut after (or before) every separator.
+def _flat_chunks(tokens: Tokens, eod: int, leading: bool, size: int) -> Iterator[tuple[Ints, Tokens]]:
+    """One array of tokens, cut after every separator, or before it if they are leading.
 
     Two separators side by side give a document that is a separator alone. The stretch before the first cut and after
     the last is a document as well, one without a separator if the array begins or ends inside a document.
     """
-
-    def __init__(self, name: str, tokens: Tokens, eod: int, *, before: bool) -> None:
-        self.name, self._tokens, self._eod, self._shift = name, tokens, eod, 0 if before else 1
-
-    def _chunks(self, size: int) -> Iterator[tuple[Ints, Tokens]]:
-        begin, end = 0, len(self._tokens)
-        while begin < end:
-            stop, width = begin, size
-            while True:
-                stop = min(end, begin + width)
-                cuts = np.flatnonzero(self._tokens[begin:stop] == self._eod) + self._shift
-                cuts = cuts[cuts > 0]
-                if stop == end or len(cuts):
-                    break
-                width *= 2  # a document longer than a run
-            if stop == end and (not len(cuts) or cuts[-1] < end - begin):
-                cuts = np.append(cuts, end - begin)
-            yield np.diff(cuts, prepend=0).astype(np.int64), self._tokens[begin : begin + int(cuts[-1])]
-            begin += int(cuts[-1])
-
-    def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order."""
-        yield from _runs(self._chunks(size), size)
+    begin, end = 0, len(tokens)
+    while begin < end:
+        stop, width = begin, size
+        while True:
+            stop = min(end, begin + width)
+            cuts = np.flatnonzero(tokens[begin:stop] == eod) + (0 if leading else 1)
+            cuts = cuts[cuts > 0]
+            if stop == end or len(cuts):
+                break
+            width *= 2  # a document longer than a run
+        if stop == end and (not len(cuts) or cuts[-1] < end - begin):
+            cuts = np.append(cuts, end - begin)
+        yield np.diff(cuts, prepend=0).astype(np.int64), tokens[begin : begin + int(cuts[-1])]
+        begin += int(cuts[-1])
 
 
-class TextFile:
+def _text_chunks(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[tuple[Ints, Tokens]]:
     """Text, JSONL or parquet, encoded while reading."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        self.name, self._path, self._tokenizer = path.name, path, tokenizer
-        require_file(path)
-
-    def _chunks(self) -> Iterator[tuple[Ints, Tokens]]:
-        texts: list[str] = []
-        units = (unit for shard in plan_shards([self._path], None, lines=False) for unit in shard)
-        for document in (document for unit in units for document in read_documents(unit, "text", lines=False)):
-            texts.append(document.text)
-            if len(texts) == _TEXTS:
-                yield self._encode(texts)
-                texts = []
-        if texts:
-            yield self._encode(texts)
-
-    def _encode(self, texts: list[str]) -> tuple[Ints, Tokens]:
-        ids = self._tokenizer.encode(texts)
-        return np.array([len(item) for item in ids]), np.array([i for item in ids for i in item], dtype=np.int64)
-
-    def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order. Raises DataError, OSError."""
-        yield from _runs(self._chunks(), size)
+    units = (unit for shard in plan_shards([path], None, lines=False) for unit in shard)
+    texts = (document.text for unit in units for document in read_documents(unit, "text", lines=False))
+    while some := list(islice(texts, _TEXTS)):
+        ids = tokenizer.encode(some)
+        yield np.array([len(item) for item in ids]), np.array([i for item in ids for i in item], dtype=np.int64)
 
 
 def _read_npy(path: Path) -> Tokens:
@@ -339,30 +335,3 @@ def _read_bin(path: Path, dtype: str) -> Tokens:
             remedy="name the type with --dtype",
         )
     return np.frombuffer(raw, kind)
-
-
-def _runs(chunks: Iterable[tuple[Ints, Tokens]], size: int) -> Iterator[Run]:
-    """Runs of about `size` tokens from chunks of whole documents, joining small ones and dividing large ones."""
-    first, held, count = 0, list[tuple[Ints, Tokens]](), 0
-    for chunk in chunks:
-        held.append(chunk)
-        count += len(chunk[1])
-        if count >= size:
-            for run in _divide(first, held, size):
-                yield run
-                first = run.first + len(run.lengths)
-            held, count = [], 0
-    yield from _divide(first, held, size)
-
-
-def _divide(first: int, held: list[tuple[Ints, Tokens]], size: int) -> Iterator[Run]:
-    if not held:
-        return
-    lengths, tokens = held[0] if len(held) == 1 else (np.concatenate(part) for part in zip(*held, strict=True))
-    ends = np.cumsum(lengths)
-    at = 0
-    while at < len(lengths):
-        base = int(ends[at - 1]) if at else 0
-        stop = max(at + 1, int(np.searchsorted(ends, base + size)))
-        yield Run(first + at, lengths[at:stop], tokens[base : int(ends[stop - 1])])
-        at = stop

@@ -27,23 +27,26 @@ from .unigrams import Unigrams
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward pass of one rank.
-
-    Attributes:
-        tokens: int64 [b, S + 1]; the inputs are `tokens[:, :-1]`. Under an objective the last column means nothing.
-        labels: int64 [b, S] if they are not `tokens[:, 1:]`, or some tokens are not to be learned, else None.
-        lengths: int32 [b, D] lengths of documents, or of an objective's slots, zero-padded, if attention needs them.
-        sources: int64 [b], source of each sample.
-        prefix: int32 [b, D], how much of each slot every token of it may look at, or None (causal).
-        positions: int64 [b, S], or [b, 2, S] where positions have two dimensions, or None (0 to S - 1).
-    """
+    """One forward pass of one rank."""
 
     tokens: Tensor
+    """int64 [b, S + 1]; the inputs are `tokens[:, :-1]`. Under an objective the last column means nothing."""
     labels: Tensor | None
+    """int64 [b, S] if they are not `tokens[:, 1:]`, or some tokens are not to be learned."""
     lengths: Tensor | None
+    """int32 [b, D] lengths of documents, or of an objective's slots, zero-padded, if attention needs them."""
     sources: Tensor
+    """int64 [b], source of each sample."""
     prefix: Tensor | None = None
+    """int32 [b, D], how much of each slot every token of it may look at; None if causal."""
     positions: Tensor | None = None
+    """int64 [b, S], or [b, 2, S] where positions have two dimensions; None for 0 to S - 1."""
+
+    @property
+    def targets(self) -> int:
+        if self.labels is None:
+            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
+        return int((self.labels != IGNORE).sum())
 
 
 @dataclass(slots=True)
@@ -51,17 +54,15 @@ class StepBatch:
     """A rank's share of one optimiser step, and this share's counts.
 
     Attributes:
-        micro: the micro-batches.
         position: after this step, of the whole global batch.
         targets: tokens to predict.
         documents: documents that end in the share.
         separators, adjacent_specials: counted from the tokens; see `Packer.measure`.
         digest: sum of `Packed.digest`, as a signed 64-bit integer. Summed over ranks it identifies the global batch
             whatever the number of ranks.
-        quarantined: documents taken out of the loss by the packer's checks.
         shares, epochs: of each source: the planned share around this step, and how often it has been read after it.
         reads: reads from storage that preparing the share took.
-        notices: what went wrong and was mended meanwhile (a shard read from the mirror), for the journal.
+        notices: problems that were worked around (a shard read from the mirror), for the journal.
         distance: of the share's tokens from what the run's look like, see `Unigrams.score`; None if not known.
     """
 
@@ -110,18 +111,16 @@ class Loader(Iterator[StepBatch]):
     equal slices.
 
     Args:
-        packer: where samples come from.
         batches: global batch as a function of consumed samples.
         rank, world: this rank among those that split a batch.
         micro_batch: samples per forward pass.
-        start: where to start.
         skips: samples that are not trained.
         prefetch: steps prepared ahead; 0 prepares in the caller's thread.
         with_lengths: include document lengths.
         across_documents: learn the label that crosses from a separator into the next document.
         infilling: makes blanks in the samples; None predicts every next token.
         pin: put tensors in pinned memory, for asynchronous copies to a GPU.
-        unigrams: compares the tokens of every step with those before; None compares nothing.
+        unigrams: compares the tokens of every step with those before.
     """
 
     def __init__(
@@ -160,9 +159,10 @@ class Loader(Iterator[StepBatch]):
     def build(self, before: Position) -> StepBatch:
         """This rank's share of the global batch that follows a position, a pure function."""
         step = StepBatch([], before.advance(self._batches, self._skips))
-        own = self._share(before.cursor, step.position.batch)
+        share = share_of(0, step.position.batch, self._rank, self._world)
+        own = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
         step.shares = self._packer.mixture.shares(before.cursor)
-        step.epochs = self._packer.position(step.position.cursor)
+        step.epochs = self._packer.epochs_read(step.position.cursor)
         tokens = []
         for start in range(0, len(own), self._micro_batch):
             packed = self._packer.pack_samples(own[start : start + self._micro_batch])
@@ -173,7 +173,7 @@ class Loader(Iterator[StepBatch]):
                 infilling=self._infilling,
             )
             step.micro.append(_pinned(micro) if self._pin else micro)
-            step.targets += _targets(micro)
+            step.targets += micro.targets
             step.documents += packed.documents
             separators, adjacent = self._packer.measure(packed)
             step.separators += separators
@@ -182,9 +182,9 @@ class Loader(Iterator[StepBatch]):
             step.digest += packed.digest
             tokens.append(packed.tokens)
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
-        for places in self._packer.places:
-            step.reads.add(places.take_times())
-            step.notices += places.take_notices()
+        for corpus in self._packer.corpora.values():
+            step.reads.add(corpus.places.take_times())
+            step.notices += corpus.places.take_notices()
         if self._unigrams is not None:
             step.distance = self._unigrams.score(tokens, step.shares)
         return step
@@ -195,20 +195,15 @@ class Loader(Iterator[StepBatch]):
         own = share_of(0, step.position.batch, self._rank, self._world)
         for start in range(0, len(own), self._micro_batch):
             count = min(self._micro_batch, len(own) - start)
+            sources = torch.zeros(count, dtype=torch.int64)
             if self._infilling is not None:
-                micro = _infilled(self._infilling.empty(count), torch.zeros(count, dtype=torch.int64))
-                step.micro.append(_pinned(micro) if self._pin else micro)
-                continue
-            lengths = torch.full((count, 1), length, dtype=torch.int32) if self._with_lengths else None
-            zeros = torch.zeros(count, length + 1, dtype=torch.int64)
-            micro = MicroBatch(zeros, torch.full((count, length), IGNORE), lengths, zeros[:, 0].clone())
+                micro = _infilled(self._infilling.empty(count), sources)
+            else:
+                lengths = torch.full((count, 1), length, dtype=torch.int32) if self._with_lengths else None
+                tokens = torch.zeros(count, length + 1, dtype=torch.int64)
+                micro = MicroBatch(tokens, torch.full((count, length), IGNORE), lengths, sources)
             step.micro.append(_pinned(micro) if self._pin else micro)
         return step
-
-    def _share(self, cursor: int, size: int) -> list[int]:
-        """This rank's samples of the global batch at `cursor`."""
-        own = share_of(0, size, self._rank, self._world)
-        return self._skips.take(cursor, size)[own.start : own.stop]
 
 
 def micro_batch(
@@ -240,13 +235,6 @@ def _infilled(samples: Infilled, sources: Tensor) -> MicroBatch:
 def _pinned(micro: MicroBatch) -> MicroBatch:
     tensors = (getattr(micro, attribute.name) for attribute in fields(micro))
     return MicroBatch(*(tensor.pin_memory() if tensor is not None else None for tensor in tensors))  # type: ignore[arg-type]
-
-
-def _targets(micro: MicroBatch) -> int:
-    """Tokens to predict in a micro-batch."""
-    if micro.labels is None:
-        return micro.tokens.shape[0] * (micro.tokens.shape[1] - 1)
-    return int((micro.labels != IGNORE).sum())
 
 
 def check_batches(batches: list[int], world: int, micro_batch: int) -> None:

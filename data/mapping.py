@@ -23,14 +23,7 @@ import numpy.typing as npt
 
 _library = ctypes.CDLL(None, use_errno=True)
 _library.mmap.restype = ctypes.c_void_p
-_library.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
+_library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
@@ -43,13 +36,7 @@ now_reading: dict[int, Path] = {}
 
 
 class Mapping:
-    """A file's bytes, read-only. Unmapped when neither the object nor an array made from its bytes is left.
-
-    Args:
-        path: of the file. May be empty.
-
-    Attributes:
-        bytes: uint8 [size].
+    """A file's `bytes`, uint8 [size], read-only. Unmapped when neither the object nor an array made from them is left.
 
     Raises:
         OSError: it cannot be opened or mapped.

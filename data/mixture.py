@@ -38,28 +38,21 @@ _MOST_CELLS = 4_000_000
 
 @dataclass(frozen=True)
 class Weight:
-    """Weight of one source along the data.
-
-    Attributes:
-        points: (sample index, value), ascending; linear between them, constant before the first and after the last;
-            two points at one index are a jump.
-        start: the weight is 0 before this index.
-        stop: the weight is 0 from this index on; None for never.
-        limit: samples the source can give in all; None for no end.
-    """
+    """Weight of one source along the data: 0 before sample `start` and from `stop` on."""
 
     points: tuple[tuple[int, float], ...] = ((0, 1.0),)
+    """(sample index, value), ascending; linear between them, constant before the first and after the last; two points
+    at one index are a jump."""
     start: int = 0
     stop: int | None = None
     limit: int | None = None
+    """Samples the source can give in all; None for no end."""
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields as JSON values."""
         return {**asdict(self), "points": [list(point) for point in self.points]}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Weight:
-        """The weight whose fields, as JSON, are `content`."""
         return cls(**{**content, "points": tuple((int(p), float(v)) for p, v in content["points"])})
 
     def at(self, positions: Ints) -> npt.NDArray[np.float64]:
@@ -91,10 +84,7 @@ class Weight:
 
 
 class Mixture:
-    """Maps a global sample index to (source, index within the source).
-
-    Args:
-        weights: by source name. The order of the names does not matter to the order of the samples.
+    """Maps a sample index to its source and source index. The order of the names does not matter to the samples.
 
     Attributes:
         weights, names: of the sources, as given.
@@ -116,7 +106,7 @@ class Mixture:
         if self.capacity == 0:
             raise DataError("no source of the mixture has any weight at its beginning", remedy="see data.sources")
         self._chunk, self._base = -1, np.zeros(len(weights), np.int64)
-        self._source = self._number = np.empty(0, np.int64)
+        self._sources = self._source_indices = np.empty(0, np.int64)
 
     def _build(self, sources: list[Weight]) -> tuple[int, int] | None:
         """Fill the tables; (sample index, column) of the first source to be used up, or None."""
@@ -140,9 +130,9 @@ class Mixture:
                 ends.append((int(whole[0]) + 1, column))
         return min(ends, default=None)
 
-    def _due(self, column: int, numbers: Ints) -> tuple[Ints, npt.NDArray[np.float64]]:
+    def _due(self, column: int, source_indices: Ints) -> tuple[Ints, npt.NDArray[np.float64]]:
         """Where samples of a source are due: whole positions and fractions. They must be due somewhere."""
-        reached = numbers * SCALE
+        reached = source_indices * SCALE
         cell = np.searchsorted(self._sums[:, column], reached, "right") - 1
         whole, rest = np.divmod(reached - self._sums[cell, column], self._rates[cell, column])
         return self._starts[cell] + whole, rest / self._rates[cell, column]
@@ -154,53 +144,50 @@ class Mixture:
         counts: Ints = -(-reached // SCALE)
         return counts
 
-    def locate(self, index: int) -> tuple[int, int]:
-        """(source, index in that source) of sample `index`; `source` counts as in `names`. Raises DataError."""
-        self._check(index)
+    def source_of(self, sample_index: int) -> tuple[int, int]:
+        """(source, source index) of a sample; sources count as in `names`. Raises DataError."""
+        if sample_index >= LONGEST:
+            raise DataError(f"sample {sample_index:_} is beyond what a mixture can order ({LONGEST:_} samples)")
+        if self.capacity is not None and sample_index >= self.capacity:
+            raise DataError(
+                f"the mixture ends after {self.capacity:_} samples; sample {sample_index:_} does not exist",
+                remedy="raise max_epochs of a source, add data, or shorten the run",
+            )
         if len(self.names) == 1:
-            return 0, index
-        inside = self._open(index)
-        return int(self._source[inside]), int(self._number[inside])
+            return 0, sample_index
+        inside = self._open(sample_index)
+        return int(self._sources[inside]), int(self._source_indices[inside])
 
-    def counts(self, index: int) -> list[int]:
-        """Samples of each source among [0, index)."""
+    def counts(self, sample_index: int) -> list[int]:
+        """Samples of each source among [0, sample_index)."""
         if len(self.names) == 1:
-            return [index]
-        inside = self._open(index)
-        taken = np.bincount(self._source[:inside], minlength=len(self.names))
+            return [sample_index]
+        inside = self._open(sample_index)
+        taken = np.bincount(self._sources[:inside], minlength=len(self.names))
         return [int(base + count) for base, count in zip(self._base, taken, strict=True)]
 
-    def shares(self, index: int) -> dict[str, float]:
-        """The planned share of each source around sample `index`."""
-        rates = self._rates[int(np.searchsorted(self._starts, index, "right")) - 1]
+    def shares(self, sample_index: int) -> dict[str, float]:
+        """The planned share of each source around a sample."""
+        rates = self._rates[int(np.searchsorted(self._starts, sample_index, "right")) - 1]
         return {self.names[i]: float(rate) / SCALE for i, rate in zip(self._order, rates, strict=True)}
 
-    def past(self, index: int) -> list[tuple[int, dict[str, int]]]:
-        """The plan before sample `index`: (from, share in units of 1 / SCALE by name), changes only, no zeros.
+    def past(self, sample_index: int) -> list[tuple[int, dict[str, int]]]:
+        """The plan before a sample: (from, share in units of 1 / SCALE by name), changes only, no zeros.
 
-        Two mixtures with equal pasts give the same samples before `index`, each source's numbers included.
+        Two mixtures with equal pasts give the same samples before it, source indices included.
         """
         changes: list[tuple[int, dict[str, int]]] = []
         for start, rates in zip(self._starts.tolist(), self._rates.tolist(), strict=True):
-            if start >= index:
+            if start >= sample_index:
                 break
             plan = {self.names[i]: rate for i, rate in zip(self._order, rates, strict=True) if rate}
             if not changes or changes[-1][1] != plan:
                 changes.append((start, plan))
         return changes
 
-    def _check(self, index: int) -> None:
-        if index >= LONGEST:
-            raise DataError(f"sample {index:_} is beyond what a mixture can order ({LONGEST:_} samples)")
-        if self.capacity is not None and index >= self.capacity:
-            raise DataError(
-                f"the mixture ends after {self.capacity:_} samples; sample {index:_} does not exist",
-                remedy="raise max_epochs of a source, add data, or shorten the run",
-            )
-
-    def _open(self, index: int) -> int:
-        """Work out the order of the chunk that holds `index`; the place in it."""
-        chunk, inside = divmod(index, CHUNK)
+    def _open(self, sample_index: int) -> int:
+        """Work out the order of the chunk that holds a sample; its place in it."""
+        chunk, inside = divmod(sample_index, CHUNK)
         if chunk != self._chunk:
             self._lay_out(chunk * CHUNK)
             self._chunk = chunk
@@ -211,9 +198,9 @@ class Mixture:
         # Between t and t + sources samples are due before t, so [first - sources, first + CHUNK) holds the chunk.
         begin = max(0, first - len(self.names))
         base, stop = self._counts_at(begin), self._counts_at(first + CHUNK)
-        numbers = [np.arange(low, high, dtype=np.int64) for low, high in zip(base, stop, strict=True)]
-        due = [self._due(column, own) for column, own in enumerate(numbers)]
-        columns, flat = np.repeat(np.arange(len(base)), stop - base), np.concatenate(numbers)
+        indices = [np.arange(low, high, dtype=np.int64) for low, high in zip(base, stop, strict=True)]
+        due = [self._due(column, own) for column, own in enumerate(indices)]
+        columns = np.repeat(np.arange(len(base)), stop - base)
         # Whole positions are exact, so that a chunk's border falls between the same two samples from both sides.
         order = np.lexsort((columns, np.concatenate([f for _, f in due]), np.concatenate([w for w, _ in due])))
         before = first - int(base.sum())
@@ -221,4 +208,4 @@ class Mixture:
         names = np.array(self._order)
         self._base = np.zeros(len(base), np.int64)
         self._base[names] = base + np.bincount(columns[early], minlength=len(base))
-        self._source, self._number = names[columns[order]], flat[order]
+        self._sources, self._source_indices = names[columns[order]], np.concatenate(indices)[order]

@@ -89,21 +89,17 @@ class Specials(NamedTuple):
 
 @dataclass(slots=True)
 class Slot:
-    """One slot without its padding.
-
-    Attributes:
-        inputs, labels: int64 [length]; -100 where nothing is learned.
-        prefix: tokens at its beginning that every token of the slot sees.
-        place: int64 [length], position in the text in which each span counts as one token; a blank's tokens have that
-            of their mask. The first dimension of positions.
-        inside: int64 [length], 0 in the prefix, then 1 (sop), 2, ... in each blank. The second dimension.
-    """
+    """One slot without its padding; arrays are int64 [length]."""
 
     inputs: Ints
     labels: Ints
+    """-100 where nothing is learned."""
     prefix: int
+    """Tokens at its beginning that every token of the slot sees."""
     place: Ints
+    """The first dimension of positions: each span of the text counts as one; all of a blank has that of its mask."""
     inside: Ints
+    """The second dimension: 0 in the prefix, then 1 (sop), 2, ... in each blank."""
 
     def line(self, scheme: Scheme) -> Ints:
         """One-dimensional positions: int64 [length].
@@ -119,12 +115,8 @@ class Slot:
 def fill_blanks(text: Ints, targets: Ints, starts: Ints, lengths: Ints, order: Ints, ids: Specials) -> Slot:
     """Blanks in a text: the text with masks, then the blanks in `order`.
 
-    Args:
-        text: int64 [T].
-        targets: int64 [T], the text, or -100 where a token is not to be learned.
-        starts, lengths: int64 [n], the spans, ascending and at least one token apart.
-        order: permutation of range(n).
-        ids: the special tokens.
+    `targets` [T] are the tokens of `text` [T], or -100 where one is not to be learned; `starts` and `lengths` [n] are
+    the spans, ascending and at least one token apart; `order` is a permutation of range(n).
     """
     size, count, total = len(text), len(starts), int(lengths.sum())
     prefix, blanks = size - total + count, total + count
@@ -157,19 +149,14 @@ def fill_blanks(text: Ints, targets: Ints, starts: Ints, lengths: Ints, order: I
 
 
 def continue_text(context: Ints, rest: Ints, targets: Ints, mask: int, sop: int, end: int | None) -> Slot:
-    """A context and what continues it: the ending of a text, or the answer to a prompt.
+    """A context [c] and what continues it, `rest` [g], g > 0: the ending of a text, or the answer to a prompt.
 
-    Args:
-        context: int64 [c].
-        rest: int64 [g], g > 0.
-        targets: int64 [g], the rest, or -100 where a token is not to be learned.
-        mask: the token behind the context.
-        sop: the token before the rest.
-        end: the label behind the rest; None for none.
+    `targets` [g] are the tokens of the rest, or -100 where one is not to be learned. `mask` stands behind the context,
+    `sop` before the rest, and `end`, if any, is the label behind it.
     """
-    prefix, said = len(context) + 1, rest if end is not None else rest[:-1]
-    inputs, labels = np.empty((2, prefix + 1 + len(said)), dtype=np.int64)
-    inputs[: prefix - 1], inputs[prefix - 1], inputs[prefix], inputs[prefix + 1 :] = context, mask, sop, said
+    prefix, shown = len(context) + 1, rest if end is not None else rest[:-1]
+    inputs, labels = np.empty((2, prefix + 1 + len(shown)), dtype=np.int64)
+    inputs[: prefix - 1], inputs[prefix - 1], inputs[prefix], inputs[prefix + 1 :] = context, mask, sop, shown
     labels[:prefix], labels[prefix : prefix + len(rest)] = IGNORE, targets
     if end is not None:
         labels[-1] = end
@@ -179,13 +166,7 @@ def continue_text(context: Ints, rest: Ints, targets: Ints, mask: int, sop: int,
 
 
 class Spans:
-    """Draws the spans of pieces of text.
-
-    Args:
-        objective: shares, budget and lengths of spans.
-        piece: tokens of a piece.
-        slot: tokens that a piece may become.
-    """
+    """Draws the spans of pieces of text: of `piece` tokens, that may become `slot` tokens."""
 
     def __init__(self, objective: GLMObjective, piece: int, slot: int) -> None:
         self._objective, self._piece, self._slot = objective, piece, slot
@@ -208,7 +189,7 @@ class Spans:
         by_span = chance[3:].reshape(3, self._draws)
         lengths = 1 + np.minimum(self._cumulative.searchsorted(by_span[0], "right"), LONGEST_SPAN - 1)
         sums = np.cumsum(lengths)
-        count = 1 if single else self._count(sums, size)
+        count = 1 if single else int(sums.searchsorted(self._budgets[size])) + 1  # until the budget is reached
         if objective.overflow == "shrink" and size + 2 * count > self._slot:
             sizes = np.arange(1, size + 1)
             counts = np.ones_like(sizes) if single else sums.searchsorted(self._budgets[1 : size + 1]) + 1
@@ -222,41 +203,27 @@ class Spans:
         starts = places + np.cumsum(lengths) - lengths + np.arange(count)
         return size, starts, lengths, by_span[2, :count].argsort(kind="stable")
 
-    def _count(self, sums: Ints, size: int) -> int:
-        """Spans until the budget of a text of `size` tokens is reached, at least one."""
-        return int(sums.searchsorted(self._budgets[size])) + 1
-
 
 @dataclass(slots=True)
 class Infilled:
-    """Samples with blanks, ready for a model.
-
-    Attributes:
-        inputs: int64 [n, S].
-        labels: int64 [n, S], -100 where nothing is learned.
-        lengths: int32 [n, slots], lengths of the slots, padding included; they add up to S, zeros behind.
-        prefix: int32 [n, slots], how much of each slot every token of it sees.
-        positions: int64 [n, S], or [n, 2, S] in two dimensions.
-    """
+    """Samples with blanks, ready for a model."""
 
     inputs: Ints
+    """[n, S]"""
     labels: Ints
+    """[n, S], -100 where nothing is learned."""
     lengths: npt.NDArray[np.int32]
+    """[n, slots], lengths of the slots, padding included; they add up to S, zeros behind."""
     prefix: npt.NDArray[np.int32]
+    """[n, slots], how much of each slot every token of it sees."""
     positions: Ints
+    """[n, S], or [n, 2, S] in two dimensions."""
 
 
 class Infilling:
-    """The objective: packed samples to samples with blanks, a pure function.
+    """The objective: packed samples to samples of `sequence_length` tokens with blanks, a pure function.
 
-    Args:
-        objective: its configuration.
-        sequence_length: S, tokens a sample becomes.
-        seed: seed of the data order.
-        names: of the sources, as the packer numbers them.
-        pairs: numbers of the sources of prompts with answers.
-        separator: the packer's, which stands behind prompts and answers.
-        ids: the special tokens.
+    `seed` is that of the data order; `names`, `pairs` and `separator` are the packer's.
     """
 
     def __init__(
@@ -292,7 +259,9 @@ class Infilling:
             targets = packed.tokens.copy()
             for row, start, stop in packed.ignore:
                 targets[row, start:stop] = IGNORE
-        for row, (source, number) in enumerate(zip(packed.sources.tolist(), packed.numbers.tolist(), strict=True)):
+        for row, (source, number) in enumerate(
+            zip(packed.sources.tolist(), packed.source_indices.tolist(), strict=True)
+        ):
             if source in self._pairs:
                 self._answers(out, row, packed.tokens[row], targets[row])
             else:

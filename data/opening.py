@@ -80,7 +80,7 @@ def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) 
     """Raise DataError unless the mixture lasts to the end of the run from these counters on."""
     last, capacity = open_skips(config).after(cursor, config.schedule.total - consumed), packer.mixture.capacity
     if capacity is not None and last > capacity:
-        epochs = ", ".join(f"{name} after {epochs:.2f} epochs" for name, epochs in packer.position(capacity).items())
+        epochs = ", ".join(f"{name} after {epochs:.2f} epochs" for name, epochs in packer.epochs_read(capacity).items())
         raise DataError(
             f"the run reads {last:_} samples, but the mixture ends after {capacity:_} ({epochs})",
             effect="the run would stop in the middle of its schedule",

@@ -7,8 +7,8 @@ How a source becomes samples (all integers; S is the sequence length, T the toke
 2. Window w covers tokens [w*S, w*S + S] of that endless line: S inputs and, one further, their labels. Windows
    overlap by one token, so every token is predicted exactly once and nothing is dropped at any end.
 3. The windows that start in epoch e are split into `lanes` runs of equal length (+-1). Samples are dealt in rounds,
-   one from every lane in an order permuted anew each round: consecutive samples come from far apart, and a batch
-   smaller than a round does not meet the same lanes every so many steps.
+   one from every lane in another order each round: consecutive samples come from far apart, and a batch smaller
+   than a round does not meet the same lanes periodically.
 4. Inside a lane, each stretch of `STRETCH` windows is permuted, so that the windows of a long document do not follow
    each other, while a lane still reads one neighbourhood of the files at a time.
 
@@ -33,28 +33,24 @@ from fsdp_pretrain.errors import DataError
 from .corpus import Corpus
 from .mixture import Mixture, Weight
 from .pairs import Pairs
-from .reading import READ_TIMEOUT, Places
-from .source import Block, Ints, Source, Span
+from .reading import READ_TIMEOUT
+from .source import Ints, Source, Span
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a stretch of a sample comes from: tokens [start, stop) of a document, separator not counted.
-
-    Attributes:
-        document: number within the shard.
-        length: tokens of the whole document, separator not counted.
-        position: where in the sample's S + 1 tokens the stretch begins. Behind it stands the separator, unless the
-            sample ends there.
-    """
+    """Where a stretch of a sample comes from: tokens [start, stop) of a document, separator not counted."""
 
     source: str
     shard: str
     document: int
+    """Number within the shard."""
     start: int
     stop: int
     length: int
+    """Tokens of the whole document, separator not counted."""
     position: int
+    """In the sample's S + 1 tokens. Behind the stretch stands the separator, unless the sample ends there."""
 
 
 @dataclass(slots=True)
@@ -64,18 +60,18 @@ class Packed:
     Attributes:
         tokens: int64 [n, S + 1]; inputs are `[:, :-1]`, labels `[:, 1:]`. In a mixture with prompts and answers int64
             [n, width], and behind the S + 1 tokens of a text, or between pairs, ordinary tokens that mean nothing.
+        sample_indices: [n].
         sources: int64 [n], number of the source each sample comes from.
-        numbers: int64 [n], their indices in their sources.
-        samples: int [n], their indices.
+        source_indices: int64 [n], their indices in their sources.
         separators: int64, where the separators stand in `tokens` laid flat: the ends of documents.
         ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined and excluded documents.
         quarantined: the pieces those spans come from.
     """
 
     tokens: Ints
+    sample_indices: Sequence[int]
     sources: Ints
-    numbers: Ints
-    samples: Sequence[int]
+    source_indices: Ints
     separators: Ints
     ignore: list[tuple[int, int, int]] = field(default_factory=list)
     quarantined: list[Piece] = field(default_factory=list)
@@ -111,15 +107,14 @@ class Packer:
 
     Args:
         sources: (name, corpus directory, weight).
-        sequence_length: S, tokens predicted per sample.
-        seed: seed of the data order.
         lanes: places of an epoch that consecutive samples come from in turn.
         max_epochs: by source name, how often it may be read; absent is without limit.
         reshuffle: sample indices from which on the rest of each source comes in another order.
         exclude: (source, shard, document) that keep their places and are not learned.
-        mirrors: by source name, a directory with a copy of its corpus.
-        read_timeout: seconds after which a read from a corpus counts as hanging.
         slots: (pairs of a sample, tokens of it for each) of the sources of prompts with answers; None allows none.
+
+    Attributes:
+        pairs: numbers of the sources of prompts with answers.
 
     Raises:
         DataError: a corpus cannot be opened, the corpora were not made with the same tokenizer, or one holds prompts
@@ -140,22 +135,26 @@ class Packer:
         read_timeout: float = READ_TIMEOUT,
         slots: tuple[int, int] | None = None,
     ) -> None:
-        self.length = sequence_length
-        corpora = [Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout) for name, path, _ in sources]
-        self._sources = [
-            _paired(name, corpus, seed, lanes, slots)
-            if corpus.manifest.pairs
-            else Source(name, corpus, sequence_length, seed, lanes)
-            for (name, _, _), corpus in zip(sources, corpora, strict=True)
-        ]
+        self.length, self._excluded = sequence_length, frozenset(exclude)
+        self._sources: list[Source] = []
+        weights: dict[str, Weight] = {}
+        for name, path, given in sources:
+            corpus = Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout)
+            if corpus.manifest.pairs:
+                source: Source = _paired(name, corpus, seed, lanes, slots)
+            else:
+                source = Source(name, corpus, sequence_length, seed, lanes)
+            self._sources.append(source)
+            weight = given if isinstance(given, Weight) else Weight(((0, given),))
+            if max_epochs and name in max_epochs:
+                weight = replace(weight, limit=int(max_epochs[name] * source.epoch_length / source.length))
+            weights[name] = weight
         self.pairs = [number for number, source in enumerate(self._sources) if isinstance(source, Pairs)]
-        """Numbers of the sources of prompts with answers."""
         self._width = max(sequence_length + 1, slots[0] * slots[1] if self.pairs and slots else 0)
-        self.mixture = Mixture(self._weights(sources, max_epochs or {}))
-        for sample in sorted(reshuffle):
-            for source, count in zip(self._sources, self.mixture.counts(sample), strict=True):
+        self.mixture = Mixture(weights)
+        for sample_index in sorted(reshuffle):
+            for source, count in zip(self._sources, self.mixture.counts(sample_index), strict=True):
                 source.reshuffles.append(count)
-        self._excluded = frozenset(exclude)
         manifests = [source.corpus.manifest for source in self._sources]
         self.tokenizer = manifests[0].tokenizer
         for source, manifest in zip(self._sources, manifests, strict=True):
@@ -171,17 +170,6 @@ class Packer:
         self._filler = int(self._special.argmin())  # an ordinary token: a separator would stand beside another
         self._signed = any(np.dtype(manifest.dtype).kind == "i" for manifest in manifests)
 
-    def _weights(
-        self, sources: Sequence[tuple[str, Path, float | Weight]], max_epochs: Mapping[str, float]
-    ) -> dict[str, Weight]:
-        weights = {}
-        for source, (name, _, given) in zip(self._sources, sources, strict=True):
-            weight = given if isinstance(given, Weight) else Weight(((0, given),))
-            if name in max_epochs:
-                weight = replace(weight, limit=int(max_epochs[name] * source.epoch_length / source.length))
-            weights[name] = weight
-        return weights
-
     @property
     def corpora(self) -> dict[str, Corpus]:
         """The opened corpora by source name."""
@@ -192,16 +180,11 @@ class Packer:
         """Samples in one epoch of each source."""
         return {source.name: source.epoch_length / source.length for source in self._sources}
 
-    @property
-    def places(self) -> list[Places]:
-        """Where the corpora are read from, source by source."""
-        return [source.corpus.places for source in self._sources]
-
     def pack(self, first: int, count: int) -> Packed:
         """Samples [first, first + count); see `pack_samples`."""
         return self.pack_samples(range(first, first + count))
 
-    def pack_samples(self, samples: Sequence[int]) -> Packed:
+    def pack_samples(self, sample_indices: Sequence[int]) -> Packed:
         """Samples by index, checked.
 
         Every separator stands at a document's end and nowhere else, no two are adjacent, no other special token and no
@@ -209,28 +192,29 @@ class Packer:
         hold. A document that breaks this is quarantined: its offending tokens are replaced by an ordinary one and its
         whole stretch is listed in `ignore`.
         """
-        tokens = np.empty((len(samples), self._width), dtype=np.int64)
+        count = len(sample_indices)
+        tokens = np.empty((count, self._width), dtype=np.int64)
         if self.pairs:
             tokens[:] = self._filler
-        separators, (sources, numbers) = [], np.empty((2, len(samples)), dtype=np.int64)
-        for row, sample in enumerate(samples):
-            source, number = self.mixture.locate(sample)
-            sources[row], numbers[row] = source, number
-            separators.append(self._fill(source, number, tokens[row]))
+        separators, (sources, source_indices) = [], np.empty((2, count), dtype=np.int64)
+        for row, sample_index in enumerate(sample_indices):
+            source, source_index = self.mixture.source_of(sample_index)
+            sources[row], source_indices[row] = source, source_index
+            separators.append(self._fill(source, source_index, tokens[row]))
         flat = tokens.reshape(-1)
         where = np.array([row * self._width + at for row, ats in enumerate(separators) for at in ats], np.int64)
         flat[where] = self.eod
-        packed = Packed(tokens, sources, numbers, samples, where)
+        packed = Packed(tokens, sample_indices, sources, source_indices, where)
         if not self._clean(flat, len(where)):
             self._quarantine(packed, separators)
         if self._excluded:
             self._leave_out(packed)
         return packed
 
-    def _fill(self, source: int, number: int, row: Ints, pieces: list[Span] | None = None) -> list[int]:
+    def _fill(self, source: int, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
         """See `Source.fill`; a text leaves the rest of a wider row as it is."""
         room = row if source in self.pairs else row[: self.length + 1]
-        return self._sources[source].fill(number, room, pieces)
+        return self._sources[source].fill(source_index, room, spans)
 
     def _clean(self, flat: Ints, separators: int) -> bool:
         """Whether the only special tokens are the separators just written and no id is outside the vocabulary."""
@@ -253,62 +237,61 @@ class Packer:
 
     def _quarantine(self, packed: Packed, separators: list[list[int]]) -> None:
         """Find the documents behind the offending tokens and take them out of the loss."""
-        for row in range(len(packed.tokens)):
-            values = packed.tokens[row]
+        for row, values in enumerate(packed.tokens):
             outside = (values < 0) | (values >= len(self._special))
             bad = outside | self._special[np.where(outside, 0, values)]
             bad[separators[row]] = False
             if not bad.any():
                 continue
-            source, pieces = self._spans(packed.samples[row])
-            for block, at, position, start, stop in pieces:
-                if bad[position : position + stop - start].any():
-                    packed.ignore.append((row, position, position + stop - start))
-                    packed.quarantined.append(self._piece(source, block, at, position, start, stop))
+            source, spans = self._spans(packed.sample_indices[row])
+            for span in spans:
+                if bad[span.position : span.end].any():
+                    packed.ignore.append((row, span.position, span.end))
+                    packed.quarantined.append(_piece(source, span))
             values[bad] = self._filler
 
     def _leave_out(self, packed: Packed) -> None:
         """Take excluded documents out of the loss."""
-        for row, sample in enumerate(packed.samples):
-            source, spans = self._spans(sample)
-            for block, at, position, start, stop in spans:
-                shard = source.corpus.manifest.shards[block.shard].name
-                span = (row, position, position + stop - start)
-                if (source.name, shard, int(block.documents[at])) in self._excluded and span not in packed.ignore:
-                    packed.ignore.append(span)
+        for row, sample_index in enumerate(packed.sample_indices):
+            source, spans = self._spans(sample_index)
+            for span in spans:
+                document = source.name, source.corpus.manifest.shards[span.block.shard].name, span.document
+                stretch = row, span.position, span.end
+                if document in self._excluded and stretch not in packed.ignore:
+                    packed.ignore.append(stretch)
 
-    def _spans(self, sample: int) -> tuple[Source, list[Span]]:
+    def _spans(self, sample_index: int) -> tuple[Source, list[Span]]:
         """A sample's source and the stretches it is made of."""
-        number, inner = self.mixture.locate(sample)
+        source, source_index = self.mixture.source_of(sample_index)
         spans: list[Span] = []
-        self._fill(number, inner, np.empty(self._width, dtype=np.int64), spans)
-        return self._sources[number], spans
+        self._fill(source, source_index, np.empty(self._width, dtype=np.int64), spans)
+        return self._sources[source], spans
 
-    def _piece(self, source: Source, block: Block, at: int, position: int, start: int, stop: int) -> Piece:
-        entry, document = source.corpus.manifest.shards[block.shard].name, int(block.documents[at])
-        shard = source.corpus.shard(block.shard)
-        manifest = source.corpus.manifest
-        first = int(shard.pointers[document]) // shard.dtype.itemsize + (manifest.separators == "leading")
-        length = int(shard.lengths[document]) - manifest.carried
-        return Piece(source.name, entry, document, start - first, stop - first, length, position)
+    def provenance(self, sample_index: int) -> list[Piece]:
+        """Which documents a sample is made of, in order."""
+        source, spans = self._spans(sample_index)
+        return [_piece(source, span) for span in spans]
 
-    def provenance(self, index: int) -> list[Piece]:
-        """Which documents sample `index` is made of, in order."""
-        source, spans = self._spans(index)
-        return [self._piece(source, block, at, position, start, stop) for block, at, position, start, stop in spans]
+    def epoch_of(self, sample_index: int) -> int:
+        """The epoch, of the source it comes from, in which a sample starts."""
+        source, source_index = self.mixture.source_of(sample_index)
+        return self._sources[source].start_of(source_index)[0]
 
-    def epoch(self, index: int) -> int:
-        """The epoch, of the source it comes from, in which sample `index` starts."""
-        source, number = self.mixture.locate(index)
-        return self._sources[source].locate(number)[0]
-
-    def position(self, index: int) -> dict[str, float]:
-        """Epochs completed by each source once samples [0, index) have been read."""
-        counts = self.mixture.counts(index)
+    def epochs_read(self, sample_index: int) -> dict[str, float]:
+        """Epochs completed by each source once samples [0, sample_index) have been read."""
+        counts = self.mixture.counts(sample_index)
         return {
             source.name: count * source.length / source.epoch_length
             for source, count in zip(self._sources, counts, strict=True)
         }
+
+
+def _piece(source: Source, span: Span) -> Piece:
+    manifest, document = source.corpus.manifest, span.document
+    shard, name = source.corpus.shard(span.block.shard), manifest.shards[span.block.shard].name
+    first = int(shard.pointers[document]) // shard.dtype.itemsize + (manifest.separators == "leading")
+    length = int(shard.lengths[document]) - manifest.carried
+    return Piece(source.name, name, document, span.start - first, span.stop - first, length, span.position)
 
 
 def _paired(name: str, corpus: Corpus, seed: int, lanes: int, slots: tuple[int, int] | None) -> Pairs:

@@ -17,12 +17,7 @@ from .source import Ints, Source, Span
 
 
 class Pairs(Source):
-    """One corpus of prompts with answers.
-
-    Args:
-        name, corpus, seed, lanes: see `Source`.
-        slots: pairs of a sample.
-        slot: tokens of the sample that each of them may take.
+    """One corpus of prompts with answers: `slots` pairs in a sample, each in `slot` tokens of it.
 
     Raises:
         DataError: the documents are not all in pairs.
@@ -45,8 +40,8 @@ class Pairs(Source):
         pairs = permutation(key_of(self.seed, self.name, epoch, block), len(lengths) // 2)
         return np.stack((2 * pairs, 2 * pairs + 1), axis=1).reshape(-1)
 
-    def fill(self, number: int, row: Ints, pieces: list[Span] | None = None) -> list[int]:
-        """Write sample `number`: each pair at the beginning of its slot, prompt and answer with a separator behind.
+    def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
+        """Write a sample: each pair at the beginning of its slot, prompt and answer with a separator behind.
 
         What is too long for a slot is cut: first the prompt, at its end and down to a quarter of the slot, then the
         answer. Places that no text takes are not written, nor the separators.
@@ -54,7 +49,7 @@ class Pairs(Source):
         Returns:
             Positions of the separators, ascending.
         """
-        epoch, offset = self.locate(number)
+        epoch, offset = self.start_of(source_index)
         order, ends = self._epoch(epoch)
         separators: list[int] = []
         for begin in range(0, self.length * self._slot, self._slot):
@@ -74,8 +69,8 @@ class Pairs(Source):
                 start = int(block.ends[document] + block.shifts[document] - 1 - sizes[document - first])
                 shard = self.corpus.shard(block.shard, ("tokens", start, start + size))
                 row[at : at + size] = shard.tokens[start : start + size]
-                if pieces is not None:
-                    pieces.append((block, document, at, start, start + size))
+                if spans is not None:
+                    spans.append(Span(block, document, at, start, start + size))
                 at += size + 1
                 separators.append(at - 1)
             offset += 1

@@ -11,21 +11,17 @@ from .skip import Skips
 
 @dataclass(frozen=True)
 class Position:
-    """After a step, or before the first.
-
-    Attributes:
-        step: optimiser steps taken.
-        consumed: samples trained; drives every schedule.
-        cursor: samples read, those skipped included; the position in the data.
-        batch: samples of the last step.
-    """
+    """After a step, or before the first."""
 
     step: int = 0
+    """Optimiser steps taken."""
     consumed: int = 0
+    """Samples trained; drives every schedule."""
     cursor: int = 0
+    """Samples read, those skipped included; the position in the data."""
     batch: int = 0
+    """Samples of the last step."""
 
     def advance(self, batches: BatchSchedule, skips: Skips) -> Position:
-        """After the next step."""
         batch = batches.batch_at(self.consumed)
         return Position(self.step + 1, self.consumed + batch, skips.after(self.cursor, batch), batch)

@@ -1,7 +1,7 @@
 """Reading from storage that may be slow, hang or fail: watched, timed, and with a second place to turn to.
 
 A read that hangs cannot be interrupted, so reads are made in a thread of their own while the caller waits, but not
-for ever. A thread that is stuck is left behind (it is a daemon: the process ends without it) and the next read gets a
+forever. A thread that is stuck is left behind (it is a daemon: the process ends without it) and the next read gets a
 new one. Handing a read over costs about 20 microseconds; the packer does it once per block and per 64k tokens.
 """
 
@@ -32,22 +32,16 @@ _POLL = 1.0
 
 @dataclass(slots=True)
 class ReadTimes:
-    """Reads that went to storage (or the page cache) since they were last asked for.
-
-    Attributes:
-        reads: how many.
-        seconds: how long they took together.
-        slowest: the longest of them, in seconds.
-        file: the file that one was from; empty if there were no reads.
-    """
+    """Reads that went to storage (or the page cache) since they were last asked for."""
 
     reads: int = 0
     seconds: float = 0.0
     slowest: float = 0.0
+    """Seconds of the longest of them."""
     file: str = ""
+    """The file that one was from; empty if there were no reads."""
 
     def add(self, other: ReadTimes) -> None:
-        """Count `other`'s reads too."""
         self.reads += other.reads
         self.seconds += other.seconds
         if other.slowest > self.slowest:
@@ -96,28 +90,21 @@ class Places:
 
     Every read is made in another thread and waited for at most `timeout` seconds. What fails in one place is read from
     the next from then on. A place where a read hangs is not used again at all: every further file could cost the
-    timeout once more.
-
-    Args:
-        directories: in order of preference.
-        timeout: of one read, in seconds. A suspended process does not use it up: waiting is counted in short turns.
-
-    Each change of place and each slow read is told on standard error, and kept for the journal.
+    timeout once more. A suspended process does not use the timeout up: waiting is counted in short turns. Changes of
+    place and slow reads are reported on standard error, and kept for the journal.
     """
 
     def __init__(self, directories: Sequence[Path], timeout: float) -> None:
         self._places, self._timeout = list(directories), timeout
         self._failed: set[tuple[str, Path]] = set()
         self._worker: _Worker | None = None
-        self._times, self._slowest_told = ReadTimes(), timeout * _SLOW
+        self._times, self._slowest_reported = ReadTimes(), timeout * _SLOW
         self._notices: list[str] = []
 
     def read(self, name: str, act: Callable[[Path], T]) -> T:
-        """The result of `act(place)` for the first place where it succeeds.
+        """The result of `act(place)`, which reads file `name` of a place, for the first place where it succeeds.
 
-        Args:
-            name: of the file, relative to the place.
-            act: reads it. Runs in another thread, possibly for ever: it must not change anything that is shared.
+        It runs in another thread, possibly forever: it must not change anything that is shared.
 
         Raises:
             DataError: of the last place; ReadTimeoutError if it did not answer.
@@ -131,10 +118,10 @@ class Places:
                     raise
                 if isinstance(error, ReadTimeoutError):
                     self._places.remove(left[0])
-                    self._tell(f"{error.cause}; it and all further files are read from {left[1]}: {left[1] / name}")
+                    self._warn(f"{error.cause}; it and all further files are read from {left[1]}: {left[1] / name}")
                 else:
                     self._failed.add((name, left[0]))
-                    self._tell(f"{error.cause}; read from {left[1] / name} instead")
+                    self._warn(f"{error.cause}; read from {left[1] / name} instead")
 
     def take_times(self) -> ReadTimes:
         """The reads since this was last called."""
@@ -142,11 +129,11 @@ class Places:
         return times
 
     def take_notices(self) -> list[str]:
-        """What was told since this was last called."""
+        """What was reported since this was last called."""
         notices, self._notices = self._notices, []
         return notices
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
         self._notices.append(text)
 
@@ -167,9 +154,9 @@ class Places:
                 "the source's mirror; data.read_timeout is how long a read may take",
             )
         self._times.add(ReadTimes(1, took, took, str(file)))
-        if took > self._slowest_told:
-            self._slowest_told = 2 * took  # the next only if it is much worse: no flood from a slow mount
-            self._tell(f"a slow read: {file} took {took:.1f} s to answer")
+        if took > self._slowest_reported:
+            self._slowest_reported = 2 * took  # the next only if it is much worse: no flood from a slow mount
+            self._warn(f"a slow read: {file} took {took:.1f} s to answer")
         result, error = outcome
         if error is not None:
             raise error

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from .corpus import Separators, Vocabulary
 from .findings import Example, Finding, Findings
-from .formats import TokenFile
-from .meter import MEASURED_TOKENS, Vocabulary
+from .formats import MEASURED_TOKENS, Run, TokenFile
 from .tokenizer import Tokenizer
 
 _AROUND = 12
@@ -20,33 +17,56 @@ _BOUNDARY = " ‖ "
 
 
 @dataclass
+class FileFigures:
+    """One file in the report; the divergence from the other files and the agreement with the tokenizer if known."""
+
+    name: str
+    documents: int = 0
+    tokens: int = 0
+    divergence_bits: float | None = None
+    agreement: float | None = None
+
+
+@dataclass
+class SpecialPlaces:
+    """Occurrences of a special token by place in its document."""
+
+    text: str
+    start: int
+    end: int
+    inside: int
+
+    def __str__(self) -> str:
+        counts = ((self.start, "at document starts"), (self.end, "at ends"), (self.inside, "inside"))
+        return f"{self.text!r}: " + ", ".join(f"{count:_} {where}" for count, where in counts if count)
+
+
+@dataclass
 class Report:
     """Result of validating one corpus.
 
     Attributes:
-        directory: of the corpus.
         documents, tokens: as stored, separators included.
         separators: what its documents were judged to carry, and `declared` or how that was measured.
         vocabulary: what the ids were judged by.
         fingerprint: of the tokenizer, if one is known.
         lengths: quantiles of the document lengths, in tokens.
         entropy_bits: of the unigrams.
-        specials: {id: {text, start, end, inside}}, occurrences of each special token by place in its document.
-        files: name, documents, tokens, divergence from the others and agreement with the tokenizer.
+        specials: by id.
         boundaries: decoded text around the first document boundaries.
     """
 
     directory: str
     documents: int
     tokens: int
-    separators: tuple[str, str]
+    separators: tuple[Separators, str]
     vocabulary: Vocabulary
     fingerprint: str | None
     findings: Findings
     lengths: dict[str, int]
     entropy_bits: float
-    specials: dict[int, dict[str, Any]]
-    files: list[dict[str, Any]]
+    specials: dict[int, SpecialPlaces]
+    files: list[FileFigures]
     boundaries: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,8 +83,8 @@ class Report:
             "findings": [finding.as_dict(self.rate(finding)) for finding in found],
             "lengths": self.lengths,
             "entropy_bits": self.entropy_bits,
-            "specials": self.specials,
-            "files": self.files,
+            "specials": {number: asdict(places) for number, places in self.specials.items()},
+            "files": [asdict(file) for file in self.files],
             "boundaries": self.boundaries,
         }
 
@@ -83,24 +103,20 @@ def render(report: Report, write: Callable[[str], None] = print) -> None:
     lengths = ", ".join(f"{name} {value:_}" for name, value in report.lengths.items())
     write(f"  lengths     {lengths or 'none'} tokens")
     write(f"  unigrams    {report.entropy_bits:.2f} bits per token")
-    diverging = [entry["divergence_bits"] for entry in report.files if entry.get("divergence_bits") is not None]
+    diverging = [file.divergence_bits for file in report.files if file.divergence_bits is not None]
     if diverging:
         write(f"  divergence  {min(diverging):.2f} to {max(diverging):.2f} bits between a file and the others")
-    agreement = [entry["agreement"] for entry in report.files if entry.get("agreement") is not None]
+    agreement = [file.agreement for file in report.files if file.agreement is not None]
     if agreement:
         write(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids come back from decoding")
-    for number, entry in report.specials.items():
-        places = ", ".join(f"{entry[place]:_} {word}" for place, word in _PLACES.items() if entry[place])
-        write(f"  special     {number} {entry['text']!r}: {places}")
+    for number, places in report.specials.items():
+        write(f"  special     {number} {places}")
     for text in report.boundaries:
         write(f"  boundary    {text!r}")
     for finding in sorted(report.findings.by_code.values(), key=lambda item: item.kind.severity):
         _render_finding(finding, report.rate(finding), write)
     if not report.findings.by_code:
         write("  clean")
-
-
-_PLACES = {"start": "at document starts", "end": "at ends", "inside": "inside"}
 
 
 def _render_finding(finding: Finding, rate: float | None, write: Callable[[str], None]) -> None:
@@ -118,26 +134,23 @@ def add_texts(examples: Iterable[Example], files: dict[str, TokenFile], tokenize
         waiting = [example for example in examples if example.file == name and example.document is not None]
         for run in file.runs(MEASURED_TOKENS) if waiting else ():
             here = [e for e in waiting if run.first <= (e.document or 0) < run.first + len(run.lengths)]
-            ends = np.cumsum(run.lengths)
             for example in here:
-                example.text = _around(example, run.first, run.tokens, ends, tokenizer)
+                example.text = _around(example, run, tokenizer)
                 waiting.remove(example)
             if not waiting:
                 break
 
 
-def _around(
-    example: Example, first: int, tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64], tokenizer: Tokenizer
-) -> str:
+def _around(example: Example, run: Run, tokenizer: Tokenizer) -> str:
     """Text from 12 tokens before to 12 after a place, or of the first 24 tokens of a document."""
-    n = (example.document or 0) - first
-    start, end = int(ends[n - 1]) if n else 0, int(ends[n])
+    n, ends = (example.document or 0) - run.first, run.ends
+    start, end = int(run.starts[n]), int(ends[n])
     at = start + (example.token or 0)
     whole = example.token is None and end > start
     low, high = (start, min(end, start + 2 * _AROUND)) if whole else (max(0, at - _AROUND), at + _AROUND)
-    high = min(high, len(tokens))
+    high = min(high, len(run.tokens))
     cuts = [low, *(int(e) for e in ends[(ends > low) & (ends < high)]), high]
-    return _BOUNDARY.join(decode_any(tokens[a:b].tolist(), tokenizer) for a, b in pairwise(cuts))
+    return _BOUNDARY.join(decode_any(run.tokens[a:b].tolist(), tokenizer) for a, b in pairwise(cuts))
 
 
 def decode_any(ids: list[int], tokenizer: Tokenizer) -> str:

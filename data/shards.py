@@ -12,7 +12,6 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +33,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 Part = tuple[Literal["index", "tokens"], int, int]
-"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array, if there are so many."""
+"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array as far as it goes."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ADVICE = "restore the file from where the corpus came from, or prepare this shard again"
 
@@ -60,12 +59,7 @@ def encode_index(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
 
 
 class ShardWriter:
-    """Writes `PREFIX.bin` and `PREFIX.idx`, which appear under their names only when complete and durable.
-
-    Args:
-        prefix: path without suffix.
-        dtype: token type, one of `DTYPES`.
-    """
+    """Writes `PREFIX.bin` and `PREFIX.idx`, which appear under their names only when complete and durable."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
         self._prefix, self._dtype = prefix, dtype
@@ -87,15 +81,10 @@ class ShardWriter:
 
     @property
     def documents(self) -> int:
-        """Documents written so far."""
         return len(self._lengths)
 
     def finish(self) -> dict[str, Any]:
-        """Write the index, make both files durable and give them their names.
-
-        Returns:
-            The shard's entry in the corpus manifest: name, documents, tokens, bytes and checksums.
-        """
+        """Write the index, make both files durable and name them; the shard's entry in the corpus manifest."""
         lengths = np.asarray(self._lengths, dtype="<i4")
         index = encode_index(lengths, self._dtype)
         with naming(self._prefix):
@@ -105,11 +94,12 @@ class ShardWriter:
                 _close_durably(file)
         for suffix in (".bin", ".idx"):
             _partial(self._prefix, suffix).rename(self._prefix.with_name(self._prefix.name + suffix))
+        tokens = int(lengths.sum(dtype=np.int64))
         return {
             "name": self._prefix.name,
             "documents": len(lengths),
-            "tokens": int(lengths.sum(dtype=np.int64)),
-            "bytes": int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize,
+            "tokens": tokens,
+            "bytes": tokens * self._dtype.itemsize,
             "bin_xxh3": self._hash.hexdigest(),
             "idx_xxh3": xxhash.xxh3_128(index).hexdigest(),
         }
@@ -117,9 +107,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is None:
             self._file.close()
             return
@@ -212,28 +200,43 @@ class Shard:
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
         return len(self.lengths)
 
     @property
-    def is_contiguous(self) -> bool:
-        """Whether sequences lie one behind the other inside the file and documents are made of all of them."""
-        if not len(self.lengths):
-            return bool((self.document_indices == 0).all())
-        ends = self.pointers + self.lengths.astype(np.int64) * self.dtype.itemsize
-        starts, last = self.document_indices, len(self.lengths)
-        return bool(
-            self.lengths.min() >= 0
-            and self.pointers[0] >= 0
-            and self.pointers[0] % self.dtype.itemsize == 0
-            and np.array_equal(self.pointers[1:], ends[:-1])
-            and (len(starts) and starts[0] == 0 and starts[-1] == last and (np.diff(starts) >= 0).all())
-        )
+    def bytes(self) -> int:
+        """Size of the `.bin`."""
+        return len(self._data.bytes)
+
+    @property
+    def listed_bytes(self) -> int:
+        """Bytes that the index says the documents have."""
+        return int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
 
     @property
     def has_single_sequences(self) -> bool:
         """Whether every document is one sequence, so that `lengths` are the documents'."""
         return np.array_equal(self.document_indices, np.arange(len(self.lengths) + 1))
+
+    def index_problem(self, *, several: bool = False) -> str:
+        """Why sequences do not lie one behind the other and documents are not made of all of them; empty if they do.
+
+        With `several`, a document may have several sequences, and the first may begin anywhere in the file.
+        """
+        starts, size = self.document_indices, self.dtype.itemsize
+        if not self.documents:
+            return "documents of no sequence" if several and starts.any() else ""
+        lengths = self.lengths.astype(np.int64)
+        if int(lengths.min()) < 0:
+            return "a document has a negative length"
+        if not several and not self.has_single_sequences:
+            return "documents of several sequences"
+        if not (len(starts) and starts[0] == 0 and starts[-1] == len(lengths) and (np.diff(starts) >= 0).all()):
+            return "documents that are not made of its sequences"
+        begin = int(self.pointers[0]) if several else 0
+        if begin < 0 or begin % size:
+            return "the first document begins outside the file or inside a token"
+        wrong = np.flatnonzero(self.pointers != begin + (np.cumsum(lengths) - lengths) * size)
+        return f"document {wrong[0]} does not begin where the one before it ends" if len(wrong) else ""
 
     def require_sound(self, first: int, stop: int) -> None:
         """Raise DataError unless documents [first, stop) end where the next ones begin, the last where the file ends.

@@ -7,7 +7,6 @@ shards are hard links to a few different ones, so 2T tokens need 150 MB of disk.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tempfile
@@ -18,17 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import psutil
-import tokenizers
 import xxhash
 from tqdm import tqdm
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.schedule import share_of
 
-from .corpus import FORMAT, build_blocks
+from .bench import timed, word_tokenizer
+from .corpus import build_blocks, write_corpus
 from .packer import Packer
 from .shards import Shard, encode_index
-from .tokenizer import Tokenizer
+from .tokenizer import EOD
 
 _DTYPE = np.dtype("<u2")
 _VARIANTS = 64
@@ -50,33 +48,14 @@ def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
             os.link(directory / f"shards/{entry['name']}{suffix}", directory / f"shards/shard-{number:05d}{suffix}")
         entries.append({**entry, "name": f"shard-{number:05d}"})
         blocks.append(rows + np.array([number, 0, 0, 0, 0]))
-    buffer = io.BytesIO()
-    np.save(buffer, np.concatenate(blocks))
-    replace_file(directory / "blocks.npy", buffer.getvalue())
-    manifest = {
-        "format": FORMAT,
-        "dtype": _DTYPE.name,
-        "separators": "none",
-        "tokenizer": {**_tokenizer(directory / "tokenizer.json").describe(), "file": "tokenizer.json"},
-        "documents": sum(entry["documents"] for entry in entries),
-        "tokens": sum(entry["tokens"] for entry in entries),
-        "blocks_xxh3": xxhash.xxh3_128(buffer.getvalue()).hexdigest(),
-        "shards": entries,
-    }
-    replace_file(directory / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    tokenizer = word_tokenizer(directory / "tokenizer.json", {"w0": 0, EOD: 1})  # sparse files hold token 0
+    write_corpus(directory, tokenizer, entries, _DTYPE, {}, blocks=np.concatenate(blocks))
 
 
-def simulate(tokens: int, shards: int, *, sequence_length: int, world: int, seed: int) -> dict[str, Any]:
-    """Measure what a training process needs on a simulated corpus, and prove how ranks share it.
+def simulate(tokens: int, shards: int, *, sequence_length: int, world: int) -> dict[str, float]:
+    """Measure what a training process needs on a simulated corpus, and prove how `world` ranks share it.
 
-    Args:
-        tokens, shards: size of the corpus.
-        sequence_length: tokens per sample.
-        world: ranks whose shares are proved disjoint and complete, with four samples each per step.
-        seed: of the random samples drawn.
-
-    Returns:
-        Figures by name, with units in the names.
+    Returns figures by name, with units in the names.
 
     Raises:
         AssertionError: two ranks would share a sample, or one would be left out. A defect.
@@ -90,10 +69,10 @@ def simulate(tokens: int, shards: int, *, sequence_length: int, world: int, seed
         packer.pack(0, 1)
         first, worked = time.perf_counter() - started, time.process_time() - worked
         index_memory = _memory() - before
-        samples, rng = int(packer.epoch_samples["simulated"]), np.random.default_rng(seed)
-        cold = [_timed(packer, number) for number in rng.integers(0, samples, 300).tolist()]
+        samples, rng = int(packer.epoch_samples["simulated"]), np.random.default_rng(1)
+        cold = [timed(packer, sample_index) for sample_index in rng.integers(0, samples, 300).tolist()]
         near = int(rng.integers(0, samples - 3000))
-        warm = [_timed(packer, near + number) for number in range(3000)][1000:]
+        warm = [timed(packer, near + ahead) for ahead in range(3000)][1000:]
         started = time.perf_counter()
         steps = prove_shares(packer, samples, world, rng)
         manifest = packer.corpora["simulated"].manifest
@@ -129,43 +108,18 @@ def prove_shares(packer: Packer, samples: int, world: int, rng: np.random.Genera
     starts = [0, max(0, samples - size // 2), *rng.integers(0, max(1, samples - size), steps - 2).tolist()]
     for cursor in starts:
         shares = [share_of(cursor, size, rank, world) for rank in range(world)]
-        dealt = [number for share in shares for number in share]
+        dealt = [sample_index for share in shares for sample_index in share]
         assert dealt == list(range(cursor, cursor + size)), "the shares are not the global batch"
-        places = [epoch * total + offset for epoch, offset in map(source.locate, dealt)]
+        places = [epoch * total + offset for epoch, offset in map(source.start_of, dealt)]
         assert len(set(places)) == size, "two samples lie at the same place"
         assert not any(place % length for place in places), "a sample does not start at a window"
     return len(starts)
-
-
-def _timed(packer: Packer, number: int) -> float:
-    started = time.perf_counter()
-    packer.pack(number, 1)
-    return time.perf_counter() - started
 
 
 def _memory() -> int:
     """Bytes of this process's own memory; pages of mapped files, which all ranks of a node share, do not count."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))
-
-
-def render(figures: dict[str, Any]) -> str:
-    """The figures for people."""
-    return "\n".join(
-        [
-            f"{figures['tokens']:_} tokens, {figures['documents']:_} documents, {figures['shards']:_} shards, "
-            f"{figures['samples_per_epoch']:_} samples per epoch",
-            f"  open           {figures['open_ms']:.0f} ms, {figures['first_sample_ms']:.0f} ms to the first sample "
-            f"({figures['first_sample_cpu_ms']:.0f} ms of processor time)",
-            f"  memory         {figures['index_memory_mb']:.0f} MB of index, "
-            f"{figures['process_memory_mb']:.0f} MB after all of the following",
-            f"  random sample  {figures['random_sample_ms_median']:.2f} ms median, "
-            f"{figures['random_sample_ms_p99']:.2f} p99 (opens its shard)",
-            f"  in sequence    {figures['sequential_sample_ms_median']:.3f} ms median",
-            f"  state          {figures['state_bytes']} bytes",
-            f"  {figures['ranks']} ranks      shares disjoint and complete in {figures['proved_steps']} steps",
-        ]
-    )
 
 
 def _variant(prefix: Path, seed: int, tokens: int) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
@@ -186,12 +140,3 @@ def _variant(prefix: Path, seed: int, tokens: int) -> tuple[dict[str, Any], npt.
         "idx_xxh3": xxhash.xxh3_128(index).hexdigest(),
     }
     return entry, build_blocks([Shard(prefix)])
-
-
-def _tokenizer(path: Path) -> Tokenizer:
-    """Whose separator is not token 0, which is what sparse files hold."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"w0": 0, "<|endoftext|>": 1}, unk_token="w0"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<|endoftext|>"])
-    made.save(str(path))
-    return Tokenizer.load(path)

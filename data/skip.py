@@ -6,19 +6,13 @@ A skipped sample keeps its index, so skipping moves nobody else: the trained sam
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 
 
 class Skips:
-    """A set of skipped samples.
-
-    Args:
-        ranges: (first, stop), half-open, in any order; overlaps are merged.
-
-    Attributes:
-        ranges: merged and sorted.
-    """
+    """A set of skipped samples: `ranges` [first, stop), in any order at first, then merged and sorted."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -28,26 +22,21 @@ class Skips:
             else:
                 self.ranges.append((first, stop))
 
+    def _kept(self, cursor: int) -> Iterator[range]:
+        """The samples from `cursor` on that are not skipped."""
+        for first, stop in self.ranges:
+            yield range(cursor, first)
+            cursor = max(cursor, stop)
+        yield range(cursor, sys.maxsize)
+
     def take(self, cursor: int, count: int) -> list[int]:
         """The next `count` samples from `cursor` on that are not skipped."""
-        taken: list[int] = []
-        at = bisect_right(self.ranges, cursor, key=lambda span: span[1])
-        while len(taken) < count:
-            first, stop = self.ranges[at] if at < len(self.ranges) else (cursor + count, cursor + count)
-            taken.extend(range(cursor, min(max(first, cursor), cursor + count - len(taken))))
-            cursor, at = stop, at + 1
-        return taken
+        return list(islice(chain.from_iterable(self._kept(cursor)), count))
 
     def take_back(self, cursor: int, count: int) -> list[int]:
         """The last `count` samples before `cursor` that are not skipped, ascending."""
-        taken: list[int] = []
-        for first, stop in [*reversed(self.ranges), (0, 0)]:
-            if stop < cursor:
-                taken.extend(range(cursor - 1, max(stop, cursor - 1 - count + len(taken)) - 1, -1))
-            cursor = min(cursor, first)
-            if len(taken) >= count:
-                break
-        return taken[count - 1 :: -1] if taken else []
+        before = [kept[: max(0, cursor - kept.start)] for kept in self._kept(0)]
+        return list(islice(chain.from_iterable(map(reversed, reversed(before))), count))[::-1]
 
     def after(self, cursor: int, count: int) -> int:
         """Where the cursor stands once `count` more samples have been trained."""

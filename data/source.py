@@ -6,11 +6,10 @@ packer's business.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,11 @@ STRETCH = 1024
 """Windows of a lane that are permuted together: 4M tokens at a sequence length of 4096, the size of a block."""
 _ROUNDS = 64
 """Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
-
-
+_AHEAD = 8
+_CHUNK_BITS = 15
+"""Tokens are brought into memory in chunks of 2 ** 15, two at a time: about what the kernel reads ahead by itself."""
+_NEAR = 32
+"""Chunks looked at together before one of them is loaded: what is in memory already is found at little cost."""
 _cached_permutation = lru_cache(maxsize=64)(permutation)
 
 
@@ -53,105 +55,93 @@ class Block:
     length: int
 
 
-_AHEAD = 8
-_CHUNK_BITS = 15
-"""Tokens are brought into memory in chunks of 2 ** 15, two at a time: about what the kernel reads ahead by itself."""
-_NEAR = 32
-"""Chunks looked at together before one of them is loaded: what is in memory already is found at little cost."""
-Span = tuple[Block, int, int, int, int]
-"""(block, index of the document in it, position in the row, first and last + 1 token in the shard)"""
+class Span(NamedTuple):
+    """A stretch of a document in a row of tokens."""
+
+    block: Block
+    at: int
+    """Index of the document in the block."""
+    position: int
+    """In the row."""
+    start: int
+    """First token in the shard."""
+    stop: int
+
+    @property
+    def end(self) -> int:
+        """Position in the row behind it."""
+        return self.position + self.stop - self.start
+
+    @property
+    def document(self) -> int:
+        return int(self.block.documents[self.at])
 
 
 class Source:
-    """One corpus as an endless line of windows."""
+    """One corpus as an endless line of windows.
 
-    def __init__(self, name: str, corpus: Corpus, sequence_length: int, seed: int, lanes: int) -> None:
-        self.name, self.corpus, self.length, self.seed, self.lanes = (
-            name,
-            corpus,
-            sequence_length,
-            seed,
-            lanes,
-        )
+    Attributes:
+        length: of a window, on the line.
+        epoch_length: what an epoch's line has: tokens, separators included.
+        reshuffles: numbers of samples of this source before each reshuffle.
+    """
+
+    def __init__(self, name: str, corpus: Corpus, length: int, seed: int, lanes: int) -> None:
+        self.name, self.corpus, self.length, self.seed, self.lanes = name, corpus, length, seed, lanes
         blocks = corpus.blocks
         self.block_lengths: Ints = blocks[:, 4] + blocks[:, 3]  # one separator for each document that is not empty
         self.epoch_length = int(self.block_lengths.sum())
-        """What an epoch's line has: tokens, separators included."""
-        self._epochs: OrderedDict[int, tuple[list[int] | Ints, Ints]] = OrderedDict()
-        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
-        self._stretches: OrderedDict[tuple[int, int, int], npt.NDArray[np.int16]] = OrderedDict()
         self.reshuffles: list[int] = []
-        """Numbers of samples of this source before each reshuffle."""
-        self._latest_round: tuple[tuple[int, int], Ints] = ((-1, -1), np.empty(0, np.int64))
-        self._chunk_bits = max(_CHUNK_BITS, sequence_length.bit_length())  # a sample lies in two chunks at most
-        self._keep_blocks = max(64, min(2 * lanes, 4096))
+        self._chunk_bits = max(_CHUNK_BITS, length.bit_length())  # a sample lies in two chunks at most
+        self._epoch = lru_cache(maxsize=3)(self._order_blocks)
+        self._block = lru_cache(maxsize=max(64, min(2 * lanes, 4096)))(self._open_block)
+        self._round = lru_cache(maxsize=1)(self._order_lanes)
+        self._stretch = lru_cache(maxsize=4 * lanes + 64)(self._order_windows)
 
-    def locate(self, number: int) -> tuple[int, int]:
-        """(epoch, offset in the epoch's line) where sample `number` of this source starts."""
-        epoch, first, count = self._epoch_of(number)
+    def start_of(self, source_index: int) -> tuple[int, int]:
+        """(epoch, offset in the epoch's line) where sample `source_index` of this source starts."""
+        total, length = self.epoch_length, self.length
+        epoch = source_index * length // total
+        first = -(-epoch * total // length)
+        count = -(-(epoch + 1) * total // length) - first  # the samples of the epoch are [first, first + count)
         for generation in reversed(range(len(self.reshuffles))):
-            number = self._reshuffled(number, generation, first, count)
+            source_index = self._reshuffled(source_index, generation, first, count)
         run, longer = divmod(count, self.lanes)
-        position, turn = divmod(number - first, self.lanes)
+        position, turn = divmod(source_index - first, self.lanes)
         lane = int(self._round(epoch, position, self.lanes if position < run else longer)[turn])
         stretch, inside = divmod(position, STRETCH)
         size = min(STRETCH, run + (lane < longer) - stretch * STRETCH)
         start = first + lane * run + min(lane, longer) + stretch * STRETCH
         window = start + int(self._stretch(epoch, lane, stretch, size)[inside])
-        return epoch, window * self.length - epoch * self.epoch_length
+        return epoch, window * length - epoch * total
 
-    def _epoch_of(self, number: int) -> tuple[int, int, int]:
-        """(epoch, its first sample, its samples) of sample `number`."""
-        total, length = self.epoch_length, self.length
-        epoch = number * length // total
-        first = -(-epoch * total // length)
-        return epoch, first, -(-(epoch + 1) * total // length) - first
-
-    def _reshuffled(self, number: int, generation: int, first: int, count: int) -> int:
-        """Where a reshuffle sends sample `number`: what is left of its epoch is permuted, in chunks and inside them."""
+    def _reshuffled(self, source_index: int, generation: int, first: int, count: int) -> int:
+        """Where a reshuffle sends a sample: what is left of its epoch is permuted, in chunks and inside them."""
         begin = max(first, self.reshuffles[generation])
-        if number < begin:
-            return number
+        if source_index < begin:
+            return source_index
         size, left = self.lanes * _ROUNDS, first + count - begin
-        chunk, inside = divmod(number - begin, size)
+        chunk, inside = divmod(source_index - begin, size)
         whole = left // size
         if chunk < whole:
             chunk = int(_cached_permutation(key_of(self.seed, self.name, "chunks", generation, first), whole)[chunk])
         key = key_of(self.seed, self.name, "chunk", generation, first, chunk)
         return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
 
-    def _round(self, epoch: int, position: int, size: int) -> Ints:
+    def _order_lanes(self, epoch: int, position: int, size: int) -> Ints:
         """The order of the lanes in one round."""
-        if self._latest_round[0] != (epoch, position):
-            order = permutation(key_of(self.seed, self.name, epoch, "round", position), size)
-            self._latest_round = ((epoch, position), order)
-        return self._latest_round[1]
+        return permutation(key_of(self.seed, self.name, epoch, "round", position), size)
 
-    def _stretch(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
+    def _order_windows(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
         """The order of the windows of one stretch of a lane."""
-        found = self._stretches.get((epoch, lane, stretch))
-        if found is None:
-            order = permutation(key_of(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
-            found = self._stretches[(epoch, lane, stretch)] = order
-            if len(self._stretches) > 4 * self.lanes + 64:
-                self._stretches.popitem(last=False)
-        return found
+        return permutation(key_of(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
 
-    def _epoch(self, epoch: int) -> tuple[Any, Ints]:
+    def _order_blocks(self, epoch: int) -> tuple[Ints, Ints]:
         """(block order, cumulative ends of the blocks in that order)."""
-        plan = self._epochs.get(epoch)
-        if plan is None:
-            order = permutation(key_of(self.seed, self.name, epoch), len(self.block_lengths))
-            plan = self._epochs[epoch] = (order, np.cumsum(self.block_lengths[order]))
-            if len(self._epochs) > 3:
-                self._epochs.popitem(last=False)
-        return plan
+        order = permutation(key_of(self.seed, self.name, epoch), len(self.block_lengths))
+        return order, np.cumsum(self.block_lengths[order])
 
-    def _block(self, epoch: int, block: int) -> Block:
-        found = self._blocks.get((epoch, block))
-        if found is not None:
-            self._blocks.move_to_end((epoch, block))
-            return found
+    def _open_block(self, epoch: int, block: int) -> Block:
         shard_number, first, count = self.corpus.blocks[block, :3].tolist()
         shard = self.corpus.shard(shard_number, ("index", first, first + count + 1))
         shard.require_sound(first, first + count)
@@ -162,7 +152,7 @@ class Source:
         ends = np.cumsum(sizes)
         bits = self._chunk_bits
         chunks = range(int(starts[0]) >> bits, (int(starts[-1] + lengths[-1]) >> bits) + 1)
-        built = Block(
+        return Block(
             ends=ends,
             shifts=starts[order] - (ends - sizes),
             documents=first + order,
@@ -174,10 +164,6 @@ class Source:
             shard=shard_number,
             length=int(self.block_lengths[block]),
         )
-        self._blocks[(epoch, block)] = built
-        if len(self._blocks) > self._keep_blocks:
-            self._blocks.popitem(last=False)
-        return built
 
     def _order(self, epoch: int, block: int, lengths: Ints) -> Ints:
         """The documents of a block, of these lengths, in their order."""
@@ -215,18 +201,18 @@ class Source:
         if shard is None:
             near = range(chunk, chunk + 1)
             shard = self.corpus.shard(block.shard, ("tokens", chunk << bits, (chunk + 2) << bits))
-        if shard.tokens is not block.tokens:  # opened anew, perhaps from the mirror
+        if shard.tokens is not block.tokens:  # opened again, perhaps from the mirror
             block.tokens, block.waiting = shard.tokens, set(block.chunks)
         block.waiting.difference_update(near)
         return block.tokens
 
-    def fill(self, number: int, row: Ints, pieces: list[Span] | None = None) -> list[int]:
-        """Write sample `number` into `row` [S + 1], all but the separators; note the stretches in `pieces` if given.
+    def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
+        """Write a sample into `row` [S + 1], all but the separators, and its stretches into `spans` if given.
 
         Returns:
             Positions of the separators, ascending.
         """
-        epoch, offset = self.locate(number)
+        epoch, offset = self.start_of(source_index)
         separators: list[int] = []
         filled = 0
         while True:
@@ -235,7 +221,7 @@ class Source:
             while rank < len(order):
                 block = self._block(epoch, int(order[rank]))
                 inside = offset - (int(block_ends[rank]) - block.length)
-                filled = _copy(block, inside, row, filled, separators, pieces)
+                filled = _copy(block, inside, row, filled, separators, spans)
                 if filled == len(row):
                     return separators
                 offset = int(block_ends[rank])
@@ -243,7 +229,7 @@ class Source:
             epoch, offset = epoch + 1, 0
 
 
-def _copy(block: Block, inside: int, row: Ints, filled: int, separators: list[int], pieces: list[Span] | None) -> int:
+def _copy(block: Block, inside: int, row: Ints, filled: int, separators: list[int], spans: list[Span] | None) -> int:
     """Copy a block's line from position `inside` into row[filled:] until either ends; the new `filled`."""
     at, need, tokens = int(block.ends.searchsorted(inside, "right")), len(row), block.tokens
     waiting, bits = block.waiting, block.chunk_bits
@@ -259,8 +245,8 @@ def _copy(block: Block, inside: int, row: Ints, filled: int, separators: list[in
                 tokens = block.load(block, start >> bits)
                 waiting = block.waiting
             row[filled : filled + text] = tokens[start : start + text]
-            if pieces is not None:
-                pieces.append((block, at, filled, start, start + text))
+            if spans is not None:
+                spans.append(Span(block, at, filled, start, start + text))
             filled += take
             if text < take:
                 separators.append(filled - 1)

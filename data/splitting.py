@@ -51,6 +51,9 @@ _ALTERNATIVES = {
     r"\s+",
 }
 """Of the expressions of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2, Mistral and DeepSeek 3."""
+_CLASS = r"\\.|\[(?:\\.|[^\\\]])*\]"
+_ALTERNATIVE = re.compile(rf"(?:{_CLASS}|\((?:{_CLASS}|[^\\()\[\]])*\)|[^\\()\[\]|])+", re.DOTALL)
+"""What stands between the `|` of an expression that are in no class or group."""
 
 
 def can_cut(pipeline: dict[str, Any], normalized: dict[str, str]) -> bool:
@@ -107,22 +110,9 @@ def _separates(step: dict[str, Any]) -> bool:
 
 
 def _alternatives(step: dict[str, Any]) -> set[str]:
-    """Of the regular expression of a `Split`; of anything else, something that is in no list."""
+    """Of the regular expression of a `Split`; of anything else, or with groups in groups, something in no list."""
     expression = step.get("pattern", {}).get("Regex") if step["type"] == "Split" else None
     if expression is None or (step["behavior"], step["invert"]) not in (("Isolated", False), ("Removed", True)):
         return {""}
-    found, depth, last = set(), 0, 0
-    escaped = inside = False
-    for place, character in enumerate(expression):
-        if escaped:
-            escaped = False
-        elif character == "\\":
-            escaped = True
-        elif character in "[]":
-            inside = character == "["
-        elif not inside and character in "()":
-            depth += 1 if character == "(" else -1
-        elif not inside and not depth and character == "|":
-            found.add(expression[last:place])
-            last = place + 1
-    return {*found, expression[last:]}
+    found = _ALTERNATIVE.findall(expression)
+    return set(found) if found and "|".join(found) == expression else {""}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from .documents import FOREIGN_AGREEMENT, repeated
 from .findings import EXAMPLES, Example, Findings
 from .meter import LONGEST, Measurement, length_quantile
+from .report import FileFigures, SpecialPlaces
 from .unigrams import jensen_shannon
 
 GIANT_TIMES, GIANT_SHARE = 20, 0.01
@@ -30,18 +31,12 @@ _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 class Totals:
-    """Adds up measurements, which come file by file and part by part.
-
-    Args:
-        names: of the files.
-        vocabulary_size: ids that are counted.
-    """
+    """Adds up the measurements of named files, which come file by file and part by part."""
 
     def __init__(self, names: list[str], vocabulary_size: int) -> None:
-        self._names = names
         self.findings = Findings()
         self.documents = self.tokens = 0
-        self.files: list[dict[str, Any]] = [{"name": n, "documents": 0, "tokens": 0} for n in names]
+        self.files = [FileFigures(name) for name in names]
         self._lengths: npt.NDArray[np.int64] | None = None
         self._longest: list[tuple[int, int, int]] = []
         self._unigrams = np.zeros(vocabulary_size, dtype=np.int64)
@@ -57,8 +52,8 @@ class Totals:
         self.findings.merge(measured.findings)
         self.documents += measured.documents
         self.tokens += measured.tokens
-        self.files[file]["documents"] += measured.documents
-        self.files[file]["tokens"] += measured.tokens
+        self.files[file].documents += measured.documents
+        self.files[file].tokens += measured.tokens
         if not len(measured.unigrams):
             return  # a file that could not be measured
         self._lengths = measured.lengths if self._lengths is None else self._lengths + measured.lengths
@@ -74,20 +69,19 @@ class Totals:
     def judge(self, *, decoded: bool) -> None:
         """Add the findings about the whole: giants, duplicates, files unlike the others.
 
-        Args:
-            decoded: a tokenizer was at hand, so files are judged by decoding, not by their distribution.
+        Where texts could be `decoded`, because a tokenizer was at hand, the distribution of ids is no finding.
         """
         self._giants()
         self._duplicates()
-        for number, divergence in enumerate(self._divergences()):
-            entry, agreement = self.files[number], self._agreement[number]
-            entry["divergence_bits"] = divergence
-            entry["agreement"] = float(np.median(agreement)) if len(agreement) >= _JUDGED_DOCUMENTS else None
-            if entry["agreement"] is not None and entry["agreement"] < FOREIGN_AGREEMENT:
-                note = f"{entry['agreement']:.1%} of the ids come back (median of {len(agreement)} documents)"
-                self.findings.note("foreign-tokens", entry["name"], note)
+        for file, agreement, divergence in zip(self.files, self._agreement, self._divergences(), strict=True):
+            file.divergence_bits = divergence
+            if len(agreement) >= _JUDGED_DOCUMENTS:
+                file.agreement = float(np.median(agreement))
+                if file.agreement < FOREIGN_AGREEMENT:
+                    note = f"{file.agreement:.1%} of the ids come back (median of {len(agreement)} documents)"
+                    self.findings.note("foreign-tokens", file.name, note)
             if not decoded and divergence is not None and divergence > DIVERGENT_BITS:
-                self.findings.note("divergent-shard", entry["name"], f"{divergence:.2f} bits from the other files")
+                self.findings.note("divergent-shard", file.name, f"{divergence:.2f} bits from the other files")
 
     def lengths(self) -> dict[str, int]:
         """Quantiles of the document lengths, in tokens as stored."""
@@ -102,11 +96,10 @@ class Totals:
         shares = counts / counts.sum() if len(counts) else np.ones(1)
         return float(-(shares * np.log2(shares)).sum()) + 0.0
 
-    def specials(self) -> dict[int, dict[str, int]]:
-        """Occurrences of each special token at document starts, ends and inside."""
+    def specials(self, texts: Mapping[int, str]) -> dict[int, SpecialPlaces]:
+        """Occurrences of each special token, with its text if that is known."""
         numbers = sorted({number for number, _ in self._specials})
-        places = ("start", "end", "inside")
-        return {n: {place: self._specials[n, k] for k, place in enumerate(places)} for n in numbers}
+        return {n: SpecialPlaces(texts.get(n, ""), *(self._specials[n, place] for place in range(3))) for n in numbers}
 
     def _giants(self) -> None:
         if self._lengths is None:
@@ -114,7 +107,9 @@ class Totals:
         bound = max(GIANT_TIMES * length_quantile(self._lengths, 0.99), GIANT_SHARE * self.tokens)
         giants = [item for item in self._longest if item[0] >= max(bound, 2)]
         examples = [
-            Example(self._names[file], document, note=f"{tokens:_} tokens, {tokens / self.tokens:.1%} of the corpus")
+            Example(
+                self.files[file].name, document, note=f"{tokens:_} tokens, {tokens / self.tokens:.1%} of the corpus"
+            )
             for tokens, file, document in giants[:EXAMPLES]
         ]
         self.findings.add("giant-documents", len(giants), examples)
@@ -127,8 +122,8 @@ class Totals:
         for value in values[:EXAMPLES]:
             found = ((file, first + int(n)) for file, first, h in self._hashes for n in np.flatnonzero(h == value))
             (one, number), *others = islice(found, EXAMPLES + 1)
-            note = f"the same as {self._names[one]}, document {number}"
-            examples += [Example(self._names[file], again, note=note) for file, again in others]
+            note = f"the same as {self.files[one].name}, document {number}"
+            examples += [Example(self.files[file].name, again, note=note) for file, again in others]
         self.findings.add("duplicate-documents", extra, examples)
 
     def _divergences(self) -> list[float | None]:

@@ -1,7 +1,7 @@
 """How far the tokens of a step are from what a run's tokens look like: one number per step. No torch.
 
 Token ids are counted in 1,024 buckets (their lowest ten bits), of at most 16,384 tokens a step. The
-Jensen-Shannon distance of these counts from those of the run's first steps tells ids that are shifted, text of another
+Jensen-Shannon distance of these counts from those of the run's first steps shows ids that are shifted, text of another
 kind or boilerplate, to which the loss, the entropy and the number of documents are blind. What is kept in the run
 directory is the reference and how much the distance varies, so that the first step after a restart is judged too.
 """
@@ -23,7 +23,7 @@ from fsdp_pretrain.statistics import spread
 
 BUCKETS = 1024
 TOKENS = 16_384
-"""So many tokens are counted per step."""
+"""Counted per step."""
 _LEAST_SPREAD = 0.05
 """Of the logarithm of a distance: that of counts drawn from the reference itself."""
 
@@ -31,35 +31,32 @@ _LEAST_SPREAD = 0.05
 class Unigrams:
     """Compares steps with the first ones of a run.
 
-    Args:
-        path: JSON file that keeps the reference; read if it is there.
-        learn: steps that make the reference; again so many tell how much distances vary.
+    The first `learn` steps make the reference, and the next `learn` show how much distances vary. The JSON file `path`
+    keeps both.
     """
 
     def __init__(self, path: Path, learn: int) -> None:
         self._path, self._learn = path, learn
-        self._plan: dict[str, Any] = {}
-        self._counts: npt.NDArray[np.int64] = np.zeros(BUCKETS, np.int64)
-        self._steps, self._logs = 0, list[float]()
-        self._typical: tuple[float, float] | None = None
+        self._begin({})
         self._read()
+
+    def _begin(self, plan: dict[str, Any]) -> None:
+        self._plan, self._counts, self._steps = plan, np.zeros(BUCKETS, np.int64), 0
+        self._logs: list[float] = []
+        self._typical: tuple[float, float] | None = None
 
     def score(self, tokens: Sequence[npt.NDArray[np.int64]], shares: Mapping[str, float]) -> float | None:
         """Deviations by which a step's distance is above the typical one; None while that is being learned.
 
-        Learning begins anew when the planned shares of the sources, or the number of tokens, are others.
-
-        Args:
-            tokens: of the step, in parts of any shape.
-            shares: of the sources, as planned.
+        `tokens` come in parts of any shape. Learning begins again when the planned shares of the sources, or the number
+        of tokens, change.
         """
         apart = max(1, sum(part.size for part in tokens) // TOKENS)
         flat = np.concatenate([part.reshape(-1)[::apart] for part in tokens])[:TOKENS]
         counts = np.bincount(flat & (BUCKETS - 1), minlength=BUCKETS)
         plan = {"tokens": len(flat), "shares": {name: round(share, 2) for name, share in shares.items() if share}}
         if plan != self._plan:
-            self._plan, self._counts, self._steps = plan, np.zeros(BUCKETS, np.int64), 0
-            self._logs, self._typical = [], None
+            self._begin(plan)
         if self._steps < self._learn:
             self._counts += counts
             self._steps += 1

@@ -233,7 +233,7 @@ def describe_sample(
         rank=rank,
         micro_batch=inside // step.config.train.micro_batch,
         source=step.config.data.sources[int(packed.sources[0])].name,
-        epoch=step.packer.epoch(index),
+        epoch=step.packer.epoch_of(index),
         pieces=pieces,
         **({"ids": packed.tokens[0].tolist()} if ids else {}),
     )

@@ -108,13 +108,13 @@ def swap(fault: dict[str, Any]) -> None:
     """Take the samples of the second of two sources where those of the first are due, and the other way round."""
     from data.mixture import Mixture
 
-    locate = Mixture.locate
+    source_of = Mixture.source_of
 
-    def swapped(self: Mixture, index: int) -> tuple[int, int]:
-        source, number = locate(self, index)
-        return 1 - source, number
+    def swapped(self: Mixture, sample_index: int) -> tuple[int, int]:
+        source, source_index = source_of(self, sample_index)
+        return 1 - source, source_index
 
-    Mixture.locate = swapped  # type: ignore[method-assign]
+    Mixture.source_of = swapped  # type: ignore[method-assign]
 
 
 def trust(fault: dict[str, Any]) -> None:

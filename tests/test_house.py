@@ -76,10 +76,9 @@ LEVELS = [
         "data.formats",
     ],
     ["fsdp_pretrain.watchdog.leader", "fsdp_pretrain.watchdog.agent"],
-    ["data.documents", "data.findings", "data.meter", "data.report", "data.totals", "data.validate"],
+    ["data.documents", "data.findings", "data.measure", "data.meter", "data.report", "data.totals", "data.validate"],
     [
         "data.bench",
-        "data.measure",
         "data.prepare",
         "data.adopt",
         "data.simulate",

@@ -23,11 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.adopt import Options, adopt
-from data.corpus import Corpus, read_manifest, write_corpus
+from data.corpus import Corpus, Vocabulary, read_manifest, write_corpus
+from data.findings import CATALOGUE
 from data.formats import Format, find_token_files, open_file
 from data.packer import Packer
 from data.shards import Shard, ShardWriter
 from data.tokenizer import Tokenizer
+from data.validate import validate
 from fsdp_pretrain.errors import DataError
 
 # ruff: noqa: A002 (`format` is what it is)
@@ -183,21 +185,21 @@ def some(docs: Documents, change: Callable[[Documents], Documents], every: int =
     [
         (lambda d: carry(d, "trailing"), "none", "megatron", ["120 of 120 documents (100.000%)", "declare that", "`--separators trailing`"]),
         (lambda d: carry(d, "leading"), "trailing", "batches", ["120 of 120", "`--separators leading`: declare that"]),
-        (lambda d: d, "trailing", "rows", ["120 with no separator", "`--separators none`: declare that"]),
-        (lambda d: [[*x, EOD, EOD] for x in d], "trailing", "megatron", ["120 with doubled separators", "separators are doubled"]),
-        (lambda d: [[*x, EOD, EOD] for x in d], "trailing", "npy", ["120 with doubled separators", "of 240 documents"]),
-        (lambda d: [[EOD, EOD, *x] for x in d], "leading", "bin", ["120 with doubled separators"]),
+        (lambda d: d, "trailing", "rows", ["separator-missing: 120 of 120", "`--separators none`: declare that"]),
+        (lambda d: [[*x, EOD, EOD] for x in d], "trailing", "megatron", ["separator-doubled: 120 of 120", "separators are doubled"]),
+        (lambda d: [[*x, EOD, EOD] for x in d], "trailing", "npy", ["separator-doubled: 120 of 240 documents"]),
+        (lambda d: [[EOD, EOD, *x] for x in d], "leading", "bin", ["separator-doubled: 120 of"]),
         (lambda d: some(carry(d, "trailing"), lambda x: carry(x, "trailing")), "trailing", "npy", ["12 of 132 documents (9.091%)", "doubled"]),
-        (lambda d: d, "leading", "npy", ["1 of 1 documents", "1 with no separator", "`--separators none`"]),
-        (lambda d: carry(d, "leading"), "trailing", "bin", ["1 with doubled", "begins with a separator", "`--separators leading`: declare that"]),
+        (lambda d: d, "leading", "npy", ["separator-missing: 1 of 1 documents", "`--separators none`"]),
+        (lambda d: carry(d, "leading"), "trailing", "bin", ["separator-doubled: 1 of", "begins with a separator", "`--separators leading`: declare that"]),
         (lambda d: carry(d, "trailing"), "leading", "npy", ["ends with a separator", "`--separators trailing`: declare that"]),
-        (both, "trailing", "megatron", ["at both ends, so two between documents", "separators are doubled"]),
+        (both, "trailing", "megatron", ["separator-at-start: 120 of 120", "separators are doubled"]),
         (both, "leading", "rows", ["120 of 120", "separators are doubled"]),
         (lambda d: some(carry(d, "trailing"), lambda x: [x[0][:-1]]), "trailing", "megatron", ["12 of 120 documents (10.000%)", "no declaration fits all"]),
-        (lambda d: [[*d[0], EOD, *d[1], EOD], *carry(d[2:], "trailing")], "trailing", "stream", ["1 of 119", "a separator inside", "document 0, token"]),
-        (lambda d: [*carry(d, "trailing"), []], "trailing", "megatron", ["1 of 121", "1 with no separator", "document 120"]),
-        (lambda d: [*carry(d, "trailing"), [5, 600, 7, EOD]], "trailing", "npy", ["1 of ", "tokens", "outside the vocabulary of 426", "600"]),
-        (lambda d: [*carry(d, "trailing"), [5, 40_000, EOD]], "trailing", "megatron", ["outside the vocabulary of 426", "document 120, token 1"]),
+        (lambda d: [[*d[0], EOD, *d[1], EOD], *carry(d[2:], "trailing")], "trailing", "stream", ["separator-inside: 1 of 119", "document 0, token"]),
+        (lambda d: [*carry(d, "trailing"), []], "trailing", "megatron", ["separator-missing: 1 of 121", "document 120"]),
+        (lambda d: [*carry(d, "trailing"), [5, 600, 7, EOD]], "trailing", "npy", ["outside-vocabulary: 1 of ", "tokens", "id 600"]),
+        (lambda d: [*carry(d, "trailing"), [5, 40_000, EOD]], "trailing", "megatron", ["outside-vocabulary: 1 of", "document 120, token 1: id 40000"]),
     ],
 )  # fmt: skip
 def test_anything_but_what_was_declared_is_refused(
@@ -211,6 +213,30 @@ def test_anything_but_what_was_declared_is_refused(
     for text in said:
         assert text in str(refused.value), str(refused.value)
     assert not (tmp_path / "out/manifest.json").exists() and not list((tmp_path / "out").rglob("*.partial"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    docs=st.lists(st.lists(st.sampled_from([EOD, EOD, 9, 9, 301, 500]), max_size=3), max_size=4),
+    declared=st.sampled_from(["none", "trailing", "leading"]),
+    format=st.sampled_from(["megatron", "npy"]),
+)
+def test_import_refuses_exactly_what_validate_calls_an_error(
+    tmp_path_factory: Any, tokenizer: Tokenizer, docs: Documents, declared: Any, format: str
+) -> None:
+    tokenizer = Tokenizer.load(tokenizer.path)
+    tokenizer.specials[301] = "<planted>"
+    path = tmp_path_factory.mktemp("judged")
+    store(path / "in", "s", [*carry([[9, 9]], declared), *docs], format)
+    report = validate(path / "in", vocabulary=Vocabulary.of(tokenizer), separators=declared, quiet=True)
+    refused = False
+    try:
+        adopt([path / "in"], tokenizer, path / "out", Options(None, declared), workers=1, quiet=True)
+    except DataError as error:
+        refused = all(
+            f"\n  {code}: " in str(error) or CATALOGUE[code].severity == "warning" for code in report.findings.by_code
+        )
+    assert refused == (report.findings.exit_code == 2)
 
 
 def test_the_clean_twin_of_a_refused_import_is_adopted_at_once(
@@ -232,9 +258,7 @@ def test_another_special_token_is_refused(tmp_path: Path, tokenizer: Tokenizer) 
     store(tmp_path / "in", "s", [[1, *doc] for doc in docs], "megatron")
     adopt([tmp_path / "in"], tokenizer, tmp_path / "clean", Options(None, "none"), workers=1, quiet=True)
     store(tmp_path / "bad", "s", [[1, *doc] for doc in docs] + [[5, 301, 6]], "megatron")
-    with pytest.raises(
-        DataError, match=r"1 of .* are special tokens other than the separator\n  at document 120, token 1"
-    ):
+    with pytest.raises(DataError, match=r"special-token: 1 of 121 documents .*\n    at document 120, token 1"):
         adopt([tmp_path / "bad"], tokenizer, tmp_path / "out", Options(None, "none"), workers=1, quiet=True)
 
 
@@ -291,7 +315,7 @@ def truncate(path: Path) -> None:
         ("megatron", lambda f: (f / "s.bin").open("ab").write(b"1"), "holds more than the documents of its index"),
         ("megatron", lambda f: sequences(f / "s", [0, 5, 2, 120]), "documents of several sequences"),
         ("copy", lambda f: (f / "s.bin").unlink(), "cannot open"),
-        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "points backwards"),
+        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "not made of its sequences"),
         ("batches", lambda f: truncate(f / "s.arrow"), "is cut off"),
         ("stream", lambda f: truncate(f / "s.arrow"), "cannot read"),
         ("rows", lambda f: (f / "s.arrow").write_bytes(b"ARROW1 not really"), "cannot read"),
@@ -325,7 +349,7 @@ def test_columns_of_other_names_and_types(tmp_path: Path) -> None:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
         with pytest.raises(DataError, match=f"{number}.arrow has (no column|nulls)"):
-            list(open_file(path, "arrow").runs())
+            list(open_file(path, "arrow", EOD).runs())
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 10**6])
@@ -344,7 +368,7 @@ def test_runs_are_whole_documents_of_about_the_size_asked(
     kind: Format = {"batches": "arrow", "rows": "arrow"}.get(format, format)  # type: ignore[assignment]
     seen: Documents = []
     longest = max(map(len, docs))
-    for run in open_file(path, kind, tokenizer=tokenizer).runs(size):
+    for run in open_file(path, kind, tokenizer.eod, tokenizer=tokenizer).runs(size):
         assert run.first == len(seen) and run.lengths.sum() == len(run.tokens) <= size + longest
         seen += [part.tolist() for part in np.split(run.tokens, np.cumsum(run.lengths)[:-1])]
     assert seen == docs

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.quick
 
 
 def sequence(mixture: Mixture, first: int, stop: int) -> list[tuple[str, int]]:
-    """(source, number) of samples [first, stop)."""
-    return [(mixture.names[source], number) for source, number in map(mixture.locate, range(first, stop))]
+    """(source, source index) of samples [first, stop)."""
+    return [(mixture.names[source], index) for source, index in map(mixture.source_of, range(first, stop))]
 
 
 def constant(*weights: float) -> Mixture:
@@ -44,14 +44,14 @@ def test_constant_shares_are_exact(weights: list[float]) -> None:
         if index % 97 == 0:
             assert mixture.counts(index) == next_of
             assert all(abs(n - share * index) <= 1 + len(weights) / 2 for n, share in zip(next_of, shares, strict=True))
-        source, number = mixture.locate(index)
+        source, number = mixture.source_of(index)
         assert number == next_of[source]  # every source is read in its own order, none skipped
         next_of[source] += 1
     far = 10**9
     counts = mixture.counts(far)
     assert sum(counts) == far
     assert all(abs(n - share * far) < 2 + far * 1e-8 for n, share in zip(counts, shares, strict=True))
-    assert mixture.locate(far) == constant(*weights).locate(far)  # whatever was asked before
+    assert mixture.source_of(far) == constant(*weights).source_of(far)  # whatever was asked before
 
 
 weight_strategy = st.builds(
@@ -79,7 +79,7 @@ def test_any_mixture_deals_every_source_in_order(weights: list[Weight], base: fl
         assert index >= weight.start - 1 and (weight.stop is None or index <= weight.stop + len(named))
         assert weight.limit is None or number < weight.limit
     for index in random.Random(seed).sample(range(7000), 40):
-        assert mixture.locate(index) == Mixture(named).locate(index)
+        assert mixture.source_of(index) == Mixture(named).source_of(index)
         name, number = dealt[index]
         assert mixture.counts(index)[mixture.names.index(name)] == number
 
@@ -133,7 +133,7 @@ def test_a_source_that_is_used_up_leaves_its_share_to_the_others() -> None:
     both = Mixture({"small": Weight(limit=777), "large": Weight(limit=1000)})
     assert both.capacity == 1777 and both.counts(1777) == [777, 1000]
     with pytest.raises(DataError, match="ends after 1_777 samples"):
-        both.locate(1777)
+        both.source_of(1777)
 
 
 def test_nothing_to_read_is_refused() -> None:

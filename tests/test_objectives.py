@@ -190,8 +190,8 @@ def test_truncation_loses_a_third_of_the_targets_and_shrinking_none(drawn: dict[
 
 def packed_rows(samples: int, row: int) -> Packed:
     tokens = np.tile(np.arange(1, row + 2) % 499 + 1, (samples, 1))
-    numbers = np.arange(samples)
-    return Packed(tokens, numbers * 0, numbers, range(samples), np.zeros(0, np.int64))
+    indices = np.arange(samples)
+    return Packed(tokens, range(samples), indices * 0, indices, np.zeros(0, np.int64))
 
 
 @pytest.mark.parametrize("positions", ["glm1d", "glm2d"])
@@ -289,7 +289,7 @@ def test_every_token_is_in_one_row_of_an_epoch(packer: Packer) -> None:
     """The rows of the first epoch, put in the order of their places, are the line of the epoch without gaps."""
     total = packer._sources[0].epoch_length
     samples = -(-total // 56)
-    places = [packer._sources[0].locate(number) for number in range(samples)]
+    places = [packer._sources[0].start_of(number) for number in range(samples)]
     assert sorted(places) == [(0, offset) for offset in range(0, total, 56)]
     whole = Packer([("text", packer.corpora["text"].directory, 1.0)], total, seed=5, lanes=1).pack(0, 1).tokens[0]
     maker = infilling(packer, 64, mask_share=0.0, ending_min=1.0)  # the whole row is the ending
@@ -359,7 +359,7 @@ def test_every_prompt_is_learned_once_per_epoch(tasks: Path, pairs: list[tuple[l
     assert found[:101] != found[101:202]  # another order
     assert (made.lengths == 32).all() and made.positions[0, 32] == 0
     assert (packer.measure(packed), packed.documents) == ((101 * 8, 0), 101 * 8)
-    assert packer.position(101) == {"tasks": 4.0}
+    assert packer.epochs_read(101) == {"tasks": 4.0}
 
 
 def test_blocks_do_not_part_a_prompt_from_its_answer(tasks: Path) -> None:

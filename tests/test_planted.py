@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.corpus import Vocabulary
 from data.prepare import Options
+from data.report import SpecialPlaces
 from data.tokenizer import Tokenizer
 from data.train_tokenizer import train_tokenizer
-from data.validate import Vocabulary, validate
+from data.validate import validate
 
 Docs = list[list[int]]
 COUNT = 120
@@ -315,4 +317,4 @@ def test_examples_show_the_boundary(tmp_path: Path, trained: dict[str, Tokenizer
     (example, _) = report.findings.by_code["separator-doubled"].examples
     assert (example.file, example.document, example.token) == ("s0", 0, len(one))
     assert "ends here<|endoftext|><|endoftext|> ‖ and the second" in str(example.text)
-    assert report.specials == {tokenizer.eod: {"text": "<|endoftext|>", "start": 0, "end": 2, "inside": 2}}
+    assert report.specials == {tokenizer.eod: SpecialPlaces("<|endoftext|>", start=0, end=2, inside=2)}

@@ -136,7 +136,9 @@ def test_the_mirror_gives_the_same_samples_and_both_files_are_named(
     capfd.readouterr()
     assert packed(packer) == expected
     assert packer.provenance(0)
-    notices = [notice for places in packer.places for notice in places.take_notices() if str(mirror) in notice]
+    notices = [
+        notice for corpus in packer.corpora.values() for notice in corpus.places.take_notices() if str(mirror) in notice
+    ]
     said = capfd.readouterr().err
     assert len(notices) == 1 and notices[0] in said
     assert str(corpus / "shards/shard-1") in notices[0] and str(mirror / "shards/shard-1") in notices[0]
@@ -188,7 +190,7 @@ def test_a_shard_cut_while_it_is_open_is_an_error_and_no_signal(corpus: Path, mi
 @pytest.mark.quick
 def test_reads_are_counted_and_the_slowest_is_named(corpus: Path) -> None:
     packer = open_packer(corpus)
-    packer.places[0].take_times()
+    packer.corpora["a"].places.take_times()
     step = Loader(packer, BATCHES, rank=0, world=1, micro_batch=4, prefetch=0).build(Position())
     assert step.reads.reads >= 4  # each shard was opened
     assert 0 < step.reads.slowest <= step.reads.seconds

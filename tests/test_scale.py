@@ -31,8 +31,8 @@ def test_the_proof_of_shares_can_fail(packer: Packer, monkeypatch: pytest.Monkey
     samples = int(packer.epoch_samples["a"])
     assert prove_shares(packer, samples, 64, np.random.default_rng(1), steps=6) == 6
     source = packer._sources[0]
-    locate = source.locate
-    monkeypatch.setattr(source, "locate", lambda number: locate(number - number % 2))
+    start_of = source.start_of
+    monkeypatch.setattr(source, "start_of", lambda index: start_of(index - index % 2))
     with pytest.raises(AssertionError, match="same place"):
         prove_shares(packer, samples, 64, np.random.default_rng(1), steps=6)
 

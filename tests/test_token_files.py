@@ -42,7 +42,7 @@ LISTS = pa.array(DOCUMENTS, pa.list_(pa.int32()))
 
 def documents(path: Path) -> list[list[int]]:
     found = []
-    for run in open_file(path, "arrow").runs():
+    for run in open_file(path, "arrow", 0).runs():
         found += [part.tolist() for part in np.split(run.tokens, np.cumsum(run.lengths)[:-1])]
     return found
 
@@ -118,7 +118,7 @@ def test_nulls_and_truncation_are_findings(tmp_path: Path, run_command: Run, sha
 )  # fmt: skip
 def test_arrays_whose_header_is_wrong(tmp_path: Path, raw: bytes) -> None:
     with pytest.raises(DataError, match=r"a\.npy"):
-        open_file(put(tmp_path / "a.npy", raw), "npy", eod=0)
+        open_file(put(tmp_path / "a.npy", raw), "npy", 0)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_an_index_that_points_into_tokens(shard: Path) -> None:
     put(index, bytes(raw))
     put(shard.with_suffix(".bin"), shard.with_suffix(".bin").read_bytes() + b"xx")
     with pytest.raises(DataError, match="the index of"):
-        list(open_file(shard, "megatron").runs())
+        list(open_file(shard, "megatron", 0).runs())
 
 
 def test_no_change_of_an_index_gives_other_tokens(tmp_path: Path, helpers: Any, shared_corpus: Path) -> None:

@@ -16,10 +16,11 @@ import pytest
 
 from data import meter
 from data import validate as validation
-from data.corpus import read_manifest
+from data.corpus import Vocabulary, read_manifest
 from data.findings import CATALOGUE
+from data.report import SpecialPlaces
 from data.tokenizer import Tokenizer
-from data.validate import Vocabulary, validate
+from data.validate import validate
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -160,7 +161,7 @@ def test_measures_of_the_corpus(tmp_path: Path, documents: list[list[int]], toke
     report = validate(path, vocabulary=Vocabulary(512, 0, scattered), quiet=True)
     (example,) = report.findings.by_code["special-token"].examples
     assert (example.document, example.token) == (20, 7)
-    assert report.specials == {248: {"text": "", "start": 0, "end": 0, "inside": 1}}
+    assert report.specials == {248: SpecialPlaces("", start=0, end=0, inside=1)}
 
 
 def test_length_quantiles_hold_at_every_scale() -> None:
@@ -280,14 +281,8 @@ def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: P
     blocker = "import sys\nfor m in ('torch','torchdata','lm_eval','aim','safetensors'): sys.modules[m] = None\n"
     for arguments in (
         [
-            "prepare",
-            shared_corpus / "train.jsonl",
-            "--tokenizer",
-            shared_corpus / "tokenizer",
-            "--out",
-            tmp_path / "c",
-            "--workers",
-            2,
+            *("prepare", shared_corpus / "train.jsonl", "--tokenizer", shared_corpus / "tokenizer"),
+            *("--out", tmp_path / "c", "--workers", 2),
         ],
         ["validate", tmp_path / "c"],
         ["inspect", tmp_path / "c"],
