@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from fsdp_pretrain.notify_sections import PrometheusSection
 from fsdp_pretrain.record.files import RunDir
@@ -141,7 +143,7 @@ def full() -> Snapshot:
         checkpoint_bytes_per_second=1e9, next_checkpoint_fits=7.0, disk_full_in=float("inf"),
         heartbeat_ages={0: 0.1, 1: 0.2}, own_ratios={0: 1.0, 1: 1.1}, loss=2.5, loss_z=float("nan"), grad_norm=0.7,
         skipped_steps=1, goodput=0.93, ettr=0.95, badput_seconds={"lost": 100.0, "eval": 20.0},
-        open={"WARN": 2},
+        open={"INFO": 0, "WARN": 2, "CRIT": 0},
     )  # fmt: skip
     for seconds in (0.05, 0.3, 0.4, 700.0):
         snapshot.step_seconds.observe(seconds)
@@ -161,19 +163,21 @@ def test_metrics_by_http() -> None:
     assert get(shown.port, "/metrics")[0] == get(shown.port, "/healthz")[0] == 503
     shown.show(full())
     code, text = get(shown.port, "/metrics")
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    name = '{run="a \\"run\\""'
-    assert code == 200 and lines[f'train_step_seconds_bucket{name},le="0.5"}}'] == "3"
-    assert lines[f'train_step_seconds_bucket{name},le="+Inf"}}'] == lines[f"train_step_seconds_count{name}}}"] == "4"
-    assert (
-        lines[f'incidents_open{name},severity="WARN"}}'] == "2"
-        and lines[f'incidents_open{name},severity="CRIT"}}'] == "0"
-    )
-    assert (
-        lines[f'rank_heartbeat_age_seconds{name},rank="1"}}'] == "0.2"
-        and lines[f"disk_seconds_to_full{name}}}"] == "+Inf"
-    )
-    assert {line.split("{")[0] for line in lines} >= set(METRICS)
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = {(each.name, *each.labels.items()): each.value for family in families.values() for each in family.samples}
+    run = ("run", 'a "run"')
+    assert code == 200 and samples["train_step_seconds_bucket", ("le", "0.5"), run] == 3
+    assert samples["train_step_seconds_bucket", ("le", "+Inf"), run] == samples["train_step_seconds_count", run] == 4
+    assert samples["incidents_open", run, ("severity", "WARN")] == 2
+    assert samples["incidents_open", run, ("severity", "CRIT")] == 0
+    assert samples["rank_heartbeat_age_seconds", ("rank", "1"), run] == 0.2
+    assert samples["disk_seconds_to_full", run] == math.inf
+    assert {name for name, *_ in samples} == {
+        *METRICS, *(f"train_step_seconds_{part}" for part in ("bucket", "sum", "count")),
+    }  # fmt: skip
+    kinds = {line.split()[2]: line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {name for name, kind in kinds.items() if kind == "counter"} == {n for n in METRICS if n.endswith("_total")}
+    assert {name for name, kind in kinds.items() if kind == "histogram"} == {"train_step_seconds"}
     assert get(shown.port, "/healthz")[0] == 200 and get(shown.port, "/nothing")[0] == 404
     status = json.loads(get(shown.port, "/status")[1])
     assert status["step"] == 1200 and "loss_z" not in status

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
+
+from ..severity import Severity
 
 _BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
@@ -28,12 +31,8 @@ class Histogram:
         self.total += seconds
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper bound as Prometheus writes it, how many were at most so long)."""
-        rows, running = [], 0
-        for bound, count in zip((*map(str, _BOUNDS), "+Inf"), self.counts, strict=True):
-            running += count
-            rows.append((bound, running))
-        return rows
+        """(upper bound as Prometheus writes it, how many were at most as long)."""
+        return list(zip((*map(str, _BOUNDS), "+Inf"), accumulate(self.counts), strict=True))
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Snapshot:
         skipped_steps: steps of the run whose update was skipped.
         goodput, ettr: shares of the run's wall clock, 0 to 1.
         badput_seconds: lost, by state.
-        open: alarms that are open, by severity name.
+        open: how many alarms are open, by severity name.
     """
 
     run: str
@@ -92,14 +91,7 @@ class Snapshot:
     goodput: float | None = None
     ettr: float | None = None
     badput_seconds: dict[str, float] = field(default_factory=dict)
-    open: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def unprotected_gpu_hours(self) -> float | None:
-        """Work of all ranks since the newest verified checkpoint."""
-        if self.world is None or self.verified_age is None:
-            return None
-        return self.world * self.verified_age / 3600
+    open: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Severity.__members__, 0))
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; what is not known is left out, and so is what JSON cannot say (a loss that is no number)."""
