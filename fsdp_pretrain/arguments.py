@@ -9,6 +9,7 @@ from pathlib import Path
 from .console import Parser
 from .errors import ConfigError
 from .record.files import RunDir
+from .units import Seconds
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,14 @@ def check_begun(run: RunDir) -> None:
     if not run.begun:
         found = "it has neither segments/ nor checkpoints/" if run.path.is_dir() else "there is no such directory"
         raise ConfigError(f"{run.path} is not a run directory: {found}")
+
+
+def seconds(text: str) -> float:
+    """A time such as `30min`. Raises ArgumentTypeError."""
+    try:
+        return float(Seconds.parse(text).value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:

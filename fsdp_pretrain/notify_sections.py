@@ -1,4 +1,4 @@
-"""Configuration of who is told of alarms, and how. No key here holds a secret: keys name where one is found.
+"""Configuration of who is notified of alarms, and how. No key here holds a secret: keys name where one is found.
 
 A channel is on when its table is there. A secret (a webhook's URL is one) stands in an environment variable, or in a
 file that only its owner can read.
@@ -103,7 +103,8 @@ class CommandSection(Section):
 
 
 class PingSection(Section):
-    """A dead man's switch: a URL that is fetched as long as the watchdog really observes. Who misses it, tells you."""
+    """A dead man's switch: a URL that is fetched while the watchdog really observes. A service that misses it
+    alerts you."""
 
     url_env: Variable = "WATCHDOG_PING_URL"
     """Environment variable with the URL."""
@@ -131,7 +132,7 @@ class PrometheusSection(Section):
 
 
 class NotifySection(Section):
-    """Who is told of alarms, and how. Secrets stand in environment variables, never here."""
+    """Who is notified of alarms, and how. Secrets stand in environment variables, never here."""
 
     slack: SlackSection | None = None
     """A `[watchdog.notify.slack]` table."""

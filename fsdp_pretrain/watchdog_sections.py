@@ -18,21 +18,21 @@ Limit = Annotated[float, Field(strict=False, gt=0)]
 
 
 class HealthSection(Section):
-    """What the trainer does about numbers that go wrong; see health.md. What it notices it always tells."""
+    """What the trainer does about numbers that go wrong; see health.md. What it notices is always reported."""
 
     skip_nonfinite: bool = True
     """Skip a step whose loss or gradients are not finite on any rank, on all ranks. Off: such a step ends the run with
     exit 93, since its weights are spoilt (fp16 always skips)."""
     rollback: bool = True
     """Go back to a clean checkpoint and skip the samples of an incident when the loss does not recover by itself. Off:
-    only tell; but numbers that go on not being finite end the run with exit 93."""
+    only report; but numbers that stay non-finite end the run with exit 93."""
     stop_on_mismatch: bool = True
     """End the run with exit 93 when replicas hold different parameters, or a resumed run does not repeat what it had
-    recorded. Off: only tell."""
+    recorded. Off: only report."""
     nonfinite_in_a_row: Positive = 2
-    """So many steps in a row that are not finite are no accident of one batch."""
+    """This many non-finite steps in a row are no accident of one batch."""
     nonfinite_in_20: Positive = 3
-    """So many of the last 20 steps neither."""
+    """Nor are this many of the last 20 steps."""
     window: Steps = Steps(128, "step")
     """Steps whose median and spread a loss and a gradient norm are compared with."""
     floor: Limit = 0.02
@@ -51,7 +51,7 @@ class HealthSection(Section):
     quiet: Steps = Steps(100, "step")
     """Steps without another deviation after which an incident is over."""
     level: Limit = 0.02
-    """Nats by which the level of the loss, over 64 steps, rises above its best of 512 before it is told of (or five
+    """Nats by which the level of the loss, over 64 steps, rises above its best of 512 before it is reported (or five
     times its noise)."""
     norm: Limit = 6.0
     """Deviations of the logarithm of the gradient norm that are noted; two in a row or three of ten are a warning."""
@@ -73,13 +73,13 @@ class HealthSection(Section):
 
 
 class HangSection(Section):
-    """When a run that makes no progress on any rank is told of, and ended. These are the least times: steps that take
+    """When a run that makes no progress on any rank is reported, and ended. These are the least times: steps that take
     long get longer ones, from their median (soft 8 and hard 30 times it; saves and loads 3 and 6 times)."""
 
     soft: Seconds = Seconds(30)
-    """Without progress for so long in a step: stacks of all ranks are collected, and an alarm is raised."""
+    """Time without progress in a step after which stacks of all ranks are collected and an alarm is raised."""
     hard: Seconds = Seconds(180)
-    """Without progress for so long in a step: the ranks are ended, to be started again (exit 75)."""
+    """Time without progress in a step after which the ranks are ended, to be started again (exit 75)."""
     longest: Seconds = Seconds(1800)
     """Most that `hard` grows to."""
     save_soft: Seconds = Seconds(120)
@@ -93,14 +93,14 @@ class HangSection(Section):
     connect: Seconds = Seconds(900)
     """As `hard`, until the ranks have met."""
     act: bool = True
-    """Off: only tell, never end the ranks."""
+    """Off: only report, never end the ranks."""
 
 
 class PaceSection(Section):
-    """When a run that has become slower is told of: by whole blocks of steps, against the beginning of the start."""
+    """When a run that has become slower is reported: by whole blocks of steps, against the beginning of the start."""
 
     enabled: bool = True
-    """Off: nobody is told."""
+    """Off: nothing is reported."""
     settle: Annotated[int, Field(ge=0)] = 20
     """First steps of a start that are not judged."""
     worse: Share = 0.10
@@ -108,9 +108,9 @@ class PaceSection(Section):
     worse_after: Seconds = Seconds(1800)
     """How long it has to last."""
     restart: Share = 0.03
-    """Slowdown against the best earlier start on as many ranks that is told after a restart."""
+    """Slowdown against the best earlier start on as many ranks that is reported after a restart."""
     straggler: Share = 0.02
-    """Own time of a rank over the median of all from which it is told, if that goes on."""
+    """Own time of a rank over the median of all from which it is reported, if that goes on."""
     window: Positive = 50
     """Steps over which own times are compared."""
 
@@ -128,13 +128,13 @@ class StorageSection(Section):
     """Time between two audits: every shard of every corpus exists with its size, and one file of the newest verified
     checkpoint still has the bytes that were written."""
     still: Seconds = Seconds(60)
-    """A save in flight that has not grown for so long, and for as long as saves take, has a writer that hangs. Five
-    times so long before any save was timed."""
+    """A save in flight that has not grown for this time, and for as long as saves take, has a writer that hangs. Five
+    times as long before any save was timed."""
     max_unprotected: Seconds = Seconds(6 * 3600)
     """Age of the newest verified checkpoint at which the run is asked to stop, if it is overdue as well."""
     act: bool = True
     """Ask for a save when the newest verified checkpoint is 2.5 intervals old, and for a stop when it is 4 intervals or
-    `max_unprotected` old (exit 93 if the last save fails too). Off: only tell."""
+    `max_unprotected` old (exit 93 if the last save fails too). Off: only report."""
 
 
 class SentinelSection(Section):
@@ -145,15 +145,15 @@ class SentinelSection(Section):
     share: Share = 0.02
     """How far a source's share of the targets may be from the planned one over 100 steps, at least."""
     learn: Positive = 50
-    """Steps of a run that show what its tokens look like, and again so many that show how much that varies. Later steps
-    are compared with them. Changed shares of the sources start it anew."""
+    """Steps of a run that show what its tokens look like, and as many again that show how much that varies. Later steps
+    are compared with them. Changed shares of the sources start it again."""
 
 
 class HardwareSection(Section):
     """The state of GPUs and hosts."""
 
     provider: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"
-    """Who tells the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
+    """Source of the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
     file that something else keeps current, see docs/watchdog.md), `none`; `auto` is `nvml` where there is a driver."""
     interval: Seconds = Seconds(15)
     """Time between two looks at the GPUs."""
@@ -163,7 +163,7 @@ class HardwareSection(Section):
     """File that remembers the incidents of every host, for several runs to share. Default: `watchdog/hosts.json` in the
     run directory."""
     act: bool = True
-    """When a device is broken for good, save, stop, and name its host in `avoid_hosts` (exit 76). Off: only tell."""
+    """When a device is broken for good, save, stop, and name its host in `avoid_hosts` (exit 76). Off: only report."""
     lemon: Positive = 3
     """Incidents of a host in 14 days after which it is proposed for exclusion."""
 
@@ -172,14 +172,14 @@ class WatchdogSection(Section):
     """The process beside the ranks of every node that notices what goes wrong."""
 
     enabled: bool = True
-    """Off: no watchdog runs, and nobody is told of anything."""
+    """Off: no watchdog runs, and nothing is reported."""
     interval: Seconds = Seconds(2)
     """Time between two looks; the end of a process is seen at once, and during a stall looks are more frequent."""
     beat: Seconds = Seconds(5)
     """Time between two signs of life that the watchdog of a node leaves for those of the other nodes."""
     silent: Seconds = Seconds(60)
-    """Without a sign for so long a node's watchdog counts as gone: it is told, and if it was the one that speaks for
-    the job, the next node's does. Three times `beat` at least."""
+    """Time without a sign after which a node's watchdog counts as gone: that is reported, and if it led the job, the
+    next node's takes over. Three times `beat` at least."""
     hang: HangSection = HangSection()
     """A `[watchdog.hang]` table."""
     pace: PaceSection = PaceSection()
@@ -197,7 +197,7 @@ class WatchdogSection(Section):
     def _check_silent(self) -> WatchdogSection:
         if self.silent.value < 3 * self.beat.value:
             raise ValueError(
-                f"silent = {self.silent} is less than three times beat = {self.beat}: one late sign is none"
+                f"silent = {self.silent} is less than three times beat = {self.beat}: one late sign would be a failure"
             )
         return self
 
@@ -208,7 +208,7 @@ class LaunchSection(Section):
     attempts: Positive = 3
     """Starts in a row that may end without a newer verified checkpoint; then a person must look (exit 93)."""
     restarts: Positive = 5
-    """So many restarts within `restart_window` are too many, with or without progress (exit 93)."""
+    """More restarts than this within `restart_window` end the launcher, with or without progress (exit 93)."""
     restart_window: Seconds = Seconds(1800)
     """See `restarts`."""
     pauses: Annotated[list[Seconds], Field(min_length=1)] = [Seconds(10), Seconds(60), Seconds(300)]

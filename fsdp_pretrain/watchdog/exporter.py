@@ -11,56 +11,19 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
 from ..notify_sections import PrometheusSection
 from ..record.files import replace_file
-from .snapshot import Snapshot
+from .snapshot import METRICS, Snapshot
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
 _TEXTFILE_SECONDS = 15.0
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a metric comes from: its help, the attribute of `Snapshot`, and the label that tells the values of a
-    dictionary apart."""
-
-    help: str
-    attribute: str
-    label: str | None = None
-
-
-METRICS = {
-    "train_step": _Source("Optimiser steps of the run.", "step"),
-    "train_steps_planned": _Source("Optimiser steps that the run will have.", "total_steps"),
-    "train_tokens_total": _Source("Tokens trained.", "tokens"),
-    "train_step_drift_ratio": _Source("Step time over its baseline.", "step_drift"),
-    "ckpt_last_verified_step": _Source("Step of the newest verified checkpoint.", "verified_step"),
-    "ckpt_last_verified_age_seconds": _Source("Age of the newest verified checkpoint.", "verified_age"),
-    "ckpt_unprotected_tokens": _Source("Tokens trained since it.", "unprotected_tokens"),
-    "ckpt_failures_total": _Source("Failed saves.", "checkpoint_failures"),
-    "ckpt_write_bytes_per_second": _Source("Speed of the last save.", "checkpoint_bytes_per_second"),
-    "disk_next_checkpoint_fits": _Source("How many more checkpoints fit.", "next_checkpoint_fits"),
-    "disk_seconds_to_full": _Source("Forecast of a full disk.", "disk_full_in"),
-    "rank_heartbeat_age_seconds": _Source("Since a rank's last beat.", "heartbeat_ages", "rank"),
-    "rank_own_ratio": _Source("A rank's own time over the median of all.", "own_ratios", "rank"),
-    "loss": _Source("Training loss of the last step read.", "loss"),
-    "loss_zscore": _Source("Its distance from what was expected, robust deviations.", "loss_z"),
-    "grad_norm": _Source("Gradient norm before clipping.", "grad_norm"),
-    "skipped_steps_total": _Source("Steps whose update was skipped.", "skipped_steps"),
-    "goodput_ratio": _Source("Share of the wall clock spent on steps that were kept.", "goodput"),
-    "ettr_ratio": _Source("Productive time over available time.", "ettr"),
-    "badput_seconds_total": _Source("Wall clock lost, by state.", "badput_seconds", "state"),
-    "incidents_open": _Source("Open alarms, by severity.", "open", "severity"),
-    "watchdog_pass_age_seconds": _Source("Since the watchdog's last full pass.", "pass_age"),
-}
-"""By name, which ends in `_total` for a counter. `train_step_seconds`, a histogram, comes beside them."""
 
 
 def render(snapshot: Snapshot) -> str:
@@ -83,20 +46,19 @@ class _Collector:
         """What is known."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        for name, source in METRICS.items():
-            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            metric = family(name, source.help, labels=["run", source.label] if source.label else ["run"])
-            value = getattr(self._snapshot, source.attribute)
-            if source.label:
-                for key, one in sorted(value.items()):
-                    metric.add_metric([self._snapshot.run, str(key)], one)
-            elif value is not None:
-                metric.add_metric([self._snapshot.run], value)
+        run = self._snapshot.run
+        for source, attribute in METRICS.items():
+            family = CounterMetricFamily if source.name.endswith("_total") else GaugeMetricFamily
+            metric = family(source.name, source.help, labels=["run", *([source.label] if source.label else [])])
+            value = getattr(self._snapshot, attribute)
+            known = value.items() if source.label else [] if value is None else [(None, value)]
+            for key, one in sorted(known):
+                metric.add_metric([run, *([str(key)] if source.label else [])], one)
             if metric.samples:
                 yield metric
         steps = self._snapshot.step_seconds
         times = HistogramMetricFamily("train_step_seconds", "Time of a step of the present start.", labels=["run"])
-        times.add_metric([self._snapshot.run], steps.cumulative(), steps.total)
+        times.add_metric([run], steps.cumulative(), steps.total)
         yield times
 
 

@@ -55,8 +55,7 @@ class Incident:
 
     Attributes:
         alarm: as it stands.
-        told: as it stood when people were last notified; None: never.
-        told_at: when that was.
+        sent, sent_at: as it stood in the last message, and the time of that; None: there was none.
         own: it had a message of its own since it opened, not only a line in a digest.
         flapping: people know that it comes and goes.
         reminders: how many were sent since it opened or got worse.
@@ -65,8 +64,8 @@ class Incident:
     """
 
     alarm: Alarm
-    told: Alarm | None = None
-    told_at: float = 0.0
+    sent: Alarm | None = None
+    sent_at: float = 0.0
     own: bool = False
     flapping: bool = False
     reminders: int = 0
@@ -76,14 +75,14 @@ class Incident:
 
     def lacking(self, time: float) -> Kind | None:
         """The message that would bring people up to date; None if they are, or know that it comes and goes."""
-        alarm, told = self.alarm, self.told
-        if told is None or told.state == "resolved":
+        alarm, sent = self.alarm, self.sent
+        if sent is None or sent.state == "resolved":
             if alarm.state != "open":
                 return None
             return "flapping" if len(self.turns) == _FLAPPING and _since(self.turns[0], time) <= _CALM else "open"
-        if alarm.state == "open" and alarm.severity > told.severity:
+        if alarm.state == "open" and alarm.severity > sent.severity:
             return "worse"
-        if alarm.state == "acknowledged" != told.state:
+        if alarm.state == "acknowledged" != sent.state:
             return "acknowledged"
         if self.flapping and not self._is_calm(time):
             return None
@@ -91,14 +90,14 @@ class Incident:
             return "resolved"
         if self.flapping:
             return "reminder"
-        if alarm.summary != told.summary:
+        if alarm.summary != sent.summary:
             return "revised"
         waits = alarm.state == "open" and self.reminders < len(_REMIND_AFTER)
-        return "reminder" if waits and _since(self.told_at, time) >= _REMIND_AFTER[self.reminders] else None
+        return "reminder" if waits and _since(self.sent_at, time) >= _REMIND_AFTER[self.reminders] else None
 
-    def tell(self, kind: Kind, time: float) -> None:
+    def mark_sent(self, kind: Kind, time: float) -> None:
         """A message of this kind is sent: people know how it stands."""
-        self.told, self.told_at, self.held = self.alarm, time, 0
+        self.sent, self.sent_at, self.held = self.alarm, time, 0
         if kind == "digest":
             self.own &= self.alarm.state != "resolved"
             return
@@ -113,7 +112,7 @@ class Incident:
 
     def is_over(self, time: float) -> bool:
         """Whether nothing will be said of it any more."""
-        known = self.told is None or self.told.state == "resolved"
+        known = self.sent is None or self.sent.state == "resolved"
         return self.alarm.state == "resolved" and known and not self.held and self._is_calm(time)
 
     def _is_calm(self, time: float) -> bool:
@@ -212,7 +211,7 @@ class Storm:
             if changed or not (incident.held or kind == "reminder"):
                 incident.hold(time)
             return []
-        incident.tell(kind, time)
+        incident.mark_sent(kind, time)
         return [Message(kind, alarm)]
 
     def _digest(self, time: float) -> list[Message]:
@@ -228,7 +227,7 @@ class Storm:
             if incident.flapping:
                 incident.held = 0
             else:
-                incident.tell("digest", time)
+                incident.mark_sent("digest", time)
         return [Message("digest", held=rows)]
 
     def _open_causes(self) -> list[Alarm]:
