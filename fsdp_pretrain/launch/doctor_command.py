@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 from ..arguments import run_directory
@@ -73,8 +72,7 @@ def _doctor(args: argparse.Namespace) -> int:
         note = Path(notes) / "doctor.json"
         child = Torchrun(command, torchrun.environment(os.environ, note))
         try:
-            while (code := child.poll()) is None:
-                time.sleep(0.1)
+            code = child.wait()
         finally:
             if child.poll() is None:
                 child.kill()

@@ -177,25 +177,19 @@ def seen_note() -> Path | None:
     return root() / f"torchrun-{namespace}-{agent}-{process_start(agent) or 0:.0f}.json"
 
 
-class Torchrun:
-    """A torchrun that was started."""
+class Torchrun(subprocess.Popen[bytes]):
+    """A torchrun that was started, from the main thread: a thread that ends counts as a dead parent."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         me = os.getpid()
-        self._process = subprocess.Popen(  # from the main thread: a thread that ends counts as a dead parent
-            command, env=environment, start_new_session=True, preexec_fn=lambda: die_with_parent(me)
-        )
         self._ranks: dict[int, psutil.Process] = {}
         self._most = 0
-
-    def poll(self) -> int | None:
-        """Exit code, or None while it runs."""
-        return self._process.poll()
+        super().__init__(command, env=environment, start_new_session=True, preexec_fn=lambda: die_with_parent(me))
 
     def ranks(self) -> list[psutil.Process]:
         """Its living ranks."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self._process.pid).children():
+            for child in psutil.Process(self.pid).children():
                 self._ranks.setdefault(child.pid, child)
         living = [rank for rank in self._ranks.values() if _is_alive(rank)]
         self._most = max(self._most, len(living))
@@ -219,18 +213,14 @@ class Torchrun:
                 rank.send_signal(number)
         return bool(ranks)
 
-    def terminate(self) -> None:
-        """Ask torchrun to end its ranks and itself."""
-        self._process.terminate()
-
     def kill(self) -> None:
         """kill -9 of torchrun and its ranks; returns when they are gone, or will be when the kernel lets them."""
         ranks = self.ranks()
-        self._process.kill()
+        super().kill()
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.kill()
-        self._process.wait()
+        self.wait()
 
     def wait_for_ranks(self, seconds: float) -> bool:
         """Wait for ranks that outlive torchrun; whether all are gone."""

@@ -71,7 +71,7 @@ class Watch:
             self._kill_at = now
         elif self._child.ask(number):
             self._kill_at = self._kill_at or now + self._settings.stop_timeout.value
-        else:  # no ranks yet: nothing to save
+        else:  # no ranks yet, so nothing to save: torchrun ends them and itself
             self._child.terminate()
             self._kill_at = self._kill_at or now + self._settings.end_timeout.value
 

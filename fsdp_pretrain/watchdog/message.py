@@ -40,17 +40,8 @@ class Identity:
 
 @dataclass(frozen=True)
 class Note:
-    """A message as channels send it: a webhook all of it as JSON, the others what they show.
-
-    Attributes:
-        id: the same whenever the same message is made.
-        kind: see `storm.Message`.
-        run, segment, host: see `Identity`.
-        key to count: of the alarm.
-        time: when the note was made.
-        step, tokens: of the run.
-        title, lines: the text.
-    """
+    """A message as channels send it: a webhook all of it as JSON, the others what they show. `id` is the same whenever
+    the same message is made; `time` is when it was made."""
 
     id: str
     kind: str
