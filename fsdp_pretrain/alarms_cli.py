@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import Any
 
 from tqdm import tqdm
 
-from .arguments import add_run
+from .arguments import add_run, seconds
 from .changes import load_recorded
 from .console import Command
 from .errors import ConfigError
 from .record.files import age
 from .severity import Severity
-from .units import Seconds, human_time
+from .units import human_time
 from .watchdog.alarms import Alarm, read_alarms
 from .watchdog.channels import Channel, DeliveryError, make_channels
 from .watchdog.desk import acknowledge, alarms_file, mute, muted_until
@@ -40,7 +39,7 @@ def add(command: Command) -> None:
     parser = command.verb(
         "ack",
         _ack,
-        "Acknowledge an alarm: you take it, and no reminders are sent. It is told again if it gets worse.",
+        "Acknowledge an alarm: you take it, and no reminders are sent. It is sent again if it gets worse.",
         f"fsdp-pretrain ack {_EXAMPLE} disk/run",
     )
     add_run(parser)
@@ -49,11 +48,11 @@ def add(command: Command) -> None:
     parser = command.verb(
         "mute",
         _mute,
-        "A maintenance window: alarms are written down and not sent. What is open at its end is told then.",
+        "A maintenance window: alarms are written down and not sent. What is open at its end is sent then.",
         f'fsdp-pretrain mute {_EXAMPLE} 2h "new firmware on the switches"',
     )
     add_run(parser)
-    parser.add_argument("duration", type=_duration, help="such as 30min or 2h; 0h ends the window")
+    parser.add_argument("duration", type=_window, help="such as 30min or 2h; 0h ends the window")
     parser.add_argument("reason", nargs="?", default="", help="for the chronicle; required to begin")
 
     parser = command.verb(
@@ -67,14 +66,10 @@ def add(command: Command) -> None:
     parser.add_argument("--json", action="store_true")
 
 
-def _duration(text: str) -> float:
-    try:
-        seconds = float(Seconds.parse(text).value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if seconds > _LONGEST_WINDOW:
+def _window(text: str) -> float:
+    if (found := seconds(text)) > _LONGEST_WINDOW:
         raise argparse.ArgumentTypeError(f"{text!r} is more than a year")
-    return seconds
+    return found
 
 
 def _alarms(args: argparse.Namespace) -> int:
@@ -88,8 +83,7 @@ def _alarms(args: argparse.Namespace) -> int:
             print("no alarm" if args.all else "no open alarm")
         if (until := muted_until(args.run)) > time.time():
             print(f"muted for {human_time(until - time.time())} more")
-    worst = max((alarm.severity for alarm in open_ones), default=Severity.INFO)
-    return int(worst)
+    return int(max((alarm.severity for alarm in open_ones), default=Severity.INFO))
 
 
 def _render(alarm: Alarm) -> str:
@@ -125,19 +119,15 @@ def _notify(args: argparse.Namespace) -> int:
     channels = make_channels(config.watchdog.notify)
     if not channels:
         raise ConfigError("no channel is configured", remedy="add a [watchdog.notify.slack] table, see docs/alarms.md")
-    rows = [_row(channel) for channel in channels]
+    problems: list[str | None] = [None] * len(channels)
     if args.test:
         identity = Identity(config.run.name, str(args.run.path))
-        for row, channel in zip(tqdm(rows, desc="sending", delay=2, disable=None), channels, strict=True):
-            row["problem"] = _try(channel, identity)
-    for row in rows:
-        result = ("failed: " + row["problem"] if row["problem"] else "delivered") if args.test else "ready"
+        problems = [_try(channel, identity) for channel in tqdm(channels, desc="sending", delay=2, disable=None)]
+    for channel, problem in zip(channels, problems, strict=True):
+        row = {"channel": channel.name, "least": channel.least.name, "problem": problem}
+        result = (f"failed: {problem}" if problem else "delivered") if args.test else "ready"
         print(json.dumps(row) if args.json else f"{row['channel']:10} from {row['least']:5} {result}")
-    return int(any(row["problem"] for row in rows))
-
-
-def _row(channel: Channel) -> dict[str, Any]:
-    return {"channel": channel.name, "least": channel.least.name, "problem": None}
+    return int(any(problems))
 
 
 def _try(channel: Channel, identity: Identity) -> str | None:

@@ -11,6 +11,7 @@ from types import ModuleType
 from .console import Parser, argument
 from .errors import ConfigError
 from .record.files import RunDir
+from .units import Seconds
 
 
 def run_directory(text: str) -> RunDir:
@@ -48,6 +49,14 @@ def import_extra(module: str, what: str) -> ModuleType:
             f"{what} with torch, which is not installed ({error.name})",
             remedy="in the checkout: pip install -e '.[train]'",
         ) from None
+
+
+def seconds(text: str) -> float:
+    """A time such as `30min`. Raises ArgumentTypeError."""
+    try:
+        return float(Seconds.parse(text).value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:

@@ -15,8 +15,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -29,18 +30,57 @@ from .mesh import Ranks, device_of
 from .units import human_bytes
 
 _REPEATS, _TRIES = 8, 3
+T = TypeVar("T")
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line of a rank."""
-    parser = Parser(prog="python -m fsdp_pretrain.doctor", description=__doc__)
-    add_options(parser)
-    return parser.parse_args(arguments)
+@dataclass
+class RankFacts:
+    """A rank: its device, its memory and what of it is free (bytes), the shortest time of its matrix product."""
+
+    host: str
+    device: str
+    devices: int
+    free: int
+    memory: int
+    rank: int
+    node: int
+    matmul_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.host} rank {self.rank}"
+
+
+@dataclass
+class GroupSum:
+    """A sum over a group of ranks: the shortest time of its slowest rank, and whether every result was right."""
+
+    kind: str
+    ranks: list[int]
+    hosts: list[str]
+    nodes: list[int]
+    bus_bytes: float
+    seconds: float
+    right: bool
+
+    def __str__(self) -> str:
+        return f"ranks {', '.join(map(str, self.ranks))} on {', '.join(self.hosts)}"
+
+
+@dataclass
+class Findings:
+    """What the check found; `problems` are texts that name host and rank."""
+
+    hosts: list[str]
+    ranks: list[RankFacts]
+    sums: list[GroupSum]
+    problems: list[str]
 
 
 def main() -> int:
     """Check, print on rank 0, exit 0 or 1."""
-    args = parse(sys.argv[1:])
+    parser = Parser(prog="python -m fsdp_pretrain.doctor", description=__doc__)
+    add_options(parser)
+    args = parser.parse_args()
     torchrun.die_with_launcher()
     return run_guarded(lambda: _check(args))
 
@@ -52,94 +92,77 @@ def _check(args: argparse.Namespace) -> int:
     store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(backend, store=store, timeout=timeout, rank=ranks.rank, world_size=ranks.world)
-    checker = Checker(ranks, device, args)
-    found = checker.run()
+    found = Checker(ranks, device, args).run()
     if ranks.rank == 0:
-        print(json.dumps(found, indent=1) if args.json else render(found), flush=True)
+        print(json.dumps(asdict(found), indent=1) if args.json else render(found), flush=True)
     dist.destroy_process_group()
-    if not found["problems"]:
+    if not found.problems:
         return 0
     # A rank that exits with 1 would make torchrun print a page about it below the table.
-    return 0 if torchrun.leave_note(1, found["problems"][0]) else 1
+    return 0 if torchrun.leave_note(1, found.problems[0]) else 1
 
 
 class Checker:
-    """The measurements. All ranks call its methods together.
-
-    Args:
-        ranks: who this process is.
-        device: of this rank.
-        args: see `add_options`.
-    """
+    """The measurements. All ranks call its methods together."""
 
     def __init__(self, ranks: Ranks, device: torch.device, args: argparse.Namespace) -> None:
         self._ranks, self._device, self._slow, self._slow_sum = ranks, device, args.slow, args.slow_sum
-        megabytes = args.megabytes or (256 if device.type == "cuda" else 1)
+        self._cuda = device.type == "cuda"
+        megabytes = args.megabytes or (256 if self._cuda else 1)
         self._values = torch.empty(int(megabytes * 2**18), device=device)
         self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))
-        node = int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world))
-        self._all = self._gather({**self._describe(), "rank": ranks.rank, "node": node})
+        self._all = self._gather(self._describe())
         self._nodes: dict[int, list[int]] = {}
         for one in self._all:
-            self._nodes.setdefault(one["node"], []).append(one["rank"])
+            self._nodes.setdefault(one.node, []).append(one.rank)
 
-    def run(self) -> dict[str, Any]:
-        """Every check.
-
-        Returns:
-            `ranks`: facts by rank, with the seconds of the matrix product; `sums`: groups of ranks with times;
-            and `problems`, texts that name host and rank.
-        """
+    def run(self) -> Findings:
+        """Every check."""
         problems = self._look_at_devices()
-        multiply = self._multiply()
-        timed = self._again(lambda: [{"seconds": taken} for taken in self._gather(self._best(multiply))], self._slow)
-        seconds = [one["seconds"] for one in timed]
-        for one, taken in zip(self._all, seconds, strict=True):
-            one["matmul_seconds"] = taken
-        usual = statistics.median_low(seconds)
+        self._time_products()
+        usual = statistics.median_low(one.matmul_seconds for one in self._all)
         problems += [
-            f"{_name(one)} multiplies matrices {one['matmul_seconds'] / usual - 1:.0%} slower than the median"
+            f"{one} multiplies matrices {one.matmul_seconds / usual - 1:.0%} slower than the median"
             for one in self._all
-            if one["matmul_seconds"] > self._slow * usual
+            if one.matmul_seconds > self._slow * usual
         ]
         sums = self._sum_in("inside", [ranks for ranks in self._nodes.values() if len(ranks) > 1])
         problems += self._judge(sums)
         if len(self._nodes) > 1:
-            between = [list(peers) for peers in zip(*self._nodes.values(), strict=False)]
-            everyone = self._sum_in("between", between)
-            problems += self._judge(everyone)
-            rounds = pair_rounds(sorted(self._nodes))
-            paired = self._again(lambda: [one for pairs in rounds for one in self._sum_pairs(pairs)], self._slow_sum)
-            problems += self._judge_pairs(paired)
-            sums += [*everyone, *paired]
-        hosts = sorted({one["host"] for one in self._all})
-        return {"hosts": hosts, "ranks": self._all, "sums": sums, "problems": list(dict.fromkeys(problems))}
+            everyone = self._sum_in("between", list(zip(*self._nodes.values(), strict=False)))
+            pairs = self._sum_in_pairs()
+            problems += [*self._judge(everyone), *self._judge_pairs(pairs)]
+            sums += [*everyone, *pairs]
+        hosts = sorted({one.host for one in self._all})
+        return Findings(hosts, self._all, sums, list(dict.fromkeys(problems)))
 
     # ------------------------------------------------------------------ measurements
 
-    def _describe(self) -> dict[str, Any]:
-        cuda = self._device.type == "cuda"
-        free, total = torch.cuda.mem_get_info(self._device) if cuda else (0, 0)
-        if not cuda:
+    def _describe(self) -> RankFacts:
+        if self._cuda:
+            name, count = torch.cuda.get_device_name(self._device), torch.cuda.device_count()
+            free, total = torch.cuda.mem_get_info(self._device)
+        else:
             memory = psutil.virtual_memory()
-            free, total = memory.available, memory.total
-        name = torch.cuda.get_device_name(self._device) if cuda else "cpu"
-        count = torch.cuda.device_count() if cuda else 0
-        return {"host": socket.gethostname(), "device": name, "devices": count, "free": free, "memory": total}
+            name, count, free, total = "cpu", 0, memory.available, memory.total
+        rank = self._ranks.rank
+        node = int(os.environ.get("GROUP_RANK", rank // self._ranks.local_world))
+        return RankFacts(socket.gethostname(), name, count, free, total, rank, node)
 
-    def _multiply(self) -> Callable[[], None]:
-        cuda = self._device.type == "cuda"
-        size, kind = (8192, torch.bfloat16) if cuda else (256, torch.float32)
+    def _time_products(self) -> None:
+        size, kind = (8192, torch.bfloat16) if self._cuda else (256, torch.float32)
         one = torch.ones(size, size, dtype=kind, device=self._device)
         into = torch.empty_like(one)
 
-        def act() -> None:
+        def multiply() -> None:
             for _ in range(4):
                 torch.mm(one, one, out=into)
 
-        return act
+        times = _again(lambda: self._gather(self._best(multiply)), self._slow)
+        for rank, seconds in zip(self._all, times, strict=True):
+            rank.matmul_seconds = seconds
 
-    def _best(self, act: Callable[[], None]) -> float:
+    def _best(self, act: Callable[[], object]) -> float:
         """The shortest of several times that `act` takes: what others do on the machine only ever adds."""
         taken = []
         for _ in range(_REPEATS):
@@ -150,121 +173,115 @@ class Checker:
             taken.append(time.perf_counter() - start)
         return min(taken)
 
-    @staticmethod
-    def _again(measure: Callable[[], list[dict[str, Any]]], slow: float) -> list[dict[str, Any]]:
-        """Measure; while something looks slow, do so again and keep the best times: a passing cause is no defect."""
-        found = measure()
-        for _ in range(_TRIES - 1):
-            if max(one["seconds"] for one in found) <= slow * statistics.median_low(one["seconds"] for one in found):
-                break
-            for one, later in zip(found, measure(), strict=True):
-                one["seconds"] = min(one["seconds"], later["seconds"])
-                one["right"] = one.get("right", True) and later.get("right", True)
-        return found
-
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self._cuda:
             torch.cuda.synchronize(self._device)
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self._ranks.world
         dist.all_gather_object(values, value, group=self._gloo)
         return values
 
-    def _sum_in(self, kind: str, groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Sum in groups of ranks, all groups at once: kind, ranks, hosts, seconds, bytes over the bus, right or not."""
-        mine = None
-        for ranks in groups:  # every rank makes every group
-            group = dist.new_group(list(ranks))
-            if self._ranks.rank in ranks:
-                mine = (list(ranks), group)
+    def _sum_in_pairs(self) -> list[GroupSum]:
+        rounds = [[self._nodes[a] + self._nodes[b] for a, b in pairs] for pairs in pair_rounds(sorted(self._nodes))]
+        tries: list[list[GroupSum]] = []
+
+        def measure() -> list[float]:
+            tries.append([one for groups in rounds for one in self._sum_in("pair", groups)])
+            return [one.seconds for one in tries[-1]]
+
+        best = _again(measure, self._slow_sum)
+        right = [all(one.right for one in pair) for pair in zip(*tries, strict=True)]
+        return [replace(one, seconds=s, right=r) for one, s, r in zip(tries[0], best, right, strict=True)]
+
+    def _sum_in(self, kind: str, groups: Sequence[Sequence[int]]) -> list[GroupSum]:
+        """Sum in groups of ranks, all groups at once."""
+        handles = [dist.new_group(list(ranks)) for ranks in groups]  # every rank makes every group
+        mine = next((at for at, ranks in enumerate(groups) if self._ranks.rank in ranks), None)
         measured = None
         if mine is not None:
-            ranks, group = mine
-            wrong = self._is_wrong(ranks, group)
-            seconds = self._best(lambda: dist.all_reduce(self._values, group=group))
-            measured = (ranks, seconds, wrong)
-        found: dict[tuple[int, ...], dict[str, Any]] = {}
-        for one in self._gather(measured):
-            if one is None:
-                continue
-            ranks, seconds, wrong = one
-            entry = found.setdefault(tuple(ranks), {"seconds": 0.0, "right": True})
-            entry["seconds"] = max(entry["seconds"], seconds)
-            entry["right"] &= not wrong
-        volume = self._values.numel() * 4
-        return [
-            {
-                "kind": kind,
-                "ranks": list(ranks),
-                "hosts": sorted({self._all[rank]["host"] for rank in ranks}),
-                "bus_bytes": 2 * (len(ranks) - 1) / len(ranks) * volume,
-                **entry,
-            }
-            for ranks, entry in found.items()
-        ]
+            right = self._is_right(groups[mine], handles[mine])
+            measured = self._best(lambda: dist.all_reduce(self._values, group=handles[mine])), right
+        by_rank = self._gather(measured)
+        sums = []
+        for ranks in groups:
+            times = [found for rank in ranks if (found := by_rank[rank]) is not None]
+            sums.append(
+                GroupSum(
+                    kind=kind,
+                    ranks=list(ranks),
+                    hosts=sorted({self._all[rank].host for rank in ranks}),
+                    nodes=sorted({self._all[rank].node for rank in ranks}),
+                    bus_bytes=2 * (len(ranks) - 1) / len(ranks) * self._values.numel() * 4,
+                    seconds=max(seconds for seconds, _ in times),
+                    right=all(right for _, right in times),
+                )
+            )
+        return sums
 
-    def _is_wrong(self, ranks: list[int], group: Any) -> bool:
-        """Sum known whole numbers, different in every place; whether any sum is not what it must be."""
+    def _is_right(self, ranks: Sequence[int], group: Any) -> bool:
+        """Sum known whole numbers, different in every place; whether every sum is what it must be."""
         places = torch.arange(self._values.numel(), device=self._device) % 1024
         place = ranks.index(self._ranks.rank) + 1
         self._values.copy_(places * place)
         dist.all_reduce(self._values, group=group)
         total = len(ranks) * (len(ranks) + 1) // 2
-        wrong = bool((self._values != places * total).any())
+        right = bool((self._values == places * total).all())
         self._values.zero_()
-        return wrong
-
-    def _sum_pairs(self, pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-        groups = [self._nodes[one] + self._nodes[other] for one, other in pairs]
-        return [
-            {**measured, "nodes": list(pair)}
-            for measured, pair in zip(self._sum_in("pair", groups), sorted(pairs), strict=True)
-        ]
+        return right
 
     # ------------------------------------------------------------------ verdicts
 
     def _look_at_devices(self) -> list[str]:
-        usual = statistics.mode(one["device"] for one in self._all)
-        most = max(one["memory"] for one in self._all)
+        usual = statistics.mode(one.device for one in self._all)
+        most = max(one.memory for one in self._all)
         problems = []
         for one in self._all:
-            if one["device"] != usual:
-                problems.append(f"{_name(one)} is a {one['device']}, the others are {usual}")
-            elif one["memory"] < 0.95 * most:
-                problems.append(f"{_name(one)} has {human_bytes(one['memory'])} of memory, others {human_bytes(most)}")
-        counts = {one["host"]: one["devices"] for one in self._all}
-        fewer = [host for host, count in counts.items() if count < max(counts.values())]
-        return problems + [f"{host} shows {counts[host]} devices, others {max(counts.values())}" for host in fewer]
+            if one.device != usual:
+                problems.append(f"{one} is a {one.device}, the others are {usual}")
+            elif one.memory < 0.95 * most:
+                problems.append(f"{one} has {human_bytes(one.memory)} of memory, others {human_bytes(most)}")
+        counts = {one.host: one.devices for one in self._all}
+        most = max(counts.values())
+        return problems + [f"{host} shows {n} devices, others {most}" for host, n in counts.items() if n < most]
 
-    def _judge(self, sums: list[dict[str, Any]]) -> list[str]:
+    def _judge(self, sums: list[GroupSum]) -> list[str]:
         """Wrong sums, and groups slower than their like."""
-        problems = [f"a sum over {_group(one)} was wrong" for one in sums if not one["right"]]
+        problems = [f"a sum over {one} was wrong" for one in sums if not one.right]
         if len(sums) > 2:
-            usual = statistics.median_low(one["seconds"] for one in sums)
-            problems += [f"sums over {_group(one)} are slow" for one in sums if one["seconds"] > self._slow_sum * usual]
+            usual = statistics.median_low(one.seconds for one in sums)
+            problems += [f"sums over {one} are slow" for one in sums if one.seconds > self._slow_sum * usual]
         return problems
 
-    def _judge_pairs(self, pairs: list[dict[str, Any]]) -> list[str]:
+    def _judge_pairs(self, pairs: list[GroupSum]) -> list[str]:
         """Name a node that is bad with all its partners, or pairs that are bad only together."""
-        of = {node: [one for one in pairs if node in one["nodes"]] for node in self._nodes}
+        of = {node: [one for one in pairs if node in one.nodes] for node in self._nodes}
         # A bad node spoils all its pairs, which may be most of them: every node counts with its best.
-        usual = statistics.median_low(min(one["seconds"] for one in mine) for mine in of.values() if mine)
+        usual = statistics.median_low(min(one.seconds for one in mine) for mine in of.values() if mine)
         problems = []
         for what, bad in (
-            ("sums wrongly", [one for one in pairs if not one["right"]]),
-            ("is slow", [one for one in pairs if one["seconds"] > self._slow_sum * usual]),
+            ("sums wrongly", [one for one in pairs if not one.right]),
+            ("is slow", [one for one in pairs if one.seconds > self._slow_sum * usual]),
         ):
             guilty = [node for node, mine in of.items() if len(mine) > 1 and all(one in bad for one in mine)]
             problems += [f"{self._host(node)} {what} with every other node it was paired with" for node in guilty]
             for one in bad:
-                if not set(one["nodes"]) & set(guilty):
-                    names = " and ".join(self._host(node) for node in one["nodes"])
-                    problems.append(f"the pair {names} {what}")
+                if not set(one.nodes) & set(guilty):
+                    problems.append(f"the pair {' and '.join(map(self._host, one.nodes))} {what}")
         return problems
 
     def _host(self, node: int) -> str:
-        return f"{self._all[self._nodes[node][0]]['host']} (node {node})"
+        return f"{self._all[self._nodes[node][0]].host} (node {node})"
+
+
+def _again(measure: Callable[[], list[float]], slow: float) -> list[float]:
+    """Measure times; while one looks slow, do so again and keep the shortest: a passing cause is no defect."""
+    best = measure()
+    for _ in range(_TRIES - 1):
+        if max(best) <= slow * statistics.median_low(best):
+            break
+        best = list(map(min, best, measure()))
+    return best
 
 
 def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -282,27 +299,19 @@ def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def _name(one: dict[str, Any]) -> str:
-    return f"{one['host']} rank {one['rank']}"
-
-
-def _group(one: dict[str, Any]) -> str:
-    return f"ranks {', '.join(map(str, one['ranks']))} on {', '.join(one['hosts'])}"
-
-
-def render(found: dict[str, Any]) -> str:
-    """What `Checker.run` found, for people."""
+def render(found: Findings) -> str:
+    """What the check found, for people."""
     lines = [f"{'host':24} {'node':>4} {'rank':>4} {'device':28} {'memory':>9} {'free':>9} {'matmul':>9}"]
     lines += [
-        f"{one['host']:24} {one['node']:>4} {one['rank']:>4} {one['device']:28} {human_bytes(one['memory']):>9} "
-        f"{human_bytes(one['free']):>9} {1000 * one['matmul_seconds']:>7.2f}ms"
-        for one in found["ranks"]
+        f"{one.host:24} {one.node:>4} {one.rank:>4} {one.device:28} {human_bytes(one.memory):>9} "
+        f"{human_bytes(one.free):>9} {1000 * one.matmul_seconds:>7.2f}ms"
+        for one in found.ranks
     ]
     for kind, text in (("inside", "inside a node"), ("between", "between nodes"), ("pair", "pairs of nodes")):
-        rates = [one["bus_bytes"] / one["seconds"] / 1e9 for one in found["sums"] if one["kind"] == kind]
+        rates = [one.bus_bytes / one.seconds / 1e9 for one in found.sums if one.kind == kind]
         if rates:
             lines.append(f"all-reduce {text}: {len(rates)} groups, {min(rates):.3g} to {max(rates):.3g} GB/s")
-    lines += [f"BAD {problem}" for problem in found["problems"]] or ["nothing is wrong"]
+    lines += [f"BAD {problem}" for problem in found.problems] or ["nothing is wrong"]
     return "\n".join(lines)
 
 

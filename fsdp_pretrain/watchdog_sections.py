@@ -201,7 +201,7 @@ class WatchdogSection(Section):
     def _check_silent(self) -> WatchdogSection:
         if self.silent.value < 3 * self.beat.value:
             raise ValueError(
-                f"silent = {self.silent} is less than three times beat = {self.beat}: one late sign is none"
+                f"silent = {self.silent} is less than three times beat = {self.beat}: one late sign would be a failure"
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -17,18 +18,20 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from fsdp_pretrain.notify_sections import PrometheusSection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog import desk, exporter
 from fsdp_pretrain.watchdog.alarms import Alarms, read_alarms
-from fsdp_pretrain.watchdog.exporter import METRICS, Exporter, render
-from fsdp_pretrain.watchdog.snapshot import Snapshot
+from fsdp_pretrain.watchdog.exporter import Exporter, render
+from fsdp_pretrain.watchdog.snapshot import METRICS, Snapshot
 
 pytestmark = pytest.mark.quick
 INFO, WARN, CRIT = Severity
 ROOT = Path(__file__).resolve().parent.parent
+NAMES = {metric.name for metric in METRICS}
 Verb = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -142,7 +145,7 @@ def full() -> Snapshot:
         checkpoint_bytes_per_second=1e9, next_checkpoint_fits=7.0, disk_full_in=float("inf"),
         heartbeat_ages={0: 0.1, 1: 0.2}, own_ratios={0: 1.0, 1: 1.1}, loss=2.5, loss_z=float("nan"), grad_norm=0.7,
         skipped_steps=1, goodput=0.93, ettr=0.95, badput_seconds={"lost": 100.0, "eval": 20.0},
-        open={"WARN": 2},
+        open={"INFO": 0, "WARN": 2, "CRIT": 0},
     )  # fmt: skip
     for seconds in (0.05, 0.3, 0.4, 700.0):
         snapshot.step_seconds.observe(seconds)
@@ -162,19 +165,21 @@ def test_metrics_by_http() -> None:
     assert get(shown.port, "/metrics")[0] == get(shown.port, "/healthz")[0] == 503
     shown.show(full())
     code, text = get(shown.port, "/metrics")
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    name = '{run="a \\"run\\""'
-    assert code == 200 and lines[f'train_step_seconds_bucket{name},le="0.5"}}'] == "3"
-    assert lines[f'train_step_seconds_bucket{name},le="+Inf"}}'] == lines[f"train_step_seconds_count{name}}}"] == "4"
-    assert (
-        lines[f'incidents_open{name},severity="WARN"}}'] == "2"
-        and lines[f'incidents_open{name},severity="CRIT"}}'] == "0"
-    )
-    assert (
-        lines[f'rank_heartbeat_age_seconds{name},rank="1"}}'] == "0.2"
-        and lines[f"disk_seconds_to_full{name}}}"] == "+Inf"
-    )
-    assert {line.split("{")[0] for line in lines} >= set(METRICS)
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = {(each.name, *each.labels.items()): each.value for family in families.values() for each in family.samples}
+    run = ("run", 'a "run"')
+    assert code == 200 and samples["train_step_seconds_bucket", ("le", "0.5"), run] == 3
+    assert samples["train_step_seconds_bucket", ("le", "+Inf"), run] == samples["train_step_seconds_count", run] == 4
+    assert samples["incidents_open", run, ("severity", "WARN")] == 2
+    assert samples["incidents_open", run, ("severity", "CRIT")] == 0
+    assert samples["rank_heartbeat_age_seconds", ("rank", "1"), run] == 0.2
+    assert samples["disk_seconds_to_full", run] == math.inf
+    assert {name for name, *_ in samples} == {
+        *NAMES, *(f"train_step_seconds_{part}" for part in ("bucket", "sum", "count")),
+    }  # fmt: skip
+    kinds = {line.split()[2]: line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {name for name, kind in kinds.items() if kind == "counter"} == {n for n in NAMES if n.endswith("_total")}
+    assert {name for name, kind in kinds.items() if kind == "histogram"} == {"train_step_seconds"}
     assert get(shown.port, "/healthz")[0] == 200 and get(shown.port, "/nothing")[0] == 404
     status = json.loads(get(shown.port, "/status")[1])
     assert status["step"] == 1200 and "loss_z" not in status
@@ -220,7 +225,7 @@ def test_alert_rules_name_metrics_that_exist() -> None:
         )
         words = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", rule["expr"])
         names |= set(re.findall(r"[a-z][a-z_]*_[a-z_]+|\bloss\b", words))
-    assert names and names <= set(METRICS)
+    assert names and names <= NAMES
     if promtool := shutil.which("promtool"):
         subprocess.run([promtool, "check", "rules", str(rules)], check=True, capture_output=True)
         checked = subprocess.run([promtool, "check", "metrics"], input=render(full()), text=True, capture_output=True)
@@ -229,4 +234,4 @@ def test_alert_rules_name_metrics_that_exist() -> None:
 
 def test_documentation_names_every_metric() -> None:
     page = (ROOT / "docs/alarms.md").read_text()
-    assert not [name for name in (*METRICS, "train_step_seconds") if f"`{name}" not in page]
+    assert not [name for name in (*NAMES, "train_step_seconds") if f"`{name}" not in page]

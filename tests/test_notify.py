@@ -29,7 +29,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog import channels, desk, notify, spool
 from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.message import Identity, note
+from fsdp_pretrain.watchdog.message import Identity, make_note
 from fsdp_pretrain.watchdog.notify import Notifier, Ping
 from fsdp_pretrain.watchdog.snapshot import Snapshot
 from fsdp_pretrain.watchdog.storm import Message
@@ -240,9 +240,9 @@ def test_a_proxy_of_the_environment_is_used(
 
 def test_a_digest_of_a_flood_fits_a_message() -> None:
     held = tuple((Alarm(f"gpu/{n:03}", WARN, "open", "hot", changed="t"), 2) for n in range(300))
-    digest = note(Message("digest", held=held), Identity("llama-7b", "/runs/7b"))
-    assert digest["title"].startswith("[digest] llama-7b · 600 messages held back, about 300 alarms")
-    assert len(digest["lines"]) == 51 and digest["lines"][-1] == "and 250 more: fsdp-pretrain alarms /runs/7b --all"
+    digest = make_note(Message("digest", held=held), Identity("llama-7b", "/runs/7b"))
+    assert digest.title.startswith("[digest] llama-7b · 600 messages held back, about 300 alarms")
+    assert len(digest.lines) == 51 and digest.lines[-1] == "and 250 more: fsdp-pretrain alarms /runs/7b --all"
 
 
 def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:

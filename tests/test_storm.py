@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.storm import Message, Storm
+from fsdp_pretrain.watchdog.storm import Memory, Message, Storm
 
 pytestmark = pytest.mark.quick
 HOUR = 3600.0
 INFO, WARN, CRIT = Severity
 
 
+def written_and_read(memory: Memory) -> Memory:
+    """What another watchdog goes on from."""
+    return TypeAdapter(Memory).validate_json(to_json(memory))
+
+
 class Life:
     """Alarms of a run and one channel, with a clock that is turned by hand."""
 
-    def __init__(self, storm: Storm | None = None) -> None:
-        self.storm, self.time, self.sent = storm or Storm(), 1e6, list[tuple[float, Message]]()
+    def __init__(self, least: Severity = WARN) -> None:
+        self.storm, self.time, self.sent = Storm(least, HOUR, Memory()), 1e6, list[tuple[float, Message]]()
         self.alarms = Alarms(Path("/dev/null/nowhere"), told=lambda alarm, before: self._send(alarm))
 
     def _send(self, alarm: Alarm) -> None:
@@ -68,11 +73,11 @@ def test_what_was_told_is_revised_once_more_is_known(life: Life) -> None:
     assert [alarm.state for alarm in life.alarms] == ["acknowledged"]
     life.storm.muted = False
     life.wait(1000)
-    assert life.said() == ["digest"]
+    assert life.said() == ["revised hang"]
 
 
 def test_a_channel_hears_from_its_severity_on() -> None:
-    life = Life(Storm(CRIT))
+    life = Life(CRIT)
     life.alarms.open("disk/run", WARN, "two fit")
     life.alarms.resolve("disk/run")
     assert life.said() == []
@@ -118,12 +123,11 @@ def test_flapping_is_three_messages_an_hour_and_a_digest(life: Life, severity: S
         assert sum(hour * HOUR <= at - start < (hour + 1) * HOUR for at, _ in told) <= 3
     assert [m.kind for _, m in told] == ["open", "resolved", "flapping"]
     digests = [m for _, m in life.sent if m.kind == "digest"]
-    assert len(digests) <= 6 * HOUR / (900 if severity == CRIT else HOUR) and len(digests) >= 4
+    assert 4 <= len(digests) <= 6
     life.wait(2 * HOUR)
     held = sum(count for _, m in life.sent for _, count in m.held)
-    assert held + 3 == turns  # told at once or in a digest: nothing is lost
-    assert [m.kind for _, m in life.sent[-2:]] in (["digest", "resolved"], ["resolved", "digest"])
-    life.said()
+    assert turns - held - 3 in (0, 1)  # told at once, in a digest, or by the last message: nothing is lost
+    assert life.said()[-1] == "resolved pace"
     life.alarms.open("pace", severity, "steps take 5% longer")
     assert life.said() == ["open pace"]
 
@@ -155,7 +159,7 @@ def test_a_flood_is_five_at_once_ten_an_hour_and_a_digest(life: Life) -> None:
     told = Counter(int((at - start) // HOUR) for at, m in life.sent if m.kind == "open")
     assert told[0] <= 15 and all(told[hour] <= 11 for hour in range(1, 10))
     digests = [m for _, m in life.sent if m.kind == "digest"]
-    assert 8 <= len(digests) <= 10
+    assert 5 <= len(digests) <= 10
     life.wait(HOUR)
     keys = {m.alarm.key for _, m in life.sent if m.alarm}
     keys |= {alarm.key for _, m in life.sent for alarm, _ in m.held}
@@ -169,16 +173,35 @@ def test_a_flood_of_warnings_does_not_drown_what_is_critical(life: Life) -> None
     assert life.said()[-1] == "open hang"
 
 
-def test_a_flood_of_critical_ones_is_told_within_a_quarter_of_an_hour(life: Life) -> None:
+def test_a_flood_of_critical_ones_is_told_within_a_minute(life: Life) -> None:
     for n in range(64):
         life.alarms.open(f"gpu/{n}", CRIT, "fell off the bus")
-    assert len(life.said()) == 5
-    life.wait(910)
+    assert life.said() == [f"open gpu/{n}" for n in range(5)]
+    life.wait(10)
     (digest,) = [m for _, m in life.sent if m.kind == "digest"]
     assert len(digest.held) == 59
-    for n in range(64):
+    life.alarms.open("gpu/64", CRIT, "fell off the bus")
+    life.wait(60)
+    assert [len(m.held) for _, m in life.sent if m.kind == "digest"] == [59, 1]
+    life.said()
+    for n in range(65):
         life.alarms.resolve(f"gpu/{n}")
-    assert sum(m.kind == "resolved" for _, m in life.sent) == 64  # every incident that was told is closed
+    assert life.said() == [f"resolved gpu/{n}" for n in range(5)]  # what had a message of its own ends with one
+    life.wait(HOUR)
+    listed = {alarm.key for _, m in life.sent for alarm, _ in m.held if alarm.state == "resolved"}
+    assert len(life.sent) <= 12 and len(listed | {m.alarm.key for _, m in life.sent if m.alarm}) == 60
+
+
+def test_a_clock_that_is_set_back_holds_nothing_up(life: Life) -> None:
+    for n in range(20):
+        life.alarms.open(f"gpu/{n}", CRIT, "fell off the bus")
+        life.wait(1)
+    life.said()
+    life.time -= 24 * HOUR
+    life.alarms.open("hang", CRIT, "no progress")
+    life.alarms.open("disk/run", WARN, "two fit")
+    life.wait(60)
+    assert {"open hang", "open disk/run"} <= set(life.said())
 
 
 @pytest.mark.parametrize("cause", ["hang", "rank-died"])
@@ -212,18 +235,6 @@ def test_a_lost_node_speaks_for_its_ranks(life: Life) -> None:
     assert life.said() == ["open node/n7", "open rank-died/1"]
 
 
-def test_the_first_twenty_steps_are_no_measure_of_pace(life: Life) -> None:
-    life.storm.steps = 5
-    life.alarms.open("pace", WARN, "slow")
-    life.alarms.open("hang", CRIT, "no progress")
-    life.alarms.resolve("hang")
-    life.wait(60)
-    assert life.said() == ["open hang", "resolved hang"]
-    life.storm.steps = 20
-    life.wait(60)
-    assert life.said() == ["open pace"]
-
-
 def test_a_maintenance_window_is_silent_and_its_end_tells_what_is_open(life: Life) -> None:
     life.alarms.open("disk/run", WARN, "two fit")
     life.storm.muted = True
@@ -239,16 +250,13 @@ def test_a_maintenance_window_is_silent_and_its_end_tells_what_is_open(life: Lif
 
 
 def test_it_goes_on_after_the_watchdog_was_killed() -> None:
-    """At any time, with an hour between death and restart: the same is said as without."""
+    """At any time: the same is said as without."""
 
     def story(die_after: int | None) -> list[str]:
         life, said = Life(), list[str]()
         for n in range(12):
             if n == die_after:
-                state: dict[str, Any] = json.loads(json.dumps(life.storm.saved(life.time)))
-                life.storm = Storm()
-                life.time = 5e5  # the clock of another boot
-                life.storm.restore(state, life.time)
+                life.storm = Storm(WARN, HOUR, written_and_read(life.storm.memory))
             if n % 2:
                 life.alarms.resolve("pace")
             else:
@@ -267,6 +275,5 @@ def test_it_goes_on_after_the_watchdog_was_killed() -> None:
 def test_transitions_that_were_seen_are_known(life: Life) -> None:
     opened = life.alarms.open("disk/run", WARN, "two fit")
     assert life.storm.has_seen(opened)
-    storm = Storm()
-    storm.restore(json.loads(json.dumps(life.storm.saved(life.time))), 0.0)
-    assert storm.has_seen(opened) and not Storm().has_seen(opened)
+    assert Storm(WARN, HOUR, written_and_read(life.storm.memory)).has_seen(opened)
+    assert not Storm(WARN, HOUR, Memory()).has_seen(opened)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ..arguments import parse_trainer
+from ..arguments import parse_trainer, seconds
 from ..config import Config
 from ..console import Command
 from ..errors import ConfigError, Exit
@@ -27,7 +27,7 @@ from ..record import run_id
 from ..record.files import RunDir
 from ..record.journal import Journal, Kind
 from ..record.run_id import Memory
-from ..units import Seconds, human_time
+from ..units import human_time
 from . import limit, outcome, torchrun
 from .outcome import Outcome
 from .policy import Decision, Ended, decide, same_place
@@ -54,20 +54,13 @@ def add(command: Command) -> None:
     parser.usage = "fsdp-pretrain launch [options] [torchrun options] CONFIG [key=value ...] [trainer options]"
     parser.add_argument(
         "--time-limit",
-        type=_seconds,
+        type=seconds,
         metavar="TIME",
         help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
     )
     parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
     parser.add_argument("--no-preflight", action="store_true", help="start without looking at storage and devices")
     torchrun.add_options(parser)
-
-
-def _seconds(text: str) -> Seconds:
-    try:
-        return Seconds.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -96,8 +89,7 @@ class Launcher:
     Args:
         args: options of the verb.
         options: further options of torchrun.
-        job: configuration file and arguments of the trainer.
-        config: what they come to.
+        job: configuration file and arguments of the trainer, which make up `config`.
         notes: a directory for the ranks' notes.
     """
 
@@ -111,13 +103,13 @@ class Launcher:
         self._first = torchrun.is_first(args)
         join = self._settings.join_timeout.value
         self._command = torchrun.command(args, options, "fsdp_pretrain.train", job, join=join)
-        # When a rank has ended, torchrun gives the others so long; that of torch 2.11 always 30 s, and knows no option.
+        # What torchrun gives the other ranks when one has ended; that of torch 2.11 always gives them 30 s.
         ending = str(max(1, int(self._settings.stop_timeout.value)))
         self._environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": ending, **os.environ}
         self._deadline = limit.deadline(args.time_limit, time.monotonic(), time.time())
         self._signals: list[int] = []
         self._grace = limit.grace(self._run, self._settings.grace)
-        self._asked, self._hosts_told = "", 0
+        self._asked, self._reported = "", 0
         self._history: list[Ended] = []
 
     def run(self) -> int:
@@ -125,7 +117,9 @@ class Launcher:
         limit.check_grace(self._run, self._settings.grace)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
-        self._take_up_the_run()
+        known = run_id.read(self._run.path)
+        if known is not None:  # no start may find another run directory in its place
+            Memory(self._seen).remember(run_id=known)
         while True:
             self._check_place()
             if not self._args.no_preflight:
@@ -136,18 +130,11 @@ class Launcher:
             decision = self._start_once()
             if decision.code is not None:
                 return self._end(decision)
-            self._tell_restart(decision)
-            self._wait(decision.pause)
-            if self._asked:
-                return self._end(
-                    Decision(int(Exit.RESUME), f"asked to stop before it was started again: {self._asked}")
-                )
-
-    def _take_up_the_run(self) -> None:
-        """Remember the run directory that there is, if there is one: no start may find another in its place."""
-        known = run_id.read(self._run.path)
-        if known is not None:
-            Memory(self._seen).remember(run_id=known)
+            self._report_restart(decision)
+            self._wait_for(lambda: False, decision.pause, _POLL)
+            if self._signals:
+                name = signal.Signals(self._signals[0]).name
+                return self._end(Decision(int(Exit.RESUME), f"asked to stop before it was started again: {name}"))
 
     def _check_place(self) -> None:
         """Raise RunGoneError if the run directory is not what the starts so far have seen."""
@@ -183,21 +170,20 @@ class Launcher:
 
     def _wait_for_others(self, segment: int) -> None:
         """Until every node's part of a segment has ended, or had time to: a next start would meet the rest of this."""
-        _try_to_write(lambda: outcome.tell_ended(self._run, segment))
-        hosts, until = outcome.hosts_of(self._run, segment), time.monotonic() + 2 * self._settings.end_timeout.value
-        while hosts - outcome.gone_hosts(self._run, segment) and time.monotonic() < until and not self._signals:
-            time.sleep(_LOOK)
+        _try_to_write(lambda: outcome.mark_ended(self._run, segment))
+        hosts = outcome.hosts_of(self._run, segment)
+        patience = 2 * self._settings.end_timeout.value
+        self._wait_for(lambda: hosts <= outcome.gone_hosts(self._run, segment), patience, _LOOK)
 
-    def _wait(self, seconds: float) -> None:
+    def _wait_for(self, condition: Callable[[], bool], seconds: float, poll: float) -> None:
+        """Wait until a condition holds, the time is over, or a signal comes."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._signals:
-            time.sleep(_POLL)
-        if self._signals:
-            self._asked = signal.Signals(self._signals[0]).name
+        while not condition() and time.monotonic() < until and not self._signals:
+            time.sleep(poll)
 
     # ------------------------------------------------------------------ the chronicle
 
-    def _tell_restart(self, decision: Decision) -> None:
+    def _report_restart(self, decision: Decision) -> None:
         last, number = self._history[-1].outcome, len(self._history) + 1
         code = "no code" if last.code is None else f"exit {last.code}"
         text = f"start {number} follows in {human_time(decision.pause)}: {code}, {decision.reason}"
@@ -215,15 +201,12 @@ class Launcher:
         )
 
     def _on_look(self, segment: int | None) -> None:
-        """From a thread, every second of a start."""
+        """From a thread, every second of a start: bring the grace up to date, report which hosts are new or gone."""
         if self._deadline is not None:
             self._grace = limit.grace(self._run, self._settings.grace)
-        if segment is not None and segment != self._hosts_told:
-            self._hosts_told = segment
-            self._tell_hosts(segment)
-
-    def _tell_hosts(self, segment: int) -> None:
-        """Note which hosts are new in a segment, and which are gone."""
+        if segment is None or segment == self._reported:
+            return
+        self._reported = segment
         now, then = outcome.hosts_of(self._run, segment), outcome.hosts_of(self._run, segment - 1)
         if now and then and now != then:
             new, gone = sorted(now - then), sorted(then - now)
@@ -259,11 +242,8 @@ class Launcher:
         self._signals.append(number)
 
     def _take_signal(self) -> tuple[int, bool] | None:
-        """A signal for the ranks that came since the last call, or that the time limit stands for.
-
-        Returns:
-            Its number, and whether to end at once.
-        """
+        """A signal for the ranks that came since the last call, or that the time limit stands for: its number, and
+        whether to end at once."""
         if self._signals:
             number, again = self._signals.pop(0), bool(self._asked)
             self._asked = self._asked or signal.Signals(number).name

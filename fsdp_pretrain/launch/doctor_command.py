@@ -6,9 +6,7 @@ import argparse
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
-from types import FrameType
 
 from ..arguments import run_directory
 from ..console import Command
@@ -62,31 +60,23 @@ def _doctor(args: argparse.Namespace) -> int:
             effect="the check would take its devices' time, or fail for want of memory",
             remedy=f"stop it first: fsdp-pretrain control {args.run.path} stop",
         )
-    if args.nproc_per_node == "gpu":  # of another number of ranks the check itself says what is missing
+    if args.nproc_per_node == "gpu":  # with a number of ranks the check itself says what is missing
         check_devices("gpu")
     args.rdzv_id = args.rdzv_id or "doctor"
     options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum), "--timeout", str(args.timeout)]
     options += ["--megabytes", str(args.megabytes)] if args.megabytes else []
     options += ["--json"] if args.json else []
     command = torchrun.command(args, args.passed_on, "fsdp_pretrain.doctor", options)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
         note = Path(notes) / "doctor.json"
         child = Torchrun(command, torchrun.environment(os.environ, note))
         try:
-            while (code := child.poll()) is None:
-                time.sleep(0.1)
+            code = child.wait()
         finally:
             if child.poll() is None:
                 child.kill()
         found = state_files.view(note, ExitIntent)
     if found is not None:
         return found.code
-    if code == torchrun.WRONG_OPTIONS:
-        return int(Exit.REFUSED)
-    return int(Exit.UNEXPECTED) if code else 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise KeyboardInterrupt
+    return int(Exit.REFUSED if code == torchrun.WRONG_OPTIONS else Exit.UNEXPECTED if code else Exit.COMPLETE)

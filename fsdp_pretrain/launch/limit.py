@@ -17,15 +17,12 @@ _STEPS_TO_AGREE = 4
 
 
 def needed_grace(run: RunDir) -> float | None:
-    """Seconds that a stop took by the record of the run, with a margin; None without a record.
+    """Seconds that a stop takes by the record of the run, with a margin; None without a record.
 
     A save may be in flight when the request comes, and is waited for; then the last one is made.
     """
-    steps: list[float] = []
-    for segment in reversed(run.segments):
-        steps = [record.seconds.iteration for record in last_records(segment)]
-        if steps:
-            break
+    found = ([record.seconds.iteration for record in last_records(segment)] for segment in reversed(run.segments))
+    steps = next(filter(None, found), None)
     recent = [entry for entry, _ in journal.entries(run.journal, tail_offset(run.journal, 1 << 20))]
     saves = [entry["seconds"] for entry in journal.of_kind(recent, "checkpoint")][-_SAVES:]
     if not steps or not saves:
@@ -50,17 +47,15 @@ def grace(run: RunDir, configured: Seconds | None) -> float:
     return max(configured.value if configured is not None else _LEAST, needed or 0.0)
 
 
-def deadline(time_limit: Seconds | None, now: float, wall: float) -> float | None:
+def deadline(time_limit: float | None, now: float, wall: float) -> float | None:
     """When the job will be ended, on the clock of `now`; None: no limit is known.
 
     Args:
-        time_limit: from now, as the command line says; otherwise Slurm may know (`SLURM_JOB_END_TIME`).
+        time_limit: seconds from now, from the command line; Slurm may know an earlier end (`SLURM_JOB_END_TIME`).
         now: time of `time.monotonic`.
         wall: the same moment in seconds since 1970.
     """
-    ends = []
-    if time_limit is not None:
-        ends.append(time_limit.value)
+    ends = [time_limit] if time_limit is not None else []
     slurm = os.environ.get("SLURM_JOB_END_TIME", "")
     if slurm.isdecimal():
         ends.append(int(slurm) - wall)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.position import Position
@@ -17,6 +18,7 @@ from ..record import environment, exit_intent, lineage, state_files, status
 from ..record.exit_intent import EXIT_INTENT, ExitIntent
 from ..record.files import RunDir, now, replace_file
 from ..record.metrics import last_records
+from ..record.step_record import StepRecord
 from ..where import IN_FLIGHT, batches_after
 from .torchrun import WRONG_OPTIONS
 
@@ -104,49 +106,44 @@ def read_outcome(
         if code == WRONG_OPTIONS:
             return Outcome(int(Exit.REFUSED), "torchrun does not know one of its options", verified=verified)
         return Outcome(None, f"torchrun exit {code} before training began", verified=verified, met=met or code != 1)
-    segment, reason = run.segment(number), f"ended without a word (torchrun exit {code})"
-    intent = None
-    try:
-        intent = state_files.read(segment / EXIT_INTENT, ExitIntent)
-    except UserError as error:
-        reason = f"torchrun exit {code}; why is not known: {error.cause}"
     step, ahead = _last_place(run, number)
-    return Outcome(
-        None if intent is None else intent.code,
-        reason if intent is None else intent.reason,
-        asked=intent is not None and intent.asked,
-        avoid=() if intent is None else tuple(intent.avoid_hosts),
+    ended = Outcome(
+        None,
+        f"ended without giving a reason (torchrun exit {code})",
         segment=number,
         step=step,
         ahead=tuple(ahead),
         verified=verified,
     )
+    try:
+        intent = state_files.read(run.segment(number) / EXIT_INTENT, ExitIntent)
+    except UserError as error:
+        return replace(ended, reason=f"torchrun exit {code}; why is not known: {error.cause}")
+    if intent is None:
+        return ended
+    avoid = tuple(intent.avoid_hosts)
+    return replace(ended, code=intent.code, reason=intent.reason, asked=intent.asked, avoid=avoid)
 
 
 def _last_place(run: RunDir, number: int) -> tuple[int | None, list[dict[str, int]]]:
     """The last step of a segment, or at which it began if it has no record, and the batches after it, if known."""
     segment = run.segment(number)
     newest = last_records(segment)
-    try:
-        node = next((node for node in lineage.nodes(run) if node.segment == number), None)
-    except UserError:  # the next start refuses it
-        node = None
-    place = newest[-1] if newest else node
-    if place is None:
-        return None, []
-    if place.consumed is None or place.cursor is None:
-        return place.step, []
+    place: StepRecord | lineage.Node | None = newest[-1] if newest else None
+    with contextlib.suppress(UserError):  # the next start refuses a damaged lineage
+        place = place or next((node for node in lineage.nodes(run) if node.segment == number), None)
+    if place is None or place.consumed is None or place.cursor is None:
+        return None if place is None else place.step, []
     at = Position(place.step, place.consumed, place.cursor)
-    try:
+    with contextlib.suppress(UserError):
         return place.step, batches_after(load_recorded(segment / "config.toml")[0], at, IN_FLIGHT)
-    except UserError:
-        return place.step, []
+    return place.step, []
 
 
-# ---------------------------------------------------------------------- what nodes tell each other
+# ---------------------------------------------------------------------- what nodes leave for each other
 
 
-def tell_ended(run: RunDir, number: int) -> None:
+def mark_ended(run: RunDir, number: int) -> None:
     """Leave a mark that this node's part of a segment has ended. Raises OSError."""
     replace_file(run.segment(number) / "ended" / socket.gethostname(), f"{now()}\n")
 
@@ -168,22 +165,21 @@ def hosts_of(run: RunDir, number: int) -> set[str]:
     return set(environment.view(run, number).hosts)
 
 
-def avoid(run: RunDir, hosts: Collection[str]) -> list[str]:
-    """Add hosts to `RUN/avoid_hosts`, one per line; all that are in it now. Raises OSError, ConfigError."""
+def avoid(run: RunDir, hosts: Collection[str]) -> None:
+    """Add hosts to `RUN/avoid_hosts`, one per line. Raises OSError, ConfigError."""
     known = avoided(run)
     new = [host for host in hosts if host not in known]
     if new:
         replace_file(run.avoid_hosts, "".join(f"{host}\n" for host in [*known, *new]))
-    return [*known, *new]
 
 
 def avoided(run: RunDir) -> list[str]:
     """The hosts in `RUN/avoid_hosts`. Raises ConfigError."""
     try:
         hosts = run.avoid_hosts.read_text(encoding="utf-8").split()
-        wrong = next((host for host in hosts if not _HOST.fullmatch(host)), None)
-        if wrong is not None:
-            raise ValueError(f"{wrong!r} is no name of a host")
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"{host!r} is not the name of a host")
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -199,10 +195,9 @@ def avoided(run: RunDir) -> list[str]:
 def overrule(run: RunDir, segment: int | None, reason: str) -> None:
     """Record that the launcher gave up, over what the last start said of itself. Raises OSError."""
     code = int(Exit.NEEDS_PERSON)
-    facts = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname()}
     if segment is not None:
         was = exit_intent.read(run.segment(segment))
-        facts["was"] = was.model_dump() if was is not None else None
-        state_files.write(run.segment(segment) / EXIT_INTENT, facts)
+        facts = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname()}
+        state_files.write(run.segment(segment) / EXIT_INTENT, {**facts, "was": was and was.model_dump()})
     if run.status.exists():
         status.update(run, **status.ended(code, reason))

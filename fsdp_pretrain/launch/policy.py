@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ..errors import Exit
 from ..units import human_time
@@ -11,13 +12,13 @@ from ..watchdog_sections import LaunchSection
 from .outcome import Outcome
 
 _SAME_STEP = 2
-"""Deaths so many recorded steps apart are at the same place: numbers of a device come two steps late."""
+"""Deaths at most this many recorded steps apart are at the same place: numbers of a device come two steps late."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """One start: when it ended (seconds of a clock that only goes forward), how, what was verified before it, and how
-    many seconds it took."""
+    """One start: when it ended (on the clock of `time.monotonic`), how, what was verified before it, and how many
+    seconds it took."""
 
     at: float
     outcome: Outcome
@@ -32,14 +33,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Decision:
-    """What now.
-
-    Attributes:
-        code: end with it; None: start again.
-        reason: why, for people.
-        pause: seconds to wait before the start.
-        overruled: it is the launcher that decided to end, not the run.
-    """
+    """What now: end with `code`, or for None start again after `pause` seconds. `overruled`: it is the launcher that
+    decided to end, not the run."""
 
     code: int | None
     reason: str
@@ -52,8 +47,7 @@ def decide(history: Sequence[Ended], config: LaunchSection, *, asked: bool, host
 
     Args:
         history: all starts of this launcher, oldest first, at least one.
-        config: limits.
-        asked: this launcher was told to stop.
+        asked: this launcher was asked to stop.
         host: name of this host.
         elastic: the job may go on with fewer nodes.
     """
@@ -67,47 +61,33 @@ def decide(history: Sequence[Ended], config: LaunchSection, *, asked: bool, host
     if not last.met:
         return _meet_again(history, config)
     history = [ended for ended in history if ended.outcome.met]
-    fruitless = 0
-    for ended in reversed(history):
-        if ended.progressed:
-            break
-        fruitless += 1
-    place = same_place(history)
+    fruitless = len(list(takewhile(lambda ended: not ended.progressed, reversed(history))))
+    recent = sum(ended.at >= history[-1].at - config.restart_window.value for ended in history)
+    reason, cause = last.reason + same_place(history), ""
     if fruitless >= config.attempts:
-        cause = f"{fruitless} starts in a row ended without a newer verified checkpoint, the last: {last.reason}"
-        return Decision(int(Exit.NEEDS_PERSON), cause + place, overruled=True)
-    since = history[-1].at - config.restart_window.value
-    recent = sum(ended.at >= since for ended in history)
-    if recent > config.restarts:
-        cause = f"{config.restarts} restarts within {human_time(config.restart_window.value)}, the last: {last.reason}"
-        return Decision(int(Exit.NEEDS_PERSON), cause + place, overruled=True)
-    pauses = config.pauses
-    pause = pauses[min(max(0, fruitless - 1), len(pauses) - 1)].value
-    return Decision(None, last.reason + place, pause)
+        cause = f"{fruitless} starts in a row ended without a newer verified checkpoint"
+    elif recent > config.restarts:
+        cause = f"{config.restarts} restarts within {human_time(config.restart_window.value)}"
+    if cause:
+        return Decision(int(Exit.NEEDS_PERSON), f"{cause}, the last: {reason}", overruled=True)
+    return Decision(None, reason, config.pauses[min(max(0, fruitless - 1), len(config.pauses) - 1)].value)
 
 
 def _meet_again(history: Sequence[Ended], config: LaunchSection) -> Decision:
     """The nodes did not find each other: no fault of the run. All try for as long as the one that waits longest."""
-    alone = []
-    for ended in reversed(history):
-        if ended.outcome.met:
-            break
-        alone.append(ended)
-    waited = alone[0].at - alone[-1].at + alone[-1].seconds
+    first = list(takewhile(lambda ended: not ended.outcome.met, reversed(history)))[-1]
+    waited, reason = history[-1].at - first.at + first.seconds, history[-1].outcome.reason
     if waited >= config.join_timeout.value:
-        text = f"the nodes did not find each other within {human_time(waited)}: {history[-1].outcome.reason}"
-        return Decision(int(Exit.RESUME), text)
-    return Decision(None, f"the nodes did not find each other: {history[-1].outcome.reason}", config.pauses[0].value)
+        return Decision(int(Exit.RESUME), f"the nodes did not find each other within {human_time(waited)}: {reason}")
+    return Decision(None, f"the nodes did not find each other: {reason}", config.pauses[0].value)
 
 
 def same_place(history: Sequence[Ended]) -> str:
     """What to say if the last two starts died at the same step; else empty."""
-    if len(history) < 2:
-        return ""
-    steps = [ended.outcome.step for ended in history[-2:]]
-    if steps[0] is None or steps[1] is None or abs(steps[1] - steps[0]) > _SAME_STEP:
-        return ""
     last = history[-1].outcome
+    before = history[-2].outcome.step if len(history) > 1 else None
+    if before is None or last.step is None or abs(last.step - before) > _SAME_STEP:
+        return ""
     batches = ", ".join(f"step {each['step']} samples {each['first']}:{each['cursor']}" for each in last.ahead)
     look = f"look at these batches: fsdp-pretrain where RUN --step {last.ahead[0]['step']}" if last.ahead else ""
-    return f"; like the start before it died after step {steps[1]} ({batches}): {look}"
+    return f"; like the start before it died after step {last.step} ({batches}): {look}"

@@ -23,15 +23,7 @@ _CLOCK = 30.0
 
 
 def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
-    """Check this node.
-
-    Args:
-        config: of the run.
-        run: its directory.
-        nproc: ranks of this node, as torchrun is told: a number, `gpu`, `cpu` or `auto`.
-
-    Returns:
-        What is worth a look, and no reason to refuse.
+    """Check this node, which is to have `nproc` ranks: a number, `gpu`, `cpu` or `auto`; what is worth a warning.
 
     Raises:
         UserError: the start would fail, with what is wrong; exit 76 if this host is to be avoided.
@@ -73,7 +65,7 @@ def _write_test(directory: Path) -> float:
         raise ConfigError(
             f"{socket.gethostname()} cannot write to {directory}: {error.strerror}",
             effect="the run could not be recorded, or no checkpoint saved",
-            remedy="mend the mount or its permissions, or set run.dir to other storage",
+            remedy="repair the mount or its permissions, or set run.dir to other storage",
         ) from None
 
 

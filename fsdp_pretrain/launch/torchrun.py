@@ -33,7 +33,7 @@ WRONG_OPTIONS = 2
 """Exit code of a torchrun that does not know one of its options."""
 
 _PR_SET_PDEATHSIG = 1
-_RENDEZVOUS_SECONDS = {"close_timeout": 30, "read_timeout": 60}
+_RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,13 +65,7 @@ def _ranks(text: str) -> str:
 def command(
     args: argparse.Namespace, rest: Sequence[str], module: str, arguments: Sequence[str], *, join: float = 300.0
 ) -> list[str]:
-    """The command line of torchrun.
-
-    Args:
-        args: with the options of `add_options`.
-        rest: further options of torchrun.
-        module: what the ranks run, with its arguments.
-        join: seconds that nodes wait for each other.
+    """The command line of torchrun; `rest`: further options of it, `join`: seconds that nodes wait for each other.
 
     Raises:
         ConfigError: several nodes and no first node, or one whose name does not resolve here.
@@ -84,12 +78,10 @@ def command(
     if args.rdzv_endpoint is None:
         meeting = ["--standalone"]
     else:
-        limits = ",".join(
-            f"{key}={value}" for key, value in {"join_timeout": max(1, int(join)), **_RENDEZVOUS_SECONDS}.items()
-        )
-        is_host = "true" if is_first(args) else "false"
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", _endpoint(args.rdzv_endpoint)]
-        meeting += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", f"is_host={is_host},{limits}"]
+        endpoint = args.rdzv_endpoint if ":" in args.rdzv_endpoint else f"{args.rdzv_endpoint}:29400"
+        conf = f"is_host={str(is_first(args)).lower()},join_timeout={max(1, int(join))},{_RENDEZVOUS_LIMITS}"
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        meeting += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", conf]
         meeting += ["--local-addr", args.local_addr] if args.local_addr else []
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", args.nnodes, "--nproc-per-node"),
@@ -121,18 +113,9 @@ def is_first(args: argparse.Namespace) -> bool:
     return bool(here & there)
 
 
-def _endpoint(text: str) -> str:
-    return text if ":" in text else f"{text}:29400"
-
-
 def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | None = None) -> dict[str, str]:
-    """The environment of torchrun and its ranks: `base`, and what the trainer wants of it.
-
-    Args:
-        base: variables to begin with.
-        note: the file for `leave_note`.
-        seen: the file for `seen_note`.
-    """
+    """The environment of torchrun and its ranks: `base`, what the trainer needs, the files for `leave_note` and
+    `seen_note`."""
     return {
         "OMP_NUM_THREADS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -145,11 +128,8 @@ def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | 
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies. Linux only; elsewhere nothing happens.
-
-    Args:
-        parent: who the parent should be; if it is another already, it died before this call, and so does this process.
-    """
+    """Have the kernel kill this process when its parent dies; if that is not `parent`, which died before this call, end
+    it now. Linux only; elsewhere nothing happens."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -171,7 +151,7 @@ def die_with_launcher() -> None:
 
 
 def leave_note(code: int, reason: str) -> bool:
-    """From a rank: tell the launcher of this node an exit code that no segment holds; whether there is a launcher."""
+    """From a rank: leave the launcher of this node an exit code that no segment holds; whether there is a launcher."""
     path = os.environ.get(NOTE)
     if path is None:
         return False
@@ -197,31 +177,21 @@ def seen_note() -> Path | None:
     return root() / f"torchrun-{namespace}-{agent}-{process_start(agent) or 0:.0f}.json"
 
 
-class Torchrun:
-    """A torchrun that was started.
-
-    Args:
-        command, environment: of it.
-    """
+class Torchrun(subprocess.Popen[bytes]):
+    """A torchrun that was started, from the main thread: a thread that ends counts as a dead parent."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         me = os.getpid()
-        self._process = subprocess.Popen(  # from the main thread: a thread that ends counts as a dead parent
-            command, env=environment, start_new_session=True, preexec_fn=lambda: die_with_parent(me)
-        )
         self._ranks: dict[int, psutil.Process] = {}
         self._most = 0
-
-    def poll(self) -> int | None:
-        """Exit code, or None while it runs."""
-        return self._process.poll()
+        super().__init__(command, env=environment, start_new_session=True, preexec_fn=lambda: die_with_parent(me))
 
     def ranks(self) -> list[psutil.Process]:
         """Its living ranks."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self._process.pid).children():
+            for child in psutil.Process(self.pid).children():
                 self._ranks.setdefault(child.pid, child)
-        living = [rank for rank in self._ranks.values() if _lives(rank)]
+        living = [rank for rank in self._ranks.values() if _is_alive(rank)]
         self._most = max(self._most, len(living))
         return living
 
@@ -243,25 +213,21 @@ class Torchrun:
                 rank.send_signal(number)
         return bool(ranks)
 
-    def terminate(self) -> None:
-        """Tell torchrun to end its ranks and itself."""
-        self._process.terminate()
-
     def kill(self) -> None:
         """kill -9 of torchrun and its ranks; returns when they are gone, or will be when the kernel lets them."""
         ranks = self.ranks()
-        self._process.kill()
+        super().kill()
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.kill()
-        self._process.wait()
+        self.wait()
 
     def wait_for_ranks(self, seconds: float) -> bool:
         """Wait for ranks that outlive torchrun; whether all are gone."""
         return not psutil.wait_procs(self.ranks(), timeout=seconds)[1]
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Beside one start, on one node: passes requests on, and sees to it that the start ends when it should. No torch."""
+"""Watches one start on one node: forwards requests, and makes sure that the start ends when it should. No torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ class Watch:
     The run directory is looked at by a thread of its own: its file system may hang, and requests must not.
 
     Args:
-        run: the run directory.
-        settings: how long things may take.
-        child: the torchrun.
-        before: number of the newest segment when it began.
-        host: name of this host if there are others; None if it is alone.
+        before: number of the newest segment when the torchrun began.
+        host: name of this host; None if it is the only one.
     """
 
     def __init__(self, run: RunDir, settings: LaunchSection, child: Torchrun, before: int, host: str | None) -> None:
@@ -36,12 +33,11 @@ class Watch:
         self._since: dict[str, float] = {}
 
     def run(self, take_signal: Callable[[], tuple[int, bool] | None], on_look: Callable[[int | None], None]) -> int:
-        """Until torchrun and its ranks are gone; torchrun's exit code.
+        """Wait until torchrun and its ranks are gone; torchrun's exit code.
 
         Args:
             take_signal: gives a signal to pass on to the ranks and whether to end at once, or None.
-            on_look: called about once a second, by a thread, with the number of the start's segment, None before it
-                is known.
+            on_look: called by a thread about every second with the number of the segment, None while it is not known.
         """
         child, done = self._child, threading.Event()
         looks = threading.Thread(target=self._look, args=(done, on_look), daemon=True)
@@ -51,7 +47,7 @@ class Watch:
             while (code := child.poll()) is None:
                 asked = take_signal()
                 if asked is not None:
-                    self._pass_on(*asked)
+                    self._forward(*asked)
                 if time.monotonic() >= next_count:
                     next_count = time.monotonic() + _LOOK
                     self._note("rank gone", child.lost)
@@ -69,22 +65,22 @@ class Watch:
         looks.join(_LOOK)
         return code
 
-    def _pass_on(self, number: int, at_once: bool) -> None:
+    def _forward(self, number: int, at_once: bool) -> None:
         now = time.monotonic()
         if at_once:
             self._kill_at = now
         elif self._child.ask(number):
             self._kill_at = self._kill_at or now + self._settings.stop_timeout.value
-        else:  # no ranks yet: nothing to save
+        else:  # no ranks yet, so nothing to save: torchrun ends them and itself
             self._child.terminate()
             self._kill_at = self._kill_at or now + self._settings.end_timeout.value
 
     def _note(self, what: str, true: bool) -> None:
-        """Since when something is true that torchrun should soon end after."""
-        if not true:
-            self._since.pop(what, None)
-        else:
+        """Remember since when something is true after which torchrun should end soon."""
+        if true:
             self._since.setdefault(what, time.monotonic())
+        else:
+            self._since.pop(what, None)
 
     def _overdue(self) -> bool:
         """Whether torchrun had its time. A run that ends as it should may still write something."""
@@ -95,15 +91,12 @@ class Watch:
 
     def _look(self, done: threading.Event, on_look: Callable[[int | None], None]) -> None:
         while not done.wait(_LOOK):
-            newest = segment_of(self._run, self._before, self._host)
-            ready = newest > self._before and (self._run.segment(newest) / "environment.json").exists()
-            segment = newest if ready else None
-            on_look(segment)
-            if segment is None:
+            segment = segment_of(self._run, self._before, self._host)
+            if segment <= self._before or not (self._run.segment(segment) / "environment.json").exists():
+                on_look(None)
                 continue
+            on_look(segment)
             intent = exit_intent.read(self._run.segment(segment))
             self._ends_well = intent is not None and intent.code in (Exit.COMPLETE, Exit.RESUME)
-            if self._host is not None:
-                self._others_ended = bool(
-                    (ended_hosts(self._run, segment) & hosts_of(self._run, segment)) - {self._host}
-                )
+            others = hosts_of(self._run, segment) - {self._host}
+            self._others_ended = self._host is not None and bool(ended_hosts(self._run, segment) & others)

@@ -1,7 +1,7 @@
 """The ways a message leaves: Slack, a webhook, PagerDuty, mail, a command. Standard library only, no torch.
 
-A channel sends one note, a dictionary of JSON values (see `message.note`), or raises `DeliveryError`. What an error
-says can be shown to anybody: never a URL (its host at most), a key or what a server answered.
+A channel sends one note or raises `DeliveryError`. What an error says can be shown to anybody: never a URL (its host at
+most), a key or what a server answered.
 """
 
 from __future__ import annotations
@@ -20,22 +20,27 @@ import ssl
 import subprocess
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from email.message import EmailMessage
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 from ..notify_sections import (
     CommandSection,
     EmailSection,
+    Level,
     NotifySection,
     PagerDutySection,
+    PingSection,
     SlackSection,
     WebhookSection,
 )
 from ..severity import Severity
+from .message import Note
 
 CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
@@ -45,24 +50,18 @@ _REFUSED = frozenset({400, 413, 415, 422})
 """Answers that say the message is wrong, and not that the way to it is closed."""
 _PAGERDUTY_SEVERITY = {"INFO": "info", "WARN": "warning", "CRIT": "critical"}
 
-Note = dict[str, Any]
-
 
 class DeliveryError(Exception):
-    """A note was not delivered.
-
-    Args:
-        text: why, fit to be shown.
-        refused: the receiver will never take this note, but may take others.
-    """
+    """A note was not delivered. The text says why, fit to be shown; `refused`: the receiver will never take this note,
+    but may take others."""
 
     def __init__(self, text: str, *, refused: bool = False) -> None:
         super().__init__(text)
         self.refused = refused
 
 
-class Channel(Protocol):
-    """One way out.
+class Channel(ABC):
+    """One way out, made from its table and the environment that holds its secrets; ValueError if it cannot work.
 
     Attributes:
         name: of its table in the configuration.
@@ -71,120 +70,118 @@ class Channel(Protocol):
     """
 
     name: str
-    least: Severity
-    digest_every: float
+    digest_every = 3600.0
 
+    def __init__(self, least: Level) -> None:
+        self.least = Severity[least]
+
+    @abstractmethod
     def send(self, note: Note) -> None:
         """Deliver, or raise DeliveryError. May take half a minute."""
 
 
-class _Base:
-    name = ""
-    digest_every = 3600.0
-
-    def __init__(self, least: str) -> None:
-        self.least = Severity[least]
-
-
-class Slack(_Base):
-    """A Slack-compatible webhook. Args: `url`, a secret."""
+class Slack(Channel):
+    """A Slack-compatible webhook."""
 
     name = "slack"
 
-    def __init__(self, section: SlackSection, url: str) -> None:
+    def __init__(self, section: SlackSection, environment: Mapping[str, str]) -> None:
         super().__init__(section.least)
-        self._url = url
+        self._url = _url(section.url_env, section.url_file, environment)
 
     def send(self, note: Note) -> None:
         """Post `{"text": ...}`."""
-        post(self._url, {"text": "\n".join([f"*{_slack(note['title'])}*", *map(_slack, note["lines"])])})
+        _post(self._url, {"text": "\n".join([f"*{_slack(note.title)}*", *map(_slack, note.lines)])})
 
 
-class Webhook(_Base):
-    """The whole note as JSON. Args: `url` and `key`, secrets."""
+class Webhook(Channel):
+    """The whole note as JSON, signed if there is a key."""
 
     name = "webhook"
 
-    def __init__(self, section: WebhookSection, url: str, key: str | None) -> None:
+    def __init__(self, section: WebhookSection, environment: Mapping[str, str]) -> None:
         super().__init__(section.least)
-        self._url, self._key = url, key
+        self._key = secret(section.hmac_env, None, environment) if section.hmac_env else None
+        self._url = _url(section.url_env, section.url_file, environment)
 
     def send(self, note: Note) -> None:
-        """Post the note, signed if there is a key."""
-        post(self._url, note, headers={"Idempotency-Key": note["id"]}, key=self._key)
+        """Post the note."""
+        _post(self._url, asdict(note), {"Idempotency-Key": note.id}, self._key)
 
 
-class PagerDuty(_Base):
-    """Events API v2: the alarm's key is the incident. Args: `key`, a secret."""
+class PagerDuty(Channel):
+    """Events API v2: the alarm's key is the incident."""
 
     name = "pagerduty"
 
-    def __init__(self, section: PagerDutySection, key: str) -> None:
+    def __init__(self, section: PagerDutySection, environment: Mapping[str, str]) -> None:
         super().__init__(section.least)
-        self._url, self._key = section.url, key
+        self._url, self._key = section.url, secret(section.key_env, section.key_file, environment)
 
     def send(self, note: Note) -> None:
         """Trigger, acknowledge or resolve."""
-        action = {"resolved": "resolve", "acknowledged": "acknowledge"}.get(note["kind"], "trigger")
-        event: Note = {
+        action = {"resolved": "resolve", "acknowledged": "acknowledge"}.get(note.kind, "trigger")
+        event: dict[str, object] = {
             "routing_key": self._key,
             "event_action": action,
-            "dedup_key": f"{note['run']}/{note['key']}",
+            "dedup_key": f"{note.run}/{note.key}",
         }
         if action == "trigger":
             event["payload"] = {
-                "summary": note["title"][:1024],
-                "source": note["host"],
-                "severity": _PAGERDUTY_SEVERITY[note["severity"]],
-                "component": note["run"],
-                "class": note["detector"],
-                "timestamp": note["time"],
-                "custom_details": {"text": "\n".join(note["lines"]), "step": note["step"], "facts": note["facts"]},
+                "summary": note.title[:1024],
+                "source": note.host,
+                "severity": _PAGERDUTY_SEVERITY[note.severity],
+                "component": note.run,
+                "class": note.detector,
+                "timestamp": note.time,
+                "custom_details": {"text": "\n".join(note.lines), "step": note.step, "facts": note.facts},
             }
-        post(self._url, event)
+        _post(self._url, event)
 
 
-class Email(_Base):
-    """SMTP, or the local sendmail. Args: `password`, a secret."""
+class Email(Channel):
+    """SMTP, or the local sendmail."""
 
     name = "email"
     digest_every = 86400.0
 
-    def __init__(self, section: EmailSection, password: str | None) -> None:
+    def __init__(self, section: EmailSection, environment: Mapping[str, str]) -> None:
         super().__init__(section.least)
-        self._section, self._password = section, password
+        self._section, self._password = section, ""
+        if section.host is None and _sendmail() is None:
+            raise ValueError("there is no sendmail here; set host")
+        if section.host is not None and section.user is not None:
+            self._password = secret(section.password_env, section.password_file, environment)
 
     def send(self, note: Note) -> None:
         """One mail; its Message-ID is the note's, so that a second copy is known as one."""
         mail = EmailMessage()
-        mail["Subject"], mail["From"], mail["To"] = note["title"], self._section.sender, ", ".join(self._section.to)
-        mail["Message-ID"] = f"<{note['id']}@fsdp-pretrain>"
+        mail["Subject"], mail["From"], mail["To"] = note.title, self._section.sender, ", ".join(self._section.to)
+        mail["Message-ID"] = f"<{note.id}@fsdp-pretrain>"
         mail["Auto-Submitted"] = "auto-generated"
-        mail.set_content("\n".join(note["lines"]) + "\n")
+        mail.set_content("\n".join(note.lines) + "\n")
         if self._section.host is None:
             _run([_sendmail() or "sendmail", "-t", "-i"], mail.as_bytes(), os.environ)
             return
         try:
-            self._send_by_smtp(mail)
+            self._send_by_smtp(self._section.host, mail)
         except smtplib.SMTPResponseException as error:
             raise DeliveryError(f"{self._section.host} answered {error.smtp_code}") from None
         except (smtplib.SMTPException, OSError) as error:
             raise DeliveryError(f"{self._section.host}: {_reason(error)}") from None
 
-    def _send_by_smtp(self, mail: EmailMessage) -> None:
-        section = self._section
-        assert section.host is not None
-        secure = ssl.create_default_context()
+    def _send_by_smtp(self, host: str, mail: EmailMessage) -> None:
+        section, secure = self._section, ssl.create_default_context()
         server: smtplib.SMTP
         if section.tls == "tls":
-            server = smtplib.SMTP_SSL(section.host, section.port, timeout=CONNECT_SECONDS, context=secure)
+            server = smtplib.SMTP_SSL(host, section.port, timeout=CONNECT_SECONDS, context=secure)
         else:
-            server = smtplib.SMTP(section.host, section.port, timeout=CONNECT_SECONDS)
+            server = smtplib.SMTP(host, section.port, timeout=CONNECT_SECONDS)
         try:
             if section.tls == "starttls":
                 server.starttls(context=secure)
             if section.user is not None:
-                server.login(section.user, self._password or "")
+                server.login(section.user, self._password)
             assert server.sock is not None
             server.sock.settimeout(_ANSWER_SECONDS)
             server.send_message(mail)
@@ -194,20 +191,33 @@ class Email(_Base):
             server.close()
 
 
-class Command(_Base):
+class Command(Channel):
     """A command of the user."""
 
     name = "command"
 
-    def __init__(self, section: CommandSection) -> None:
+    def __init__(self, section: CommandSection, environment: Mapping[str, str]) -> None:
+        del environment
         super().__init__(section.least)
         self._argv = section.argv
+        if shutil.which(section.argv[0]) is None:
+            raise ValueError(f"there is no program {section.argv[0]}")
 
     def send(self, note: Note) -> None:
         """Run it: JSON on standard input, the main facts in the environment."""
+        content = asdict(note)
         names = ("key", "severity", "state", "kind", "run", "step", "host", "summary", "title", "id")
-        facts = {f"WD_{name.upper()}": str(note[name]) for name in names if note[name] is not None}
-        _run(self._argv, json.dumps(note).encode(), {**os.environ, **facts})
+        facts = {f"WD_{name.upper()}": str(content[name]) for name in names if content[name] is not None}
+        _run(self._argv, json.dumps(content).encode(), {**os.environ, **facts})
+
+
+_CHANNELS: dict[type, Callable[[Any, Mapping[str, str]], Channel]] = {
+    SlackSection: Slack,
+    WebhookSection: Webhook,
+    PagerDutySection: PagerDuty,
+    EmailSection: Email,
+    CommandSection: Command,
+}
 
 
 def make_channels(section: NotifySection, environment: Mapping[str, str] = os.environ) -> list[Channel]:
@@ -218,52 +228,20 @@ def make_channels(section: NotifySection, environment: Mapping[str, str] = os.en
     """
     found: list[Channel] = []
     problems: list[str] = []
-
-    def attempt(name: str, make: Callable[[], Channel]) -> None:
+    for name, table in section:
         try:
-            found.append(make())
+            if isinstance(table, PingSection):
+                _url(table.url_env, table.url_file, environment)
+            elif type(table) in _CHANNELS:
+                found.append(_CHANNELS[type(table)](table, environment))
         except ValueError as error:
             problems.append(f"watchdog.notify.{name}: {error}")
-
-    if (slack := section.slack) is not None:
-        attempt("slack", lambda: Slack(slack, _url(slack.url_env, slack.url_file, environment)))
-    if (webhook := section.webhook) is not None:
-        attempt("webhook", lambda: _webhook(webhook, environment))
-    if (pager := section.pagerduty) is not None:
-        attempt("pagerduty", lambda: PagerDuty(pager, secret(pager.key_env, pager.key_file, environment)))
-    if (email := section.email) is not None:
-        attempt("email", lambda: _email(email, environment))
-    if (command := section.command) is not None:
-        attempt("command", lambda: _command(command))
-    if (ping := section.ping) is not None:
-        try:
-            _url(ping.url_env, ping.url_file, environment)
-        except ValueError as error:
-            problems.append(f"watchdog.notify.ping: {error}")
     if problems:
         raise ConfigError(
-            "\n".join(["nobody could be told of alarms:", *(f"  - {problem}" for problem in problems)]),
-            remedy="mend it, or remove the channel's table from the configuration",
+            "\n".join(["nobody could be notified of alarms:", *(f"  - {problem}" for problem in problems)]),
+            remedy="correct it, or remove the channel's table from the configuration",
         )
     return found
-
-
-def _webhook(section: WebhookSection, environment: Mapping[str, str]) -> Webhook:
-    key = secret(section.hmac_env, None, environment) if section.hmac_env else None
-    return Webhook(section, _url(section.url_env, section.url_file, environment), key)
-
-
-def _email(section: EmailSection, environment: Mapping[str, str]) -> Email:
-    if section.host is None and _sendmail() is None:
-        raise ValueError("there is no sendmail here; set host")
-    asked = section.host is not None and section.user is not None
-    return Email(section, secret(section.password_env, section.password_file, environment) if asked else None)
-
-
-def _command(section: CommandSection) -> Command:
-    if shutil.which(section.argv[0]) is None:
-        raise ValueError(f"there is no program {section.argv[0]}")
-    return Command(section)
 
 
 def secret(variable: str, file: Path | None, environment: Mapping[str, str]) -> str:
@@ -317,12 +295,10 @@ class _Secure(_Patience, http.client.HTTPSConnection):
     pass
 
 
-class _PlainHandler(urllib.request.HTTPHandler):
+class _PatientHandler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
     def http_open(self, request: urllib.request.Request) -> Any:
         return self.do_open(_Plain, request)
 
-
-class _SecureHandler(urllib.request.HTTPSHandler):
     def https_open(self, request: urllib.request.Request) -> Any:
         return self.do_open(_Secure, request, context=ssl.create_default_context())
 
@@ -338,7 +314,7 @@ def fetch(url: str, body: bytes | None = None, headers: Mapping[str, str] | None
     """GET a URL, or POST a body to it, by the proxies of the environment. Raises DeliveryError."""
     host = urlsplit(url).hostname
     request = urllib.request.Request(url, data=body, headers={"User-Agent": "fsdp-pretrain", **(headers or {})})
-    opener = urllib.request.build_opener(_PlainHandler, _SecureHandler, _NoRedirect)
+    opener = urllib.request.build_opener(_PatientHandler, _NoRedirect)
     try:
         opener.open(request, timeout=CONNECT_SECONDS).close()
     except urllib.error.HTTPError as error:
@@ -348,7 +324,7 @@ def fetch(url: str, body: bytes | None = None, headers: Mapping[str, str] | None
         raise DeliveryError(f"{host}: {_reason(error)}") from None
 
 
-def post(url: str, content: Note, *, headers: Mapping[str, str] | None = None, key: str | None = None) -> None:
+def _post(url: str, content: object, headers: Mapping[str, str] | None = None, key: str | None = None) -> None:
     """POST JSON, with the HMAC of its bytes if there is a key. Raises DeliveryError."""
     body = json.dumps(content).encode()
     signed = {"X-Signature-256": f"sha256={hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}"} if key else {}

@@ -1,4 +1,4 @@
-"""Where people and the watchdog meet: alarms that are acknowledged, maintenance windows. No torch.
+"""What people ask of the watchdog: acknowledging alarms, maintenance windows. No torch.
 
 The watchdog that keeps the alarms holds a claim on `RUN/watchdog/agent.json` as long as it lives. While it does, people
 leave requests in `RUN/watchdog/inbox`; while nobody does, a command takes the claim for a moment and writes itself. So
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -42,12 +41,8 @@ def snapshot_file(run: RunDir) -> Path:
 
 
 def keeper(run: RunDir, silent: float = 0.0) -> Holder:
-    """Judges who has the right to write the alarms of a run.
-
-    Args:
-        run: the run directory.
-        silent: seconds without a beat after which a holder on another host counts as dead; 0: never.
-    """
+    """Judges who has the right to write the alarms of a run. A holder on another host counts as dead after `silent`
+    seconds without a beat; 0: never."""
     return Holder(_claim(run), silent or math.inf)
 
 
@@ -55,7 +50,6 @@ def keep_alarms(run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder
     """The right to write the alarms of a run, to be released at the end; None: another process has it.
 
     Args:
-        run: the run directory.
         purpose: for the messages of others.
         beat: seconds between two signs of life.
         holder: who has watched the present holder so far; see `keeper`.
@@ -85,10 +79,8 @@ def serve(run: RunDir, alarms: Alarms) -> None:
 
 
 def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
-    """A person knows of an alarm: by the watchdog if there is one, else written here.
-
-    Returns:
-        Whether it is done; else the request waits for the watchdog, which did not answer in `wait` seconds.
+    """Acknowledge an alarm, by the watchdog if there is one. Whether it is done; else the request waits for the
+    watchdog, which did not answer in `wait` seconds.
 
     Raises:
         ConfigError: no such alarm is open.
@@ -104,7 +96,10 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
         claim = keep_alarms(run, "ack")
         if claim is None:
             left = inbox.leave(_inbox(run), verb="ack", key=key)
-            return _is_true(lambda: not left.exists(), wait)
+            deadline = time.monotonic() + wait
+            while left.exists() and time.monotonic() <= deadline:
+                time.sleep(0.05)
+            return not left.exists()
         try:
             writer = journal.Journal(run)
             alarms = Alarms(alarms_file(run), told=lambda alarm, before: journal_alarm(writer, alarm))
@@ -120,10 +115,9 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
 
 def journal_alarm(writer: journal.Journal, alarm: Alarm) -> None:
     """A transition as a line of the chronicle."""
-    facts = alarm.to_json()
-    step = {"step": alarm.step} if alarm.step is not None else {}
-    text = f"{alarm.severity.name} {alarm.key} {alarm.state}: {alarm.summary}"
-    writer.write("alarm", text, **step, **{key: facts[key] for key in ("key", "severity", "state", "facts")})
+    severity, step = alarm.severity.name, {"step": alarm.step} if alarm.step is not None else {}
+    text = f"{severity} {alarm.key} {alarm.state}: {alarm.summary}"
+    writer.write("alarm", text, **step, key=alarm.key, severity=severity, state=alarm.state, facts=alarm.facts)
 
 
 def mute(run: RunDir, seconds: float, reason: str) -> str:
@@ -154,12 +148,3 @@ def _window(run: RunDir) -> Path:
 
 def _inbox(run: RunDir) -> Path:
     return run.path / "watchdog/inbox"
-
-
-def _is_true(condition: Callable[[], bool], wait: float) -> bool:
-    deadline = time.monotonic() + wait
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

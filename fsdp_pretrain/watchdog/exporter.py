@@ -8,95 +8,62 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..notify_sections import PrometheusSection
 from ..record.files import replace_file
-from ..severity import Severity
-from .snapshot import Snapshot
+from .snapshot import METRICS, Snapshot
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 _TEXTFILE_SECONDS = 15.0
-Samples = Iterable[tuple[dict[str, Any], float | None]]
-
-
-def _one(name: str) -> Callable[[Snapshot], Samples]:
-    return lambda snapshot: [({}, getattr(snapshot, name))]
-
-
-def _many(name: str, label: str) -> Callable[[Snapshot], Samples]:
-    return lambda snapshot: [({label: key}, value) for key, value in sorted(getattr(snapshot, name).items())]
-
-
-def _open(snapshot: Snapshot) -> Samples:
-    return [({"severity": severity.name}, snapshot.open.get(severity.name, 0)) for severity in Severity]
-
-
-METRICS: dict[str, tuple[str, str, Callable[[Snapshot], Samples]]] = {
-    "train_step": ("gauge", "Optimiser steps of the run.", _one("step")),
-    "train_steps_planned": ("gauge", "Optimiser steps that the run will have.", _one("total_steps")),
-    "train_tokens_total": ("counter", "Tokens trained.", _one("tokens")),
-    "train_step_drift_ratio": ("gauge", "Step time over its baseline.", _one("step_drift")),
-    "ckpt_last_verified_step": ("gauge", "Step of the newest verified checkpoint.", _one("verified_step")),
-    "ckpt_last_verified_age_seconds": ("gauge", "Age of the newest verified checkpoint.", _one("verified_age")),
-    "ckpt_unprotected_tokens": ("gauge", "Tokens trained since it.", _one("unprotected_tokens")),
-    "ckpt_failures_total": ("counter", "Failed saves.", _one("checkpoint_failures")),
-    "ckpt_write_bytes_per_second": ("gauge", "Speed of the last save.", _one("checkpoint_bytes_per_second")),
-    "disk_next_checkpoint_fits": ("gauge", "How many more checkpoints fit.", _one("next_checkpoint_fits")),
-    "disk_seconds_to_full": ("gauge", "Forecast of a full disk.", _one("disk_full_in")),
-    "rank_heartbeat_age_seconds": ("gauge", "Since a rank's last beat.", _many("heartbeat_ages", "rank")),
-    "rank_own_ratio": ("gauge", "A rank's own time over the median of all.", _many("own_ratios", "rank")),
-    "loss": ("gauge", "Training loss of the last step read.", _one("loss")),
-    "loss_zscore": ("gauge", "Its distance from what was expected, robust deviations.", _one("loss_z")),
-    "grad_norm": ("gauge", "Gradient norm before clipping.", _one("grad_norm")),
-    "skipped_steps_total": ("counter", "Steps whose update was skipped.", _one("skipped_steps")),
-    "goodput_ratio": ("gauge", "Share of the wall clock spent on steps that were kept.", _one("goodput")),
-    "ettr_ratio": ("gauge", "Productive time over available time.", _one("ettr")),
-    "badput_seconds_total": ("counter", "Wall clock lost, by state.", _many("badput_seconds", "state")),
-    "incidents_open": ("gauge", "Open alarms, by severity.", _open),
-    "watchdog_pass_age_seconds": ("gauge", "Since the watchdog's last full pass.", _one("pass_age")),
-}
-"""Name -> (type, help, samples). `train_step_seconds`, a histogram, comes beside them."""
 
 
 def render(snapshot: Snapshot) -> str:
     """The text format of Prometheus."""
-    lines = []
-    for name, (kind, text, samples) in METRICS.items():
-        known = [(labels, value) for labels, value in samples(snapshot) if value is not None]
-        if known:
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            lines += [_line(name, snapshot, labels, value) for labels, value in known]
-    rows = snapshot.step_seconds.cumulative()
-    name = "train_step_seconds"
-    lines += [f"# HELP {name} Time of a step of the present start.", f"# TYPE {name} histogram"]
-    lines += [_line(f"{name}_bucket", snapshot, {"le": bound}, count) for bound, count in rows]
-    lines += [_line(f"{name}_sum", snapshot, {}, snapshot.step_seconds.total)]
-    lines += [_line(f"{name}_count", snapshot, {}, rows[-1][1])]
-    return "\n".join(lines) + "\n"
+    from prometheus_client import CollectorRegistry, generate_latest  # most watchdogs have nobody who reads metrics
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(snapshot))
+    return generate_latest(registry).decode()
 
 
-def _line(name: str, snapshot: Snapshot, labels: dict[str, Any], value: float) -> str:
-    pairs = ",".join(f'{key}="{_escape(str(text))}"' for key, text in {"run": snapshot.run, **labels}.items())
-    shown = ("+Inf" if value > 0 else "-Inf" if value < 0 else "NaN") if not math.isfinite(value) else repr(value)
-    return f"{name}{{{pairs}}} {shown}"
+class _Collector:
+    """A snapshot as prometheus_client reads it. Its own Gauge and Counter would keep series that are not known any
+    more, and add the times at which they were made."""
 
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
 
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    def collect(self) -> Iterator[Metric]:
+        """What is known."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        run = self._snapshot.run
+        for source, attribute in METRICS.items():
+            family = CounterMetricFamily if source.name.endswith("_total") else GaugeMetricFamily
+            metric = family(source.name, source.help, labels=["run", *([source.label] if source.label else [])])
+            value = getattr(self._snapshot, attribute)
+            known = value.items() if source.label else [] if value is None else [(None, value)]
+            for key, one in sorted(known):
+                metric.add_metric([run, *([str(key)] if source.label else [])], one)
+            if metric.samples:
+                yield metric
+        steps = self._snapshot.step_seconds
+        times = HistogramMetricFamily("train_step_seconds", "Time of a step of the present start.", labels=["run"])
+        times.add_metric([run], steps.cumulative(), steps.total)
+        yield times
 
 
 class Exporter:
     """Shows snapshots. A port that is taken or a file that cannot be written harms nothing, see `problem`.
-
-    Args:
-        section: where to show them.
 
     Attributes:
         port: of the HTTP server; None if there is none.
@@ -140,7 +107,7 @@ class Exporter:
         return replace(snapshot, pass_age=snapshot.pass_age + time.monotonic() - at)
 
     def close(self) -> None:
-        """End the server; remove the text file, or its last figures would be scraped for ever."""
+        """End the server; remove the text file, or its last figures would be scraped on and on."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -158,11 +125,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Without the name of the address, which HTTPServer looks up, and nobody reads."""
+        """Bind without HTTPServer's look-up of the host's name, which may hang and which nobody reads."""
         TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that goes away is no news."""
+        """A reader that goes away is not logged."""
 
 
 class _Handler(BaseHTTPRequestHandler):

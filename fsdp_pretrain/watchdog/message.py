@@ -29,14 +29,8 @@ _DIGEST_LINES = 50
 
 @dataclass(frozen=True)
 class Identity:
-    """Who speaks.
-
-    Attributes:
-        run: name of the run.
-        path: of its directory, for the commands that a message proposes.
-        segment: number of the start.
-        host: of the watchdog.
-    """
+    """The sender: name of the run, path of its directory for the commands that a message proposes, number of the start,
+    host of the watchdog."""
 
     run: str
     path: str
@@ -44,75 +38,95 @@ class Identity:
     host: str = field(default_factory=socket.gethostname)
 
 
-def note(message: Message, identity: Identity, snapshot: Snapshot | None = None) -> dict[str, Any]:
-    """A message as JSON values: what a webhook posts, and what the other channels take their text from.
+@dataclass(frozen=True)
+class Note:
+    """A message as channels send it: a webhook all of it as JSON, the others what they show. `id` is the same whenever
+    the same message is made; `time` is when it was made."""
 
-    Returns:
-        `schema` 1; `id`, the same whenever the same message is made; `kind` (see `Message`); `run`, `segment`, `host`;
-        `key`, `detector`, `severity`, `state`, `summary`, `effect`, `remedy`, `action`, `facts`, `opened`, `count` of
-        the alarm; `time`; `step`, `tokens` of the run; `title` and `lines`, the text.
-    """
-    alarm = message.alarm or _digest(message)
+    id: str
+    kind: str
+    run: str
+    segment: int | None
+    host: str
+    key: str
+    detector: str
+    severity: str
+    state: str
+    summary: str
+    effect: str
+    remedy: str
+    action: str
+    facts: dict[str, Any]
+    opened: str
+    count: int
+    time: str
+    step: int | None
+    tokens: int | None
+    title: str
+    lines: list[str]
+    schema: int = 1
+
+
+def make_note(message: Message, identity: Identity, snapshot: Snapshot | None = None) -> Note:
+    """The note of a message, with what is known of the run."""
+    if message.alarm is None:
+        alarm, head = _digest(message), "digest"
+        subject, lines = alarm.summary, _digest_lines(message, identity.path)
+    else:
+        alarm, head = message.alarm, message.alarm.severity.name + _HEADS[message.kind]
+        subject, lines = f"{alarm.key}: {alarm.summary}", _lines(message.kind, alarm, identity, snapshot)
     step = alarm.step if alarm.step is not None else snapshot.step if snapshot else None
     tokens = snapshot.tokens if snapshot else None
     made = f"{identity.path} {alarm.key} {message.kind} {alarm.changed} {alarm.state}"
     if message.kind in ("digest", "reminder"):
         made += now()
-    place = "".join(
-        [f" · step {step:,}" if step is not None else "", f" · {human_count(tokens)} tokens" if tokens else ""]
+    place = f" · step {step:,}" if step is not None else ""
+    place += f" · {human_count(tokens)} tokens" if tokens else ""
+    return Note(
+        id=hashlib.sha256(made.encode()).hexdigest()[:32],
+        kind=message.kind,
+        run=identity.run,
+        segment=identity.segment,
+        host=identity.host,
+        key=alarm.key,
+        detector=alarm.detector,
+        severity=alarm.severity.name,
+        state=alarm.state,
+        summary=alarm.summary,
+        effect=alarm.effect,
+        remedy=alarm.remedy,
+        action=alarm.action,
+        facts=alarm.facts,
+        opened=alarm.opened,
+        count=alarm.count,
+        time=now(),
+        step=step,
+        tokens=tokens,
+        title=" ".join(f"[{head}] {identity.run} · {subject}{place}".split()),
+        lines=lines,
     )
-    head = "digest" if message.alarm is None else alarm.severity.name + _HEADS[message.kind]
-    subject = alarm.summary if message.alarm is None else f"{alarm.key}: {alarm.summary}"
-    return {
-        "schema": 1,
-        "id": hashlib.sha256(made.encode()).hexdigest()[:32],
-        "kind": message.kind,
-        "run": identity.run,
-        "segment": identity.segment,
-        "host": identity.host,
-        "key": alarm.key,
-        "detector": alarm.detector,
-        "severity": alarm.severity.name,
-        "state": alarm.state,
-        "summary": alarm.summary,
-        "effect": alarm.effect,
-        "remedy": alarm.remedy,
-        "action": alarm.action,
-        "facts": alarm.facts,
-        "opened": alarm.opened,
-        "count": alarm.count,
-        "time": now(),
-        "step": step,
-        "tokens": tokens,
-        "title": " ".join(f"[{head}] {identity.run} · {subject}{place}".split()),
-        "lines": _digest_lines(message, identity.path)
-        if message.alarm is None
-        else _lines(message, alarm, identity, snapshot),
-    }
 
 
-def test_note(identity: Identity, kind: Literal["open", "resolved"]) -> dict[str, Any]:
+def test_note(identity: Identity, kind: Literal["open", "resolved"]) -> Note:
     """A message that only shows that messages arrive; opened and resolved, so that no incident stays open."""
     alarm = Alarm("test", Severity.INFO, kind, "this is a test, nothing is wrong", opened=now(), changed=now())
-    return note(Message(kind, alarm), identity)
+    return make_note(Message(kind, alarm), identity)
 
 
-def _lines(message: Message, alarm: Alarm, identity: Identity, snapshot: Snapshot | None) -> list[str]:
-    since = f"since: {alarm.opened[:16].replace('T', ' ')} UTC"
+def _lines(kind: str, alarm: Alarm, identity: Identity, snapshot: Snapshot | None) -> list[str]:
+    since = f"{alarm.opened[:16].replace('T', ' ')} UTC"
     if (seconds := age(alarm.opened)) >= 1:
         since += f" ({human_time(seconds)})"
     if alarm.count > 1:
         since += f", opened {alarm.count} times so far"
-    lines = [since]
-    if message.kind == "resolved":
-        lines[0] = since.replace("since:", "it was open since", 1)
-    else:
+    lines = [f"it was open since {since}" if kind == "resolved" else f"since: {since}"]
+    if kind != "resolved":
         lines += [f"meaning: {alarm.effect}"] if alarm.effect else []
         lines += [f"at risk: {risk}"] if (risk := _at_risk(snapshot)) else []
     lines += [f"the watchdog: {alarm.action}"] if alarm.action else []
-    if message.kind == "acknowledged":
+    if kind == "acknowledged":
         lines += [f"taken by: {alarm.facts.get('acknowledged_by', '?')}"]
-    elif message.kind != "resolved":
+    elif kind != "resolved":
         lines += [f"to do: {alarm.remedy}"] if alarm.remedy else []
         lines += [f"take it: fsdp-pretrain ack {identity.path} {alarm.key}"]
     segment = f", start {identity.segment}" if identity.segment is not None else ""
@@ -125,8 +139,8 @@ def _at_risk(snapshot: Snapshot | None) -> str:
     parts = []
     if snapshot.unprotected_tokens is not None:
         parts.append(f"{human_count(snapshot.unprotected_tokens)} tokens")
-    if snapshot.unprotected_gpu_hours is not None:
-        parts.append(f"{snapshot.unprotected_gpu_hours:,.1f} GPU hours")
+    if snapshot.world is not None and snapshot.verified_age is not None:
+        parts.append(f"{snapshot.world * snapshot.verified_age / 3600:,.1f} GPU hours")
     since = f" since the verified checkpoint of step {snapshot.verified_step:,}"
     return ", ".join(parts) + since if parts else ""
 

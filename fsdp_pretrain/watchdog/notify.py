@@ -13,8 +13,8 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..notify_sections import NotifySection, PingSection
 from ..record.files import RunDir, age
@@ -23,7 +23,7 @@ from ..units import human_time
 from .alarms import Alarm, Alarms, read_alarms
 from .channels import Channel, DeliveryError, fetch, make_channels, secret
 from .desk import alarms_file, muted_until
-from .message import Identity, note
+from .message import Identity, Note, make_note
 from .snapshot import Snapshot
 from .spool import Spool
 from .storm import Storm
@@ -34,13 +34,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Notifier:
-    """Tells people of the alarms of a run. One process of a run has one: the watchdog that leads.
-
-    Args:
-        section: the channels.
-        run: the run directory.
-        identity: who speaks.
-        environment: where secrets are looked up.
+    """Notifies people of the alarms of a run. One process of a run has one: the watchdog that leads.
 
     Raises:
         ConfigError: a channel cannot work: a variable that is not set, a file that others can read, no such program.
@@ -54,18 +48,16 @@ class Notifier:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._run = run
-        self._outboxes = [_Outbox(channel, run.path, identity) for channel in make_channels(section, environment)]
-        known = read_alarms(alarms_file(run)) if self._outboxes else []
-        for outbox in self._outboxes:
-            outbox.muted_until = muted_until(run)
-            outbox.start(known)
+        channels = make_channels(section, environment)
+        known = read_alarms(alarms_file(run)) if channels else []
+        muted = muted_until(run)
+        self._outboxes = [_Outbox(channel, run.path, identity, known, muted) for channel in channels]
 
     def told(self, alarm: Alarm, before: Alarm | None) -> None:
         """An alarm changed. Returns at once."""
         del before
         for outbox in self._outboxes:
-            if alarm.key != outbox.key:  # that a channel fails is not told through it
-                outbox.events.put(alarm)
+            outbox.put(alarm)
 
     def tick(self, alarms: Alarms, snapshot: Snapshot | None = None) -> None:
         """A pass of the watchdog: hand over what is known of the run, open and resolve the alarms of channels."""
@@ -74,10 +66,9 @@ class Notifier:
             outbox.snapshot, outbox.muted_until = snapshot, until
             problem, tries = outbox.problem, outbox.tries
             if problem:
-                severity = Severity.WARN if tries > len(RETRIES) else Severity.INFO
                 alarms.open(
                     outbox.key,
-                    severity,
+                    Severity.WARN if tries > len(RETRIES) else Severity.INFO,
                     f"messages do not get through: {problem}",
                     effect=f"{len(outbox.spool)} messages wait; they are kept and sent when it works again",
                     remedy="check the endpoint and its secret; `fsdp-pretrain notify RUN --test` shows what happens",
@@ -89,21 +80,25 @@ class Notifier:
                     f"{outbox.key}-refused",
                     Severity.WARN,
                     f"the receiver refused a message: {outbox.refused}",
-                    effect="nobody was told of it on this channel",
+                    effect="nobody was notified of it on this channel",
                     remedy=f"read it in {outbox.spool.refused}",
                 )
 
     def close(self, seconds: float = 10.0) -> None:
-        """Send what can be sent in so many seconds; the rest waits on disk for the next process."""
+        """Send what can be sent in this many seconds; the rest waits on disk for the next process."""
         deadline = time.monotonic() + seconds
         for outbox in self._outboxes:
-            outbox.events.put(None)
+            outbox.put(None)
         for outbox in self._outboxes:
             outbox.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Outbox(threading.Thread):
-    """A channel's thread.
+    """A channel's thread. It begins with what an earlier process left: messages, and transitions it did not get to.
+
+    Args:
+        known: the alarms of the run as they stand.
+        muted_until: end of the maintenance window.
 
     Attributes:
         key: of the alarm that it fails.
@@ -112,31 +107,28 @@ class _Outbox(threading.Thread):
         refused: title of the last message that the receiver would not take; empty if there is none.
     """
 
-    def __init__(self, channel: Channel, run: Path, identity: Identity) -> None:
+    def __init__(self, channel: Channel, run: Path, identity: Identity, known: list[Alarm], muted_until: float) -> None:
         super().__init__(name=f"notify {channel.name}", daemon=True)
         self.key = f"notify/{channel.name}"
-        self.events: queue.SimpleQueue[Alarm | None] = queue.SimpleQueue()
         self.snapshot: Snapshot | None = None
-        self.muted_until = 0.0
+        self.muted_until = muted_until
         self.problem: str | None = ""
         self.tries = 0
         self.refused = ""
         self.spool = Spool(run, channel.name)
         self._channel, self._identity = channel, identity
-        self._storm = Storm(channel.least, channel.digest_every)
-        self._next_try = 0.0
-        self._closing = False
+        self._storm = Storm(channel.least, channel.digest_every, self.spool.memory)
+        self._events: queue.SimpleQueue[Alarm | None] = queue.SimpleQueue()
+        self._next_try, self._closing = 0.0, False
+        for alarm in known:
+            if not self._storm.has_seen(alarm):
+                self.put(alarm)
+        self.start()
 
-    def start(self, known: list[Alarm] | None = None) -> None:
-        """Begin with what an earlier process left: the state, and transitions that it did not get to."""
-        state = self.spool.state
-        if state is not None:
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                self._storm.restore(state["storm"], time.monotonic() - max(0.0, time.time() - state["saved"]))
-        for alarm in known or []:
-            if alarm.key != self.key and not self._storm.has_seen(alarm):
-                self.events.put(alarm)
-        super().start()
+    def put(self, alarm: Alarm | None) -> None:
+        """Hand over an alarm that changed; None: end. That this channel fails is not reported through it."""
+        if alarm is None or alarm.key != self.key:
+            self._events.put(alarm)
 
     def run(self) -> None:
         """Until `None` comes and everything is sent, or the process ends."""
@@ -148,34 +140,32 @@ class _Outbox(threading.Thread):
                 time.sleep(_LOOK_SECONDS)
 
     def _pass(self) -> None:
-        waiting = len(self.spool) > 0
-        pause = self._next_try - time.monotonic() if waiting else _LOOK_SECONDS
+        pause = self._next_try - time.monotonic() if len(self.spool) else _LOOK_SECONDS
         changed = [] if self._closing else self._changed(min(max(0.0, pause), _LOOK_SECONDS))
-        at = time.monotonic()
-        self._storm.muted = time.time() < self.muted_until
-        self._storm.steps = self.snapshot.segment_steps if self.snapshot else None
+        at = time.time()
+        self._storm.muted = at < self.muted_until
         messages = [message for alarm in changed for message in self._storm.transition(alarm, at)]
         messages += self._storm.tick(at)
         for message in messages:
-            self.spool.add(note(message, self._identity, self.snapshot))
+            self.spool.add(make_note(message, self._identity, self.snapshot))
         if changed or messages:
-            self.spool.keep({"storm": self._storm.saved(at)})
+            self.spool.keep()
         oldest = self.spool.oldest()
         if oldest is not None and time.monotonic() >= self._next_try:
             self._send(oldest)
 
     def _changed(self, pause: float) -> list[Alarm]:
-        """What has come, waiting so many seconds for the first."""
+        """The alarms that have changed, waiting this many seconds for the first."""
         found: list[Alarm] = []
         with contextlib.suppress(queue.Empty):
-            event = self.events.get(timeout=pause) if pause > 0 else self.events.get_nowait()
+            event = self._events.get(timeout=pause) if pause > 0 else self._events.get_nowait()
             while event is not None:
                 found.append(event)
-                event = self.events.get_nowait()
+                event = self._events.get_nowait()
             self._closing, self.tries, self._next_try = True, 0, 0.0
         return found
 
-    def _send(self, oldest: dict[str, Any]) -> None:
+    def _send(self, oldest: Note) -> None:
         try:
             self._channel.send(_late(oldest))
         except DeliveryError as error:
@@ -183,28 +173,21 @@ class _Outbox(threading.Thread):
             self.problem = str(error)
             self._next_try = time.monotonic() + RETRIES[min(self.tries, len(RETRIES)) - 1]
             if error.refused and self.tries > len(RETRIES):
-                self.refused = oldest["title"]
-                self.spool.refuse(oldest)
+                self.refused = oldest.title
+                self.spool.refuse()
         else:
             self.tries, self.problem = 0, None
-            self.spool.delivered(oldest)
+            self.spool.delivered()
 
 
-def _late(message: dict[str, Any]) -> dict[str, Any]:
+def _late(note: Note) -> Note:
     """A message that waited says so."""
-    waited = age(message["time"])
-    if waited < 60:
-        return message
-    return {**message, "lines": [f"(sent {human_time(waited)} late)", *message["lines"]]}
+    waited = age(note.time)
+    return note if waited < 60 else replace(note, lines=[f"(sent {human_time(waited)} late)", *note.lines])
 
 
 class Ping:
-    """The dead man's switch: a URL that is fetched while the watchdog really observes.
-
-    Args:
-        section: where, how often.
-        environment: where the URL is looked up.
-    """
+    """The dead man's switch: a URL that is fetched while the watchdog really observes."""
 
     def __init__(self, section: PingSection, environment: Mapping[str, str] = os.environ) -> None:
         self._url = secret(section.url_env, section.url_file, environment)
@@ -222,5 +205,5 @@ class Ping:
         while True:
             self._due.wait()
             self._due.clear()
-            with contextlib.suppress(DeliveryError):  # who waits for it notices
+            with contextlib.suppress(DeliveryError):  # whoever waits for it notices
                 fetch(self._url)

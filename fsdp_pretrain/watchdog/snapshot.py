@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from typing import Any
+
+from ..severity import Severity
 
 _BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
@@ -28,12 +31,27 @@ class Histogram:
         self.total += seconds
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper bound as Prometheus writes it, how many were at most so long)."""
-        rows, running = [], 0
-        for bound, count in zip((*map(str, _BOUNDS), "+Inf"), self.counts, strict=True):
-            running += count
-            rows.append((bound, running))
-        return rows
+        """(upper bound as Prometheus writes it, how many were at most as long)."""
+        return list(zip((*map(str, _BOUNDS), "+Inf"), accumulate(self.counts), strict=True))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How Prometheus sees an attribute of a snapshot: name (a counter's ends in `_total`), help, and the label that
+    tells the values of a dictionary apart."""
+
+    name: str
+    help: str
+    label: str | None = None
+
+
+def _metric(name: str, text: str, label: str | None = None) -> dict[str, Metric]:
+    """The metadata of an attribute."""
+    return {"metric": Metric(name, text, label)}
+
+
+def _scalar(name: str, text: str) -> Any:
+    return field(default=None, metadata=_metric(name, text))
 
 
 @dataclass
@@ -41,67 +59,57 @@ class Snapshot:
     """A run at one instant. None and empty: not known, and then not shown. Ages and times are seconds.
 
     Attributes:
-        run: name of the run.
-        segment: number of the present start.
-        pass_age: since the last full pass of the watchdog; set by who shows the snapshot.
-        pass_due: age from which a pass is overdue.
-        step, total_steps, segment_steps: of the run, of its plan, of the present start.
-        tokens: trained so far.
-        step_seconds: of the steps of the present start.
-        step_drift: present step time over the baseline, 1.0: as it was.
+        segment, segment_steps: number of the present start, and its steps.
+        pass_due: age from which a pass of the watchdog is overdue.
         world: ranks.
-        verified_step, verified_age: newest verified checkpoint.
-        unprotected_tokens: tokens trained since it.
-        checkpoint_failures: failed saves of the run.
-        checkpoint_bytes_per_second: of the last save.
-        next_checkpoint_fits: how many more checkpoints fit onto the disk.
-        disk_full_in: until the disk is full.
-        heartbeat_ages: by rank.
-        own_ratios: a rank's own time over the median of all, by rank.
-        loss, loss_z, grad_norm: of the last step that was read; loss_z in robust deviations.
-        skipped_steps: steps of the run whose update was skipped.
-        goodput, ettr: shares of the run's wall clock, 0 to 1.
-        badput_seconds: lost, by state.
-        open: alarms that are open, by severity name.
     """
 
     run: str
     segment: int | None = None
-    pass_age: float = 0.0
+    pass_age: float = field(
+        default=0.0, metadata=_metric("watchdog_pass_age_seconds", "Since the watchdog's last full pass.")
+    )
     pass_due: float = 60.0
-    step: int | None = None
-    total_steps: int | None = None
+    step: int | None = _scalar("train_step", "Optimiser steps of the run.")
+    total_steps: int | None = _scalar("train_steps_planned", "Optimiser steps that the run will have.")
     segment_steps: int | None = None
-    tokens: int | None = None
+    tokens: int | None = _scalar("train_tokens_total", "Tokens trained.")
     step_seconds: Histogram = field(default_factory=Histogram)
-    step_drift: float | None = None
+    """`train_step_seconds`: Time of a step of the present start."""
+    step_drift: float | None = _scalar("train_step_drift_ratio", "Step time over its baseline.")
     world: int | None = None
-    verified_step: int | None = None
-    verified_age: float | None = None
-    unprotected_tokens: int | None = None
-    checkpoint_failures: int | None = None
-    checkpoint_bytes_per_second: float | None = None
-    next_checkpoint_fits: float | None = None
-    disk_full_in: float | None = None
-    heartbeat_ages: dict[int, float] = field(default_factory=dict)
-    own_ratios: dict[int, float] = field(default_factory=dict)
-    loss: float | None = None
-    loss_z: float | None = None
-    grad_norm: float | None = None
-    skipped_steps: int | None = None
-    goodput: float | None = None
-    ettr: float | None = None
-    badput_seconds: dict[str, float] = field(default_factory=dict)
-    open: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def unprotected_gpu_hours(self) -> float | None:
-        """Work of all ranks since the newest verified checkpoint."""
-        if self.world is None or self.verified_age is None:
-            return None
-        return self.world * self.verified_age / 3600
+    verified_step: int | None = _scalar("ckpt_last_verified_step", "Step of the newest verified checkpoint.")
+    verified_age: float | None = _scalar("ckpt_last_verified_age_seconds", "Age of the newest verified checkpoint.")
+    unprotected_tokens: int | None = _scalar("ckpt_unprotected_tokens", "Tokens trained since it.")
+    checkpoint_failures: int | None = _scalar("ckpt_failures_total", "Failed saves.")
+    checkpoint_bytes_per_second: float | None = _scalar("ckpt_write_bytes_per_second", "Speed of the last save.")
+    next_checkpoint_fits: float | None = _scalar("disk_next_checkpoint_fits", "How many more checkpoints fit.")
+    disk_full_in: float | None = _scalar("disk_seconds_to_full", "Forecast of a full disk.")
+    heartbeat_ages: dict[int, float] = field(
+        default_factory=dict, metadata=_metric("rank_heartbeat_age_seconds", "Since a rank's last beat.", "rank")
+    )
+    own_ratios: dict[int, float] = field(
+        default_factory=dict, metadata=_metric("rank_own_ratio", "A rank's own time over the median of all.", "rank")
+    )
+    loss: float | None = _scalar("loss", "Training loss of the last step read.")
+    loss_z: float | None = _scalar("loss_zscore", "Its distance from what was expected, robust deviations.")
+    grad_norm: float | None = _scalar("grad_norm", "Gradient norm before clipping.")
+    skipped_steps: int | None = _scalar("skipped_steps_total", "Steps whose update was skipped.")
+    goodput: float | None = _scalar("goodput_ratio", "Share of the wall clock spent on steps that were kept.")
+    ettr: float | None = _scalar("ettr_ratio", "Productive time over available time.")
+    badput_seconds: dict[str, float] = field(
+        default_factory=dict, metadata=_metric("badput_seconds_total", "Wall clock lost, by state.", "state")
+    )
+    open: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(Severity.__members__, 0),
+        metadata=_metric("incidents_open", "Open alarms, by severity.", "severity"),
+    )
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; what is not known is left out, and so is what JSON cannot say (a loss that is no number)."""
         known = {key: value for key, value in asdict(self).items() if value is not None and value != {}}
         return {key: value for key, value in known.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+METRICS: dict[Metric, str] = {each.metadata["metric"]: each.name for each in fields(Snapshot) if each.metadata}
+"""Attribute of a snapshot by metric."""

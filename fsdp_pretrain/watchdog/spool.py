@@ -1,6 +1,6 @@
 """Messages on their way, on disk, to outlive the process: in the run directory, or else on this node. No torch.
 
-The run directory may be full, read-only or on a mount that hangs, and that may be the very thing to be told. So every
+The run directory may be full, read-only or on a mount that hangs, and that may be the very thing to report. So every
 access to it has a time limit, and the messages also stand in memory: a disk that fails delays nothing.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import queue
 import stat
@@ -17,14 +16,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from pydantic_core import to_json
 
 from ..record import state_files
 from ..record.files import replace_file
+from .message import Note
+from .storm import Memory
 
 _T = TypeVar("_T")
 _LIMIT = 5.0
-_STATE = "state.json"
+_MEMORY = "state.json"
 
 
 class Limited:
@@ -65,83 +68,82 @@ class Limited:
 
 
 class Spool:
-    """What one channel has not delivered yet, oldest first, and the state of what decides for it.
+    """What one channel has not delivered yet, oldest first, and the memory of what decides for it.
 
     Args:
         run: the run directory.
         channel: name of the channel.
+
+    Attributes:
+        memory: what `keep` wrote last, in this process or one before it.
     """
 
     def __init__(self, run: Path, channel: str) -> None:
         self._run, self._local = run / "watchdog/spool" / channel, local_folder(run) / channel
         self._limited = Limited()
-        self._notes: dict[str, dict[str, Any]] = {}
-        self._names: dict[str, str] = {}
-        self._number = 0
-        self.state: dict[str, Any] | None = None
-        """What `keep` was given last, by this process or one before it."""
+        self._notes: dict[str, Note] = {}
+        """By the name of the file."""
+        self.memory = Memory()
         with contextlib.suppress(OSError):
             self._load(*self._limited.call(lambda: _contents(self._run)))
         with contextlib.suppress(OSError):
             self._load(*_contents(self._local))
 
-    def _load(self, notes: list[tuple[Path, dict[str, Any]]], state: dict[str, Any] | None) -> None:
-        for path, content in notes:
-            self._notes[content["id"]], self._names[content["id"]] = content, path.name
-        if state is not None and (self.state is None or state.get("saved", 0.0) > self.state.get("saved", 0.0)):
-            self.state = state
+    def _load(self, notes: dict[str, Note], memory: Memory | None) -> None:
+        self._notes |= notes
+        if memory is not None and memory.saved > self.memory.saved:
+            self.memory = memory
 
     def __len__(self) -> int:
         return len(self._notes)
 
-    def add(self, note: dict[str, Any]) -> None:
+    def add(self, note: Note) -> None:
         """One more to deliver; one with the same id is the same."""
-        if note["id"] in self._notes:
-            return
-        self._notes[note["id"]] = note
-        self._number += 1
-        self._names[note["id"]] = name = f"{time.time_ns():020d}-{self._number:04d}.json"
-        self._write(name, note)
+        if all(note.id != other.id for other in self._notes.values()):
+            name = f"{time.time_ns():020d}-{note.id[:8]}.json"
+            self._notes[name] = note
+            self._write(name, note)
 
-    def oldest(self) -> dict[str, Any] | None:
+    def oldest(self) -> Note | None:
         """The next to deliver."""
         return next(iter(self._notes.values()), None)
 
-    def delivered(self, note: dict[str, Any]) -> None:
-        """It has arrived."""
-        self._take(note, lambda path: path.unlink(missing_ok=True))
+    def delivered(self) -> None:
+        """The oldest has arrived."""
+        self._remove_oldest(lambda path: path.unlink(missing_ok=True))
 
     @property
     def refused(self) -> Path:
         """Folder of what was refused."""
         return self._run / "refused"
 
-    def refuse(self, note: dict[str, Any]) -> None:
-        """The receiver will never take it: set aside for a person, out of the way of the others."""
+    def refuse(self) -> None:
+        """The receiver will never take the oldest: set aside for a person, out of the way of the others."""
 
         def aside(path: Path) -> None:
-            (path.parent / self.refused.name).mkdir(exist_ok=True)
-            path.rename(path.parent / self.refused.name / path.name)
+            folder = path.parent / self.refused.name
+            folder.mkdir(exist_ok=True)
+            path.rename(folder / path.name)
 
-        self._take(note, aside)
+        self._remove_oldest(aside)
 
-    def keep(self, state: dict[str, Any]) -> None:
-        """Remember JSON values for the next process."""
-        self.state = {**state, "saved": time.time()}
-        self._write(_STATE, self.state)
+    def keep(self) -> None:
+        """Write the memory for the next process."""
+        self.memory.saved = time.time()
+        self._write(_MEMORY, self.memory)
 
-    def _take(self, note: dict[str, Any], act: Callable[[Path], None]) -> None:
-        """Out of both folders: a write that hung may have come through after all."""
-        del self._notes[note["id"]]
-        name = self._names.pop(note["id"])
+    def _remove_oldest(self, remove: Callable[[Path], None]) -> None:
+        """From both folders: a write that hung may have come through after all."""
+        name = next(iter(self._notes))
+        del self._notes[name]
         with contextlib.suppress(OSError):
-            self._limited.call(lambda: act(self._run / name))
+            self._limited.call(lambda: remove(self._run / name))
         with contextlib.suppress(OSError):
-            act(self._local / name)
+            remove(self._local / name)
 
-    def _write(self, name: str, content: dict[str, Any]) -> None:
+    def _write(self, name: str, content: Note | Memory) -> None:
         """Into the run directory, or else on this node, or else it stands in memory alone."""
-        text = json.dumps(content) + "\n"
+        text = to_json(content).decode() + "\n"
         try:
             self._limited.call(lambda: replace_file(self._run / name, text))
         except OSError:
@@ -166,11 +168,6 @@ def _own(folder: Path) -> None:
             raise PermissionError(f"{path} belongs to another user")
 
 
-def _contents(folder: Path) -> tuple[list[tuple[Path, dict[str, Any]]], dict[str, Any] | None]:
-    paths = sorted(path for path in folder.glob("[0-9]*.json"))
-    notes = [(path, content) for path in paths if (content := _content(path)) is not None and "id" in content]
-    return notes, _content(folder / _STATE)
-
-
-def _content(path: Path) -> dict[str, Any] | None:
-    return state_files.view(path, dict[str, Any])
+def _contents(folder: Path) -> tuple[dict[str, Note], Memory | None]:
+    notes = {path.name: state_files.view(path, Note) for path in sorted(folder.glob("[0-9]*.json"))}
+    return {name: note for name, note in notes.items() if note}, state_files.view(folder / _MEMORY, Memory)
