@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,11 +13,13 @@ import psutil
 from pydantic import ConfigDict
 
 from .changes import load_recorded
+from .checkpoint import upcoming
 from .checkpoint.expected import missing
-from .checkpoint.store import Manifest
 from .checkpoint.stores import stores
+from .checkpoint.upcoming import SAVES, Late, Unprotected, longest_save
+from .config import Config
 from .errors import UserError
-from .record import goodput, lineage, state_files
+from .record import goodput, journal, lineage, state_files
 from .record.attempts import unread_bytes
 from .record.claim import Held
 from .record.environment import ENVIRONMENT, Environment
@@ -109,6 +110,7 @@ def inspect(run: RunDir) -> Report:
     if run.rollback.exists():
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _look_at_checkpoints(report, run, status)
+    _look_at_the_next(report, run, status)
     _look_at_progress(report, run, status)
     _look_at_alarms(report, run)
     _look_at_watchdog(report, run)
@@ -158,46 +160,56 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
         report.facts["verified_checkpoint"] = None
         return
     manifest = good[-1].manifest()
-    size = sum(entry.bytes for entry in manifest.files)
-    free = shutil.disk_usage(run.path).free
     report.facts["verified_checkpoint"] = {
         "step": good[-1].step,
         "age_seconds": round(age(manifest.committed), 1),
         "steps_behind": (status.step or 0) - good[-1].step,
-        "bytes": size,
+        "bytes": sum(entry.bytes for entry in manifest.files),
         "path": str(good[-1].path),
     }
     if found.elsewhere(good[-1]):
         report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
-    report.facts["disk_free_bytes"] = free
-    report.facts["checkpoints_that_fit"] = int(free // max(1, size))
-    if report.state not in _ENDED:
-        if free < 1.05 * size:
-            report.problems.append(
-                (ALERT, f"the next checkpoint ({human_bytes(size)}) does not fit: {human_bytes(free)} free")
-            )
-        elif free < 3 * 1.05 * size:
-            report.problems.append((WARN, f"fewer than three checkpoints fit: {human_bytes(free)} free"))
-        _look_at_interval(report, run, manifest, status)
 
 
-def _look_at_interval(report: Report, run: RunDir, manifest: Manifest, status: Status) -> None:
-    """Whether the newest verified checkpoint is older than the configured interval allows."""
+def _look_at_the_next(report: Report, run: RunDir, status: Status) -> None:
+    """Whether the next checkpoint fits, and whether it is late: by the rules of the watchdog."""
+    if not run.config.exists() and not report.facts.get("verified_checkpoint"):
+        return  # it has not begun
     try:
         config, _ = load_recorded(run.config)
     except UserError as error:
         report.problems.append((WARN, f"{run.config} cannot be read: {error.cause.splitlines()[0]}"))
         return
-    interval = config.schedule.samples(config.checkpoint.every)
-    behind = (status.consumed or 0) - manifest.consumed
-    if behind > 2.5 * interval:
-        report.problems.append(
-            (ALERT, f"{behind:_} samples since the last verified checkpoint, the interval is {interval:_}")
-        )
-    elif behind > 1.5 * interval:
-        report.problems.append(
-            (WARN, f"{behind:_} samples since the last verified checkpoint, the interval is {interval:_}")
-        )
+    try:
+        fit, late = upcoming.next_fit(run, config), _unprotected(run, config, status)
+    except (UserError, OSError):
+        return  # that it cannot be read is said elsewhere
+    if fit is not None:
+        report.facts["disk_free_bytes"], report.facts["checkpoints_that_fit"] = fit.room.free, fit.count
+    if report.state in _ENDED:
+        return
+    if fit is not None and fit.severity is not None:
+        report.problems.append((int(fit.severity), fit.text))
+    if level := late.late(config.watchdog.storage):
+        report.problems.append((WARN if level is Late.LATE else ALERT, str(late)))
+
+
+def _unprotected(run: RunDir, config: Config, status: Status) -> Unprotected:
+    """What the run has trained since its newest proved checkpoint, or without any since it began."""
+    whole = [item for item in stores(run).scan() if item.problem is None]
+    proved = [item for item in whole if item.verified or not config.checkpoint.verify]
+    newest = proved[-1].manifest() if proved else None
+    step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
+    saves = journal.of_kind(journal.read(run), "checkpoint")
+    return Unprotected(
+        config.checkpoint.every,
+        steps=(status.step or 0) - step,
+        samples=(status.consumed or 0) - consumed,
+        tokens=(status.tokens or 0) - tokens,
+        age=min(age(newest.committed if newest is not None else None), age(status.started)),
+        step_seconds=status.iteration_seconds or 0.0,
+        save_seconds=longest_save([entry["seconds"] for entry in saves[-SAVES:]]),
+    )
 
 
 def _look_at_alarms(report: Report, run: RunDir) -> None:
@@ -311,17 +323,18 @@ def render(report: Report) -> str:
             + (f" pid {facts['pid']}" if facts.get("pid") else "")
         )
     checkpoint = facts.get("verified_checkpoint")
-    if checkpoint:
+    if "verified_checkpoint" in facts and checkpoint is None:
+        lines.append("  checkpoint  none verified yet")
+    elif checkpoint:
         lines.append(
             f"  checkpoint  step {checkpoint['step']:_} verified {human_time(checkpoint['age_seconds'])} ago, "
             f"{checkpoint['steps_behind']:_} steps behind"
         )
+    if "disk_free_bytes" in facts:
         lines.append(
             f"  disk        {human_bytes(facts['disk_free_bytes'])} free, "
             f"room for {facts['checkpoints_that_fit']:_} checkpoints"
         )
-    elif "verified_checkpoint" in facts:
-        lines.append("  checkpoint  none verified yet")
     if facts.get("watchdog") and report.running:
         lines.append(f"  watchdog    {_watchdog_line(facts['watchdog'])}")
     if facts.get("goodput"):

@@ -18,7 +18,7 @@ from fsdp_pretrain.watchdog import nvml
 from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.hardware import Devices
 from fsdp_pretrain.watchdog.host import Host, HostState, look
-from fsdp_pretrain.watchdog.hosts import Hosts
+from fsdp_pretrain.watchdog.hosts import remember
 from fsdp_pretrain.watchdog_sections import HardwareSection
 
 pytestmark = pytest.mark.quick
@@ -43,12 +43,14 @@ class Machine:
     def __init__(self, path: Path, **section: Any) -> None:
         self.path, self.told = path / "gpus.json", list[Alarm]()
         self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.told.append(alarm))
-        self.hosts = Hosts(path / "hosts.json")
+        self.memory = path / "hosts.json"
         values = HardwareSection(provider=f"file:{self.path}", **section)
         self.devices: list[dict[str, Any]] = [{"index": n, **HEALTHY} for n in range(8)]
         self.content: str | None = None
         self.now = 1000.0
-        self.watch = Devices(self.alarms, values, host="node-7", hosts=self.hosts, expected=0, provider=values.provider)
+        self.watch = Devices(
+            self.alarms, values, host="node-7", memory=self.memory, expected=0, provider=values.provider
+        )
 
     def look(self, count: int = 1, *, answers: bool = True) -> None:
         """Write the file, and let the detector look at it so many times."""
@@ -58,7 +60,7 @@ class Machine:
             self.now += 15
             self.watch.tick(self.now)
             end = time.monotonic() + PATIENCE
-            while answers and self.watch._asked is not None:
+            while answers and self.watch.asked is not None:
                 assert time.monotonic() < end
                 self.watch.tick(self.now)
                 time.sleep(0.002)
@@ -72,7 +74,7 @@ def machine(tmp_path: Path) -> Any:
     made = Machine(tmp_path)
     made.path.touch()
     yield made
-    made.watch.close()
+    made.watch.helper.replace()
 
 
 def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
@@ -181,21 +183,21 @@ def test_a_file_that_is_none_is_told(machine: Any, content: str) -> None:
 
 def test_hosts_are_remembered(tmp_path: Path) -> None:
     """Three incidents in two weeks are too many; older ones do not count."""
-    hosts = Hosts(tmp_path / "watchdog/hosts.json")
-    old = {"time": "2020-01-01T00:00:00Z", "kind": "gpu"}
-    assert [hosts.add("a", "gpu") for _ in range(3)] == [1, 2, 3] and hosts.add("b", "hang") == 1
     path = tmp_path / "watchdog/hosts.json"
+    old = {"time": "2020-01-01T00:00:00Z", "kind": "gpu"}
+    assert [remember(path, "a", "gpu")["a"] for _ in range(3)] == [1, 2, 3]
     path.write_text(json.dumps({**json.loads(path.read_text()), "c": [old] * 5}))
-    assert hosts.add("c", "gpu") == 1 and hosts.proposed(3) == ["a"]
+    assert remember(path, "c", "gpu") == {"a": 3, "c": 1}
 
 
 def test_the_third_incident_proposes_to_exclude_a_host(machine: Any) -> None:
     for _ in range(2):
-        machine.hosts.add("node-7", "hang")
+        remember(machine.memory, "node-7", "hang")
     machine.look()
     machine.devices[0]["ecc"] = 1
     machine.look()
     assert ("host-record/node-7", "WARN", "open") in machine.said()
+    assert machine.told[0].facts == {"proposed": ["node-7"]}
 
 
 def test_the_library_is_asked_for_by_name_only_if_it_is_there() -> None:
