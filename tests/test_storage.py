@@ -82,7 +82,12 @@ def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -
 
 
 def saves(
-    watch: Watch, run: Path, every: str = "100 steps", reached: Callable[[], int] = int, **section: Any
+    watch: Watch,
+    run: Path,
+    every: str = "100 steps",
+    reached: Callable[[], int] = int,
+    prune: bool = True,
+    **section: Any,
 ) -> Checkpoints:
     for name in ("segments", "control"):
         (run / name).mkdir(parents=True, exist_ok=True)
@@ -95,6 +100,7 @@ def saves(
         segment=2,
         stores=[run / "checkpoints", run / "elsewhere"],
         every=Progress.parse(every),
+        prune=prune,
         reached=reached,
     )
 
@@ -183,24 +189,6 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     (attempt / "data").write_bytes(bytes(900_000))
     watch.advance(61)
     assert space.fit["checkpoints"] == 5
-
-
-def test_files_run_out_before_bytes(watch: Watch, small_disk: Disk) -> None:
-    """Fault matrix 39: a file system with room for few files."""
-    run = small_disk("64m,nr_inodes=150") / "run"
-    commit(Store(run / "checkpoints"), 1, 1000)
-    checkpoints = saves(watch, run)
-    places = [("checkpoints", run / "checkpoints", True)]
-    watch.detectors = [
-        checkpoints,
-        Space(watch.alarms, StorageSection(), watch.looks, places, checkpoints),
-    ]
-    watch.advance()
-    for number in range(100):
-        (run / f"file-{number}").touch()
-    watch.advance(61)
-    assert watch.said() == [("disk/checkpoints", "CRIT", "open")]
-    assert "in 3 files" in watch.told[0].summary
 
 
 def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:

@@ -79,7 +79,7 @@ def fit(need: Need, room: Room, *, reserve: float, writing: int = 0, old: Need |
         return Fit(now, Severity.CRIT, f"the next checkpoint does not fit: {compared}", room)
     if not now:
         return Fit(now, Severity.WARN, f"the next checkpoint fits only when older ones are deleted: {compared}", room)
-    text = f"{now} more checkpoint{'s' * (now > 1)} fit: a checkpoint {compared}"
+    text = f"{now} more checkpoint{'s fit' if now > 1 else ' fits'}: each {compared}"
     return Fit(now, Severity.WARN if now < FEW else None, text, room)
 
 

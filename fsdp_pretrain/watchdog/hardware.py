@@ -23,10 +23,8 @@ _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
 _REMAP_XID = 63
 """A row was remapped: fatal only where the remapping failed."""
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-_SLOWER, _WEAKER, _ERRORS = "a lower clock than the others", "less power than the others", "NVLink errors"
-_LOOKS = {_SLOWER: (20, 18), _WEAKER: (20, 18), _ERRORS: (30, 15)}
-_FEW_LOOKS = (5, 3)
-"""An oddity is a warning when it was seen in so many of the recent looks: (recent, seen)."""
+_LOOKS, _OFTEN = 20, 15
+"""Looks, five minutes by default, and in how many of them an oddity must have been seen to be a warning."""
 _SLOW_CLOCK, _LOW_POWER, _BUSY = 0.9, 0.6, 0.5
 _NEAR = 3.0
 _WEDGED = 2
@@ -130,12 +128,11 @@ class Devices(Detector):
         for device in devices:
             seen = set(self._oddities(device, devices))
             for reason in seen | {reason for index, reason in self._odd if index == device.index}:
-                history = deque[bool](maxlen=_LOOKS.get(reason, _FEW_LOOKS)[0])
-                self._odd.setdefault((device.index, reason), history).append(reason in seen)
+                self._odd.setdefault((device.index, reason), deque(maxlen=_LOOKS)).append(reason in seen)
         self._odd = {key: history for key, history in self._odd.items() if any(history)}
         found: dict[str, list[int]] = defaultdict(list)
         for (index, reason), history in sorted(self._odd.items()):
-            if sum(history) >= _LOOKS.get(reason, _FEW_LOOKS)[1]:
+            if sum(history) >= _OFTEN:
                 found[reason].append(index)
         if not found:
             self.resolve(f"gpu-odd/{self._host}", f"the GPUs of {self._host} are as they should be")
@@ -163,17 +160,17 @@ class Devices(Detector):
                 found.append("a slower PCIe link than before")
             clocks = [other.clock for other in peers if other.clock]
             if device.clock and clocks and device.clock < _SLOW_CLOCK * median(clocks):
-                found.append(_SLOWER)
+                found.append("a lower clock than the others")
         powers = [other.power for other in peers if other.power]
         if device.power and len(powers) > 1 and device.power < _LOW_POWER * median(powers):
-            found.append(_WEAKER)
+            found.append("less power than the others")
         first = self._first.get(device.index, device).nvlink
         if device.nvlink is not None and first is not None:
             links, errors = device.nvlink
             if links < first[0]:
                 found.append("an NVLink is down")
             if errors > self._errors.get(device.index, errors):
-                found.append(_ERRORS)
+                found.append("NVLink errors")
             self._errors[device.index] = errors
         return found
 
