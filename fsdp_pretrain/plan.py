@@ -11,7 +11,7 @@ from . import advice, memory, models
 from .checkpoint import upcoming
 from .checkpoint.space import Need
 from .config import Config
-from .errors import ConfigError
+from .errors import ConfigError, UserError
 from .mesh import shard_size
 from .model_sections import AnyModel
 from .record.files import RunDir
@@ -134,10 +134,12 @@ def plan(
 def _space_warning(config: Config, first: Need) -> Iterator[str]:
     """Whether the next checkpoint fits, where the storage of the run can be seen from here."""
     run = RunDir(config.run.dir)
-    if run.path.parent.is_dir():
-        fit = upcoming.next_fit(run, config, first)
-        if fit is not None and fit.severity is not None:
-            yield fit.text
+    try:
+        fit = upcoming.next_fit(run, config, first) if run.path.parent.is_dir() else None
+    except (UserError, OSError):  # a plan needs no storage: who starts the run is told what is wrong with it
+        return
+    if fit is not None and fit.severity is not None:
+        yield fit.text
 
 
 def measured(config: Config, *, seconds: float, devices: int, device: str | None) -> dict[str, Any]:

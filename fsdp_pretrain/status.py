@@ -182,8 +182,10 @@ def _look_at_the_next(report: Report, run: RunDir, status: Status) -> None:
         return
     try:
         fit, late = upcoming.next_fit(run, config), _unprotected(run, config, status)
-    except (UserError, OSError):
-        return  # that it cannot be read is said elsewhere
+    except (UserError, OSError) as error:
+        cause = error.cause if isinstance(error, UserError) else error
+        report.problems.append((WARN, f"whether the next checkpoint fits is not known: {cause}"))
+        return
     if fit is not None:
         report.facts["disk_free_bytes"], report.facts["checkpoints_that_fit"] = fit.room.free, fit.count
     if report.state in _ENDED:

@@ -33,7 +33,7 @@ _LATE, _VERY_LATE, _TOO_LATE = 1.5, 2.5, 4.0
 
 
 def like(size: int, files: int) -> Need:
-    """What the next checkpoint takes if the newest one has that many bytes, in so many files of its manifest."""
+    """What the next checkpoint takes if the manifest of the newest one lists that many bytes and files."""
     return Need(size, files + _FILES_BESIDE)
 
 

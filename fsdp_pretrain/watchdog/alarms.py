@@ -102,7 +102,7 @@ class Alarms:
             state: State = "open" if worst > before.severity else before.state
             alarm = replace(before, severity=worst, state=state, summary=summary, **more)
             if worst == before.severity and not revised:
-                self._known[key] = alarm  # the same incident with newer numbers: nothing to write or tell
+                self._known[key] = alarm  # the same incident with newer numbers: nothing to write or report
                 return alarm
             alarm = replace(alarm, changed=time)
         self._enter(alarm, before)

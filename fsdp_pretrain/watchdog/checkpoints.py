@@ -34,7 +34,7 @@ _SLOW_SCORE, _SLOW_TIMES, _SLOWEST_NOISE = -4.0, 3.0, 0.15
 _NO_MATTER = 1.0
 """Seconds: shorter saves are never called slow."""
 _STILL_FIRST = 5
-"""Before any save was timed, a writer may stand still so many times longer."""
+"""Before any save was timed, a writer may stand still this many times longer."""
 _AUDIT_DEADLINE = 3600.0
 
 

@@ -23,7 +23,7 @@ from .probe import Look, Looks
 _DAY, _SHORT = 86400.0, 6 * 3600.0
 _LEAST_SAMPLES, _IN_A_ROW = 6, 3
 _REACH = 100.0
-"""A trend is continued for so many times as long as it was seen: what a minute shows says nothing of tomorrow."""
+"""A trend is continued for this many times as long as it was seen: a minute says nothing about tomorrow."""
 _REMEDY = "free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)"
 
 
