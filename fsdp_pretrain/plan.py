@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from . import advice, memory, models
-from .checkpoint.space import BYTES_PER_PARAMETER
+from .checkpoint import upcoming
+from .checkpoint.space import Need
 from .config import Config
-from .errors import ConfigError
+from .errors import ConfigError, UserError
 from .mesh import shard_size
 from .model_sections import AnyModel
+from .record.files import RunDir
 from .throughput import device_memory, flops_per_token, hardware_flops_per_token, speed
 from .units import human_bytes, human_count
 
@@ -75,7 +77,7 @@ def plan(
             f"into micro-batches of {train.micro_batch}",
             remedy=f"feasible world sizes: {_shorten(sizes)}",
         )
-    checkpoint = parameters * BYTES_PER_PARAMETER
+    checkpoint = upcoming.first(parameters, world or 1)
     kept = config.checkpoint.keep_last + 1
     length = config.data.sequence_length
     result: dict[str, Any] = {
@@ -91,12 +93,16 @@ def plan(
         "tokens": schedule.tokens(schedule.total),
         "global_batches": schedule.batches(),
         "world_sizes": sizes,
-        "checkpoint_bytes": checkpoint,
+        "checkpoint_bytes": checkpoint.bytes,
         "checkpoints_kept": kept,
-        "disk_bytes": checkpoint * kept,
+        "disk_bytes": checkpoint.bytes * kept,
         "markers": advice.markers(schedule),
         "schedule": schedule.preview(),
-        "warnings": [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))],
+        "warnings": [
+            *advice.warnings(config),
+            *advice.ramp_warning(config, max(sizes, default=0)),
+            *_space_warning(config, checkpoint),
+        ],
     }
     if world is not None:
         shards = shard_size(config.parallel, world, min(world, gpus_per_node))
@@ -123,6 +129,17 @@ def plan(
         elif device not in (None, "cpu"):
             result["warnings"].append(f"the memory of a device {device!r} is not on file: say it with --device-memory")
     return result
+
+
+def _space_warning(config: Config, first: Need) -> Iterator[str]:
+    """Whether the next checkpoint fits, where the storage of the run can be seen from here."""
+    run = RunDir(config.run.dir)
+    try:
+        fit = upcoming.next_fit(run, config, first) if run.path.parent.is_dir() else None
+    except (UserError, OSError):  # a plan needs no storage: who starts the run is told what is wrong with it
+        return
+    if fit is not None and fit.severity is not None:
+        yield fit.text
 
 
 def measured(config: Config, *, seconds: float, devices: int, device: str | None) -> dict[str, Any]:

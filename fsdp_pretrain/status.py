@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,14 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from .changes import load_recorded
+from .checkpoint import upcoming
 from .checkpoint.expected import missing
-from .checkpoint.store import Manifest
 from .checkpoint.stores import stores
+from .checkpoint.upcoming import SAVES, Late, Unprotected, longest_save
+from .config import Config
 from .console import row
 from .errors import UserError
-from .record import goodput, lineage, state_files
+from .record import goodput, journal, lineage, state_files
 from .record.attempts import unread_bytes
 from .record.claim import Held
 from .record.environment import ENVIRONMENT, Environment
@@ -150,6 +151,7 @@ def inspect(run: RunDir) -> Report:
     if run.rollback.exists():
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _look_at_checkpoints(report, run, report.status)
+    _look_at_the_next(report, run, report.status)
     for look in (_look_at_progress, _look_at_alarms, _look_at_watchdog, _look_at_goodput, _look_at_files):
         look(report, run)
     return report
@@ -196,45 +198,58 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
         report.verified_checkpoint = None
         return
     manifest = good[-1].manifest()
-    size = sum(entry.bytes for entry in manifest.files)
-    free = shutil.disk_usage(run.path).free
     report.verified_checkpoint = Verified(
         step=good[-1].step,
         age_seconds=round(age(manifest.committed), 1),
         steps_behind=(status.step or 0) - good[-1].step,
-        bytes=size,
+        bytes=sum(entry.bytes for entry in manifest.files),
         path=str(good[-1].path),
     )
     if found.elsewhere(good[-1]):
         report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
-    report.disk_free_bytes, report.checkpoints_that_fit = free, int(free // max(1, size))
-    if report.state not in _ENDED:
-        if free < 1.05 * size:
-            report.problems.append(
-                (ALERT, f"the next checkpoint ({human_bytes(size)}) does not fit: {human_bytes(free)} free")
-            )
-        elif free < 3 * 1.05 * size:
-            report.problems.append((WARN, f"fewer than three checkpoints fit: {human_bytes(free)} free"))
-        _look_at_interval(report, run, manifest, status)
 
 
-def _look_at_interval(report: Report, run: RunDir, manifest: Manifest, status: Status) -> None:
-    """Whether the newest verified checkpoint is older than the configured interval allows."""
+def _look_at_the_next(report: Report, run: RunDir, status: Status) -> None:
+    """Whether the next checkpoint fits, and whether it is late: by the rules of the watchdog."""
+    if not run.config.exists() and not report.verified_checkpoint:
+        return  # it has not begun
     try:
         config, _ = load_recorded(run.config)
     except UserError as error:
         report.problems.append((WARN, f"{run.config} cannot be read: {error.cause.splitlines()[0]}"))
         return
-    interval = config.schedule.samples(config.checkpoint.every)
-    behind = (status.consumed or 0) - manifest.consumed
-    if behind > 2.5 * interval:
-        report.problems.append(
-            (ALERT, f"{behind:_} samples since the last verified checkpoint, the interval is {interval:_}")
-        )
-    elif behind > 1.5 * interval:
-        report.problems.append(
-            (WARN, f"{behind:_} samples since the last verified checkpoint, the interval is {interval:_}")
-        )
+    try:
+        fit, late = upcoming.next_fit(run, config), _unprotected(run, config, status)
+    except (UserError, OSError) as error:
+        cause = error.cause if isinstance(error, UserError) else error
+        report.problems.append((WARN, f"whether the next checkpoint fits is not known: {cause}"))
+        return
+    if fit is not None:
+        report.disk_free_bytes, report.checkpoints_that_fit = fit.room.free, fit.count
+    if report.state in _ENDED:
+        return
+    if fit is not None and fit.severity is not None:
+        report.problems.append((int(fit.severity), fit.text))
+    if level := late.late(config.watchdog.storage):
+        report.problems.append((WARN if level is Late.LATE else ALERT, str(late)))
+
+
+def _unprotected(run: RunDir, config: Config, status: Status) -> Unprotected:
+    """What the run has trained since its newest proved checkpoint, or without any since it began."""
+    whole = [item for item in stores(run).scan() if item.problem is None]
+    proved = [item for item in whole if item.verified or not config.checkpoint.verify]
+    newest = proved[-1].manifest() if proved else None
+    step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
+    saves = journal.of_kind(journal.read(run), "checkpoint")
+    return Unprotected(
+        config.checkpoint.every,
+        steps=(status.step or 0) - step,
+        samples=(status.consumed or 0) - consumed,
+        tokens=(status.tokens or 0) - tokens,
+        age=min(age(newest.committed if newest is not None else None), age(status.started)),
+        step_seconds=status.iteration_seconds or 0.0,
+        save_seconds=longest_save([entry["seconds"] for entry in saves[-SAVES:]]),
+    )
 
 
 def _look_at_alarms(report: Report, run: RunDir) -> None:

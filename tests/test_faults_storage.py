@@ -165,7 +165,7 @@ def at(path: str, act: str, verb: str = "open", *, skip: int = 0, times: int = 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "lacking"), [("6m", "a checkpoint takes"), ("32m,nr_inodes=400", "room for")])
+@pytest.mark.parametrize(("size", "lacking"), [("6m", "needs"), ("32m,nr_inodes=400", "room for")])
 def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, size: str, lacking: str) -> None:
     """Fault matrix 1 and 39: told before the save that would fail; nothing half-written; 93; the last one loads."""
     disk = small_disk(size)

@@ -60,7 +60,7 @@ LEVELS = [
         "data.position",
         "data.quickstart",
     ],
-    ["fsdp_pretrain.checkpoint.stores", "fsdp_pretrain.checkpoint.expected"],
+    ["fsdp_pretrain.checkpoint.stores", "fsdp_pretrain.checkpoint.expected", "fsdp_pretrain.checkpoint.upcoming"],
     [
         "fsdp_pretrain.status",
         "fsdp_pretrain.watchdog.looks",

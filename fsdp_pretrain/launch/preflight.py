@@ -11,11 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from ..checkpoint.space import Need
 from ..checkpoint.stores import fallback, stores
+from ..checkpoint.upcoming import next_fit
 from ..config import Config
 from ..errors import ConfigError, Exit
 from ..record.files import RunDir
+from ..severity import Severity
 from ..units import human_bytes
 from .outcome import avoided
 
@@ -40,8 +41,7 @@ def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
     offset = _write_test(run.path)
     _write_test(run.checkpoints)
     check_devices(nproc)
-    _check_space(config, run)
-    return [*_look_at_clock(offset), *_look_at_memory(config, run, nproc)]
+    return [*_look_at_space(config, run), *_look_at_clock(offset), *_look_at_memory(config, run, nproc)]
 
 
 def _write_test(directory: Path) -> float:
@@ -94,28 +94,18 @@ def check_devices(nproc: str) -> None:
         )
 
 
-def _checkpoint_bytes(run: RunDir) -> tuple[int, int]:
-    """(bytes, files) of the newest checkpoint; zeros if there is none."""
-    newest = stores(run).newest()
-    entries = newest.files() if newest is not None else []
-    return sum(entry.bytes for entry in entries), len(entries)
-
-
-def _check_space(config: Config, run: RunDir) -> None:
-    """Raise UserError if the next checkpoint fits nowhere, whatever is pruned for it."""
-    size, files = _checkpoint_bytes(run)
-    found = stores(run).main
-    whole = [item for item in found.scan() if item.problem is None and item.verified and not item.pinned]
-    if config.checkpoint.prune:  # at the most: some may be kept for ever
-        size -= sum(entry.bytes for item in whole[:-2] for entry in item.files())
-    lacking = Need(size, files).lacking(run.path) if size > 0 else None
-    other = fallback(config)
-    if lacking is not None and other is None:
+def _look_at_space(config: Config, run: RunDir) -> Iterator[str]:
+    """Raises ConfigError if the next checkpoint fits nowhere, whatever is pruned for it."""
+    fit = next_fit(run, config)
+    if fit is None or fit.severity is None:
+        return
+    if fit.severity is Severity.CRIT and fallback(config) is None:
         raise ConfigError(
-            f"the next checkpoint does not fit: {lacking}",
+            fit.text,
             effect="training would go on without protection, and end with exit 93",
             remedy="free space, or name other storage with checkpoint.fallback_dir",
         )
+    yield fit.text
 
 
 def _look_at_clock(offset: float) -> Iterator[str]:
@@ -132,7 +122,8 @@ def _look_at_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
     newest = stores(run).newest()
     if newest is None:
         return
-    need = _checkpoint_bytes(run)[0] * min(1.0, ranks / newest.manifest().world.size)
+    manifest = newest.manifest()
+    need = sum(entry.bytes for entry in manifest.files) * min(1.0, ranks / manifest.world.size)
     free = psutil.virtual_memory().available
     if config.checkpoint.background and free < need:
         yield f"a copy of the next checkpoint takes {human_bytes(need)} of host memory, {human_bytes(free)} are free"

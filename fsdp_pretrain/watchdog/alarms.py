@@ -1,8 +1,8 @@
 """Alarms: one incident, one key; opened, raised in severity, acknowledged, resolved. No torch.
 
 Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open ones are found again after the process
-that keeps them was killed. What is *sent* is another matter (see `storm`): an incident that comes and goes, or that
-follows from a worse one, is written down each time and told once.
+that keeps them was killed. What is *sent* is decided elsewhere (see `storm`): an incident that comes and goes, or that
+follows from a worse one, is written down each time and sent once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class Alarm:
         return self.key.partition("/")[0]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values."""
         return {**asdict(self), "severity": self.severity.name}
 
     @classmethod
@@ -76,8 +75,8 @@ class Alarms:
 
     Args:
         path: `alarms.jsonl`; read if it exists. What a full disk does not take is written once there is room.
-        told: called with every transition: the alarm, and what it was before (None: new). Before it is written, since
-            the file may stand on a mount that hangs, and that is one of the things to be told.
+        told: called with every transition: the alarm, and what it was before (None: new). It comes before the write:
+            the file may be on a mount that hangs, and that has to be reported too.
     """
 
     def __init__(self, path: Path, told: Callable[[Alarm, Alarm | None], None]) -> None:
@@ -87,9 +86,13 @@ class Alarms:
     def __iter__(self) -> Iterator[Alarm]:
         return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
 
+    def open_keys(self) -> list[str]:
+        """Of the alarms that are open."""
+        return [alarm.key for alarm in self]
+
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> Alarm:
-        """An incident is there: opened, or brought up to date. Told when it is new, its severity rises, or it is
-        `revised`: what was told of it is not what is known now."""
+        """Open an incident, or bring it up to date. It is reported when it is new, its severity rises, or it is
+        `revised`: more is known than was reported."""
         before, time = self._known.get(key), now()
         if before is None or before.state == "resolved":
             count = 1 if before is None else before.count + 1
@@ -99,7 +102,7 @@ class Alarms:
             state: State = "open" if worst > before.severity else before.state
             alarm = replace(before, severity=worst, state=state, summary=summary, **more)
             if worst == before.severity and not revised:
-                self._known[key] = alarm  # the same incident with newer numbers: nothing to write or tell
+                self._known[key] = alarm  # the same incident with newer numbers: nothing to write or report
                 return alarm
             alarm = replace(alarm, changed=time)
         self._enter(alarm, before)
@@ -113,7 +116,7 @@ class Alarms:
             self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step), before)
 
     def acknowledge(self, key: str, by: str = "") -> bool:
-        """A person (`by`) knows of it: no more reminders. Whether there is such an open alarm."""
+        """A person (`by`) takes it: no more reminders. Whether there is such an open alarm."""
         before = self._known.get(key)
         if before is None or before.state == "resolved":
             return False

@@ -1,6 +1,6 @@
 """Has the run become slower, in itself or since an earlier start? Step times of the record, without the planned bumps.
 
-The first steps of a start, and those with a save, an evaluation or anything else beside them, tell nothing; batch and
+The first steps of a start, and those with a save, an evaluation or anything else beside them, do not count; batch and
 sequence length are planned, and another value of them is a new beginning.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -46,8 +47,6 @@ class Drift(Detector):
     """Opens `pace` when the run is slower than at the start's beginning, `pace/restart` when slower than before it.
 
     Args:
-        alarms: where it is told.
-        section: what is told.
         path: `pace.json`, the best medians of earlier starts.
         hosts: of this start.
     """
@@ -57,9 +56,8 @@ class Drift(Detector):
         self._section, self._path, self._hosts = section, path, sorted(set(hosts))
         self._pace = Pace()
         self._steps = self._wait = 0
-        self._clean: list[float] = []
-        self._key = ""
-        self._judged = False
+        self._clean = deque[float](maxlen=_BEST)
+        self._shape = ""
         self._best = state_files.view(path, dict[str, Best]) or {}
         self._slow_since: float | None = None
 
@@ -76,16 +74,15 @@ class Drift(Detector):
         self._wait = _AFTER if disturbed else max(0, self._wait - 1)
         if self._steps <= self._section.settle or disturbed or self._wait:
             return
-        seconds = record.seconds.iteration
         shape = f"{record.world or 0} ranks, {record.batch} x {record.sequence_length}"
-        if shape != self._key:
-            self._key, self._clean, self._judged = shape, [], False
-            self.alarms.resolve("pace", "another batch or sequence length: compared anew", step=self.at)
-            self._slow_since = None
-        change = self._pace.add(record.step, seconds, shape)
+        if shape != self._shape:
+            self._shape, self._slow_since = shape, None
+            self._clean.clear()
+            self.resolve("pace", "another batch or sequence length: compared from here on")
+        change = self._pace.add(record.step, record.seconds.iteration, shape)
         if change is not None:
-            self._tell(change, record)
-        self._remember(seconds)
+            self._report(change, record)
+        self._remember(record.seconds.iteration)
 
     def tick(self, now: float) -> None:
         """A slowdown that lasts gets worse."""
@@ -95,74 +92,66 @@ class Drift(Detector):
         self._slow_since = self._slow_since or now
         ratio = self._pace.ratio or 1.0
         if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
-            self.alarms.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to", step=self.at)
+            self.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to")
 
-    def _tell(self, change: Change, record: StepRecord) -> None:
-        if change.kind in ("back", "faster"):
-            text = "steps take as long as at the beginning again"
-            self.alarms.resolve("pace", text if change.kind == "back" else "steps have become faster", step=change.step)
-            return
-        seconds = record.seconds
-        parts = {"data": seconds.data, "computing": seconds.forward_backward, "optimiser": seconds.optimizer}
-        share = ", ".join(f"{name} {part / seconds.iteration:.0%}" for name, part in parts.items())
-        self.alarms.open(
-            "pace",
-            Severity.WARN,
-            f"steps take {change.ratio - 1:.1%} longer than at the beginning of this start, since about step "
-            f"{change.since:_} (now {share})",
-            effect="the run will end later; nothing is lost",
-            remedy="look for an alarm `straggler`, other jobs on the storage or the network, and the clocks of the "
-            "devices; `fsdp-pretrain doctor` compares nodes when the job stands",
-            step=change.step,
-            facts={"ratio": change.ratio, "since": change.since},
-        )
+    def _report(self, change: Change, record: StepRecord) -> None:
+        if change.kind == "back":
+            self.resolve("pace", "steps take as long as at the beginning again")
+        elif change.kind == "faster":
+            self.resolve("pace", "steps have become faster")
+        else:
+            seconds = record.seconds
+            parts = {"data": seconds.data, "computing": seconds.forward_backward, "optimiser": seconds.optimizer}
+            shares = ", ".join(f"{name} {part / seconds.iteration:.0%}" for name, part in parts.items())
+            self.open(
+                "pace",
+                Severity.WARN,
+                f"steps take {change.ratio - 1:.1%} longer than at the beginning of this start, since about step "
+                f"{change.since:_} (now {shares})",
+                "the run will end later; nothing is lost",
+                "look for an alarm `straggler`, other jobs on the storage or the network, and the clocks of the "
+                "devices; `fsdp-pretrain doctor` compares nodes when the job stands",
+                facts={"ratio": change.ratio, "since": change.since},
+            )
 
     # ------------------------------------------------------------------ earlier starts
 
     def _remember(self, seconds: float) -> None:
         """Compare the first clean steps with the best of earlier starts; keep the best of this one."""
-        self._clean = [*self._clean, seconds][-_BEST:] if len(self._clean) >= _BEST else [*self._clean, seconds]
-        count, best = len(self._clean), self._best.get(self._key)
-        if count == _FIRST and not self._judged:
-            self._judged = True
-            if best is not None:
-                self._compare(median(self._clean) / best.seconds, best)
-        if count >= _FIRST and (self._steps % _FIRST) == 0:
-            now = median(self._clean)
-            if best is None or now < best.seconds:
-                self._best[self._key] = Best(now, self._hosts)
-                with contextlib.suppress(OSError):
-                    known = {key: asdict(value) for key, value in self._best.items()}
-                    replace_file(self._path, json.dumps(known, indent=1) + "\n")
+        self._clean.append(seconds)
+        if len(self._clean) < _FIRST:
+            return
+        typical, best = median(self._clean), self._best.get(self._shape)
+        if best is not None and len(self._clean) == _FIRST:
+            self._compare(typical / best.seconds, best)
+        if self._steps % _FIRST == 0 and (best is None or typical < best.seconds):
+            self._best[self._shape] = Best(typical, self._hosts)
+            with contextlib.suppress(OSError):
+                known = {shape: asdict(value) for shape, value in self._best.items()}
+                replace_file(self._path, json.dumps(known, indent=1) + "\n")
 
     def _compare(self, ratio: float, best: Best) -> None:
         if ratio - 1 < self._section.restart:
-            self.alarms.resolve("pace/restart", "as fast as before the restart", step=self.at)
+            self.resolve("pace/restart", "as fast as before the restart")
             return
         new = sorted(set(self._hosts) - set(best.hosts))
-        gone = sorted(set(best.hosts) - set(self._hosts))
-        hosts = f"new since then: {', '.join(new)}" if new else "on the same hosts"
-        self.alarms.open(
+        self.open(
             "pace/restart",
             Severity.WARN,
-            f"steps take {ratio - 1:.1%} longer than in the best earlier start of this size, {hosts}",
-            effect="the run will end later; nothing is lost",
-            remedy="`fsdp-pretrain doctor` compares nodes when the job stands",
-            step=self.at,
-            facts={"ratio": ratio, "new": new, "gone": gone},
+            f"steps take {ratio - 1:.1%} longer than in the best earlier start of this size, "
+            + (f"new since then: {', '.join(new)}" if new else "on the same hosts"),
+            "the run will end later; nothing is lost",
+            "`fsdp-pretrain doctor` compares nodes when the job stands",
+            facts={"ratio": ratio, "new": new, "gone": sorted(set(best.hosts) - set(self._hosts))},
         )
 
 
 class Stragglers(Detector):
     """Opens `straggler/...` for a rank, or a whole host, that keeps needing more time of its own than the others.
 
-    Wall time tells nothing: all ranks wait for the slowest. Their own time does: in three of the last four windows so
+    Wall time says nothing: all ranks wait for the slowest. Their own time does: in three of the last four windows so
     far over the median of all that neither the differences among ranks nor those from window to window explain it. The
     latter are all there is on few ranks; they are taken from changes, so that one that stays slow does not hide itself.
-
-    Args:
-        alarms: where it is told.
-        section: what is told.
     """
 
     def __init__(self, alarms: Alarms, section: PaceSection) -> None:
@@ -170,7 +159,6 @@ class Stragglers(Detector):
         self._section = section
         self._ratios: dict[int, list[float]] = {}
         self._window = 0
-        self._open: set[str] = set()
 
     def look(self, windows: dict[int, tuple[str, int, float]]) -> None:
         """What the ranks measured: {rank: (host, number of the window, own seconds of a typical step)}."""
@@ -186,14 +174,16 @@ class Stragglers(Detector):
         self._ratios = {rank: [*self._ratios.get(rank, []), ratio][-_KEPT:] for rank, ratio in ratios.items()}
         among = spread(list(ratios.values()))[1] if len(own) > 2 else 0.0
         slow = self._slow(max(self._section.straggler, _AMONG * among))
-        self._tell(slow, {rank: host for rank, (host, _, _) in windows.items()}, ratios)
+        if slow is not None:
+            self._report(slow, {rank: host for rank, (host, _, _) in windows.items()}, ratios)
 
-    def _slow(self, bound: float) -> set[int]:
-        """The ranks that were above the bound, and above the noise of time, in three of the last four windows."""
+    def _slow(self, bound: float) -> set[int] | None:
+        """The ranks that were above the bound, and above the noise of time, in three of the last four windows; None
+        while that noise is not known."""
         changes = {rank: [b - a for a, b in pairwise(known)] for rank, known in self._ratios.items()}
         pooled = [change for each in changes.values() for change in each]
         if len(pooled) * (len(changes) - 1) < _KNOWN * len(changes):  # the ratios of n ranks have n - 1 degrees
-            return set()
+            return None
         noise = {rank: max(spread(pooled)[1], spread(each)[1] if each else 0.0) for rank, each in changes.items()}
         return {
             rank
@@ -201,25 +191,23 @@ class Stragglers(Detector):
             if sum(ratio > max(bound, _OVER_TIME * noise[rank] / math.sqrt(2)) for ratio in known[-4:]) >= 3
         }
 
-    def _tell(self, slow: set[int], hosts: dict[int, str], ratios: dict[int, float]) -> None:
+    def _report(self, slow: set[int], hosts: dict[int, str], ratios: dict[int, float]) -> None:
         found: dict[str, tuple[str, float]] = {}
         for host in {hosts[rank] for rank in slow}:
             here = [rank for rank, name in hosts.items() if name == host]
             guilty = sorted(slow.intersection(here))
-            worst = max(ratios[rank] for rank in guilty)
             if len(here) > 1 and 2 * len(guilty) >= len(here) and len(set(hosts.values())) > 1:
+                worst = max(ratios[rank] for rank in guilty)
                 found[f"straggler/{host}"] = (f"{len(guilty)} of {len(here)} ranks of {host} need", worst)
             else:
                 found |= {f"straggler/rank-{r}": (f"rank {r} ({host}) needs", ratios[r]) for r in guilty}
         for key, (who, ratio) in found.items():
-            self.alarms.open(
+            self.open(
                 key,
                 Severity.CRIT if ratio >= 0.10 else Severity.WARN,
                 f"{who} {ratio:.1%} more time of its own for a step than the others, in three of four windows",
-                effect="all ranks wait for the slowest",
-                remedy="look at clocks, temperature and other processes there; take the host out at the next stop",
+                "all ranks wait for the slowest",
+                "look at clocks, temperature and other processes there; take the host out at the next stop",
                 facts={"ratio": ratio, "window": self._window},
             )
-        for key in self._open - set(found):
-            self.alarms.resolve(key, "as fast as the others again")
-        self._open = set(found)
+        self.resolve_others("straggler", found, "as fast as the others again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ..severity import Severity
 from ..units import human_time
@@ -16,13 +15,7 @@ from .probe import Look, Looks
 class Evaluations(Detector):
     """Opens `evaluation/STEP` when an evaluation takes longer than the deadline its worker has written down.
 
-    The worker keeps its stack by itself, and ends it at last; this tells of it, also when the worker is stopped.
-
-    Args:
-        alarms: where incidents are told.
-        section: `[watchdog.storage]`, how often storage is looked at.
-        looks: makes the looks.
-        run: the run directory.
+    The worker keeps its own stacks, and at last ends the evaluation; this reports it, also when the worker is stopped.
     """
 
     def __init__(self, alarms: Alarms, section: StorageSection, looks: Looks, run: Path) -> None:
@@ -32,29 +25,24 @@ class Evaluations(Detector):
         self._seen: dict[str, float] = {}
 
     def tick(self, now: float) -> None:
-        """Look, and take what an earlier look found."""
+        """Look, and judge what an earlier look found. Durations are on our clock, which never jumps."""
         answer = self._look.tick(now)
         if answer is None or answer.error is not None:
             return
         claims = answer.value["claims"]
         self._seen = {claim["token"]: self._seen.get(claim["token"], now) for claim in claims}
-        late = {f"evaluation/{claim['step']}": claim for claim in claims if self._lasts(claim, now) > claim["deadline"]}
-        for key, claim in late.items():
-            self.alarms.open(
-                key,
+        late = [claim for claim in claims if now - self._seen[claim["token"]] > claim["deadline"]]
+        for claim in late:
+            self.open(
+                f"evaluation/{claim['step']}",
                 Severity.WARN,
                 f"the evaluation of step {claim['step']} ({claim['tasks']}) on {claim['host']}, pid {claim['pid']}, "
                 f"takes longer than {human_time(claim['deadline'])}",
-                effect="training is not affected; there are no scores of this checkpoint, and it is not deleted",
-                remedy=f"see watchdog/stacks/evaluation-{claim['step']:08d}.txt; it is ended after thrice as long, "
+                "training is not affected; there are no scores of this checkpoint, and it is not deleted",
+                f"see watchdog/stacks/evaluation-{claim['step']:08d}.txt; it is ended after thrice as long, "
                 "which is one of its eval.attempts",
                 step=claim["step"],
                 facts={name: claim[name] for name in ("host", "pid", "deadline", "tasks")},
             )
-        for alarm in list(self.alarms):
-            if alarm.detector == "evaluation" and alarm.key not in late:
-                self.alarms.resolve(alarm.key, "it has ended; the journal says how")
-
-    def _lasts(self, claim: dict[str, Any], now: float) -> float:
-        """Seconds for which it was seen: on our clock, which never jumps."""
-        return now - self._seen[claim["token"]]
+        keys = {f"evaluation/{claim['step']}" for claim in late}
+        self.resolve_others("evaluation", keys, "it has ended; the journal says how")

@@ -19,9 +19,8 @@ from .alarms import Alarms
 from .detector import Detector
 
 _EVERY = 60.0
-_HOUR = 60
-"""Samples of memory that are kept, one a minute."""
-_LEAST, _LATEST = 30, 5
+_HOUR, _LEAST, _LATEST = 60, 30, 5
+"""Samples of memory, one a minute: kept, needed for a forecast, and whose median is what is left now."""
 _SOON, _VERY_SOON = 7200.0, 1800.0
 _DECLINE = 0.02
 """Share of the memory by which it must have become less for a forecast."""
@@ -36,7 +35,7 @@ class HostState:
 
     Attributes:
         available, total: bytes of memory that processes can have, within the limit of this control group.
-        oom_kills: processes that were ended for want of memory since boot.
+        oom_kills: processes that the kernel has killed for lack of memory since boot.
         descriptors: the largest share of its limit that a rank has open.
         cpu, stolen: seconds since boot, of all cores: all of it, and what the hypervisor gave to others.
     """
@@ -53,34 +52,21 @@ def look(pids: list[int]) -> HostState:
     """The state of this host, and of the processes of its ranks."""
     memory, times = psutil.virtual_memory(), psutil.cpu_times()
     available, total = memory.available, memory.total
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    if limit is not None and used is not None and limit < total:
-        available = min(available, limit - used + _events(_CGROUP / "memory.stat").get("inactive_file", 0))
-        total = limit
-    kills = max(_events(Path("/proc/vmstat")).get("oom_kill", 0), _events(_CGROUP / "memory.events").get("oom_kill", 0))
-    return HostState(
-        available,
-        total,
-        kills,
-        max(map(_descriptors, pids), default=0.0),
-        sum(times),
-        float(getattr(times, "steal", 0.0)),
-    )
+    with contextlib.suppress(OSError, ValueError):  # there is no limit, or it says "max"
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        if limit < total:
+            cache = _counters(_CGROUP / "memory.stat").get("inactive_file", 0)
+            available, total = min(available, limit - used + cache), limit
+    kills = max(_counters(path).get("oom_kill", 0) for path in (Path("/proc/vmstat"), _CGROUP / "memory.events"))
+    descriptors = max(map(_descriptors, pids), default=0.0)
+    return HostState(available, total, kills, descriptors, sum(times), float(getattr(times, "steal", 0.0)))
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such limit, or "max"
-        return None
-
-
-def _events(path: Path) -> dict[str, int]:
+def _counters(path: Path) -> dict[str, int]:
     """Lines of `name number`."""
-    try:
-        return {name: int(value) for name, _, value in map(lambda line: line.partition(" "), path.open())}  # noqa: C417
-    except (OSError, ValueError):
-        return {}
+    with contextlib.suppress(OSError, ValueError):
+        return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
+    return {}
 
 
 def _descriptors(pid: int) -> float:
@@ -97,8 +83,6 @@ class Host(Detector):
     """Alarms `memory/HOST`, `oom-kill/HOST`, `descriptors/HOST`, `stolen-time/HOST` and `clock/HOST`.
 
     Args:
-        alarms: where incidents are told.
-        host: name of this host.
         pids: processes of the ranks here, now.
         look: looks at the host.
         clock: wall-clock time, seconds.
@@ -123,89 +107,74 @@ class Host(Detector):
         self._jumped_at = 0.0
 
     def tick(self, now: float) -> None:
-        """Look, and take what earlier looks found."""
+        """The clock in every pass, the rest once a minute."""
         self._judge_clock(now)
         if now < self._due:
             return
         self._due = now + _EVERY
-        state = self._look(self._pids())
+        state, before = self._look(self._pids()), self._before
         self._judge_memory(state, now)
-        self._judge_descriptors(state)
-        if self._before is not None:
-            self._judge_kills(state.oom_kills - self._before.oom_kills)
-            self._judge_stolen(state, self._before)
+        self._judge(
+            "descriptors",
+            state.descriptors > _DESCRIPTORS,
+            f"{state.descriptors:.0%} of the file descriptors of a rank are open",
+            "opening a shard or a connection will fail",
+            "raise `ulimit -n` where the job is started",
+        )
+        if before is not None:
+            kills = state.oom_kills - before.oom_kills
+            self._judge(
+                "oom-kill",
+                kills > 0,
+                f"{kills} process{'es' * (kills != 1)} killed for lack of memory in the last minute",
+                "if it was a rank or a data worker, the run ends",
+                "see the kernel's log",
+            )
+            self._judge_stolen(state, before)
         self._before = state
 
-    def _tell(self, name: str, severity: Severity, summary: str, effect: str, remedy: str) -> None:
-        self.alarms.open(
-            f"{name}/{self._host}",
-            severity,
-            f"{self._host}: {summary}",
-            effect=effect,
-            remedy=remedy,
-            step=self.at,
-            facts={"host": self._host},
-        )
-
-    def _end(self, name: str, summary: str) -> None:
-        self.alarms.resolve(f"{name}/{self._host}", f"{self._host}: {summary}", step=self.at)
+    def _judge(
+        self, name: str, wrong: bool, summary: str, effect: str, remedy: str, severity: Severity = Severity.WARN
+    ) -> None:
+        """Open or resolve an alarm of this host; the summary holds for both."""
+        key, summary = f"{name}/{self._host}", f"{self._host}: {summary}"
+        if wrong:
+            self.open(key, severity, summary, effect, remedy, facts={"host": self._host})
+        else:
+            self.resolve(key, summary)
 
     def _judge_memory(self, state: HostState, now: float) -> None:
         """When there will be no memory left, if it goes on like in the last hour."""
         self._memory.append((now, float(state.available)))
-        left, free = None, human_bytes(state.available)
+        left = float("inf")
         if len(self._memory) >= _LEAST:
             rate = slope(list(self._memory))
             if -rate * (now - self._memory[0][0]) > _DECLINE * state.total:
                 left = median(value for _, value in list(self._memory)[-_LATEST:]) / -rate
-        if left is not None and left < _SOON:
-            self._tell(
-                "memory",
-                Severity.CRIT if left < _VERY_SOON else Severity.WARN,
-                f"memory will be used up in about {human_time(left)}: {free} of {human_bytes(state.total)} left",
-                "the system will kill a rank",
-                "see what grows; a save now loses least (`fsdp-pretrain control RUN save`)",
-            )
-        elif left is None or left > 2 * _SOON:
-            self._end("memory", f"{free} of memory left, and it does not shrink as before")
-
-    def _judge_kills(self, kills: int) -> None:
-        if kills > 0:
-            self._tell(
-                "oom-kill",
-                Severity.WARN,
-                f"{kills} process{'es' * (kills > 1)} killed for want of memory",
-                "if it was a rank or a data worker, the run ends",
-                "see the kernel's log",
-            )
-        else:
-            self._end("oom-kill", "no more processes were killed for want of memory")
-
-    def _judge_descriptors(self, state: HostState) -> None:
-        if state.descriptors > _DESCRIPTORS:
-            self._tell(
-                "descriptors",
-                Severity.WARN,
-                f"a rank has {state.descriptors:.0%} of its file descriptors open",
-                "opening a shard or a connection will fail",
-                "raise `ulimit -n` where the job is started",
-            )
-        else:
-            self._end("descriptors", f"{state.descriptors:.0%} of the file descriptors are open")
+        if _SOON <= left <= 2 * _SOON:
+            return
+        free = f"{human_bytes(state.available)} of {human_bytes(state.total)} memory left"
+        self._judge(
+            "memory",
+            left < _SOON,
+            f"{free}, used up in about {human_time(left)}" if left < _SOON else f"{free}, it does not shrink as before",
+            "the system will kill a rank",
+            "see what grows; a save now loses least (`fsdp-pretrain control RUN save`)",
+            Severity.CRIT if left < _VERY_SOON else Severity.WARN,
+        )
 
     def _judge_stolen(self, state: HostState, before: HostState) -> None:
         if state.cpu > before.cpu:
             self._stolen.append((state.stolen - before.stolen) / (state.cpu - before.cpu))
-        if len(self._stolen) == _STOLEN_SAMPLES and min(self._stolen) > _STOLEN:
-            self._tell(
-                "stolen-time",
-                Severity.WARN,
-                f"{min(self._stolen):.0%} and more of the CPU time of {_STOLEN_SAMPLES} minutes went to other guests",
-                "steps wait for this host",
-                "use hosts of your own, or fewer processes on this one",
-            )
-        elif self._stolen and self._stolen[-1] < _STOLEN:
-            self._end("stolen-time", "the CPU time is ours again")
+        if not self._stolen or (len(self._stolen) < _STOLEN_SAMPLES and self._stolen[-1] >= _STOLEN):
+            return
+        self._judge(
+            "stolen-time",
+            min(self._stolen) > _STOLEN,
+            f"at least {min(self._stolen):.0%} of the CPU time of {_STOLEN_SAMPLES} minutes went to other guests",
+            "steps wait for this host",
+            "use hosts of your own, or fewer processes on this one",
+        )
 
     def _judge_clock(self, now: float) -> None:
         """Steps of the wall clock. Nothing here counts by it, but people compare records by it."""
@@ -214,12 +183,12 @@ class Host(Detector):
         self._offset = offset
         if abs(jump) > _JUMP:
             self._jumped_at = now
-            self._tell(
-                "clock",
-                Severity.WARN,
-                f"the clock jumped by {jump:+.1f} s",
-                "times in the record before and after do not fit together; nothing else depends on it",
-                "see the time service of the host",
-            )
-        elif now - self._jumped_at > _JUMP_QUIET:
-            self._end("clock", "the clock goes steadily")
+        elif now - self._jumped_at <= _JUMP_QUIET:
+            return
+        self._judge(
+            "clock",
+            abs(jump) > _JUMP,
+            f"the clock jumped by {jump:+.1f} s" if abs(jump) > _JUMP else "the clock goes steadily",
+            "times in the record before and after do not fit together; nothing else depends on it",
+            "see the time service of the host",
+        )

@@ -56,14 +56,13 @@ class Numbers(Detector):
         super().step(record)
         if first:
             going_on = {finding.key for finding in record.health}
-            for alarm in list(self.alarms):
-                if alarm.detector in _NUMBERS and alarm.key not in going_on:
-                    self.alarms.resolve(alarm.key, "over since the run was started again", step=record.step)
+            for detector in _NUMBERS:
+                self.resolve_others(detector, going_on, "over since the run was started again")
         for finding in record.health:
             if finding.resolved:
-                self.alarms.resolve(finding.key, finding.summary, step=record.step)
+                self.resolve(finding.key, finding.summary)
             else:
-                self.alarms.open(finding.key, finding.severity, finding.summary, step=record.step)
+                self.open(finding.key, finding.severity, finding.summary)
 
     def is_told_by_trainer(self, alarm: Alarm) -> bool:
         """Whether the trainer has written this transition into the journal, as kind `health`."""

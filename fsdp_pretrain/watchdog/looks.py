@@ -13,10 +13,11 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.space import Room, attempts, prunable
 from ..checkpoint.store import Checkpoint, Store, step_of, verify_files
 from ..control import send
 from ..record import claim, journal
@@ -28,26 +29,10 @@ _ENTRIES = 40
 _KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing")
 
 
-def space(path: str, attempts: bool) -> dict[str, Any]:
-    """What a file system has left. A directory that does not exist yet is looked for upwards.
-
-    Returns:
-        bytes `free` (for us, not for root) and `total`, `files_free` and `files` (0: not counted), its `device`, and
-        with `attempts` the bytes that the save in flight has already written there.
-    """
-    place = Path(path)
-    writing = sum(_attempts(place).values()) if attempts else 0
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    found = os.statvfs(place)
-    return {
-        "free": found.f_bavail * found.f_frsize,
-        "total": found.f_blocks * found.f_frsize,
-        "files_free": found.f_favail,
-        "files": found.f_files,
-        "writing": writing,
-        "device": place.stat().st_dev,
-    }
+def space(path: str) -> dict[str, Any]:
+    """What the file system of a directory has left: the values of `Room`, and the bytes that saves in flight are
+    `writing` there."""
+    return {**asdict(Room.of(Path(path))), "writing": sum(attempts(Path(path)).values())}
 
 
 def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str, Any]:
@@ -55,13 +40,14 @@ def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str
 
     Returns:
         names: of all checkpoints; problems: of the damaged ones, by name; newest, verified: the newest whole one, and
-        the newest proved one, or None; writing: bytes so far of every attempt; entries, offset: of the journal.
+        the newest proved one, or None; writing: bytes so far of every attempt; prunable: what may be deleted of the
+        first store to make room; entries, offset: of the journal.
     """
     stores = [Store(Path(directory)) for directory in directories]
     found = sorted((item for store in stores for item in store.scan()), key=lambda item: item.step)
     whole = [item for item in found if item.problem is None]
     proved = [item for item in whole if item.verified]
-    writing = {name: size for store in stores for name, size in _attempts(store.directory).items()}
+    writing = {name: size for store in stores for name, size in attempts(store.directory).items()}
     entries = []
     for entry, behind in journal.entries(Path(chronicle), offset):
         offset = behind
@@ -74,24 +60,10 @@ def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str
         "newest": _describe(whole[-1]) if whole else None,
         "verified": _describe(proved[-1]) if proved else None,
         "writing": writing,
+        "prunable": asdict(prunable(item for item in found if item.path.parent == stores[0].directory)),
         "entries": entries[-_ENTRIES:],
         "offset": offset,
     }
-
-
-def _attempts(directory: Path) -> dict[str, int]:
-    """Bytes of the saves in flight."""
-    if not directory.is_dir():
-        return {}
-    found = directory.glob("step-*.writing-*")
-    return {path.name: sum(_size(inner) for inner in path.rglob("*")) for path in found}
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
 
 
 def _describe(item: Checkpoint) -> dict[str, Any]:

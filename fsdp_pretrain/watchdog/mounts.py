@@ -42,11 +42,11 @@ class Mounts(Detector):
     """Alarms `mount/PATH`, `mount-slow/PATH`, and `data-shard/SOURCE` for corpora that are not whole any more.
 
     Args:
-        alarms: where incidents are told.
-        section: `[watchdog.storage]`.
-        looks: makes the looks.
         written: directories in which a small file is written.
         corpora: directory of each source. One file is read of those on each file system.
+
+    Attributes:
+        rates: documents per packed token of every source, once its manifest was read.
     """
 
     def __init__(
@@ -55,22 +55,13 @@ class Mounts(Detector):
         super().__init__(alarms)
         self._looks, self._every, self._deadline = looks, section.interval.value, section.deadline.value
         self._mounts = {str(path): _Mount(str(path), self._look("write", path=str(path))) for path in written}
-        self._audits = {
-            name: Look(
-                looks,
-                "corpus",
-                every=section.audit.value,
-                deadline=max(_AUDIT_DEADLINE, self._deadline),
-                path=str(path),
-            )
-            for name, path in corpora.items()
-        }
+        times = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
+        self._audits = {name: Look(looks, "corpus", path=str(path), **times) for name, path in corpora.items()}
         self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
         self.rates: dict[str, float] = {}
-        """Documents per packed token of every source, once its manifest was read."""
 
     def tick(self, now: float) -> None:
-        """Look, and take what earlier looks found."""
+        """Look, and judge what earlier looks found."""
         for name, audit in self._audits.items():
             answer = audit.tick(now)
             if answer is not None:
@@ -84,48 +75,44 @@ class Mounts(Detector):
         return Look(self._looks, name, every=self._every, deadline=self._deadline, **arguments)
 
     def _judge_corpus(self, name: str, answer: Answer) -> None:
-        found, path = answer.value, self._corpora[name]
-        wrong = [answer.error] if answer.error is not None else found["wrong"]
-        if wrong:
-            count = 1 if answer.error is not None else found["count"]
-            self._tell_shard(name, f"{count} file{'s' * (count > 1)} of {path}: {wrong[0]}", wrong)
+        path = self._corpora[name]
+        found: dict[str, Any] = answer.value if answer.error is None else {"wrong": [answer.error], "count": 1}
+        if found["wrong"]:
+            self.open(
+                f"data-shard/{name}",
+                Severity.CRIT,
+                f"source {name}: {found['count']} file{'s' * (found['count'] > 1)} of {path}: {found['wrong'][0]}",
+                "training stops when it gets there, unless the source has a mirror",
+                "restore the files, or name a copy (data.sources.mirror); see `fsdp-data validate`",
+                facts={"wrong": found["wrong"]},
+            )
         else:
-            self.alarms.resolve(f"data-shard/{name}", f"{path} is whole")
+            self.resolve(f"data-shard/{name}", f"{path} is whole")
         if answer.error is None:
             if found["rate"] is not None:
                 self.rates[name] = found["rate"]
             self._shards[name] = (found["device"], found["shards"])
             self._read_from_each_file_system()
 
-    def _tell_shard(self, name: str, summary: str, wrong: list[str]) -> None:
-        self.alarms.open(
-            f"data-shard/{name}",
-            Severity.CRIT,
-            f"source {name}: {summary}",
-            effect="training stops when it gets there, unless the source has a mirror",
-            remedy="restore the files, or name a copy (data.sources.mirror); see `fsdp-data validate`",
-            facts={"wrong": wrong},
-        )
-
     def _read_from_each_file_system(self) -> None:
         """One read at a time for all corpora on a file system: forty sources are mostly on one."""
-        devices: dict[int, list[str]] = {}
-        for name, (device, _) in self._shards.items():
-            devices.setdefault(device, []).append(name)
-        for names in devices.values():
+        for device in {device for device, _ in self._shards.values()}:
+            names = [name for name, (where, _) in self._shards.items() if where == device]
             paths = [path for name in names for path in self._shards[name][1]]
             key = str(self._corpora[names[0]])
-            if paths and key in self._mounts and "paths" in self._mounts[key].look.arguments:
-                self._mounts[key].look.arguments["paths"] = paths
-            elif paths and key not in self._mounts:
+            if not paths:
+                continue
+            if key not in self._mounts:
                 self._mounts[key] = _Mount(key, self._look("read", paths=paths))
+            elif "paths" in self._mounts[key].look.arguments:
+                self._mounts[key].look.arguments["paths"] = paths
 
     # ------------------------------------------------------------------ one mount
 
     def _judge_mount(self, mount: _Mount, answer: Answer) -> None:
         if answer.error is None or answer.errno in _FULL:
             mount.failures = 0
-            self.alarms.resolve(f"mount/{mount.path}", f"{mount.path} answers")
+            self.resolve(f"mount/{mount.path}", f"{mount.path} answers")
             if answer.error is None:
                 self._judge_latency(mount, answer.seconds)
             return
@@ -135,13 +122,13 @@ class Mounts(Detector):
             return
         mount.failures += 1
         if mount.failures >= _TWICE:
-            self.alarms.open(
+            self.open(
                 f"mount/{mount.path}",
                 Severity.CRIT,
                 f"{mount.path} {'does not answer' if answer.late else 'fails'}: {answer.error}, "
                 f"{mount.failures} times in a row",
-                effect="reading data or saving will hang or fail",
-                remedy="see whether the file system is mounted and its servers answer",
+                "reading data or saving will hang or fail",
+                "see whether the file system is mounted and its servers answer",
                 facts={"hanging": answer.late},
             )
 
@@ -151,14 +138,14 @@ class Mounts(Detector):
         mount.slow = mount.slow + 1 if slow else 0
         if not slow:
             known.append(value)
-            self.alarms.resolve(f"mount-slow/{mount.path}", f"{mount.path} answers in {human_time(seconds)}")
+            self.resolve(f"mount-slow/{mount.path}", f"{mount.path} answers in {human_time(seconds)}")
         elif mount.slow >= _SLOW_IN_A_ROW:
-            self.alarms.open(
+            self.open(
                 f"mount-slow/{mount.path}",
                 Severity.WARN,
                 f"{mount.path} took {human_time(seconds)} to answer, {mount.slow} times in a row slow",
-                effect="reading data and saving may become slow",
-                remedy="see whether something else uses the storage",
+                "reading data and saving may become slow",
+                "see whether something else uses the storage",
             )
 
 
@@ -171,25 +158,21 @@ class Waits(Detector):
         self._long: deque[bool] = deque(maxlen=_WAIT_STEPS)
 
     def step(self, record: StepRecord) -> None:
-        """Look at a record."""
+        """Compare the wait of a step with the 99% quantile of earlier ones."""
         super().step(record)
-        seconds, read = record.seconds.data, record.data_read
-        long = seconds > _WAIT_LEAST and seconds > _WAIT_TIMES * self._highest()
-        self._long.append(long)
-        if not long:
+        seconds, file = record.seconds.data, record.data_read.file
+        usual = quantiles(self._known, n=100, method="inclusive")[98] if len(self._known) > 1 else 0.0
+        self._long.append(seconds > max(_WAIT_LEAST, _WAIT_TIMES * usual))
+        if not self._long[-1]:
             self._known.append(seconds)
         if sum(self._long) >= _WAITS:
-            self.alarms.open(
+            self.open(
                 "data-wait",
                 Severity.WARN,
                 f"{sum(self._long)} of {len(self._long)} steps waited long for data, the last {human_time(seconds)}",
-                effect="training stands still meanwhile",
-                remedy="see whether the storage of the corpora is slow"
-                + (f"; the slowest read was of {read.file}" if read.file else ""),
-                step=record.step,
+                "training stands still meanwhile",
+                "see whether the storage of the corpora is slow"
+                + (f"; the slowest read was of {file}" if file else ""),
             )
         elif not any(self._long):
-            self.alarms.resolve("data-wait", "steps do not wait for data any more", step=record.step)
-
-    def _highest(self) -> float:
-        return quantiles(self._known, n=100, method="inclusive")[98] if len(self._known) > 1 else 0.0
+            self.resolve("data-wait", "steps do not wait for data any more")

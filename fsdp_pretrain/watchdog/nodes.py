@@ -31,6 +31,10 @@ class Relay:
     def __init__(self) -> None:
         self.open_: dict[str, dict[str, Any]] = {}
 
+    def open_keys(self) -> list[str]:
+        """Of what is open."""
+        return list(self.open_)
+
     def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
         """An incident is there."""
         self.open_[key] = {"severity": severity.name, "summary": summary, **more}

@@ -1,4 +1,4 @@
-"""The state of GPUs, told by a helper process that may hang: `python -m fsdp_pretrain.watchdog.nvml PROVIDER`.
+"""The state of GPUs, read by a helper process that may hang: `python -m fsdp_pretrain.watchdog.nvml PROVIDER`.
 
 For every line of input it writes one: `{"devices": [...]}` or `{"error": "..."}`. Providers are NVIDIA's library, and
 a JSON file, for other vendors' tools and for tests. No torch.
@@ -11,9 +11,8 @@ import importlib
 import importlib.util
 import json
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,14 @@ class DeviceState:
         power: W.
         busy: share of the time in which something ran, 0 to 1.
         temperature, slowdown: degrees Celsius now, and from which on it slows down.
-        pcie: (generation, width) of the link.
-        nvlink: (active links, errors since the driver was loaded).
+        pcie: generation and width of the link.
+        nvlink: active links, and errors since the driver was loaded.
     """
 
     index: int
     name: str = ""
     lost: str | None = None
-    xids: tuple[int, ...] = ()
+    xids: list[int] | None = None
     recovery: int | None = None
     ecc: int | None = None
     remap_failed: bool = False
@@ -55,59 +54,26 @@ class DeviceState:
     busy: float | None = None
     temperature: float | None = None
     slowdown: float | None = None
-    pcie: tuple[int, int] | None = None
-    nvlink: tuple[int, int] | None = None
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> DeviceState:
-        """From a JSON object. Raises ValueError for keys that do not exist, or without `index`."""
-        unknown = content.keys() - {field.name for field in fields(cls)}
-        if unknown or not isinstance(content.get("index"), int):
-            raise ValueError(f"not the state of a GPU: {', '.join(sorted(unknown)) or 'no index'}")
-        lists = {key: tuple(content[key]) for key in ("xids", "pcie", "nvlink") if content.get(key) is not None}
-        return cls(**{**content, **lists})
+    pcie: list[int] | None = None
+    nvlink: list[int] | None = None
 
 
-class Provider(ABC):
-    """Tells the state of this host's GPUs. May hang, and may raise anything."""
-
-    @abstractmethod
-    def look(self) -> list[DeviceState]:
-        """Every GPU there is now."""
-
-
-class FileProvider(Provider):
-    """Reads a JSON file, `{"devices": [{"index": 0, ...}]}` with the fields of `DeviceState`.
-
-    Args:
-        path: of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def look(self) -> list[DeviceState]:
-        """What the file says now."""
-        return [DeviceState.from_json(device) for device in json.loads(self._path.read_text())["devices"]]
-
-
-class NvmlProvider(Provider):
-    """NVIDIA's management library, through the package `nvidia-ml-py`."""
+class Nvml:
+    """NVIDIA's management library, through the package `nvidia-ml-py`. May hang, and may raise anything."""
 
     def __init__(self) -> None:
-        pynvml = importlib.import_module("pynvml")  # optional, and without types
-        self._nvml: Any = pynvml
-        pynvml.nvmlInit()
+        self._nvml: Any = importlib.import_module("pynvml")  # optional, and without types
+        self._nvml.nvmlInit()
         self._events: Any = None
-        with contextlib.suppress(pynvml.NVMLError):  # not on every device, and not in every container
-            events = pynvml.nvmlEventSetCreate()
-            for index in range(pynvml.nvmlDeviceGetCount()):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+        with contextlib.suppress(self._nvml.NVMLError):  # not on every device, and not in every container
+            events = self._nvml.nvmlEventSetCreate()
+            for index in range(self._nvml.nvmlDeviceGetCount()):
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
             self._events = events
 
     def look(self) -> list[DeviceState]:
-        """Ask the driver."""
+        """Every GPU there is now."""
         xids = self._take_xids()
         return [self._device(index, xids.get(index, [])) for index in range(self._nvml.nvmlDeviceGetCount())]
 
@@ -128,67 +94,56 @@ class NvmlProvider(Provider):
             name = nvml.nvmlDeviceGetName(handle)
             nvml.nvmlDeviceGetPowerState(handle)
         except nvml.NVMLError as error:
-            return DeviceState(index, lost=str(error), xids=tuple(xids))
+            return DeviceState(index, lost=str(error), xids=xids)
 
         def ask(name: str, *arguments: Any) -> Any:
             try:
-                return getattr(nvml, name)(handle, *arguments)
+                return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *arguments)
             except (nvml.NVMLError, AttributeError):  # this device, driver or library has no such thing
                 return None
 
-        def scaled(value: Any, factor: float) -> float | None:
-            return None if value is None else value * factor
-
-        reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if reasons is None:
-            reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        rows = ask("nvmlDeviceGetRemappedRows")
-        rates = ask("nvmlDeviceGetUtilizationRates")
-        link = ask("nvmlDeviceGetCurrPcieLinkGeneration"), ask("nvmlDeviceGetCurrPcieLinkWidth")
+        reasons = ask("CurrentClocksEventReasons")
+        power, rates = ask("PowerUsage"), ask("UtilizationRates")
+        rows = ask("RemappedRows") or (0, 0, False, False)
+        link = [ask("CurrPcieLinkGeneration"), ask("CurrPcieLinkWidth")]
         return DeviceState(
             index,
-            name if isinstance(name, str) else name.decode(),
-            None,
-            tuple(xids),
-            self._recovery(ask),
-            ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
-            bool(rows and rows[3]),
-            bool(rows and rows[2]),
-            reasons,
-            ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            scaled(ask("nvmlDeviceGetPowerUsage"), 1e-3),
-            None if rates is None else rates.gpu / 100,
-            ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-            ask("nvmlDeviceGetTemperatureThreshold", nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
-            None if None in link else link,
-            self._links(ask),
+            name=name if isinstance(name, str) else name.decode(),
+            xids=xids,
+            recovery=self._recovery(ask),
+            ecc=ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
+            remap_failed=bool(rows[3]),
+            remap_pending=bool(rows[2]),
+            throttle=ask("CurrentClocksThrottleReasons") if reasons is None else reasons,
+            clock=ask("ClockInfo", nvml.NVML_CLOCK_SM),
+            power=None if power is None else power / 1000,
+            busy=None if rates is None else rates.gpu / 100,
+            temperature=ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
+            slowdown=ask("TemperatureThreshold", nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+            pcie=None if None in link else link,
+            nvlink=self._links(ask),
         )
 
     def _recovery(self, ask: Callable[..., Any]) -> int | None:
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-        values = None if field is None else ask("nvmlDeviceGetFieldValues", [field])
+        values = None if field is None else ask("FieldValues", [field])
         if not values or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
             return None
         return int(values[0].value.uiVal)
 
-    def _links(self, ask: Callable[..., Any]) -> tuple[int, int] | None:
-        """(active links, replay and recovery errors of all)."""
-        nvml, active, errors, known = self._nvml, 0, 0, False
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            state = ask("nvmlDeviceGetNvLinkState", link)
-            known = known or state is not None
-            if state != nvml.NVML_FEATURE_ENABLED:
-                continue
-            active += 1
-            for counter in (nvml.NVML_NVLINK_ERROR_DL_REPLAY, nvml.NVML_NVLINK_ERROR_DL_RECOVERY):
-                errors += ask("nvmlDeviceGetNvLinkErrorCounter", link, counter) or 0
-        return (active, errors) if known else None
+    def _links(self, ask: Callable[..., Any]) -> list[int] | None:
+        """Active links, and the replay and recovery errors of all."""
+        nvml = self._nvml
+        states = {link: ask("NvLinkState", link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)}
+        active = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
+        counters = nvml.NVML_NVLINK_ERROR_DL_REPLAY, nvml.NVML_NVLINK_ERROR_DL_RECOVERY
+        errors = sum(ask("NvLinkErrorCounter", link, counter) or 0 for link in active for counter in counters)
+        return None if set(states.values()) == {None} else [len(active), errors]
 
 
-def provider(name: str) -> Provider:
-    """`nvml` or `file:PATH`. Raises whatever the provider does."""
-    kind, _, path = name.partition(":")
-    return FileProvider(Path(path)) if kind == "file" else NvmlProvider()
+def _read_file(path: Path) -> list[DeviceState]:
+    """The GPUs that a file names, `{"devices": [{"index": 0, ...}]}` with the fields of `DeviceState`."""
+    return [DeviceState(**device) for device in json.loads(path.read_text())["devices"]]
 
 
 def resolve(name: str) -> str | None:
@@ -209,12 +164,13 @@ def resolve(name: str) -> str | None:
 
 
 def serve(name: str) -> None:
-    """Answer every line of input with a look, until the input ends."""
-    source: Provider | None = None
+    """Answer every line of input with a look by `nvml` or `file:PATH`, until the input ends."""
+    look: Callable[[], list[DeviceState]] | None = None
+    kind, _, path = name.partition(":")
     for _ in sys.stdin:
         try:
-            source = source or provider(name)
-            answer: dict[str, Any] = {"devices": [asdict(device) for device in source.look()]}
+            look = look or (Nvml().look if kind == "nvml" else lambda: _read_file(Path(path)))
+            answer: dict[str, Any] = {"devices": [asdict(device) for device in look()]}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

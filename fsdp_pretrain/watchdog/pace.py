@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
@@ -19,15 +19,13 @@ from ..statistics import spread
 _LEAST_NOISE = 0.0015
 """Deviation of block medians below which nothing is believed; as a logarithm, like all bounds here."""
 _SLACK, _LIMIT = (0.015, 1.0), (0.045, 5.0)
-"""Allowance and limit of the CUSUM: at least the first, and so many deviations."""
+"""Allowance and limit of the CUSUM: at least the first, and this many deviations."""
 _LARGEST = 0.10
 """What a block adds at most: one long stall is not a drift."""
 _SKIPPED, _SETTLING = 2, 8
-"""Blocks that are not learned from at the beginning; blocks after an alarm that tell the new level."""
+"""Blocks that are not learned from at the beginning; blocks after an alarm that show the new level."""
 _BACK, _BACK_BLOCKS = 0.01, 4
 _FASTER, _FASTER_BLOCKS = 0.02, 30
-
-Kind = Literal["slower", "slower still", "back", "faster"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Change:
         since: the first step of the block in which it began.
     """
 
-    kind: Kind
+    kind: Literal["slower", "slower still", "back", "faster"]
     ratio: float
     step: int
     since: int
@@ -49,19 +47,13 @@ class Change:
 
 @dataclass(frozen=True)
 class _Block:
+    """Some steps; `above`: their median, over the baseline."""
+
     first: int
     last: int
-    value: float
+    above: float
 
 
-def block_size(seconds: float) -> tuple[int, int]:
-    """(steps of a block, blocks of the baseline) for a typical step of so many seconds: long steps vary less."""
-    if seconds < 5:
-        return 16, 30
-    return (8, 30) if seconds <= 20 else (5, 60)
-
-
-@dataclass
 class Pace:
     """Watches the step times of one start in one phase after the other.
 
@@ -73,108 +65,80 @@ class Pace:
         slow: an incident is open.
     """
 
-    ratio: float | None = None
-    slow: bool = False
-    _phase: Hashable = None
-    _size: int = 0
-    _wanted: int = 0
-    _steps: list[tuple[int, float]] = field(default_factory=list)
-    _learned: list[_Block] = field(default_factory=list)
-    _skip: int = 0
-    _baseline: float | None = None
-    _level: float = 0.0
-    _noise: float = 0.0
-    _sum: float = 0.0
-    _begun: int = 0
-    _recent: list[_Block] = field(default_factory=list)
-    _settling: int = 0
+    def __init__(self) -> None:
+        self.ratio: float | None = None
+        self.slow = False
+        self._phase: Hashable = None
+        self._size = self._wanted = 0
+        self._steps: list[tuple[int, float]] = []
+        self._learned: list[float] = []
+        self._baseline: float | None = None
+        self._noise = self._level = self._sum = 0.0
+        self._begun = self._settling = 0
+        self._recent: list[_Block] = []
 
     def add(self, step: int, seconds: float, phase: Hashable = None) -> Change | None:
         """A clean step.
 
         Args:
-            step: its number.
-            seconds: its wall time.
-            phase: what it was planned to cost, in any form: batch, sequence length. Another one is learned anew.
+            phase: what it was planned to cost, in any form: batch, sequence length. The baseline of another one is
+                learned from the beginning.
         """
         if phase != self._phase or not self._size:
-            self._begin(phase, seconds)
+            self._phase, self._steps, self._learned = phase, [], []
+            self._baseline, self.ratio, self.slow = None, None, False
+            # (steps of a block, blocks of the baseline): long steps vary less
+            self._size, self._wanted = (16, 30) if seconds < 5 else (8, 30) if seconds <= 20 else (5, 60)
         self._steps.append((step, math.log(seconds)))
         if len(self._steps) < self._size:
             return None
-        block = _Block(self._steps[0][0], step, median(value for _, value in self._steps))
+        first, value = self._steps[0][0], median(value for _, value in self._steps)
         self._steps = []
         if self._baseline is None:
-            self._learn(block)
+            self._learned.append(value)
+            if len(self._learned) == _SKIPPED + self._wanted:
+                self._adopt(self._learned[_SKIPPED:])
             return None
-        self._recent = [*self._recent, block][-_FASTER_BLOCKS:]
-        self.ratio = math.exp(median(b.value for b in self._recent[-_BACK_BLOCKS:]) - self._baseline)
-        return self._judge(block)
+        self._recent = [*self._recent, _Block(first, step, value - self._baseline)][-_FASTER_BLOCKS:]
+        self.ratio = math.exp(median(block.above for block in self._recent[-_BACK_BLOCKS:]))
+        return self._judge(self._recent[-1], self._baseline)
 
-    def _begin(self, phase: Hashable, seconds: float) -> None:
-        self._phase = phase
-        self._size, self._wanted = block_size(seconds)
-        self._steps, self._learned, self._skip = [], [], _SKIPPED
-        self._baseline, self.ratio, self.slow = None, None, False
-
-    def _learn(self, block: _Block) -> None:
-        if self._skip:
-            self._skip -= 1
-            return
-        self._learned.append(block)
-        if len(self._learned) == self._wanted:
-            self._adopt(self._learned)
-            self._learned = []
-
-    def _adopt(self, blocks: list[_Block]) -> None:
+    def _adopt(self, values: list[float]) -> None:
         """The baseline, and how much blocks vary about it."""
-        values = [block.value for block in blocks]
         self._baseline, deviation = spread(values)
-        self._level = self._baseline
         self._noise = max(deviation, _LEAST_NOISE)
-        self._sum, self._recent, self._settling, self.ratio = 0.0, [], 0, 1.0
+        self._level, self._sum, self._recent, self._settling, self.ratio = 0.0, 0.0, [], 0, 1.0
 
-    def _judge(self, block: _Block) -> Change | None:
-        assert self._baseline is not None
-        if self.slow and self._is_back():
+    def _judge(self, block: _Block, baseline: float) -> Change | None:
+        above = [recent.above for recent in self._recent]
+        if self.slow and len(above) >= _BACK_BLOCKS and max(above[-_BACK_BLOCKS:]) < _BACK:
             return self._end(block)
         if self._settling:
             self._settling -= 1
             if not self._settling:
-                level = median(b.value for b in self._recent[-_SETTLING:])
-                if level - self._baseline < _BACK:
+                level = median(above[-_SETTLING:])
+                if level < _BACK:
                     return self._end(block)
                 self._level = max(self._level, level)
             return None
-        if not self.slow and self._is_faster():
-            ratio = math.exp(median(b.value for b in self._recent) - self._baseline)
-            first = self._recent[0].first
-            self._adopt(self._recent)
-            return Change("faster", ratio, block.last, first)
-        slack = max(_SLACK[0], _SLACK[1] * self._noise)
-        limit = max(_LIMIT[0], _LIMIT[1] * self._noise)
+        if not self.slow and len(above) == _FASTER_BLOCKS and max(above) < -_FASTER:
+            since = self._recent[0].first
+            self._adopt([baseline + value for value in above])
+            return Change("faster", math.exp(median(above)), block.last, since)
+        slack, limit = (max(least, times * self._noise) for least, times in (_SLACK, _LIMIT))
         if self._sum == 0.0:
             self._begun = block.first
-        self._sum = max(0.0, self._sum + min(block.value - self._level, _LARGEST) - slack)
+        self._sum = max(0.0, self._sum + min(block.above - self._level, _LARGEST) - slack)
         if self._sum <= limit:
             return None
-        kind: Kind = "slower still" if self.slow else "slower"
+        since_begun = [recent.above for recent in self._recent if recent.first >= self._begun]
+        change = Change(
+            "slower still" if self.slow else "slower", math.exp(median(since_begun)), block.last, self._begun
+        )
         self.slow, self._sum, self._settling = True, 0.0, _SETTLING
-        recent = [b.value for b in self._recent if b.first >= self._begun]
-        return Change(kind, math.exp(median(recent) - self._baseline), block.last, self._begun)
-
-    def _is_back(self) -> bool:
-        assert self._baseline is not None
-        last = self._recent[-_BACK_BLOCKS:]
-        return len(last) == _BACK_BLOCKS and all(b.value - self._baseline < _BACK for b in last)
+        return change
 
     def _end(self, block: _Block) -> Change:
-        assert self._baseline is not None and self.ratio is not None
-        since = self._recent[-_BACK_BLOCKS:][0].first
-        self.slow, self._sum, self._settling, self._level = False, 0.0, 0, self._baseline
-        return Change("back", self.ratio, block.last, since)
-
-    def _is_faster(self) -> bool:
-        assert self._baseline is not None
-        full = len(self._recent) == _FASTER_BLOCKS
-        return full and all(self._baseline - b.value > _FASTER for b in self._recent)
+        assert self.ratio is not None
+        self.slow, self._sum, self._settling, self._level = False, 0.0, 0, 0.0
+        return Change("back", self.ratio, block.last, self._recent[-_BACK_BLOCKS:][0].first)

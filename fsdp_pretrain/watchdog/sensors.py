@@ -19,7 +19,6 @@ from .detector import Detector
 from .evaluations import Evaluations
 from .hardware import Devices
 from .host import Host
-from .hosts import Hosts
 from .mounts import Mounts, Waits
 from .nvml import resolve
 from .probe import Looks
@@ -101,6 +100,7 @@ def _checkpoints(
         stores=places,
         every=config.checkpoint.every,
         verify=config.checkpoint.verify,
+        prune=config.checkpoint.prune,
         pids=pids,
         reached=reached,
     )
@@ -133,5 +133,5 @@ def _devices(config: Config, run: RunDir, alarms: Alarms, host: str, expected: i
         return None
     if provider is None:
         return None
-    memory = Hosts(section.hosts or run.path / "watchdog/hosts.json")
-    return Devices(alarms, section, host=host, hosts=memory, expected=expected, provider=provider)
+    memory = section.hosts or run.path / "watchdog/hosts.json"
+    return Devices(alarms, section, host=host, memory=memory, expected=expected, provider=provider)

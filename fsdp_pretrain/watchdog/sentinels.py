@@ -21,6 +21,16 @@ _RATE_TOKENS = 1_000_000
 _SHARE_STEPS, _SHARE_SCORE = 100, 6.0
 _REMEMBERED = 100_000
 _FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
+_EFFECTS = {
+    "data-specials": "the model learns doubled separators",
+    "data-separators": "the model does not learn where documents end",
+    "data-cursor": "samples are trained twice or left out",
+    "data-repeated": "samples are trained twice",
+    "data-separator-rate": "documents are cut, joined or chosen otherwise than was prepared",
+    "data-share": "the mixture is not the one that was configured",
+    "data-quarantined": "they are left out of the loss; at {most:.2g} of all stretches the run stops",
+    "data-distance": "the ids may be shifted, or the text is of another kind",
+}
 
 
 class Sentinels(Detector):
@@ -28,8 +38,6 @@ class Sentinels(Detector):
     `data-cursor`, `data-quarantined` and `data-distance`.
 
     Args:
-        alarms: where incidents are told.
-        section: `[watchdog.sentinels]`.
         rates: documents per packed token of every source; filled while the watchdog runs.
         row: tokens of text in a sample (`data.row`).
         causal: every token of a text is learned, so targets are spread over the sources as samples are.
@@ -59,76 +67,49 @@ class Sentinels(Detector):
         self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
 
     def step(self, record: StepRecord) -> None:
-        """Look at a record."""
-        if self.last is None:
-            self.last = self._before(record.step - 1)
-            if self.last is not None:
-                self._digests[self.last.data_digest] = self.last.step
+        """Judge a record, and compare it with those before."""
+        last = self._before(record.step - 1) if self.last is None else self.last
+        super().step(record)
         self._judge_separators(record)
         self._judge_rate(record)
-        self._judge_order(record)
+        if last is not None:
+            self._judge_cursor(record, last)
+            self._digests.setdefault(last.data_digest, last.step)
+        self._judge_repeats(record)
         self._judge_shares(record)
         self._judge_quarantined(record)
         self._judge_distance(record)
-        super().step(record)
 
-    def _open(self, key: str, severity: Severity, summary: str, record: StepRecord, effect: str) -> None:
-        step = record.step
-        self.alarms.open(
-            key,
-            severity,
-            f"step {step}: {summary}",
-            effect=effect,
-            remedy=f"see `fsdp-pretrain where RUN --step {step} --text`, and run `fsdp-data validate` on the sources",
-            step=step,
-        )
+    def _wrong(self, severity: Severity, key: str, summary: str) -> None:
+        effect = _EFFECTS[key.partition("/")[0]].format(most=self._max_quarantined)
+        remedy = f"see `fsdp-pretrain where RUN --step {self.at} --text`, and run `fsdp-data validate` on the sources"
+        self.open(key, severity, f"step {self.at}: {summary}", effect, remedy)
 
     # ------------------------------------------------------------------ invariants
 
     def _judge_separators(self, record: StepRecord) -> None:
         documents, separators, adjacent = record.documents, record.separators, record.adjacent_specials
         if adjacent > _TOLERATED * documents:
-            self._open(
-                "data-specials",
-                Severity.CRIT,
-                f"{adjacent} special tokens stand right beside another, where {documents} documents end",
-                record,
-                "the model learns doubled separators",
-            )
+            text = f"{adjacent} special tokens stand right beside another, where {documents} documents end"
+            self._wrong(Severity.CRIT, "data-specials", text)
         if abs(separators - documents) > _TOLERATED * max(1, documents):
-            self._open(
-                "data-separators",
-                Severity.CRIT,
-                f"{separators} separators in {documents} documents",
-                record,
-                "the model does not learn where documents end",
-            )
+            self._wrong(Severity.CRIT, "data-separators", f"{separators} separators in {documents} documents")
 
-    def _judge_order(self, record: StepRecord) -> None:
-        """The cursor goes on by at least the batch, and no batch comes twice."""
-        last, step = self.last, record.step
-        first = record.cursor - record.batch  # at the latest: skipped samples make it smaller
-        if last is not None and (
-            step != last.step + 1 or first < last.cursor or record.consumed != last.consumed + record.batch
-        ):
-            self._open(
-                "data-cursor",
-                Severity.CRIT,
+    def _judge_cursor(self, record: StepRecord, last: StepRecord) -> None:
+        """The cursor goes on by at least the batch: samples that are skipped make it more."""
+        continues = record.step == last.step + 1 and record.consumed == last.consumed + record.batch
+        if not continues or record.cursor - record.batch < last.cursor:
+            text = (
                 f"{record.batch} samples up to {record.cursor:_} ({record.consumed:_} consumed), after step "
-                f"{last.step} had come to {last.cursor:_} ({last.consumed:_} consumed)",
-                record,
-                "samples are trained twice or left out",
+                f"{last.step} had come to {last.cursor:_} ({last.consumed:_} consumed)"
             )
-        digest = record.data_digest
-        if digest in self._digests and self._digests[digest] != step:
-            self._open(
-                "data-repeated",
-                Severity.CRIT,
-                f"the same batch as in step {self._digests[digest]}",
-                record,
-                "samples are trained twice",
-            )
-        self._digests[digest] = step
+            self._wrong(Severity.CRIT, "data-cursor", text)
+
+    def _judge_repeats(self, record: StepRecord) -> None:
+        known = self._digests.get(record.data_digest, record.step)
+        if known != record.step:
+            self._wrong(Severity.CRIT, "data-repeated", f"the same batch as in step {known}")
+        self._digests[record.data_digest] = record.step
         if len(self._digests) > _REMEMBERED:
             del self._digests[next(iter(self._digests))]
 
@@ -147,16 +128,11 @@ class Sentinels(Detector):
             return
         ratio = self._separators / self._expected
         self._tokens, self._separators, self._expected = 0, 0, 0.0
+        text = f"{ratio:.2f} times as many separators as the manifests promise"
         if abs(ratio - 1) > self._section.separator_rate:
-            self._open(
-                "data-separator-rate",
-                Severity.WARN,
-                f"{ratio:.2f} times as many separators as the manifests promise",
-                record,
-                "documents are cut, joined or chosen otherwise than was prepared",
-            )
+            self._wrong(Severity.WARN, "data-separator-rate", text)
         else:
-            self.alarms.resolve("data-separator-rate", f"{ratio:.2f} times as many separators as promised")
+            self.resolve("data-separator-rate", text)
 
     def _judge_shares(self, record: StepRecord) -> None:
         """Targets of every source against the plan, over 100 steps."""
@@ -168,29 +144,20 @@ class Sentinels(Detector):
             planned = sum(batch * plan.get(name, 0.0) for batch, _, plan in self._shares) / samples
             found = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
             allowed = max(self._section.share, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
+            text = f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned were {planned:.1%}"
             if abs(found - planned) > allowed + record.batch / samples:  # a plan may change inside a batch
-                self._open(
-                    f"data-share/{name}",
-                    Severity.WARN,
-                    f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned were {planned:.1%}",
-                    record,
-                    "the mixture is not the one that was configured",
-                )
+                self._wrong(Severity.WARN, f"data-share/{name}", text)
             elif len(self._shares) == _SHARE_STEPS:
-                self.alarms.resolve(f"data-share/{name}", f"{found:.1%} from {name}", step=record.step)
+                self.resolve(f"data-share/{name}", text)
 
     def _judge_quarantined(self, record: StepRecord) -> None:
         self._stretches += record.documents + record.batch  # a document may go on in many samples
         self._quarantined += record.quarantined
         if record.quarantined:
             share = self._quarantined / max(1, self._stretches)
-            self._open(
-                "data-quarantined",
-                Severity.WARN if share > self._max_quarantined / 10 else Severity.INFO,
-                f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks",
-                record,
-                f"they are left out of the loss; at {self._max_quarantined:.2g} of all stretches the run stops",
-            )
+            severity = Severity.WARN if share > self._max_quarantined / 10 else Severity.INFO
+            text = f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks"
+            self._wrong(severity, "data-quarantined", text)
 
     def _judge_distance(self, record: StepRecord) -> None:
         far = record.data_distance
@@ -198,12 +165,7 @@ class Sentinels(Detector):
             return
         self._far.append(far > _FAR)
         if sum(self._far) >= _FAR_LEAST:
-            self._open(
-                "data-distance",
-                Severity.WARN,
-                f"its tokens are {far:.0f} deviations away from those of the run's first steps",
-                record,
-                "the ids may be shifted, or the text is of another kind",
-            )
+            text = f"its tokens are {far:.0f} deviations away from those of the run's first steps"
+            self._wrong(Severity.WARN, "data-distance", text)
         elif not any(self._far):
-            self.alarms.resolve("data-distance", "tokens are as in the run's first steps again", step=record.step)
+            self.resolve("data-distance", "tokens are as in the run's first steps again")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from ..checkpoint.space import Room
+from ..checkpoint.upcoming import FEW, fit
 from ..severity import Severity
 from ..statistics import slope
 from ..units import human_bytes, human_time
@@ -19,14 +20,11 @@ from .checkpoints import Checkpoints
 from .detector import Detector
 from .probe import Look, Looks
 
-_LARGEST_RESERVE = 20 << 30
-_MARGIN = 1.05
-_FEW, _ENOUGH = 3, 4
-_SPARE_FILES = 100
 _DAY, _SHORT = 86400.0, 6 * 3600.0
 _LEAST_SAMPLES, _IN_A_ROW = 6, 3
 _REACH = 100.0
-"""A trend is continued for so many times as long as it was seen: what a minute shows says nothing of tomorrow."""
+"""A trend is continued for this many times as long as it was seen: a minute says nothing about tomorrow."""
+_REMEDY = "free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)"
 
 
 @dataclass
@@ -37,25 +35,32 @@ class Place:
         name: scope of its alarms.
         path: the directory; it need not exist yet.
         holds: it takes checkpoints.
+        device: of its file system, at the last look.
+        samples: (time, bytes free) after every checkpoint; `sampled`: how many checkpoints there were then.
+        soon_full: forecasts in a row of a full disk within a day.
     """
 
     name: str
     path: Path
     holds: bool
-    look: Look = field(repr=False)
+    look: Look
     device: int | None = None
+    samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2000))
+    sampled: int = 0
+    soon_full: int = 0
 
 
 class Space(Detector):
     """Alarms `disk/NAME`, and the forecast `disk-forecast/NAME`.
 
     Args:
-        alarms: where incidents are told.
-        section: `[watchdog.storage]`.
-        looks: makes the looks.
         places: (name, directory, whether it takes checkpoints). A later one on the file system of an earlier one is
             passed over.
         checkpoints: knows what the next checkpoint takes; None if this node does not watch them.
+
+    Attributes:
+        fit: how many checkpoints fit, of places that take them.
+        seconds_to_full: by the forecast; only of places that fill.
     """
 
     def __init__(
@@ -67,134 +72,96 @@ class Space(Detector):
         checkpoints: Checkpoints | None = None,
     ) -> None:
         super().__init__(alarms)
-        self._section, self._checkpoints = section, checkpoints
+        self._reserve, self._checkpoints = section.reserve, checkpoints
         every, deadline = section.interval.value, section.deadline.value
         self.places = [
-            Place(
-                name, path, holds, Look(looks, "space", every=every, deadline=deadline, path=str(path), attempts=holds)
-            )
+            Place(name, path, holds, Look(looks, "space", every=every, deadline=deadline, path=str(path)))
             for name, path, holds in places
         ]
-        self._samples: dict[str, deque[tuple[float, float]]] = {place.name: deque(maxlen=2000) for place in self.places}
-        self._sampled = dict.fromkeys(self._samples, 0)
-        self._soon_full = dict.fromkeys(self._samples, 0)
-        self.free: dict[str, int] = {}
-        """Bytes of every place at the last look."""
         self.fit: dict[str, int] = {}
-        """How many checkpoints fit, of places that take them."""
         self.seconds_to_full: dict[str, float] = {}
-        """By the forecast; only of places that fill."""
 
     def tick(self, now: float) -> None:
-        """Look, and take what earlier looks found."""
-        for place in self.places:
+        """Look, and judge what earlier looks found."""
+        for number, place in enumerate(self.places):
             answer = place.look.tick(now)
-            if answer is None or answer.error is not None:  # what hangs or fails is told by `Mounts`
+            if answer is None or answer.error is not None:  # what hangs or fails is reported by `Mounts`
                 continue
-            place.device = answer.value["device"]
-            before = self.places[: self.places.index(place)]
-            if place.device in [other.device for other in before]:
+            writing, room = answer.value.pop("writing"), Room(**answer.value)
+            place.device = room.device
+            if place.device in [other.device for other in self.places[:number]]:
                 continue
-            self.free[place.name] = answer.value["free"]
             if place.holds and self._checkpoints is not None:
-                self._judge_fit(place, answer.value, self._checkpoints)
-                self._forecast(place, answer.value, self._checkpoints, now)
+                self._judge_fit(place, room, writing, self._checkpoints)
+                self._forecast(place, room, writing, self._checkpoints, now)
             else:
-                self._judge_rest(place, answer.value)
+                self._judge_rest(place, room)
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def _judge_fit(self, place: Place, found: dict[str, Any], checkpoints: Checkpoints) -> None:
-        """How many checkpoints fit. What the save in flight has written already counts as free for it."""
-        need = checkpoints.need
-        if need is None or need.bytes == 0:
+    def _judge_fit(self, place: Place, room: Room, writing: int, checkpoints: Checkpoints) -> None:
+        if checkpoints.need is None or checkpoints.need.bytes == 0:
             return
-        reserve = min(_LARGEST_RESERVE, int(self._section.reserve * found["total"]))
-        free = found["free"] + found["writing"]
-        fit = int((free - reserve) // (_MARGIN * need.bytes))
-        lacking = f"{human_bytes(found['free'])} free, a checkpoint takes {human_bytes(need.bytes)}"
-        if found["files"]:
-            by_files = max(0, found["files_free"] - _SPARE_FILES) // max(1, need.files)
-            if by_files < fit:
-                fit, lacking = by_files, f"room for {found['files_free']} files, a checkpoint has {need.files}"
-        self.fit[place.name] = fit = max(0, fit)
-        key, facts = f"disk/{place.name}", {"path": str(place.path), "free": found["free"], "fit": fit}
-        if fit < 1:
-            self._open(
-                key,
-                Severity.CRIT if place.name == "checkpoints" else Severity.WARN,
-                f"the next checkpoint will not fit in {place.path}: {lacking}",
-                effect="saves will fail there, and training goes on unprotected",
-                facts=facts,
+        main = place.name == "checkpoints"
+        old = checkpoints.prunable if main else None
+        found = fit(checkpoints.need, room, reserve=self._reserve, writing=writing, old=old)
+        self.fit[place.name] = found.count
+        fails = found.severity is Severity.CRIT
+        if found.severity is not None:
+            self.open(
+                f"disk/{place.name}",
+                found.severity if main else Severity.WARN,
+                found.text,
+                f"saves will fail there{', and training goes on unprotected' if fails else ' soon'}",
+                _REMEDY,
+                facts={"path": str(place.path), "free": room.free, "fit": found.count},
             )
-        elif fit < _FEW:
-            self._open(
-                key,
-                Severity.WARN,
-                f"{fit} more checkpoint{'s' * (fit > 1)} fit in {place.path}: {lacking}",
-                effect="saves will fail there soon",
-                facts=facts,
-            )
-        elif fit >= _ENOUGH:
-            self.alarms.resolve(key, f"{fit} checkpoints fit in {place.path}", step=self.at)
+        elif found.count > FEW:
+            self.resolve(f"disk/{place.name}", f"{found.count} checkpoints fit in {place.path}")
 
-    def _open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
-        remedy = "free space or files, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)"
-        self.alarms.open(key, severity, summary, step=self.at, remedy=remedy, **more)
-
-    def _forecast(self, place: Place, found: dict[str, Any], checkpoints: Checkpoints, now: float) -> None:
+    def _forecast(self, place: Place, room: Room, writing: int, checkpoints: Checkpoints, now: float) -> None:
         """When there will be no room, from samples that our own saw-tooth is not in: one per checkpoint."""
-        name = place.name
-        if checkpoints.completed == self._sampled[name] or found["writing"]:
+        if checkpoints.completed == place.sampled or writing:
             return
-        self._sampled[name] = checkpoints.completed
-        samples = self._samples[name]
-        samples.append((now, float(found["free"])))
+        place.sampled = checkpoints.completed
+        place.samples.append((now, room.free))
         rates = []
         for window in (_DAY, _SHORT):
-            recent = [sample for sample in samples if sample[0] >= now - window]
+            recent = [sample for sample in place.samples if sample[0] >= now - window]
             if len(recent) >= _LEAST_SAMPLES:
                 rates.append((slope(recent), recent[-1][0] - recent[0][0]))
         rate, seen = min(rates, default=(0.0, 0.0))
-        self.seconds_to_full.pop(name, None)
-        if rate < 0 and found["free"] / -rate <= _REACH * seen:
-            self.seconds_to_full[name] = found["free"] / -rate
-        soon = self.seconds_to_full.get(name, _DAY) < _DAY
-        self._soon_full[name] = self._soon_full[name] + 1 if soon else 0
-        key = f"disk-forecast/{name}"
-        if self._soon_full[name] >= _IN_A_ROW:
-            left = human_time(self.seconds_to_full[name])
-            self._open(
-                key,
+        self.seconds_to_full.pop(place.name, None)
+        left = room.free / -rate if rate < 0 else float("inf")
+        if left <= _REACH * seen:
+            self.seconds_to_full[place.name] = left
+        soon = left <= _REACH * seen and left < _DAY
+        place.soon_full = place.soon_full + 1 if soon else 0
+        if place.soon_full >= _IN_A_ROW:
+            self.open(
+                f"disk-forecast/{place.name}",
                 Severity.WARN,
-                f"{place.path} will be full in about {left}: {human_bytes(found['free'])} free, "
+                f"{place.path} will be full in about {human_time(left)}: {human_bytes(room.free)} free, "
                 f"{human_bytes(-rate * 3600)} less every hour",
-                effect="saves will fail there then",
+                "saves will fail there then",
+                _REMEDY,
             )
         elif not soon:
-            self.alarms.resolve(key, f"{place.path} does not fill any more", step=self.at)
+            self.resolve(f"disk-forecast/{place.name}", f"{place.path} does not fill any more")
 
-    # ------------------------------------------------------------------ everything else
-
-    def _judge_rest(self, place: Place, found: dict[str, Any]) -> None:
+    def _judge_rest(self, place: Place, room: Room) -> None:
         """The record, temporary files: a share of the file system, or of files, should be left."""
-        share = found["free"] / max(1, found["total"])
-        if found["files"]:
-            share = min(share, found["files_free"] / found["files"])
-        least = min(self._section.reserve, _LARGEST_RESERVE / max(1, found["total"]))
-        key, free = f"disk/{place.name}", human_bytes(found["free"])
+        shares = [room.free / max(1, room.total)] + ([room.files_free / room.files] if room.files else [])
+        share, least = min(shares), room.reserved(self._reserve) / max(1, room.total)
+        full, free = share < least / 10, human_bytes(room.free)
         if share < least:
-            self.alarms.open(
-                key,
-                Severity.CRIT if share < least / 10 else Severity.WARN,
-                f"{place.path} is {'full' if share < least / 10 else 'almost full'}: {free} and "
-                f"{found['files_free']} files free",
-                effect="the record waits in memory, and is lost if the job ends"
+            self.open(
+                f"disk/{place.name}",
+                Severity.CRIT if full else Severity.WARN,
+                f"{place.path} is {'full' if full else 'almost full'}: {free} and {room.files_free} files free",
+                "the record waits in memory, and is lost if the job ends"
                 if place.name == "run"
                 else "data loaders, compilers or communication between ranks may fail",
-                remedy="free space or files",
-                step=self.at,
-                facts={"path": str(place.path), "free": found["free"]},
+                "free space or files",
+                facts={"path": str(place.path), "free": room.free},
             )
         elif share > 2 * least:
-            self.alarms.resolve(key, f"{place.path}: {free} free", step=self.at)
+            self.resolve(f"disk/{place.name}", f"{place.path}: {free} free")

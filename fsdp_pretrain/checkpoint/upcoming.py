@@ -1,0 +1,171 @@
+"""The next checkpoint: does it fit, and is it late? No torch.
+
+One rule each. `plan`, `launch`, `status` and the watchdog all ask here, so that they cannot contradict each other. The
+trainer alone, which knows the size of a save to the byte, also uses the margin and the reserve (`space.make_room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import quantiles
+
+from ..config import Config
+from ..record import journal
+from ..record.files import RunDir
+from ..severity import Severity
+from ..units import Progress, human_time
+from ..watchdog_sections import StorageSection
+from .space import Need, Room, attempts, prunable
+from .stores import stores
+
+BYTES_PER_PARAMETER = 12
+"""fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
+FEW = 3
+"""Fewer checkpoints than this that fit are a warning."""
+SAVES = 20
+"""How many of the last saves show how long one takes."""
+_MARGIN, _SPARE_FILES = 1.05, 100
+_FILES_BESIDE = 2
+_LATE, _VERY_LATE, _TOO_LATE = 1.5, 2.5, 4.0
+"""Intervals without a verified checkpoint."""
+
+
+def like(size: int, files: int) -> Need:
+    """What the next checkpoint takes if the manifest of the newest one lists that many bytes and files."""
+    return Need(size, files + _FILES_BESIDE)
+
+
+def first(parameters: int, world: int) -> Need:
+    """What the first checkpoint of a model takes, on `world` ranks."""
+    return Need(BYTES_PER_PARAMETER * parameters, world + 1)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many more checkpoints fit.
+
+    Attributes:
+        count: as the file system is now.
+        severity: CRIT: the next one does not fit, whatever may be deleted for it; WARN: few do; None: enough.
+        text: this in words.
+        room: that it was judged by.
+    """
+
+    count: int
+    severity: Severity | None
+    text: str
+    room: Room
+
+
+def fit(need: Need, room: Room, *, reserve: float, writing: int = 0, old: Need | None = None) -> Fit:
+    """How many more checkpoints fit.
+
+    Args:
+        reserve: share of the file system that does not count as room.
+        writing: bytes that saves in flight have written: part of the room that is asked about.
+        old: what may be deleted to make room.
+    """
+
+    def count(more: Need) -> int:
+        found = (room.free + writing + more.bytes - room.reserved(reserve)) // (_MARGIN * need.bytes)
+        if room.files:
+            found = min(found, (room.files_free + more.files - _SPARE_FILES) // need.files)
+        return max(0, int(found))
+
+    now, pruned, compared = count(Need(0, 0)), count(old or Need(0, 0)), need.compare(room)
+    if not pruned:
+        return Fit(now, Severity.CRIT, f"the next checkpoint does not fit: {compared}", room)
+    if not now:
+        return Fit(now, Severity.WARN, f"the next checkpoint fits only when older ones are deleted: {compared}", room)
+    text = f"{now} more checkpoint{'s fit' if now > 1 else ' fits'}: each {compared}"
+    return Fit(now, Severity.WARN if now < FEW else None, text, room)
+
+
+def next_fit(run: RunDir, config: Config, need: Need | None = None) -> Fit | None:
+    """Whether the next checkpoint of a run fits in its directory.
+
+    Args:
+        need: what it takes if nothing is known from the run itself.
+
+    Returns:
+        None if nobody knows how large it will be.
+
+    Raises:
+        UserError, OSError: the directory cannot be read.
+    """
+    found = stores(run)
+    newest = found.newest()
+    if newest is not None:
+        files = newest.files()
+        need = like(sum(entry.bytes for entry in files), len(files))
+    else:
+        starts = [entry for entry in journal.read(run) if entry["kind"] == "start" and entry.get("parameters")]
+        need = first(starts[-1]["parameters"], starts[-1].get("world") or 1) if starts else need
+    if need is None or not need.bytes:
+        return None
+    old = prunable(found.main.scan()) if config.checkpoint.prune else None
+    writing = sum(attempts(run.checkpoints).values())
+    return fit(need, Room.of(run.checkpoints), reserve=config.watchdog.storage.reserve, writing=writing, old=old)
+
+
+class Late(IntEnum):
+    """How late a checkpoint is: a warning; so that a save is asked for; so that a stop is."""
+
+    NO, LATE, VERY_LATE, TOO_LATE = range(4)
+
+
+@dataclass(frozen=True)
+class Unprotected:
+    """Training that no verified checkpoint holds.
+
+    Attributes:
+        every: `checkpoint.every`.
+        steps, samples, tokens: that were made.
+        age: seconds for which this has gone on.
+        step_seconds: that a step usually takes; 0 if not known.
+        save_seconds: that a save takes at most.
+    """
+
+    every: Progress
+    steps: int
+    samples: int
+    tokens: int
+    age: float
+    step_seconds: float = 0.0
+    save_seconds: float = 0.0
+
+    @property
+    def intervals(self) -> float:
+        """Intervals made: by the clock, or by training if that is less, since a run that stands still loses nothing."""
+        seconds = self._interval
+        return min(self._made, self.age / seconds) if seconds else self._made
+
+    @property
+    def _made(self) -> float:
+        return {"step": self.steps, "sample": self.samples, "token": self.tokens}[self.every.unit] / self.every.value
+
+    @property
+    def _interval(self) -> float:
+        """Seconds that an interval takes."""
+        return self.steps * self.step_seconds / self._made if self._made > 0 else 0.0
+
+    def late(self, section: StorageSection) -> Late:
+        """How late the next checkpoint is. No age is judged below the time between two looks of the watchdog."""
+        allowed = max(_LATE * self._interval + self.save_seconds, section.interval.value)
+        if self.age <= allowed or self.intervals <= _LATE:
+            return Late.NO
+        if self.age > max(section.max_unprotected.value, allowed) or self.intervals > _TOO_LATE:
+            return Late.TOO_LATE
+        return Late.VERY_LATE if self.intervals > _VERY_LATE else Late.LATE
+
+    def __str__(self) -> str:
+        return f"no checkpoint was verified for {human_time(self.age)}, {self.intervals:.1f} intervals"
+
+
+def longest_save(seconds: Sequence[float]) -> float:
+    """The 99% quantile of what saves took; the longest of a few."""
+    if len(seconds) < 2:
+        return sum(seconds)
+    return min(max(seconds), quantiles(seconds, n=100, method="inclusive")[98])

@@ -1,0 +1,150 @@
+"""Does the next checkpoint fit, is it late: `plan`, `launch`, `status` and the watchdog say the same of the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import step_record
+from test_storage import Disk, Watch, commit, saves, write_journal
+
+from fsdp_pretrain import plan
+from fsdp_pretrain.checkpoint.store import MANIFEST, Store
+from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.launch.preflight import preflight
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import RunDir, now
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.status import inspect
+from fsdp_pretrain.watchdog.storage import Space
+from fsdp_pretrain.watchdog_sections import StorageSection
+
+pytestmark = pytest.mark.quick
+WARN, CRIT = Severity.WARN, Severity.CRIT
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    made = Watch(tmp_path)
+    yield made
+    made.looks.replace()
+
+
+def begin(config: Path, **status: Any) -> tuple[Config, RunDir]:
+    """A run directory as a start leaves it, with a job that lives on another host."""
+    loaded = load(config)
+    run = RunDir(loaded.run.dir)
+    for name in ("segments", "control", "watchdog"):
+        (run.path / name).mkdir(parents=True)
+    run.config.write_text(loaded.to_toml())
+    long_ago = (datetime.now(UTC) - timedelta(days=9)).isoformat().replace("+00:00", "Z")
+    state_files.write(
+        run.status,
+        {"state": "running", "host": "elsewhere", "started": long_ago, "heartbeat": now(), **status},
+    )
+    return loaded, run
+
+
+@dataclass(frozen=True)
+class State:
+    """What is on a disk of 8 MiB: checkpoints of 1 MB, a save in flight, and so many bytes free."""
+
+    leave: int | None = None
+    checkpoints: int = 1
+    prune: bool = True
+    writing: int = 0
+    inodes: int = 0
+
+
+@pytest.mark.parametrize(
+    ("state", "severity", "says"),
+    [
+        (State(), None, ""),
+        (State(leave=2_500_000), WARN, "2 more checkpoints fit"),
+        (State(leave=900_000), CRIT, "the next checkpoint does not fit"),
+        (State(leave=1_060_000), CRIT, "the next checkpoint does not fit"),  # to the byte it would
+        (State(leave=300_000, writing=900_000), WARN, "1 more checkpoint fits"),
+        (State(leave=500_000, checkpoints=4), WARN, "fits only when older ones are deleted"),
+        (State(leave=500_000, checkpoints=4, prune=False), CRIT, "the next checkpoint does not fit"),
+        (State(leave=900_000, checkpoints=0), CRIT, "the next checkpoint does not fit"),
+        (State(inodes=104), CRIT, "the next checkpoint does not fit"),
+    ],
+    ids=str,
+)
+def test_whether_it_fits(
+    lab: Any, watch: Watch, small_disk: Disk, state: State, severity: Severity | None, says: str
+) -> None:
+    disk = small_disk(f"8m,nr_inodes={state.inodes or 1000}")
+    config, run = begin(lab.config(checkpoint={"prune": state.prune}))
+    run.checkpoints.symlink_to(disk)  # what is written meanwhile is elsewhere
+    write_journal(run.path, {"kind": "start", "parameters": 100_000, "world": 1})
+    store = Store(run.checkpoints)
+    for step in range(1, state.checkpoints + 1):
+        commit(store, step, 1_000_000)
+    if state.writing:
+        (store.begin(9) / "data").write_bytes(bytes(state.writing))
+    if state.leave is not None:
+        free = os.statvfs(disk)
+        with (disk / "hog").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - state.leave)
+
+    checkpoints = saves(watch, run.path, prune=state.prune)
+    places = [("checkpoints", run.checkpoints, True)]
+    watch.detectors = [checkpoints, Space(watch.alarms, StorageSection(), watch.looks, places, checkpoints)]
+    watch.advance()
+    watch.advance(61)
+    said = {alarm.summary: alarm.severity for alarm in watch.alarms}
+    assert list(said.values()) == ([severity] if severity else []) and says in "".join(said)
+    assert {text: level for level, text in inspect(run).problems if "checkpoint" in text} == said
+    assert [text for text in plan.plan(config)["warnings"] if "checkpoint" in text] == list(said)
+    if severity is CRIT:
+        with pytest.raises(ConfigError) as refused:
+            preflight(config, run, "2")
+        assert refused.value.cause in said
+    else:
+        assert [text for text in preflight(config, run, "2") if "fit" in text] == list(said)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "age", "severity"),
+    [
+        ("100 steps", 120, 120, None),
+        ("100 steps", 160, 200, WARN),
+        ("100 steps", 160, 110, None),  # many steps in a short time
+        ("100 steps", 120, 900, None),  # few in a long one
+        ("10 steps", 45, 20, None),  # the watchdog looks once a minute
+        ("800 samples", 160, 200, WARN),
+        ("800 samples", 260, 260, CRIT),
+        ("25_600 tokens", 450, 450, CRIT),
+        ("10_000 steps", 16_000, 30_000, CRIT),  # max_unprotected
+    ],
+)
+def test_whether_it_is_late(
+    lab: Any, watch: Watch, every: str, steps: int, age: float, severity: Severity | None
+) -> None:
+    """A second a step, 8 samples of 32 tokens each, since the checkpoint of step 100."""
+    counters = {"step": 100 + steps, "consumed": 8 * (100 + steps), "tokens": 256 * (100 + steps)}
+    config = lab.config(checkpoint={"every": every}, train={"duration": "90_000 steps"})
+    _, run = begin(config, **counters, iteration_seconds=1.0)
+    path = commit(Store(run.checkpoints), 100, 1000) / MANIFEST
+    committed = (datetime.now(UTC) - timedelta(seconds=age)).isoformat().replace("+00:00", "Z")
+    state_files.write(path, {**json.loads(path.read_text()), "committed": committed})
+
+    seconds = {"iteration": 1.0, "data": 0.0, "checkpoint": 0.0}
+    checkpoints = saves(watch, run.path, every=every)
+    watch.detectors = [checkpoints]
+    checkpoints.step(step_record(100, seconds=seconds))
+    watch.advance()
+    for step in (*range(101, 165), 100 + steps):
+        checkpoints.step(step_record(step, seconds=seconds))
+    watch.advance(age)
+    said = [alarm.severity for alarm in watch.alarms if alarm.key == "checkpoint-age"]
+    assert said == ([severity] if severity else [])
+    assert [level for level, text in inspect(run).problems if text.startswith("no checkpoint was verified for")] == said
