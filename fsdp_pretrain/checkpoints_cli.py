@@ -115,7 +115,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _pin(args: argparse.Namespace, pinned: bool = True) -> int:
     found = _stores(args.run)
-    found.pin(found.find(args.step), pinned)
+    found.find(args.step).pin(pinned)
     return _print_checkpoints([_describe(found, found.find(args.step))], as_json=args.json)
 
 

@@ -108,7 +108,7 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
     wrong = [] if linked else verify_files(target, copied.files())
     if wrong or not source.is_dir():
         raise CheckpointError(wrong[0] if wrong else f"{source} was deleted by the running job while it was copied")
-    Store(new.checkpoints).mark_verified(copied)
+    copied.mark_verified()
     for part in _kept(parent, branch):
         _copy_segment(parent.segment(part.segment), new.segment(part.segment), part)
     for name in ("journal.jsonl", "CHRONICLE.md"):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import ConfigError, UserError
+from .record.environment import WorldShape
 from .sections import ParallelSection
 
 T = TypeVar("T")
@@ -85,6 +86,11 @@ class World:
         other = copy.copy(self)
         other.host_group = host_group
         return other
+
+    @property
+    def shape(self) -> WorldShape:
+        """As checkpoints and the record have it."""
+        return WorldShape(size=self.size, replicas=self.replicas, shards=self.shards)
 
     @property
     def is_main(self) -> bool:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict
 
 from .changes import load_recorded
 from .checkpoint.expected import missing
-from .checkpoint.store import Manifest
+from .checkpoint.manifest import Manifest
 from .checkpoint.stores import stores
 from .errors import UserError
 from .record import goodput, lineage, state_files

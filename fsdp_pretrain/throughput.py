@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from .config import Config
 from .model_sections import AnyModel, GPTModel, LlamaModel
 
 N = TypeVar("N", int, float)
@@ -103,39 +105,45 @@ def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: i
     return float(block * (3 * model.layers + recomputed) + 6 * h * model.rows)
 
 
-def speed(
-    parameters: int,
-    model: AnyModel,
-    sequence_length: int,
-    *,
-    batch: int,
-    seconds: float,
-    devices: int,
-    device: str,
-    recompute: int,
-) -> dict[str, Any]:
-    """What a step of `batch` samples in `seconds` on so many devices comes to.
+@dataclass(frozen=True)
+class Speed:
+    """What a measured step comes to, of the model and of the hardware, which recomputes.
 
-    Returns:
-        Tokens per second, FLOPs per second of one device (of the model, and of the hardware with recomputation), MFU
-        and HFU: shares of the device's dense peak, None if that is unknown.
+    Attributes:
+        mfu, hfu: shares of the device's dense peak; None if that is unknown.
     """
-    tokens = batch * sequence_length / seconds
-    model_flops = tokens * flops_per_token(parameters, model, sequence_length) / devices
-    hardware_flops = tokens * hardware_flops_per_token(model, sequence_length, recompute) / devices
+
+    batch: int
+    seconds_per_step: float
+    devices: int
+    device: str
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    model_tflops_per_device: float
+    hardware_tflops_per_device: float
+    mfu: float | None
+    hfu: float | None
+
+
+def speed(config: Config, parameters: int, *, batch: int, seconds: float, devices: int, device: str) -> Speed:
+    """What a step of `batch` samples in `seconds` on so many devices comes to."""
+    length = config.data.sequence_length
+    tokens = batch * length / seconds
+    model = tokens * flops_per_token(parameters, config.model, length) / devices
+    hardware = tokens * hardware_flops_per_token(config.model, length, config.parallel.recompute) / devices
     peak = peak_flops(device)
-    return {
-        "batch": batch,
-        "seconds_per_step": seconds,
-        "devices": devices,
-        "device": device,
-        "tokens_per_second": tokens,
-        "tokens_per_second_per_device": tokens / devices,
-        "model_tflops_per_device": model_flops / 1e12,
-        "hardware_tflops_per_device": hardware_flops / 1e12,
-        "mfu": model_flops / peak if peak else None,
-        "hfu": hardware_flops / peak if peak else None,
-    }
+    return Speed(
+        batch=batch,
+        seconds_per_step=seconds,
+        devices=devices,
+        device=device,
+        tokens_per_second=tokens,
+        tokens_per_second_per_device=tokens / devices,
+        model_tflops_per_device=model / 1e12,
+        hardware_tflops_per_device=hardware / 1e12,
+        mfu=model / peak if peak else None,
+        hfu=hardware / peak if peak else None,
+    )
 
 
 def memory_in_use(device: torch.device) -> int:

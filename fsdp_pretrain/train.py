@@ -33,8 +33,8 @@ from .arguments import parse_trainer
 from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook, refuse_path_in_text
 from .checkpoint.manager import Manager
+from .checkpoint.manifest import Manifest
 from .checkpoint.resume import Resume, Resumed, Terms
-from .checkpoint.store import Manifest
 from .checkpoint.subject import Subject
 from .config import Config
 from .control import Inbox, interrupt_on_signal
@@ -211,7 +211,7 @@ def _train(
     resumed = Resume(subject, recorder, terms)()
     state = resumed.state
     if world.is_main:
-        _tell_changes(run_dir, recorder, subject.identity["corpora"], terms.reason)
+        _tell_changes(run_dir, recorder, subject.identity.corpora, terms.reason)
     world.decide(lambda: starting.join_line(run_dir, recorder, resumed, fresh=terms.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health = _health(subject, recorder.number, resumed)

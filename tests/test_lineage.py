@@ -22,7 +22,7 @@ import records
 from data.opening import open_packer
 from fsdp_pretrain import overrides
 from fsdp_pretrain.checkpoint.expected import missing
-from fsdp_pretrain.checkpoint.store import Store, describe_file
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config import load
 from fsdp_pretrain.errors import BusyError, UserError
 from fsdp_pretrain.fork import fork
@@ -425,8 +425,7 @@ class Simulation:
             state.to_json(identity=self._identity, tokens=step * 256, world=records.WORLD)
         )
         shutil.copyfile(self.run.config, attempt / "config.toml")
-        facts = records.facts(step, segment=segment)
-        store.commit(attempt, [describe_file(p) for p in attempt.iterdir()], facts)
+        store.commit(attempt, records.manifest(step, attempt, segment=segment))
         journal = Journal(self.run, segment)
         journal.write("checkpoint", "", step=step)
         journal.close()

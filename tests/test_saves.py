@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp_pretrain import mesh
 from fsdp_pretrain.checkpoint.background import Stager
 from fsdp_pretrain.checkpoint.space import Ballast, Need, make_room
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store, describe_file
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.sections import ParallelSection
@@ -30,8 +30,8 @@ def commit(store: Store, step: int, verified: bool = True) -> Checkpoint:
     attempt = store.begin(step)
     for name in ("train_state.json", "config.toml"):
         (attempt / name).write_text("{}")
-    checkpoint = store.commit(attempt, [describe_file(path) for path in attempt.iterdir()], records.facts(step))
-    return store.mark_verified(checkpoint) if verified else checkpoint
+    checkpoint = store.commit(attempt, records.manifest(step, attempt))
+    return checkpoint.mark_verified() if verified else checkpoint
 
 
 # ---------------------------------------------------------------------- room

@@ -43,13 +43,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     old, attempt = store.find(24), store.begin(28)
     manifest, state = old.manifest(), old.train_state()
     counters = {"step": 28, "consumed": 112, "cursor": 120, "batch": 4, "loss_scale": None}
-    shape = {"tokens": 1792, "world": state.world.model_dump()}
     for name in ("__0_0.distcp", ".metadata", CONFIG):
         shutil.copyfile(old.path / name, attempt / name)
-    (attempt / TRAIN_STATE).write_text(TrainState(**counters).to_json(identity=state.identity, **shape))  # type: ignore[arg-type]
-    names = ("__0_0.distcp", ".metadata", CONFIG, TRAIN_STATE)
-    facts = {**manifest.model_dump(exclude={"files", "committed"}), **counters, **shape}
-    store.mark_verified(store.commit(attempt, [describe_file(attempt / name) for name in names], facts))
+    now = TrainState(**counters)  # type: ignore[arg-type]
+    (attempt / TRAIN_STATE).write_text(now.to_json(identity=state.identity, tokens=1792, world=state.world))
+    files = [describe_file(path) for path in attempt.iterdir()]
+    store.commit(attempt, manifest.model_copy(update={**counters, "tokens": 1792, "files": files})).mark_verified()
     head = run.new_segment()
     shutil.copyfile(run.segment(4) / "config.toml", head / "config.toml")
     lineage.record(head, parent=4, kind="start", **counters)

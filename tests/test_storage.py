@@ -16,7 +16,7 @@ import pytest
 import records
 from sight import PATIENCE
 
-from fsdp_pretrain.checkpoint.store import Store, describe_file
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config import load
 from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.record.metrics import records as metric_records
@@ -71,9 +71,9 @@ def commit(store: Store, step: int, size: int = 200_000, verified: bool = True) 
     """A checkpoint with one file."""
     attempt = store.begin(step)
     (attempt / "data").write_bytes(np.random.default_rng(step).bytes(size))
-    made = store.commit(attempt, [describe_file(attempt / "data")], records.facts(step))
+    made = store.commit(attempt, records.manifest(step, attempt))
     if verified:
-        store.mark_verified(made)
+        made.mark_verified()
     return made.path
 
 

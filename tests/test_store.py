@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_pretrain.checkpoint.manager import kept_for_ever
-from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file, verify_files
+from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store, verify_files
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import CheckpointError, StorageError
 
@@ -28,9 +28,8 @@ def make(store: Store, step: int, *, verified: bool = True, content: bytes = b"w
     attempt = store.begin(step)
     for name, data in (("__0_0.distcp", content), (".metadata", b"meta"), (TRAIN_STATE, b"{}"), (CONFIG, b"")):
         (attempt / name).write_bytes(data)
-    names = ("__0_0.distcp", ".metadata", TRAIN_STATE, CONFIG)
-    checkpoint = store.commit(attempt, [describe_file(attempt / name) for name in names], records.facts(step, **facts))
-    return store.mark_verified(checkpoint) if verified else checkpoint
+    checkpoint = store.commit(attempt, records.manifest(step, attempt, **facts))
+    return checkpoint.mark_verified() if verified else checkpoint
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def test_life_of_a_checkpoint(store: Store) -> None:
     assert made.path.name == "step-00000007"
     (found,) = store.scan()
     assert (found.step, found.problem, found.verified) == (7, None, False)
-    assert store.mark_verified(found).verified and store.scan()[0].verified
+    assert found.mark_verified().verified and store.scan()[0].verified
     assert verify_files(found.path, found.files()) == []
     assert {entry.name for entry in found.files()} == {"__0_0.distcp", ".metadata", TRAIN_STATE, CONFIG}
 
@@ -205,7 +204,7 @@ def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> t
         if save.pin is not None:
             pinned = sorted(made)[save.pin % len(made)]
             made[pinned]["pinned"] = not made[pinned]["pinned"]
-            store.pin(store.find(pinned), made[pinned]["pinned"])
+            store.find(pinned).pin(made[pinned]["pinned"])
         protected = set() if save.protect is None else {max(1, step - save.protect)}
         gone = store.retain(keep_last, lambda found: kept_for_ever(config, found.manifest()), protected)
         stay = must_stay(made, keep_last, every, protected)

@@ -24,10 +24,10 @@ from ..config import Config
 from ..errors import CheckpointError, ConfigError, DataError, StorageError
 from ..record.files import RunDir
 from ..units import human_bytes
-from . import dcp
 from .hf_folder import INDEX, Folder
 from .hf_layout import Weight, read_model, to_hf, weights
 from .importing import Imported, begin, refuse_another_model, refuse_begun
+from .loading import Weights
 from .store import CONFIG, Checkpoint, sync_directory, verify_files
 from .stores import stores
 from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer
@@ -89,7 +89,7 @@ def export_checkpoint(
     length = config.data.sequence_length
     content = to_hf(config.model, sequence_length=length, eod=tokenizer.eod, dtype=type_name)
     _verify(checkpoint)
-    stored = dcp.Weights(checkpoint, models.build(config.model))
+    stored = Weights(checkpoint, models.build(config.model))
     pieces = [_piece(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)]
     files = _deal(pieces, shard_bytes)
     facts = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
@@ -115,7 +115,7 @@ def _verify(checkpoint: Checkpoint) -> None:
         )
 
 
-def _piece(weight: Weight, stored: dcp.Weights, dtype: torch.dtype) -> _Piece:
+def _piece(weight: Weight, stored: Weights, dtype: torch.dtype) -> _Piece:
     shapes = [stored.shapes[name] for name in weight.ours]
     shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     count = torch.Size(shape).numel()
@@ -159,7 +159,7 @@ def _appearing(out: Path, needed: int) -> Iterator[Path]:
 def _write_weights(
     folder: Path,
     files: list[tuple[str, list[_Piece]]],
-    stored: dcp.Weights,
+    stored: Weights,
     dtype: torch.dtype,
     facts: dict[str, str],
 ) -> None:
@@ -173,7 +173,7 @@ def _write_weights(
 
 
 def _write_file(
-    path: Path, group: list[_Piece], stored: dcp.Weights, dtype: torch.dtype, facts: dict[str, str], bar: Any
+    path: Path, group: list[_Piece], stored: Weights, dtype: torch.dtype, facts: dict[str, str], bar: Any
 ) -> None:
     """A safetensors file, written forward: size of the header, header, data. The library needs a file's tensors all
     at once."""
@@ -194,7 +194,7 @@ def _write_file(
         os.fsync(file.fileno())
 
 
-def _to_theirs(weight: Weight, stored: dcp.Weights, dtype: torch.dtype) -> Tensor:
+def _to_theirs(weight: Weight, stored: Weights, dtype: torch.dtype) -> Tensor:
     """One tensor as the folder has it, flat."""
     parts = [stored[name].to(dtype) for name in weight.ours]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -33,11 +33,11 @@ def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = 
         CheckpointError: it is not the one the model was trained with.
         DataError: there is none.
     """
-    recorded = checkpoint.train_state().identity["tokenizer"]
+    recorded = checkpoint.train_state().identity.tokenizer
     copies = (run / "tokenizer" for run in (checkpoint.path.parent.parent, config.run.dir))  # the latter: of a fallback
     path = named or next((copy for copy in copies if copy.exists()), config.data.sources[0].path)
-    tokenizer = Tokenizer.load(path, eod=recorded["eod"])
-    if tokenizer.fingerprint != recorded["fingerprint"]:
+    tokenizer = Tokenizer.load(path, eod=recorded.eod)
+    if tokenizer.fingerprint != recorded.fingerprint:
         raise CheckpointError(
             f"{tokenizer.path} is not the tokenizer of {checkpoint.path.name} (fingerprint differs)",
             effect="its ids would mean other texts: scores would be meaningless",
