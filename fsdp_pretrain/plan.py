@@ -23,10 +23,9 @@ _COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
 
 @dataclass(frozen=True)
 class Layout:
-    """A run on so many ranks; bytes are those of the fullest rank.
+    """A run on `size` ranks; bytes are those of the fullest rank.
 
     Attributes:
-        size: ranks.
         state_bytes: parameters, gradients and optimiser.
         memory: the highest point of a step.
         available: memory of a device, if it is known.
@@ -48,7 +47,7 @@ class Plan:
     Attributes:
         markers: where the schedules bend, see `advice.markers`.
         schedule: rows of `Schedule.preview`.
-        world: on the number of ranks asked for, if one was.
+        world: on a given number of ranks, or None.
     """
 
     run: str

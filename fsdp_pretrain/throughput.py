@@ -5,51 +5,41 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 
 from .config import Config
 from .model_sections import AnyModel, GPTModel, LlamaModel
 
-N = TypeVar("N", int, float)
 
-DENSE_BF16_PEAK: dict[str, float] = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA A800": 312e12,
-    "NVIDIA A40": 149.7e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H800": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
-    "AMD Instinct MI250X": 383e12,
-    "AMD Instinct MI300X": 1307e12,
-}
-"""FLOP/s of dense bf16 matrix products by device name prefix, from the vendors' data sheets (without sparsity)."""
+class _Device(NamedTuple):
+    """Dense bf16 FLOP/s, and GiB of memory."""
 
-DEVICE_MEMORY: dict[str, int] = {
-    "NVIDIA A100-SXM4-40GB": 40,
-    "NVIDIA A100-PCIE-40GB": 40,
-    "NVIDIA A100": 80,
-    "NVIDIA A800": 80,
-    "NVIDIA A40": 48,
-    "NVIDIA L40S": 48,
-    "NVIDIA H100 NVL": 94,
-    "NVIDIA H100": 80,
-    "NVIDIA H800": 80,
-    "NVIDIA H200": 140,
-    "NVIDIA GH200": 95,
-    "NVIDIA B200": 180,
-    "NVIDIA GB200": 185,
-    "AMD Instinct MI250X": 64,
-    "AMD Instinct MI300X": 192,
+    peak: float
+    memory: int
+
+
+_DEVICES = {
+    "NVIDIA A100-SXM4-40GB": _Device(312e12, 40),
+    "NVIDIA A100-PCIE-40GB": _Device(312e12, 40),
+    "NVIDIA A100": _Device(312e12, 80),
+    "NVIDIA A800": _Device(312e12, 80),
+    "NVIDIA A40": _Device(149.7e12, 48),
+    "NVIDIA L40S": _Device(362e12, 48),
+    "NVIDIA H100 PCIe": _Device(756e12, 80),
+    "NVIDIA H100 NVL": _Device(835e12, 94),
+    "NVIDIA H100": _Device(989e12, 80),
+    "NVIDIA H800": _Device(989e12, 80),
+    "NVIDIA H200": _Device(989e12, 140),
+    "NVIDIA GH200": _Device(989e12, 95),
+    "NVIDIA B200": _Device(2250e12, 180),
+    "NVIDIA GB200": _Device(2500e12, 185),
+    "AMD Instinct MI250X": _Device(383e12, 64),
+    "AMD Instinct MI300X": _Device(1307e12, 192),
 }
-"""GiB of memory by device name prefix, as the driver shows them, rounded; of an MI250X one of its two halves."""
+"""By device name prefix: FLOP/s of dense bf16 matrix products from the vendors' data sheets (without sparsity); memory
+as the driver shows it, rounded, of an MI250X one of its two halves."""
 
 
 def device_name(device: torch.device) -> str:
@@ -59,18 +49,19 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(name: str) -> float | None:
     """Dense bf16 peak of a device by name, or None if it is not one we know: an unknown peak is not guessed."""
-    return _by_prefix(DENSE_BF16_PEAK, name)
+    device = _known(name)
+    return device.peak if device else None
 
 
 def device_memory(name: str) -> int | None:
     """Bytes of memory of a device by name, or None if it is not one we know."""
-    size = _by_prefix(DEVICE_MEMORY, name)
-    return None if size is None else size * 2**30
+    device = _known(name)
+    return device.memory * 2**30 if device else None
 
 
-def _by_prefix(table: dict[str, N], name: str) -> N | None:
-    matches = [prefix for prefix in table if name.startswith(prefix)]
-    return table[max(matches, key=len)] if matches else None
+def _known(name: str) -> _Device | None:
+    matches = [prefix for prefix in _DEVICES if name.startswith(prefix)]
+    return _DEVICES[max(matches, key=len)] if matches else None
 
 
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
@@ -126,7 +117,7 @@ class Speed:
 
 
 def speed(config: Config, parameters: int, *, batch: int, seconds: float, devices: int, device: str) -> Speed:
-    """What a step of `batch` samples in `seconds` on so many devices comes to."""
+    """What a step of `batch` samples in `seconds` on `devices` comes to."""
     length = config.data.sequence_length
     tokens = batch * length / seconds
     model = tokens * flops_per_token(parameters, config.model, length) / devices

@@ -33,11 +33,9 @@ _TABLES = ("embedding.weight", "head.weight")
 
 
 class Source(Protocol):
-    """Weights under our names.
+    """Weights under our names, whose `parameters` are fp32 tensors on the meta device.
 
-    Attributes:
-        parameters: fp32 tensors on the meta device.
-        padded: rows of the embedding table that the source does not have.
+    `padded` rows of the embedding table are not in the source.
     """
 
     parameters: dict[str, Tensor]

@@ -177,7 +177,7 @@ def _load_alone(checkpoint: Checkpoint, state: dict[str, Any], reader: _Reader) 
 
 
 def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless names, shapes and dtypes are those asked for."""
+    """Raise CheckpointError unless the names, shapes and dtypes of `state` are those stored."""
     wanted = flatten(state)
     prefixes = tuple(f"{key}." for key in state)
     problems = [f"{name} is missing in the checkpoint" for name in sorted(set(wanted) - set(stored))]

@@ -25,7 +25,7 @@ from .subject import Subject
 
 @dataclass(frozen=True)
 class Terms:
-    """What the person who starts a run allows.
+    """What the start command allows.
 
     Attributes:
         fresh: step 0 although there are (only invalid) checkpoints, or the record says that there were some.
@@ -194,7 +194,7 @@ class Resume:
                 remedy=f"--reset-optimizer {step}, or leave it out",
             ).on_all_ranks()
         if asked is not None and step > asked:
-            self._recorder.event("optimizer", f"not begun anew: step {asked} is past", step=step)
+            self._recorder.event("optimizer", f"not reset: step {asked} is past", step=step)
         return asked == step and step > 0
 
     # ------------------------------------------------------------------ what came back

@@ -39,7 +39,7 @@ class Checkpoint:
         path: its directory.
         problem: why it must not be used, from a look at names and sizes; None if it looks whole.
         verified: its bytes were read back after it was written.
-        pinned: a person wants it kept.
+        pinned: the retention policy must not delete it.
     """
 
     step: int
@@ -110,11 +110,7 @@ def step_of(name: str) -> int | None:
 
 
 class Shelf(ABC):
-    """What can be asked of checkpoints wherever they are.
-
-    Attributes:
-        directory: where they should be.
-    """
+    """Checkpoints wherever they are; `directory` is where they should be."""
 
     directory: Path
 
