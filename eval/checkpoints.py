@@ -6,7 +6,7 @@ import torch
 
 from fsdp_pretrain import models
 from fsdp_pretrain.changes import load_compatible
-from fsdp_pretrain.checkpoint.dcp import load_model
+from fsdp_pretrain.checkpoint.loading import load_model
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint
 from fsdp_pretrain.config import Config
 from fsdp_pretrain.errors import CheckpointError

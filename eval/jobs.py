@@ -17,7 +17,8 @@ from pathlib import Path
 
 import xxhash
 
-from fsdp_pretrain.checkpoint.store import Checkpoint, Manifest, directory_name
+from fsdp_pretrain.checkpoint.manifest import Manifest
+from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
 from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config import Config

@@ -6,7 +6,7 @@ Every warning has a run behind it or a kernel; none stops anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 from .config import Config
 from .model_sections import AnyModel, GLMModel
@@ -24,25 +24,46 @@ _PADDING = 1e-3
 """Share of a model that may be padding of its shards before it is mentioned."""
 
 
-def shape(model: AnyModel) -> dict[str, Any]:
-    """The proportions of a model, as JSON values."""
+@dataclass(frozen=True)
+class Proportions:
+    """Of a model; `ffn_per_hidden_usual` is that of its family, `init_std_rules` what init_std could be by rule."""
+
+    hidden_per_layer: float
+    head_size: int
+    ffn: int
+    ffn_per_hidden: float
+    ffn_per_hidden_usual: float
+    rows: int
+    init_std: float | None
+    init_std_rules: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A point of a run."""
+
+    step: int
+    samples: int
+    tokens: int
+
+
+def shape(model: AnyModel) -> Proportions:
+    """The proportions of a model."""
     ffn, matrices = feed_forward(model)
-    return {
-        "hidden_per_layer": model.hidden / model.layers,
-        "head_size": model.head_dim,
-        "ffn": ffn,
-        "ffn_per_hidden": ffn / model.hidden,
-        "ffn_per_hidden_usual": 4.0 if matrices == 2 else 8 / 3,
-        "rows": model.rows,
-        "init_std": None if isinstance(model, GLMModel) else model.std,
-        "init_std_rules": {
-            "sqrt(2/(5h))": (2 / (5 * model.hidden)) ** 0.5,
-            "sqrt(1/(3h))": (1 / (3 * model.hidden)) ** 0.5,
-        },
-    }
+    h = model.hidden
+    return Proportions(
+        hidden_per_layer=h / model.layers,
+        head_size=model.head_dim,
+        ffn=ffn,
+        ffn_per_hidden=ffn / h,
+        ffn_per_hidden_usual=4.0 if matrices == 2 else 8 / 3,
+        rows=model.rows,
+        init_std=None if isinstance(model, GLMModel) else model.std,
+        init_std_rules={"sqrt(2/(5h))": (2 / (5 * h)) ** 0.5, "sqrt(1/(3h))": (1 / (3 * h)) ** 0.5},
+    )
 
 
-def markers(schedule: Schedule) -> dict[str, dict[str, int]]:
+def markers(schedule: Schedule) -> dict[str, Marker]:
     """Where the schedules of a run bend: after which step, samples and tokens.
 
     lr_peak is the end of the warm-up, batch_full of the batch ramp, lr_floor of the decay; those the run has.
@@ -52,7 +73,7 @@ def markers(schedule: Schedule) -> dict[str, dict[str, int]]:
     if schedule.decays:
         samples["lr_floor"] = schedule.decay
     return {
-        name: {"step": batch.step_at(at), "samples": at, "tokens": schedule.tokens(at)}
+        name: Marker(batch.step_at(at), at, schedule.tokens(at))
         for name, at in samples.items()
         if 0 < at <= schedule.total
     }
@@ -65,25 +86,25 @@ def warnings(config: Config) -> list[str]:
 
 def _shape_warnings(model: AnyModel) -> Iterator[str]:
     is_ = shape(model)
-    if is_["hidden_per_layer"] > _WIDEST:
+    if is_.hidden_per_layer > _WIDEST:
         yield (
-            f"hidden / layers is {is_['hidden_per_layer']:.0f}; models that were trained have 30 to 200, "
+            f"hidden / layers is {is_.hidden_per_layer:.0f}; models that were trained have 30 to 200, "
             "and a 104B with 512 diverged at every attempt"
         )
-    size = is_["head_size"]
+    size = is_.head_size
     if size > _LARGEST_FUSED_HEAD:
         yield f"flash attention takes heads up to {_LARGEST_FUSED_HEAD}, not {size}"
     elif size % 8 or (size > 64 and size % 64):
         yield f"a head size of {size} is not a multiple of {8 if size % 8 else 64}: attention pads it"
-    usual = is_["ffn_per_hidden_usual"]
-    if not 0.6 < is_["ffn_per_hidden"] / usual < 1.6:
+    usual = is_.ffn_per_hidden_usual
+    if not 0.6 < is_.ffn_per_hidden / usual < 1.6:
         yield (
-            f"ffn / hidden is {is_['ffn_per_hidden']:.2f}, where the family has about {usual:.2f}: is "
-            f"ffn = {is_['ffn']} left over from another model? (One such made a 104B model of 57B parameters.)"
+            f"ffn / hidden is {is_.ffn_per_hidden:.2f}, where the family has about {usual:.2f}: is "
+            f"ffn = {is_.ffn} left over from another model? (One such made a 104B model of 57B parameters.)"
         )
     if model.rows % 64:
         yield f"the embedding has {model.rows} rows, not a multiple of 64; model.vocab_multiple = 64 is faster on a GPU"
-    std, largest = is_["init_std"], is_["init_std_rules"]["sqrt(2/(5h))"]
+    std, largest = is_.init_std, is_.init_std_rules["sqrt(2/(5h))"]
     if std is not None and std > 3 * largest:
         yield (
             f"init_std = {std:g} is {std / largest:.1f} times sqrt(2/(5h)) = {largest:.4f}; at that a 104B model "
@@ -110,11 +131,7 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
 
 
 def ramp_warning(config: Config, largest: int) -> Iterator[str]:
-    """If the batch ramp, and not the batch, limits the world.
-
-    Args:
-        largest: the largest feasible world size.
-    """
+    """If the batch ramp, and not the batch, limits the world, whose largest feasible size is given."""
     alone = config.schedule.batch.full // config.train.micro_batch
     if config.schedule.batch.ramp is not None and largest < alone:
         yield (
@@ -124,13 +141,7 @@ def ramp_warning(config: Config, largest: int) -> Iterator[str]:
 
 
 def shard_warning(padding: dict[str, int], parameters: int, shards: int) -> Iterator[str]:
-    """If tensors do not divide evenly.
-
-    Args:
-        padding: elements added, by tensor.
-        parameters: of the whole model.
-        shards: ranks of a copy.
-    """
+    """If tensors do not divide evenly; `padding` are the elements added, by tensor."""
     share = sum(padding.values()) / parameters
     if share > _PADDING:
         names = sorted(padding, key=lambda name: -padding[name])

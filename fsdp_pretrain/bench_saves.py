@@ -11,12 +11,14 @@ import os
 import shutil
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import dcp
 from .checkpoint.background import Pending, Stager
-from .checkpoint.manager import manifest_facts
+from .checkpoint.loading import state_dict
+from .checkpoint.manager import make_facts
 from .checkpoint.store import Store
 from .mesh import World
 from .trainer import Trainer
@@ -25,12 +27,23 @@ from .units import human_bytes
 _BLOCK = 1 << 22
 
 
+@dataclass(frozen=True)
+class _Round:
+    """Bytes of the checkpoint, and seconds of each part."""
+
+    bytes: int
+    plain: float
+    write: float
+    save: float
+    stall: float
+    excess: float
+
+
 def measure(trainer: Trainer, world: World, directory: Path, *, rounds: int, steps: int) -> dict[str, Any]:
     """Time saves of a trainer's state; the figures, the same on every rank. Collective.
 
     Args:
         trainer: that has made a step, so that there is optimiser state.
-        world: all ranks.
         directory: a folder on the storage in question; what is written there is removed again.
         rounds: to measure, after one that does not count.
         steps: of undisturbed training before each background save.
@@ -44,32 +57,34 @@ def measure(trainer: Trainer, world: World, directory: Path, *, rounds: int, ste
             shutil.rmtree(place, ignore_errors=True)
         world.barrier()
     found = found[1:]
+    parts = ("plain", "write", "save", "stall", "excess")
     return {
         "rounds": rounds,
-        "bytes": found[0]["bytes"],
-        "seconds": {name: spread([r[name] for r in found]) for name in ("plain", "write", "save", "stall", "excess")},
-        "bandwidth_ratio": spread([r["plain"] / r["write"] for r in found]),
-        "stall_share": spread([r["stall"] / r["save"] for r in found]),
-        "excess_share": spread([r["excess"] / r["save"] for r in found]),
+        "bytes": found[0].bytes,
+        "seconds": {name: _spread([getattr(each, name) for each in found]) for name in parts},
+        "bandwidth_ratio": _spread([each.plain / each.write for each in found]),
+        "stall_share": _spread([each.stall / each.save for each in found]),
+        "excess_share": _spread([each.excess / each.save for each in found]),
     }
 
 
 def _round(
     trainer: Trainer, world: World, writers: World, stager: Stager, place: Path, number: int, steps: int
-) -> dict[str, float]:
-    state, store = dcp.state_dict(trainer.model, trainer.optimizer), Store(place)
+) -> _Round:
+    state, facts = state_dict(trainer.model, trainer.optimizer), make_facts(trainer.config, world, trainer.state)
 
-    def save(where: World, step: int, tensors: dict[str, Any], *, verify: bool) -> dcp.Saved:
-        facts = {**manifest_facts(trainer.config, world, trainer.state, segment=None), "step": step}
-        return dcp.save(where, store, step, state=tensors, train_state="{}\n", config="", facts=facts, verify=verify)
+    def save(where: World, step: int, tensors: dict[str, Any], *, read_back: bool = True) -> dcp.Saved:
+        now = facts.model_copy(update={"step": 3 * number + step})
+        store = Store(place)
+        return dcp.save(where, store, now, state=tensors, train_state="{}\n", config="", read_back=read_back)
 
-    written = save(world, 3 * number + 1, state, verify=False)
-    saved = save(world, 3 * number + 2, state, verify=True)
+    written = save(world, 1, state, read_back=False)
+    saved = save(world, 2, state)
     plain = world.decide(lambda: _write_plainly(place / "plain", saved.bytes))
     usual = statistics.median(_step(trainer) for _ in range(steps))
     start = time.perf_counter()
-    copy = stager.copy(dcp.state_dict(trainer.model, trainer.optimizer))
-    pending = Pending(lambda: save(writers, 3 * number + 3, copy, verify=True))
+    copy = stager.copy(state_dict(trainer.model, trainer.optimizer))
+    pending = Pending(lambda: save(writers, 3, copy))
     stall = time.perf_counter() - start
     beside = 0
     while not all(world.gather(pending.done)):
@@ -77,14 +92,8 @@ def _round(
         beside += 1
     pending.result()
     excess = time.perf_counter() - start - beside * usual
-    return {
-        "bytes": saved.bytes,
-        "plain": plain,
-        "write": written.seconds,
-        "save": saved.seconds,
-        "stall": max(world.gather(stall)),
-        "excess": max(world.gather(excess)),
-    }
+    slowest = [max(world.gather(seconds)) for seconds in (stall, excess)]
+    return _Round(saved.bytes, plain, written.seconds, saved.seconds, *slowest)
 
 
 def _step(trainer: Trainer) -> float:
@@ -95,7 +104,7 @@ def _step(trainer: Trainer) -> float:
 
 
 def _write_plainly(path: Path, size: int) -> float:
-    """Seconds that `dd bs=4M conv=fsync` would need for a file of so many bytes of noise."""
+    """Seconds that `dd bs=4M conv=fsync` would need for a file of `size` bytes of noise."""
     block = os.urandom(_BLOCK)
     start = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -105,20 +114,15 @@ def _write_plainly(path: Path, size: int) -> float:
     return time.perf_counter() - start
 
 
-def spread(values: list[float]) -> list[float]:
+def _spread(values: list[float]) -> list[float]:
     """Median, least, most."""
     return [statistics.median(values), min(values), max(values)]
 
 
 def render(result: dict[str, Any]) -> str:
     """The figures for people."""
-    show = {
-        name: f"{middle:.3g} [{low:.3g} to {high:.3g}]"
-        for name, (middle, low, high) in [
-            *result["seconds"].items(),
-            *((name, result[name]) for name in ("bandwidth_ratio", "stall_share", "excess_share")),
-        ]
-    }
+    spreads = {**result["seconds"], **{name: result[name] for name in result if name.endswith(("_ratio", "_share"))}}
+    show = {name: f"{middle:.3g} [{low:.3g} to {high:.3g}]" for name, (middle, low, high) in spreads.items()}
     size, rounds = human_bytes(result["bytes"]), result["rounds"]
     return "\n".join(
         [

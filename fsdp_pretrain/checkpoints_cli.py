@@ -109,7 +109,7 @@ def _unpin(args: argparse.Namespace) -> int:
 
 def _set_pinned(args: argparse.Namespace, pinned: bool) -> int:
     found = _stores(args.run)
-    found.pin(found.find(args.step), pinned)
+    found.find(args.step).pin(pinned)
     return _print([_row(found, found.find(args.step))], as_json=args.json)
 
 

@@ -80,7 +80,7 @@ def _plan(args: argparse.Namespace) -> int:
     plan = import_extra("fsdp_pretrain.plan", "plan counts parameters")
     if args.seconds_per_step is not None:
         rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
-        print(json.dumps(rates, indent=1) if args.json else plan.render_measured(rates))
+        print(json.dumps(vars(rates), indent=1) if args.json else plan.render_measured(rates))
         return 0
     result = plan.plan(
         config,
@@ -89,7 +89,7 @@ def _plan(args: argparse.Namespace) -> int:
         device=args.device,
         available=args.device_memory,
     )
-    print(json.dumps(result, indent=1) if args.json else plan.render(result))
+    print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
     return 0
 
 

@@ -102,7 +102,7 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
     wrong = [] if linked else verify_files(target, copied.files())
     if wrong or not source.is_dir():
         raise CheckpointError(wrong[0] if wrong else f"{source} was deleted by the running job while it was copied")
-    Store(new.checkpoints).mark_verified(copied)
+    copied.mark_verified()
     parts = lineage.line(lineage.nodes(parent), branch.segment) if branch.segment is not None else []
     for part in parts:
         until = min(part.until, branch.state.step)

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
+
+from data.loader import MicroBatch
 
 from . import models
 from .config import Config
@@ -38,28 +40,48 @@ _MASTER_BYTES = 4
 _META = torch.device("meta")
 
 
-def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.device) -> dict[str, int]:
-    """Bytes on the fullest rank at the highest point of a step, by part.
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part at one moment.
+
+    Attributes:
+        parameters, optimizer, gradients: fp32 shards.
+        gathered: copies of parameters in the dtype of compute.
+        reduce: gradients not yet sharded and what is being reduced.
+        activations: what the backward pass needs, and the working memory of blocks.
+        logits: working memory of the loss.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    reduce: int
+    activations: int
+    logits: int
+    inputs: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.device) -> Memory:
+    """What the fullest rank holds at the highest point of a step.
 
     Args:
-        config: the run.
         shards: ranks that share one copy of the parameters.
         accumulates: a step has several micro-batches per rank, so gradients are there from the beginning.
         device: `cuda` or `cpu`: decides the dtype of `train.precision = "auto"` and which kernels run.
-
-    Returns:
-        parameters, gradients, optimizer: fp32 shards; gathered: copies of parameters in the dtype of compute; reduce:
-        gradients not yet sharded and what is being reduced; activations: what the backward pass needs, and the working
-        memory of blocks; logits: working memory of the loss; inputs. The sum is the peak.
     """
     model = models.build(config.model)
     shard = sum(_padded(parameter, shards) // shards for parameter in model.parameters()) * _MASTER_BYTES
     step = _trace(model.to(compute_dtype(config, device)), config, shards, accumulates, device)
-    return {"parameters": shard, "optimizer": 2 * shard, **step}
+    return Memory(parameters=shard, optimizer=2 * shard, **step)
 
 
 def shard_padding(model: nn.Module, shards: int) -> dict[str, int]:
-    """Elements that are added to parameters whose rows do not divide into so many shards, by name."""
+    """Elements that are added to parameters whose rows do not divide by `shards`, by name."""
     added = {name: _padded(parameter, shards) - parameter.numel() for name, parameter in model.named_parameters()}
     return {name: count for name, count in added.items() if count}
 
@@ -75,14 +97,15 @@ def _trace(
     """The parts of `estimate` that change during a step, at its highest point."""
     model.recompute_every = config.parallel.recompute
     model.train()
-    blocks = [list(block.parameters()) for _, block in model.named_blocks()]
+    blocks = [list(block.parameters()) for block in model.blocks]
     inside = {id(parameter) for block in blocks for parameter in block}
     root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     micro, data = _micro_batch(config), config.data
     if choose_backend(config.parallel.attention, config.model, device) == "flex":
         # Block masks are small and the kernel keeps no scores: as without a mask.
         micro.prefix, data = None, data.model_copy(update={"attention": "causal"})
-    meter = _Meter(tree_leaves([list(model.parameters()), micro.__dict__]))
+    inputs = [tensor for field in fields(micro) if (tensor := getattr(micro, field.name)) is not None]
+    meter = _Meter([*model.parameters(), *inputs])
     fsdp = _Sharding(meter, shards, reshard=config.parallel.reshard_after_forward, accumulates=accumulates)
     fsdp.begin(root, blocks)
 
@@ -92,38 +115,25 @@ def _trace(
 
     model.norm.register_forward_hook(in_loss)
     bar = tqdm(total=len(blocks), desc="tracing a step", leave=False, disable=None)
-    for _, block in model.named_blocks():
+    for block in model.blocks:
         block.register_forward_hook(lambda *_: bar.update() and None)
     with bar, _kernels(device), meter:
         packed.losses(model, micro, data, _META)[0].sum().backward()
-    meter.hold("inputs", sum(t.untyped_storage().nbytes() for t in tree_leaves(micro.__dict__) if t is not None))
+    meter.hold("inputs", sum(tensor.untyped_storage().nbytes() for tensor in inputs))
     return {**meter.highest, "inputs": meter.live["inputs"]}
 
 
-@dataclass
-class _MicroBatch:
-    """A micro-batch of shapes; the fields of `data.loader.MicroBatch`."""
-
-    tokens: Tensor
-    labels: Tensor | None
-    lengths: Tensor | None
-    sources: Tensor
-    prefix: Tensor | None
-    positions: Tensor | None
-
-
-def _micro_batch(config: Config) -> _MicroBatch:
+def _micro_batch(config: Config) -> MicroBatch:
     size, length, objective = config.train.micro_batch, config.data.sequence_length, config.data.objective
-    empty: Callable[..., Tensor] = torch.empty
 
     def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return empty(shape, dtype=dtype, device=_META)
+        return torch.empty(shape, dtype=dtype, device=_META)
 
     glm = objective.kind == "glm"
     slots = objective.slots if objective.kind == "glm" else 1
     two = objective.kind == "glm" and objective.positions == "glm2d"
     masked = glm or config.data.uses_lengths
-    return _MicroBatch(
+    return MicroBatch(
         tokens=integers(size, length + 1),
         labels=integers(size, length) if glm or not config.data.loss_across_documents else None,
         lengths=integers(size, slots, dtype=torch.int32) if masked else None,
@@ -190,10 +200,7 @@ class _Sharding:
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of storages while they live.
-
-    Args:
-        known: tensors whose storages are not counted.
+    """Counts the bytes of storages while they live, but for those of `known` tensors.
 
     Attributes:
         category: what tensors that are made now count as.
@@ -201,23 +208,21 @@ class _Meter(TorchDispatchMode):
         highest: `live` when its sum was highest.
     """
 
-    def __init__(self, known: list[Any]) -> None:
+    def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self.category = "activations"
         parts = ("gradients", "gathered", "reduce", "activations", "logits", "inputs")
         self.live: Counter[str] = Counter(dict.fromkeys(parts, 0))
         self.highest: dict[str, int] = dict(self.live)
-        self._known = {t.untyped_storage()._cdata for t in known if isinstance(t, Tensor)}
+        self._known = {t.untyped_storage()._cdata for t in known}
         self._counted: dict[int, tuple[str, int, Any]] = {}
 
     def hold(self, category: str, size: int) -> None:
-        """So many bytes more (or less)."""
         self.live[category] += size
         if size > 0 and self.live.total() > sum(self.highest.values()):
             self.highest = dict(self.live)
 
     def move(self, tensor: Tensor, category: str) -> None:
-        """Count the storage of `tensor` as something else."""
         key = tensor.untyped_storage()._cdata
         if key in self._counted:
             before, size, reference = self._counted[key]
@@ -273,7 +278,6 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kept: int, scratch: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
-        """As large as the first input."""
         out = torch.empty_like(inputs[0])
         more = torch.empty(kept, dtype=torch.uint8, device=_META)
         ctx.save_for_backward(*inputs, more, *([out] if keeps_output else []))
@@ -282,7 +286,6 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs."""
         scratch = torch.empty(ctx.scratch, dtype=torch.uint8, device=_META)
         outs = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[: ctx.inputs]]
         del scratch
@@ -307,13 +310,11 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
-        """As large as `x`."""
         ctx.save_for_backward(mask)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """As large as `x`."""
         return torch.empty_like(grads[0]), None
 
 

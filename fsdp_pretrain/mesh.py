@@ -6,6 +6,7 @@ One code path for every size: the mesh always has the axes (replicate, shard), e
 from __future__ import annotations
 
 import copy
+import math
 import os
 import socket
 import warnings
@@ -19,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError, UserError
+from .record.environment import WorldShape
 from .sections import ParallelSection
 
 T = TypeVar("T")
@@ -64,14 +67,7 @@ def shard_size(parallel: ParallelSection, world: int, local_world: int) -> int:
 
 
 class World:
-    """All ranks: the mesh, this rank's device, small reductions and joint decisions.
-
-    Args:
-        ranks: who this process is.
-        device: where its share of the model lives.
-        mesh: DeviceMesh with the axes `REPLICATE` and `SHARD`.
-        timeout: how long a collective may take.
-    """
+    """All ranks: the mesh with the axes `REPLICATE` and `SHARD`, this rank's device, reductions and joint decisions."""
 
     def __init__(self, ranks: Ranks, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
         self.rank, self.size, self.device, self.mesh = ranks.rank, ranks.world, device, mesh
@@ -87,6 +83,11 @@ class World:
         return other
 
     @property
+    def shape(self) -> WorldShape:
+        """As checkpoints and the record have it."""
+        return WorldShape(size=self.size, replicas=self.replicas, shards=self.shards)
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the only one that writes the record."""
         return self.rank == 0
@@ -97,7 +98,7 @@ class World:
         return values
 
     def new_group(self) -> dist.ProcessGroup:
-        """Another gloo group of all ranks, with the same timeout as the others. Collective."""
+        """Another gloo group of all ranks. Collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         return group
 
@@ -139,7 +140,6 @@ class World:
         return result  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         self.gather(None)
 
 
@@ -151,11 +151,9 @@ class Alone(World):
         self.device, self.host_group = torch.device("cpu"), None
 
     def decide(self, choose: Callable[[], T]) -> T:
-        """What `choose` returns or raises."""
         return choose()
 
     def gather(self, value: T) -> list[T]:
-        """The one value."""
         return [value]
 
 
@@ -218,9 +216,22 @@ def device_of(ranks: Ranks) -> torch.device:
     if ranks.local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {ranks.local_rank} has no GPU: {socket.gethostname()} shows {torch.cuda.device_count()}",
-            effect="the job would wait for ever, or two ranks would share a device",
+            effect="the job would hang, or two ranks would share a device",
             remedy="start as many ranks per node as there are GPUs, or check CUDA_VISIBLE_DEVICES and the driver",
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, plain or a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """The row of a tensor, plain or a DTensor sharded over dim 0, at which this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    rows = math.ceil(tensor.shape[0] / tensor.device_mesh[SHARD].size())
+    return min(tensor.device_mesh.get_local_rank(SHARD) * rows, tensor.shape[0])

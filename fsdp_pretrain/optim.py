@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .errors import ConfigError
+from .mesh import local_part
 from .sections import LossScaleSection, OptimizerSection
 
 
@@ -57,10 +58,7 @@ class LossScaler:
     window only uses up hysteresis, further ones halve the scale; a good step in between does not bring hysteresis back
     (it is not consecutive). After `window` good steps in a row the scale doubles and hysteresis is full again.
 
-    Args:
-        section: the law's constants.
-        device: of the ranks, which overflow together.
-        state: `state()` of the scaler to continue, or None.
+    It continues from the `state()` of another scaler, if one is given.
     """
 
     def __init__(self, section: LossScaleSection, device: torch.device, state: list[float] | None = None) -> None:
@@ -107,7 +105,6 @@ def clip(
     """Limit the norm of the gradients that `apply` will use.
 
     Args:
-        model, optimizer: with gradients.
         norm: from `gradient_norm`.
         limit: of the norm; 0 is none.
         scaler: for fp16. The gradients are then `scaler.scale * parts` times too large, and stay it: the optimiser
@@ -131,8 +128,6 @@ def apply(optimizer: torch.optim.Optimizer, *, lr: float, skip: Tensor | None, s
     """Take one step, or skip it; without waiting for the device. The gradients are gone afterwards.
 
     Args:
-        optimizer: with gradients, clipped.
-        lr: learning rate of the step.
         skip: the same on every rank, fp32 0-dim: 1 if the step shall change neither parameters nor moments nor their
             step counts, else 0. None skips none.
         scaler: for fp16, with `skip`.
@@ -159,8 +154,7 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         state = optimizer.state[parameter]
         if not state:
             # Fused AdamW keeps its step count on the device of the parameter.
-            device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         states[name] = dict(state)
     return states

@@ -11,10 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from .config import Config
-from .mesh import SHARD, World
+from .mesh import World, first_row, local_part
 from .models import Decoder
 from .models.layers import Constant, Initial
 from .models.masks import choose_backend
@@ -23,12 +22,7 @@ _ELEMENTS_PER_DRAW = 2**20
 
 
 def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
-    """Shard `model` over the mesh and give its parameters their initial values.
-
-    Args:
-        model: on the meta device.
-        config: for precision, recomputation, compilation and seed.
-        world: mesh and device.
+    """Shard a model on the meta device over the mesh and give its parameters their initial values.
 
     Returns:
         The same object: parameters are fp32 DTensors (Replicate, Shard(0)); compute runs in `compute_dtype`.
@@ -78,28 +72,20 @@ def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
     if isinstance(initial, Constant):
         parameter.fill_(initial.value)
         return
-    local, first_row = parameter, 0
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        mesh = parameter.device_mesh
-        rows = math.ceil(parameter.shape[0] / mesh[SHARD].size())
-        first_row = min(mesh.get_local_rank(SHARD) * rows, parameter.shape[0])
+    local, first = local_part(parameter), first_row(parameter)
     # Rows are drawn in blocks, each from a generator of its own, so a rank draws only the blocks it owns part of.
     row_size = math.prod(parameter.shape[1:])
     per_block = max(1, _ELEMENTS_PER_DRAW // row_size)
-    row, end = first_row, first_row + local.shape[0]
+    row, end = first, first + local.shape[0]
     while row < end:
         block = row // per_block
         height = min(per_block, parameter.shape[0] - block * per_block)
-        generator = torch.Generator().manual_seed(_draw_seed(f"{key}:{block}"))
+        seed = int.from_bytes(hashlib.sha256(f"{key}:{block}".encode()).digest()[:7], "little")
+        generator = torch.Generator().manual_seed(seed)
         values = torch.randn(height, *parameter.shape[1:], generator=generator) * initial.std
         stop = min(end, block * per_block + height)
-        local[row - first_row : stop - first_row] = values[row - block * per_block : stop - block * per_block]
+        local[row - first : stop - first] = values[row - block * per_block : stop - block * per_block]
         row = stop
-
-
-def _draw_seed(key: str) -> int:
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:

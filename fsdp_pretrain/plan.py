@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,71 @@ from .errors import ConfigError, UserError
 from .mesh import shard_size
 from .model_sections import AnyModel
 from .record.files import RunDir
-from .throughput import device_memory, flops_per_token, hardware_flops_per_token, speed
+from .throughput import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
 from .units import human_bytes, human_count
 
 _COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
 """Of the schedule's preview; the ramps that a run has come after them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run on `size` ranks; bytes are those of the fullest rank.
+
+    Attributes:
+        state_bytes: parameters, gradients and optimiser.
+        memory: the highest point of a step.
+        available: memory of a device, if it is known.
+    """
+
+    size: int
+    shards: int
+    replicas: int
+    micro_batches_per_step: list[int]
+    state_bytes: int
+    memory: memory.Memory
+    available: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration comes to.
+
+    Attributes:
+        markers: where the schedules bend, see `advice.markers`.
+        schedule: rows of `Schedule.preview`.
+        world: on a given number of ranks, or None.
+    """
+
+    run: str
+    family: str
+    parameters: int
+    declared_params: int | None
+    shape: advice.Proportions
+    flops_per_token: float
+    hardware_flops_per_token: float
+    steps: int
+    samples: int
+    tokens: int
+    global_batches: list[int]
+    world_sizes: list[int]
+    checkpoint_bytes: int
+    checkpoints_kept: int
+    disk_bytes: int
+    markers: dict[str, advice.Marker]
+    schedule: list[dict[str, float | int]]
+    warnings: list[str]
+    world: Layout | None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; `world` only if there is one, with total and available memory among the parts."""
+        values = asdict(self)
+        if self.world is None:
+            del values["world"]
+        else:
+            available = values["world"].pop("available")
+            values["world"]["memory"] |= {"total": self.world.memory.total, "available": available}
+        return values
 
 
 def count_parameters(model: AnyModel) -> int:
@@ -39,10 +100,10 @@ def check_declared(model: AnyModel, exact: int) -> None:
         )
 
 
-def world_sizes(config: Config, limit: int = 4096) -> Iterator[int]:
-    """World sizes up to `limit` over which every global batch of the run splits into whole micro-batches."""
+def world_sizes(config: Config) -> Iterator[int]:
+    """World sizes up to 4096 over which every global batch of the run splits into whole micro-batches."""
     batches = config.schedule.batches()
-    for size in range(1, min(limit, min(batches) // config.train.micro_batch) + 1):
+    for size in range(1, min(4096, min(batches) // config.train.micro_batch) + 1):
         if all(batch % (size * config.train.micro_batch) == 0 for batch in batches):
             yield size
 
@@ -54,8 +115,8 @@ def plan(
     gpus_per_node: int = 8,
     device: str | None = None,
     available: int | None = None,
-) -> dict[str, Any]:
-    """Everything `fsdp-pretrain plan` shows, as JSON values.
+) -> Plan:
+    """Everything `fsdp-pretrain plan` shows.
 
     Args:
         world: number of ranks to plan for; None: every feasible one is listed, and memory is not estimated.
@@ -69,66 +130,48 @@ def plan(
     model = models.build(config.model)
     parameters = model.count_parameters()
     check_declared(config.model, parameters)
-    schedule, train = config.schedule, config.train
-    sizes = list(world_sizes(config))
+    schedule, sizes = config.schedule, list(world_sizes(config))
     if world is not None and world not in sizes:
         raise ConfigError(
             f"the global batches {_shorten(schedule.batches())} do not split over {world} ranks "
-            f"into micro-batches of {train.micro_batch}",
+            f"into micro-batches of {config.train.micro_batch}",
             remedy=f"feasible world sizes: {_shorten(sizes)}",
         )
     checkpoint = upcoming.first(parameters, world or 1)
     kept = config.checkpoint.keep_last + 1
     length = config.data.sequence_length
-    result: dict[str, Any] = {
-        "run": config.run.name,
-        "family": config.model.family,
-        "parameters": parameters,
-        "declared_params": config.model.declared_params,
-        "shape": advice.shape(config.model),
-        "flops_per_token": flops_per_token(parameters, config.model, length),
-        "hardware_flops_per_token": hardware_flops_per_token(config.model, length, config.parallel.recompute),
-        "steps": schedule.steps,
-        "samples": schedule.total,
-        "tokens": schedule.tokens(schedule.total),
-        "global_batches": schedule.batches(),
-        "world_sizes": sizes,
-        "checkpoint_bytes": checkpoint.bytes,
-        "checkpoints_kept": kept,
-        "disk_bytes": checkpoint.bytes * kept,
-        "markers": advice.markers(schedule),
-        "schedule": schedule.preview(),
-        "warnings": [
-            *advice.warnings(config),
-            *advice.ramp_warning(config, max(sizes, default=0)),
-            *_space_warning(config, checkpoint),
-        ],
-    }
+    warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
+    warnings += _space_warning(config, checkpoint)
+    layout = None
     if world is not None:
-        shards = shard_size(config.parallel, world, min(world, gpus_per_node))
-        micro_batches = [batch // (world * train.micro_batch) for batch in schedule.batches()]
-        parts = memory.estimate(
-            config,
-            shards=shards,
-            accumulates=micro_batches[-1] > 1,
-            device=torch.device("cpu" if device == "cpu" else "cuda"),
-        )
-        available = available or (device_memory(device) if device else None)
-        total = sum(parts.values())
-        result["world"] = {
-            "size": world,
-            "shards": shards,
-            "replicas": world // shards,
-            "micro_batches_per_step": micro_batches,
-            "state_bytes": 2 * parts["parameters"] + parts["optimizer"],
-            "memory": {**parts, "total": total, "available": available},
-        }
-        result["warnings"] += advice.shard_warning(memory.shard_padding(model, shards), parameters, shards)
-        if available is not None:
-            result["warnings"] += advice.memory_warning(total, available, device or "the device")
+        layout = _layout(config, world, gpus_per_node, device, available)
+        padding = memory.shard_padding(model, layout.shards)
+        warnings += advice.shard_warning(padding, parameters, layout.shards)
+        if layout.available is not None:
+            warnings += advice.memory_warning(layout.memory.total, layout.available, device or "the device")
         elif device not in (None, "cpu"):
-            result["warnings"].append(f"the memory of a device {device!r} is not on file: say it with --device-memory")
-    return result
+            warnings.append(f"the memory of a device {device!r} is not on file: say it with --device-memory")
+    return Plan(
+        run=config.run.name,
+        family=config.model.family,
+        parameters=parameters,
+        declared_params=config.model.declared_params,
+        shape=advice.shape(config.model),
+        flops_per_token=flops_per_token(parameters, config.model, length),
+        hardware_flops_per_token=hardware_flops_per_token(config.model, length, config.parallel.recompute),
+        steps=schedule.steps,
+        samples=schedule.total,
+        tokens=schedule.tokens(schedule.total),
+        global_batches=schedule.batches(),
+        world_sizes=sizes,
+        checkpoint_bytes=checkpoint.bytes,
+        checkpoints_kept=kept,
+        disk_bytes=checkpoint.bytes * kept,
+        markers=advice.markers(schedule),
+        schedule=schedule.preview(),
+        warnings=warnings,
+        world=layout,
+    )
 
 
 def _space_warning(config: Config, first: Need) -> Iterator[str]:
@@ -142,90 +185,86 @@ def _space_warning(config: Config, first: Need) -> Iterator[str]:
         yield fit.text
 
 
-def measured(config: Config, *, seconds: float, devices: int, device: str | None) -> dict[str, Any]:
-    """What a measured time per step at the full batch comes to; see `throughput.speed`. Raises ConfigError."""
+def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, available: int | None) -> Layout:
+    shards = shard_size(config.parallel, world, min(world, gpus_per_node))
+    micro_batches = [batch // (world * config.train.micro_batch) for batch in config.schedule.batches()]
+    parts = memory.estimate(
+        config,
+        shards=shards,
+        accumulates=micro_batches[-1] > 1,
+        device=torch.device("cpu" if device == "cpu" else "cuda"),
+    )
+    available = available or (device_memory(device) if device else None)
+    state = 2 * parts.parameters + parts.optimizer
+    return Layout(world, shards, world // shards, micro_batches, state, parts, available)
+
+
+def measured(config: Config, *, seconds: float, devices: int, device: str | None) -> Speed:
+    """What a measured time per step at the full batch comes to. Raises ConfigError."""
     parameters = count_parameters(config.model)
     check_declared(config.model, parameters)
-    return speed(
-        parameters,
-        config.model,
-        config.data.sequence_length,
-        batch=config.schedule.batch.full,
-        seconds=seconds,
-        devices=devices,
-        device=device or "unknown",
-        recompute=config.parallel.recompute,
-    )
+    batch = config.schedule.batch.full
+    return speed(config, parameters, batch=batch, seconds=seconds, devices=devices, device=device or "unknown")
 
 
-def render(result: dict[str, Any]) -> str:
+def render(plan: Plan) -> str:
     """The plan for people."""
-    shape, run = result["shape"], result["tokens"]
+    shape = plan.shape
     lines = [
-        f"{result['run']}: {result['family']}, {result['parameters']:_} parameters "
-        f"({human_count(result['parameters'])})",
-        f"  shape       hidden/layers {shape['hidden_per_layer']:.0f}, head size {shape['head_size']}, "
-        f"ffn/hidden {shape['ffn_per_hidden']:.2f}, {shape['rows']:_} rows",
-        f"  run         {result['steps']:_} steps, {result['samples']:_} samples, {run:_} tokens "
-        f"({human_count(run)}), {run * result['flops_per_token']:.3g} FLOPs",
-        f"  per token   {human_count(result['flops_per_token'])} FLOPs of the model, "
-        f"{human_count(result['hardware_flops_per_token'])} of the hardware",
-        f"  batch       {_range(result['global_batches'])} samples",
-        f"  ranks       feasible: {_shorten(result['world_sizes'])}",
-        f"  checkpoint  {human_bytes(result['checkpoint_bytes'])} each; "
-        f"{human_bytes(result['disk_bytes'])} of disk for {result['checkpoints_kept']} (kept and being written)",
+        f"{plan.run}: {plan.family}, {plan.parameters:_} parameters ({human_count(plan.parameters)})",
+        f"  shape       hidden/layers {shape.hidden_per_layer:.0f}, head size {shape.head_size}, "
+        f"ffn/hidden {shape.ffn_per_hidden:.2f}, {shape.rows:_} rows",
+        f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
+        f"({human_count(plan.tokens)}), {plan.tokens * plan.flops_per_token:.3g} FLOPs",
+        f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
+        f"{human_count(plan.hardware_flops_per_token)} of the hardware",
+        f"  batch       {_range(plan.global_batches)} samples",
+        f"  ranks       feasible: {_shorten(plan.world_sizes)}",
+        f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
+        f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept and being written)",
     ]
-    if "world" in result:
-        lines += _render_world(result["world"])
-    ramps = [key for key in result["schedule"][0] if key not in _COLUMNS]
-    lines.append(
-        "".join(
-            (
-                f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}",
-                *(f" {name:>16}" for name in ramps),
-            )
-        )
-    )
-    for row in result["schedule"]:
+    if plan.world is not None:
+        lines += _render_layout(plan.world)
+    ramps = [key for key in plan.schedule[0] if key not in _COLUMNS]
+    names = "".join(f" {name:>16}" for name in ramps)
+    lines.append(f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}{names}")
+    for row in plan.schedule:
+        values = "".join(f" {row[name]:>16.4f}" for name in ramps)
         lines.append(
             f"  {row['step']:>10_} {row['consumed']:>14_} {human_count(row['tokens']):>8} "
-            f"{row['batch']:>6} {row['lr']:>10.3e}" + "".join(f" {row[name]:>16.4f}" for name in ramps)
+            f"{row['batch']:>6} {row['lr']:>10.3e}{values}"
         )
-    for name, mark in result["markers"].items():
-        lines.append(
-            f"  {name:<11} after step {mark['step']:_}, {mark['samples']:_} samples, "
-            f"{human_count(mark['tokens'])} tokens"
-        )
-    return "\n".join(lines + [f"  warning: {warning}" for warning in result["warnings"]])
+    for name, mark in plan.markers.items():
+        tokens = human_count(mark.tokens)
+        lines.append(f"  {name:<11} after step {mark.step:_}, {mark.samples:_} samples, {tokens} tokens")
+    return "\n".join(lines + [f"  warning: {warning}" for warning in plan.warnings])
 
 
-def _render_world(world: dict[str, Any]) -> list[str]:
-    memory = dict(world["memory"])
-    total, available = memory.pop("total"), memory.pop("available")
-    of = f" of {human_bytes(available)}" if available is not None else ""
+def _render_layout(layout: Layout) -> list[str]:
+    parts = vars(layout.memory).items()
+    of = f" of {human_bytes(layout.available)}" if layout.available is not None else ""
     return [
-        f"  on {world['size']} ranks  {_range(world['micro_batches_per_step'])} micro-batches per step, "
-        f"{world['replicas']} replicas x {world['shards']} shards",
-        f"  memory      {human_bytes(world['state_bytes'])} per rank for parameters, gradients and optimiser; "
-        f"{human_bytes(total)}{of} at the highest point of a step:",
-        *(f"              {human_bytes(size):>9}  {part}" for part, size in memory.items() if size >= 2**10),
+        f"  on {layout.size} ranks  {_range(layout.micro_batches_per_step)} micro-batches per step, "
+        f"{layout.replicas} replicas x {layout.shards} shards",
+        f"  memory      {human_bytes(layout.state_bytes)} per rank for parameters, gradients and optimiser; "
+        f"{human_bytes(layout.memory.total)}{of} at the highest point of a step:",
+        *(f"              {human_bytes(size):>9}  {part}" for part, size in parts if size >= 2**10),
     ]
 
 
-def render_measured(result: dict[str, Any]) -> str:
+def render_measured(speed: Speed) -> str:
     """`measured` for people."""
 
-    def share(name: str) -> str:
-        return f"{result[name]:.1%}" if result[name] is not None else "unknown (no peak on file)"
+    def share(value: float | None) -> str:
+        return f"{value:.1%}" if value is not None else "unknown (no peak on file)"
 
     return "\n".join(
         [
-            f"{result['batch']:_} samples in {result['seconds_per_step']:g}s "
-            f"on {result['devices']} x {result['device']}",
-            f"  tokens/s    {human_count(result['tokens_per_second'])} "
-            f"({human_count(result['tokens_per_second_per_device'])} per device)",
-            f"  model       {result['model_tflops_per_device']:.2f} TFLOP/s per device, MFU {share('mfu')}",
-            f"  hardware    {result['hardware_tflops_per_device']:.2f} TFLOP/s per device, HFU {share('hfu')}",
+            f"{speed.batch:_} samples in {speed.seconds_per_step:g}s on {speed.devices} x {speed.device}",
+            f"  tokens/s    {human_count(speed.tokens_per_second)} "
+            f"({human_count(speed.tokens_per_second_per_device)} per device)",
+            f"  model       {speed.model_tflops_per_device:.2f} TFLOP/s per device, MFU {share(speed.mfu)}",
+            f"  hardware    {speed.hardware_tflops_per_device:.2f} TFLOP/s per device, HFU {share(speed.hfu)}",
         ]
     )
 

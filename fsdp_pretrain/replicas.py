@@ -11,9 +11,8 @@ from collections import Counter
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from .mesh import World
+from .mesh import World, local_part
 from .record.step_record import Replicas
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,7 +23,7 @@ def checksums(model: nn.Module, world: World) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=world.device)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = local_part(parameter)
             bits = local.detach().reshape(-1).view(_BITS[local.element_size()])
             total += bits.sum(dtype=torch.int64) * (2 * number + 1)  # so that a sum does not hide in another tensor's
     sums = torch.zeros(world.size, dtype=torch.int64, device=world.device)
@@ -37,7 +36,6 @@ def compare(sums: list[int], shards: int) -> Replicas:
 
     Args:
         sums: checksum of every rank, in rank order; rank = replica * shards + shard.
-        shards: ranks per replica.
 
     Returns:
         `digest` of the parameters (of the first replica), and `differing`: the ranks that are not like most with the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from itertools import zip_longest
-from typing import Any
 
 from data.mixture import SCALE, Mixture, Weight
 from data.objectives import VERSION
@@ -12,9 +11,10 @@ from data.packer import Packer
 from data.position import Position
 
 from .changes import differences
-from .checkpoint.store import SavedState
+from .checkpoint.manifest import Identity, SavedState, TokenizerIdentity
 from .config import Config
 from .record import state_files
+from .record.environment import WorldShape
 from .record.files import now
 
 
@@ -33,9 +33,10 @@ class TrainState(Position):
         """Of a run that stands there."""
         return cls(position.step, position.consumed, position.cursor, position.batch)
 
-    def to_json(self, *, identity: dict[str, Any], **facts: Any) -> str:
+    def to_json(self, *, identity: Identity, tokens: int, world: WorldShape) -> str:
         """Contents of a checkpoint's `train_state.json`."""
-        return state_files.seal({**vars(self), "written": now(), **facts, "identity": identity})
+        saved = SavedState(**vars(self), tokens=tokens, world=world, written=now(), identity=identity)
+        return state_files.seal(saved.model_dump())
 
     @classmethod
     def of(cls, saved: SavedState) -> TrainState:
@@ -43,44 +44,43 @@ class TrainState(Position):
         return cls(**{field.name: getattr(saved, field.name) for field in fields(cls)})
 
 
-def identity(config: Config, packer: Packer) -> dict[str, Any]:
+def identity(config: Config, packer: Packer) -> Identity:
     """What defines the model, the order of the data and what is learned from it: no resume may change it."""
     data, mixture = config.data, packer.mixture
     objective = data.objective.model_dump(mode="json")
     if data.objective.kind != "causal":
         objective["version"] = VERSION
     fixed = ("sequence_length", "seed", "lanes", "attention", "positions", "loss_across_documents")
-    return {
-        "model": config.model.model_dump(mode="json", exclude={"declared_params"}),
-        "data": {**{key: getattr(data, key) for key in fixed}, "objective": objective},
-        "mixture": {name: weight.to_json() for name, weight in mixture.weights.items()},
-        "corpora": {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
-        "reshuffle": [config.schedule.samples(place) for place in data.reshuffle],
-        "tokenizer": {"fingerprint": packer.tokenizer.fingerprint, "eod": packer.tokenizer.eod},
-    }
+    return Identity(
+        model=config.model.model_dump(mode="json", exclude={"declared_params"}),
+        data={**{key: getattr(data, key) for key in fixed}, "objective": objective},
+        mixture={name: weight.to_json() for name, weight in mixture.weights.items()},
+        corpora={name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
+        reshuffle=[config.schedule.samples(place) for place in data.reshuffle],
+        tokenizer=TokenizerIdentity(fingerprint=packer.tokenizer.fingerprint, eod=packer.tokenizer.eod),
+    )
 
 
-def forbidden(stored: dict[str, Any], current: dict[str, Any], cursor: int) -> list[str]:
+def forbidden(stored: Identity, current: Identity, cursor: int) -> list[str]:
     """How a resume would change the model, or the data before sample `cursor`: `key: old -> new` each.
 
     What the mixture does from `cursor` on may change: other weights, sources added or dropped, a reshuffle.
     """
-    fixed = ("model", "data", "tokenizer")
-    changed = differences({key: stored[key] for key in fixed}, {key: current[key] for key in fixed})
-    return changed + _changed_past(stored, current, cursor)
+    was, is_ = (side.model_dump(include={"model", "data", "tokenizer"}) for side in (stored, current))
+    return differences(was, is_) + _changed_past(stored, current, cursor)
 
 
-def _changed_past(stored: dict[str, Any], current: dict[str, Any], cursor: int) -> list[str]:
+def _changed_past(stored: Identity, current: Identity, cursor: int) -> list[str]:
     """Differences in the data before sample `cursor`."""
-    before, now_ = ([place for place in side["reshuffle"] if place < cursor] for side in (stored, current))
-    changed = differences({"reshuffle": sorted(before)}, {"reshuffle": sorted(now_)}, "data")
+    before, now_ = (sorted(place for place in side.reshuffle if place < cursor) for side in (stored, current))
+    changed = differences({"reshuffle": before}, {"reshuffle": now_}, "data")
     pasts = [
-        Mixture({name: Weight.from_json(weight) for name, weight in side["mixture"].items()}).past(cursor)
+        Mixture({name: Weight.from_json(weight) for name, weight in side.mixture.items()}).past(cursor)
         for side in (stored, current)
     ]
     for (start, old), (other, new) in zip_longest(*pasts, fillvalue=(cursor, {})):
         was, is_ = (
-            {n: {"share": rate / SCALE, "corpus": side["corpora"][n]} for n, rate in plan.items()}
+            {n: {"share": rate / SCALE, "corpus": side.corpora[n]} for n, rate in plan.items()}
             for plan, side in ((old, stored), (new, current))
         )
         if start != other or was != is_:

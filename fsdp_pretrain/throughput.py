@@ -4,50 +4,42 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from .config import Config
 from .model_sections import AnyModel, GPTModel, LlamaModel
 
-N = TypeVar("N", int, float)
 
-DENSE_BF16_PEAK: dict[str, float] = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA A800": 312e12,
-    "NVIDIA A40": 149.7e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H800": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
-    "AMD Instinct MI250X": 383e12,
-    "AMD Instinct MI300X": 1307e12,
-}
-"""FLOP/s of dense bf16 matrix products by device name prefix, from the vendors' data sheets (without sparsity)."""
+class _Device(NamedTuple):
+    """Dense bf16 FLOP/s, and GiB of memory."""
 
-DEVICE_MEMORY: dict[str, int] = {
-    "NVIDIA A100-SXM4-40GB": 40,
-    "NVIDIA A100-PCIE-40GB": 40,
-    "NVIDIA A100": 80,
-    "NVIDIA A800": 80,
-    "NVIDIA A40": 48,
-    "NVIDIA L40S": 48,
-    "NVIDIA H100 NVL": 94,
-    "NVIDIA H100": 80,
-    "NVIDIA H800": 80,
-    "NVIDIA H200": 140,
-    "NVIDIA GH200": 95,
-    "NVIDIA B200": 180,
-    "NVIDIA GB200": 185,
-    "AMD Instinct MI250X": 64,
-    "AMD Instinct MI300X": 192,
+    peak: float
+    memory: int
+
+
+_DEVICES = {
+    "NVIDIA A100-SXM4-40GB": _Device(312e12, 40),
+    "NVIDIA A100-PCIE-40GB": _Device(312e12, 40),
+    "NVIDIA A100": _Device(312e12, 80),
+    "NVIDIA A800": _Device(312e12, 80),
+    "NVIDIA A40": _Device(149.7e12, 48),
+    "NVIDIA L40S": _Device(362e12, 48),
+    "NVIDIA H100 PCIe": _Device(756e12, 80),
+    "NVIDIA H100 NVL": _Device(835e12, 94),
+    "NVIDIA H100": _Device(989e12, 80),
+    "NVIDIA H800": _Device(989e12, 80),
+    "NVIDIA H200": _Device(989e12, 140),
+    "NVIDIA GH200": _Device(989e12, 95),
+    "NVIDIA B200": _Device(2250e12, 180),
+    "NVIDIA GB200": _Device(2500e12, 185),
+    "AMD Instinct MI250X": _Device(383e12, 64),
+    "AMD Instinct MI300X": _Device(1307e12, 192),
 }
-"""GiB of memory by device name prefix, as the driver shows them, rounded; of an MI250X one of its two halves."""
+"""By device name prefix: FLOP/s of dense bf16 matrix products from the vendors' data sheets (without sparsity); memory
+as the driver shows it, rounded, of an MI250X one of its two halves."""
 
 
 def device_name(device: torch.device) -> str:
@@ -57,18 +49,19 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(name: str) -> float | None:
     """Dense bf16 peak of a device by name, or None if it is not one we know: an unknown peak is not guessed."""
-    return _by_prefix(DENSE_BF16_PEAK, name)
+    device = _known(name)
+    return device.peak if device else None
 
 
 def device_memory(name: str) -> int | None:
     """Bytes of memory of a device by name, or None if it is not one we know."""
-    size = _by_prefix(DEVICE_MEMORY, name)
-    return None if size is None else size * 2**30
+    device = _known(name)
+    return device.memory * 2**30 if device else None
 
 
-def _by_prefix(table: dict[str, N], name: str) -> N | None:
-    matches = [prefix for prefix in table if name.startswith(prefix)]
-    return table[max(matches, key=len)] if matches else None
+def _known(name: str) -> _Device | None:
+    matches = [prefix for prefix in _DEVICES if name.startswith(prefix)]
+    return _DEVICES[max(matches, key=len)] if matches else None
 
 
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
@@ -103,39 +96,45 @@ def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: i
     return float(block * (3 * model.layers + recomputed) + 6 * h * model.rows)
 
 
-def speed(
-    parameters: int,
-    model: AnyModel,
-    sequence_length: int,
-    *,
-    batch: int,
-    seconds: float,
-    devices: int,
-    device: str,
-    recompute: int,
-) -> dict[str, Any]:
-    """What a step of `batch` samples in `seconds` on so many devices comes to.
+@dataclass(frozen=True)
+class Speed:
+    """What a measured step comes to, of the model and of the hardware, which recomputes.
 
-    Returns:
-        Tokens per second, FLOPs per second of one device (of the model, and of the hardware with recomputation), MFU
-        and HFU: shares of the device's dense peak, None if that is unknown.
+    Attributes:
+        mfu, hfu: shares of the device's dense peak; None if that is unknown.
     """
-    tokens = batch * sequence_length / seconds
-    model_flops = tokens * flops_per_token(parameters, model, sequence_length) / devices
-    hardware_flops = tokens * hardware_flops_per_token(model, sequence_length, recompute) / devices
+
+    batch: int
+    seconds_per_step: float
+    devices: int
+    device: str
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    model_tflops_per_device: float
+    hardware_tflops_per_device: float
+    mfu: float | None
+    hfu: float | None
+
+
+def speed(config: Config, parameters: int, *, batch: int, seconds: float, devices: int, device: str) -> Speed:
+    """What a step of `batch` samples in `seconds` on `devices` comes to."""
+    length = config.data.sequence_length
+    tokens = batch * length / seconds
+    model = tokens * flops_per_token(parameters, config.model, length) / devices
+    hardware = tokens * hardware_flops_per_token(config.model, length, config.parallel.recompute) / devices
     peak = peak_flops(device)
-    return {
-        "batch": batch,
-        "seconds_per_step": seconds,
-        "devices": devices,
-        "device": device,
-        "tokens_per_second": tokens,
-        "tokens_per_second_per_device": tokens / devices,
-        "model_tflops_per_device": model_flops / 1e12,
-        "hardware_tflops_per_device": hardware_flops / 1e12,
-        "mfu": model_flops / peak if peak else None,
-        "hfu": hardware_flops / peak if peak else None,
-    }
+    return Speed(
+        batch=batch,
+        seconds_per_step=seconds,
+        devices=devices,
+        device=device,
+        tokens_per_second=tokens,
+        tokens_per_second_per_device=tokens / devices,
+        model_tflops_per_device=model / 1e12,
+        hardware_tflops_per_device=hardware / 1e12,
+        mfu=model / peak if peak else None,
+        hfu=hardware / peak if peak else None,
+    )
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -158,7 +158,7 @@ def _train(context: RunContext, guard: Callable[[], None], terms: Terms, memory:
     resumed = Resume(subject, recorder, terms)()
     state = resumed.state
     if world.is_main:
-        starting.record_changes(recorder, subject.identity["corpora"], terms.reason)
+        starting.record_changes(recorder, subject.identity.corpora, terms.reason)
     world.decide(lambda: starting.join_line(run_dir, recorder, resumed, fresh=terms.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health = _health(subject, recorder.number, resumed)

@@ -211,7 +211,7 @@ def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
     if not whole:
         return []
     current = identity(config, packer)
-    return differences(whole[-1].train_state().identity, current)
+    return differences(whole[-1].train_state().identity.model_dump(), current.model_dump())
 
 
 def describe_sample(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+from fsdp_pretrain.checkpoint.manifest import Manifest
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file
+from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadTimes, Replicas, Seconds, StepRecord, parse
 
 _PARTS = {"loss": LossSum, "seconds": Seconds, "ramps": Ramps, "replicas": Replicas, "data_read": ReadTimes}
-WORLD = {"size": 1, "replicas": 1, "shards": 1}
+WORLD = WorldShape(size=1, replicas=1, shards=1)
 
 
 def step_record(step: int, *, batch: int = 8, length: int = 32, **changes: Any) -> StepRecord:
@@ -44,13 +47,16 @@ def parsed(line: dict[str, Any]) -> StepRecord:
     return record
 
 
-def facts(step: int, *, batch: int = 8, length: int = 32, **changes: Any) -> dict[str, Any]:
-    """What a trainer tells the store of a checkpoint."""
+def manifest(step: int, attempt: Path, *, batch: int = 8, length: int = 32, **changes: Any) -> Manifest:
+    """What a trainer promises of a checkpoint that is completely written into `attempt`."""
     consumed = step * batch
-    counters = {"step": step, "consumed": consumed, "cursor": consumed, "batch": batch, "tokens": consumed * length}
-    versions = {"torch": "2.13", "fsdp_pretrain": "0.1.0"}
-    ours = {"run": "x", "segment": 1, "final": False, "world": WORLD, "state_digest": "0" * 16, **versions}
-    return {**counters, **ours, **changes}
+    values: dict[str, Any] = {
+        "step": step, "consumed": consumed, "cursor": consumed, "batch": batch, "tokens": consumed * length,
+        "world": WORLD, "run": "x", "segment": 1, "final": False, "torch": "2.13", "fsdp_pretrain": "0.1.0",
+        "state_digest": "0" * 16, "committed": "2026-06-01T12:00:00.000Z",
+        "files": [describe_file(path) for path in sorted(attempt.iterdir())], **changes,
+    }  # fmt: skip
+    return Manifest(**values)
 
 
 WEIGHTS = "__0_0.distcp"
@@ -60,12 +66,12 @@ CHECKPOINT = {WEIGHTS: b"weights", ".metadata": b"meta", TRAIN_STATE: b"{}", CON
 def commit(
     store: Store, step: int, files: dict[str, bytes] = CHECKPOINT, *, verified: bool = True, **changes: Any
 ) -> Checkpoint:
-    """Make a checkpoint of these files, with changes to `facts`, as a save does."""
+    """Make a checkpoint of these files, with changes to its manifest, as a save does."""
     attempt = store.begin(step)
     for name, content in files.items():
         (attempt / name).write_bytes(content)
-    made = store.commit(attempt, [describe_file(attempt / name) for name in files], facts(step, **changes))
-    return store.mark_verified(made) if verified else made
+    made = store.commit(attempt, manifest(step, attempt, **changes))
+    return made.mark_verified() if verified else made
 
 
 def results(**changes: Any) -> dict[str, Any]:

@@ -406,7 +406,7 @@ def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypa
 def test_torch_sees_the_same_weights(trained: Path) -> None:
     """The evaluation's loader, one process without a process group, reads what two ranks wrote."""
     from fsdp_pretrain import models
-    from fsdp_pretrain.checkpoint.dcp import load_model
+    from fsdp_pretrain.checkpoint.loading import load_model
     from fsdp_pretrain.config import load
 
     checkpoint = Store(trained / "checkpoints").find(40)

@@ -49,6 +49,7 @@ LEVELS = [
     [
         "fsdp_pretrain.checkpoint.space",
         "data.inputs",
+        "fsdp_pretrain.checkpoint.manifest",
         "fsdp_pretrain.checkpoint.store",
         "fsdp_pretrain.checkpoint.stores",
         "fsdp_pretrain.arguments",

@@ -72,7 +72,7 @@ def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, An
         peak = max(peak, live)
     parts = memory.estimate(config, shards=1, accumulates=config.train.micro_batch < 8, device=CPU)
     assert peak > 2 * before
-    assert sum(parts.values()) == pytest.approx(peak, rel=0.05)
+    assert parts.total == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_shards_of_two_ranks(lab: Any, helpers: Any, model: dict[str, Any], over
     assert len(lines) == 2
     parts = memory.estimate(config, shards=2, accumulates=False, device=CPU)
     for line in lines:
-        assert parts["parameters"] == pytest.approx(line["parameters"], rel=0.01)
-        assert parts["parameters"] == pytest.approx(line["gradients"], rel=0.01)
-        assert parts["optimizer"] == pytest.approx(line["optimizer"], rel=0.01)
-        assert sum(parts.values()) == pytest.approx(line["peak"], rel=0.05)
+        assert parts.parameters == pytest.approx(line["parameters"], rel=0.01)
+        assert parts.parameters == pytest.approx(line["gradients"], rel=0.01)
+        assert parts.optimizer == pytest.approx(line["optimizer"], rel=0.01)
+        assert parts.total == pytest.approx(line["peak"], rel=0.05)
     if model is not GLM:
         names = ["embedding.weight", "head.weight"] if model is LLAMA else ["embedding.weight"]
         assert memory.shard_padding(models.build(config.model), 2) == dict.fromkeys(names, config.model.hidden)
@@ -116,7 +116,7 @@ def activations(lab: Any, model: dict[str, Any], *overrides: str) -> int:
     sizes = []
     for layers in (6, 7):
         config = configuration(lab, {**model, "layers": layers, "vocab": 8192}, "train.precision=bf16", *overrides)
-        sizes.append(memory.estimate(config, shards=1, accumulates=True, device=GPU)["activations"])
+        sizes.append(memory.estimate(config, shards=1, accumulates=True, device=GPU).activations)
     return (sizes[1] - sizes[0]) // (8 * 128)
 
 
@@ -152,7 +152,7 @@ def test_what_sharding_gathers(lab: Any) -> None:
         config = configuration(
             lab, {**GPT, "vocab": 512}, "train.precision=bf16", f"parallel.reshard_after_forward={str(reshard).lower()}"
         )
-        return memory.estimate(config, shards=shards, accumulates=False, device=GPU)["gathered"]
+        return memory.estimate(config, shards=shards, accumulates=False, device=GPU).gathered
 
     more = 2 * 3 * 64  # 512 rows instead of 509
     assert gathered(4, True) == root + more + 2 * block

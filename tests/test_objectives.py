@@ -486,7 +486,7 @@ def test_the_objective_is_identity(glm: Path) -> None:
     packer = open_packer(config)
     assert packer.length == 56
     assert open_infilling(config, packer) is not None
-    before = identity(config, packer)
+    before = identity(config, packer).model_dump()
     assert before["data"]["objective"]["version"] == 1
     changed = load(glm, ["data.objective.mask_share=0.5"])
-    assert differences(before, identity(changed, packer)) == ["data.objective.mask_share: 0.3 -> 0.5"]
+    assert differences(before, identity(changed, packer).model_dump()) == ["data.objective.mask_share: 0.3 -> 0.5"]

@@ -199,11 +199,11 @@ def test_the_104b_that_was_57b() -> None:
 def test_a_warm_up_that_the_ramp_makes_long() -> None:
     """tr1-13B: 216,320 samples were meant as 2,000 steps."""
     config = load(str(ROOT / "configs/runs/tr1-13b.toml"))
-    assert advice.markers(config.schedule)["lr_peak"] == {"step": 8_641, "samples": 216_320, "tokens": 443_023_360}
-    assert advice.markers(config.schedule)["batch_full"]["step"] == 23_456
+    assert advice.markers(config.schedule)["lr_peak"] == advice.Marker(8_641, 216_320, 443_023_360)
+    assert advice.markers(config.schedule)["batch_full"].step == 23_456
     result = plan.plan(config)
-    assert result["parameters"] == result["declared_params"] == GOLDEN["tr1-13b"]
-    (warning,) = [text for text in result["warnings"] if "warm-up" in text]
+    assert result.parameters == result.declared_params == GOLDEN["tr1-13b"]
+    (warning,) = [text for text in result.warnings if "warm-up" in text]
     assert "216_320 samples (443M tokens) takes 8_641 steps because of the batch ramp" in warning
 
 
@@ -238,12 +238,13 @@ def test_a_rank_that_does_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"parallel.shard = 3 does not divide the world size 128"):
         plan.plan(config, 128, gpus_per_node=3)
     result = plan.plan(config, 128, device="NVIDIA A100-SXM4-40GB")
-    assert "has 40 GiB: shard over more" in result["warnings"][-1]
+    assert "has 40 GiB: shard over more" in result.warnings[-1]
     unknown = plan.plan(config, 128, device="NVIDIA A9000")
-    assert "the memory of a device 'NVIDIA A9000' is not on file" in unknown["warnings"][-1]
+    assert "the memory of a device 'NVIDIA A9000' is not on file" in unknown.warnings[-1]
     shown = plan.render(result)
     assert "12.6 GiB per rank for parameters, gradients and optimiser" in shown and "of 40 GiB at the" in shown
-    total = result["world"]["memory"]["total"]
+    assert result.world is not None
+    total = result.world.memory.total
     warnings = [list(advice.memory_warning(total, int(total * room), "it")) for room in (0.99, 1.01, 1.2)]
     assert [len(found) for found in warnings] == [1, 1, 0] and "little is left" in warnings[1][0]
 
@@ -265,14 +266,12 @@ def test_flops_reproduce_the_published_mfu_of_the_7b_run() -> None:
 
 @pytest.mark.parametrize(("batch", "seconds", "tflops"), [(4224, 88.5, 134.15), (6144, 122.5, 140.97)])
 def test_megatron_formula_gives_the_logged_tflops_of_glm_130b(batch: int, seconds: float, tflops: float) -> None:
-    model = load(str(ROOT / "configs/runs/glm-130b.toml")).model
-    rates = speed(
-        GOLDEN["glm-130b"], model, 2048, batch=batch, seconds=seconds, devices=768, device="NVIDIA A100", recompute=1
-    )
-    assert rates["hardware_tflops_per_device"] == pytest.approx(tflops, abs=0.005)
-    assert rates["hfu"] == pytest.approx(tflops / 312, abs=1e-4)
+    config = load(str(ROOT / "configs/runs/glm-130b.toml"))
+    rates = speed(config, GOLDEN["glm-130b"], batch=batch, seconds=seconds, devices=768, device="NVIDIA A100")
+    assert rates.hardware_tflops_per_device == pytest.approx(tflops, abs=0.005)
+    assert rates.hfu == pytest.approx(tflops / 312, abs=1e-4)
     if batch == 4224:
-        assert rates["mfu"] == pytest.approx(0.324, abs=0.0005)
+        assert rates.mfu == pytest.approx(0.324, abs=0.0005)
 
 
 def test_hardware_flops_know_the_real_shape() -> None:

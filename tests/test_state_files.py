@@ -43,11 +43,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     old = store.find(24)
     manifest, state = old.manifest(), old.train_state()
     counters = {"step": 28, "consumed": 112, "cursor": 120, "batch": 4, "loss_scale": None}
-    shape = {"tokens": 1792, "world": state.world.model_dump()}
     files = {name: (old.path / name).read_bytes() for name in CHECKPOINT}
-    files[TRAIN_STATE] = TrainState(**counters).to_json(identity=state.identity, **shape).encode()  # type: ignore[arg-type]
-    facts = {**manifest.model_dump(exclude={"files", "committed"}), **counters, **shape}
-    commit(store, facts.pop("step"), files, **facts)
+    now = TrainState(**counters)  # type: ignore[arg-type]
+    files[TRAIN_STATE] = now.to_json(identity=state.identity, tokens=1792, world=state.world).encode()
+    facts = {**vars(manifest), **counters, "tokens": 1792, "world": state.world}
+    commit(store, facts.pop("step"), files, **{key: facts[key] for key in facts if key not in ("files", "committed")})
     head = run.new_segment()
     shutil.copyfile(run.segment(4) / "config.toml", head / "config.toml")
     lineage.record(head, parent=4, kind="start", **counters)

@@ -42,7 +42,7 @@ def test_life_of_a_checkpoint(store: Store) -> None:
     assert made.path.name == "step-00000007"
     (found,) = store.scan()
     assert (found.step, found.problem, found.verified) == (7, None, False)
-    assert store.mark_verified(found).verified and store.scan()[0].verified
+    assert found.mark_verified().verified and store.scan()[0].verified
     assert verify_files(found.path, found.files()) == []
     assert {entry.name for entry in found.files()} == CHECKPOINT.keys()
 
@@ -196,7 +196,7 @@ def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> t
         if save.pin is not None:
             pinned = sorted(made)[save.pin % len(made)]
             made[pinned]["pinned"] = not made[pinned]["pinned"]
-            store.pin(store.find(pinned), made[pinned]["pinned"])
+            store.find(pinned).pin(made[pinned]["pinned"])
         protected = set() if save.protect is None else {max(1, step - save.protect)}
         gone = store.retain(keep_last, lambda found: kept_for_ever(config, found.manifest()), protected)
         stay = must_stay(made, keep_last, every, protected)

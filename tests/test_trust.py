@@ -167,10 +167,10 @@ def commit_again(run: Path, step: int, change: Callable[[Path], object]) -> Path
     for entry in old.files():
         shutil.copyfile(old.path / entry.name, attempt / entry.name)
     change(attempt)
-    facts = old.manifest().model_dump(exclude={"committed", "files"})
-    made = store.commit(attempt, [describe_file(attempt / entry.name) for entry in old.files()], facts)
+    files = [describe_file(attempt / entry.name) for entry in old.files()]
+    made = store.commit(attempt, old.manifest().model_copy(update={"files": files}))
     shutil.rmtree(run / "checkpoints/abandoned")
-    return store.mark_verified(made).path
+    return made.mark_verified().path
 
 
 def forge(run: Path, step: int, name: str, marker: Path) -> Path:

@@ -1,1 +1,1 @@
-"""Checkpoints: `store` decides which exist (no torch), `dcp` fills and reads them."""
+"""Checkpoints: `store` decides which exist (no torch), `dcp` writes them, `loading` reads them."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
+from ..mesh import local_part
 
 T = TypeVar("T")
 _PAGE = 4096
@@ -23,11 +24,7 @@ _PAGE = 4096
 
 
 class Pending(Generic[T]):
-    """A call that runs in a thread of its own; the thread does not outlive the process.
-
-    Args:
-        work: what to call.
-    """
+    """A call that runs in a thread of its own; the thread does not outlive the process."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -44,16 +41,14 @@ class Pending(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether it ended, however."""
         return not self._thread.is_alive()
 
     @property
     def error(self) -> BaseException | None:
-        """What it raised, once it has."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end, so many seconds at most; whether it came."""
+        """Wait for its end, `timeout` seconds at most; whether it came."""
         self._thread.join(timeout)
         return self.done
 
@@ -68,10 +63,8 @@ class Pending(Generic[T]):
 class Stager:
     """Copies state into host memory, the same memory every time: the next copy overwrites the last.
 
-    DCP's `DefaultStager` does not: in torch 2.11 it frees the memory after every copy, and fails at the second.
-
-    Args:
-        device: where the live state is; from a GPU the copies go to pinned memory.
+    DCP's `DefaultStager` does not: in torch 2.11 it frees the memory after every copy, and fails at the second. From a
+    GPU (`device`, where the live state is) the copies go to pinned memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,8 +75,7 @@ class Stager:
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of nested dictionaries of tensors, DTensors among them; complete when this returns.
 
-        Args:
-            state: with the same names, shapes and dtypes every time.
+        Names, shapes and dtypes must be the same every time.
         """
         gpu = self._device.type == "cuda"
         if self._copy is None:
@@ -98,7 +90,7 @@ def _empty_copy(state: Any, *, pinned: bool) -> Any:
     """The same tree, its tensors in host memory. DTensors keep their mesh and placements, which DCP reads."""
     if isinstance(state, dict):
         return {name: _empty_copy(value, pinned=pinned) for name, value in state.items()}
-    copy = torch.empty_like(_local(state), device="cpu")
+    copy = torch.empty_like(local_part(state), device="cpu")
     if pinned and copy.nbytes >= _PAGE:
         _pin(copy)
     # Not `DTensor.from_local`, which would move it to the device of the mesh.
@@ -127,8 +119,4 @@ def _fill(copy: dict[str, Any], state: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _fill(copy[name], value)
         else:
-            _local(copy[name]).copy_(_local(value), non_blocking=True)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(copy[name]).copy_(local_part(value), non_blocking=True)

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..mesh import SHARD, World
+from ..mesh import World, first_row, local_part
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 2**16, "cuda": 2**22}
@@ -23,12 +23,9 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio, as a signed intege
 
 
 def state_digest(world: World, tensors: dict[str, Any]) -> str:
-    """The hash of named tensors, plain or sharded over dim 0; the same on every rank.
+    """The hash of named tensors, plain or sharded over dim 0; the same on every rank. The names are part of it.
 
     A plain tensor is taken to be the same on every rank, and counted once.
-
-    Args:
-        tensors: by name; the name is part of the hash.
     """
     digest = StateDigest(world)
     for name, tensor in tensors.items():
@@ -37,36 +34,22 @@ def state_digest(world: World, tensors: dict[str, Any]) -> str:
 
 
 class StateDigest:
-    """The hash of tensors that come one after the other.
-
-    Args:
-        world: all ranks.
-    """
+    """The hash of tensors that come one after the other."""
 
     def __init__(self, world: World) -> None:
         self._world, self._own = world, 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Count a tensor, plain or a DTensor."""
-        local, offset = _share(self._world, tensor)
-        if local is not None:
-            self._own += _digest(name, local.detach(), offset)
+        if isinstance(tensor, DTensor):
+            counts = tensor.device_mesh.get_coordinate()[0] == 0  # type: ignore[index]
+        else:
+            counts = self._world.is_main
+        if counts:  # others hold the same
+            self._own += _digest(name, local_part(tensor).detach(), first_row(tensor) * math.prod(tensor.shape[1:]))
 
     def total(self) -> str:
         """The hash of all that was added; collective."""
         return f"{sum(self._world.gather(self._own)) % 2**64:016x}"
-
-
-def _share(world: World, tensor: Tensor) -> tuple[Tensor | None, int]:
-    """What this rank counts of a tensor, and the flat index of its first element; None: others count it."""
-    if not isinstance(tensor, DTensor):
-        return (tensor, 0) if world.is_main else (None, 0)
-    mesh = tensor.device_mesh
-    if mesh.get_coordinate()[0] != 0:  # type: ignore[index]
-        return None, 0
-    rows = math.ceil(tensor.shape[0] / mesh[SHARD].size())
-    first = min(mesh.get_local_rank(SHARD) * rows, tensor.shape[0])
-    return tensor.to_local(), first * math.prod(tensor.shape[1:])
 
 
 def _digest(name: str, local: Tensor, offset: int) -> int:

@@ -13,15 +13,14 @@ from ..record.files import RunDir
 from ..record.run_id import Seen
 from ..record.status import Status
 from .store import directory_name
-from .stores import Stores, stores
+from .stores import stores
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A checkpoint of the kept line that was committed and is not there.
+    """A checkpoint of the kept line that was committed and is not there, nor one of a later step.
 
     Attributes:
-        step: of it; there is none of a later step either.
         newest: step of the newest checkpoint that there is, whole or damaged; None: there is none at all.
         seen: an earlier start under the same launcher had a newer one than there is.
     """
@@ -32,7 +31,6 @@ class Missing:
 
     @property
     def text(self) -> str:
-        """One sentence."""
         left = "there is none" if self.newest is None else f"the newest there is of step {self.newest}"
         return f"the record says that a checkpoint of step {self.step} was saved, and {left}"
 
@@ -43,22 +41,24 @@ def missing(run: RunDir, seen: Seen | None = None) -> Missing | None:
     If others are left, one that was moved to `abandoned/` is not missed. A damaged one is there.
 
     Args:
-        run: the run directory.
         seen: what earlier starts under the same launcher have seen.
 
     Raises:
         StorageError: a directory cannot be read.
     """
     steps, known = recorded(run), -1
-    if seen is not None and seen.checkpoint is not None and not _was_left(run, seen.segment, seen.checkpoint):
-        steps.add(known := seen.checkpoint)
+    if seen is not None and seen.checkpoint is not None:
+        left = lineage.left_on_purpose(lineage.nodes(run), seen.segment, seen.checkpoint)
+        if left is None:
+            steps.add(known := seen.checkpoint)
     if not steps:
         return None
     expected, found = max(steps), stores(run)  # the record first: a live run deletes nothing without a later one
     there = found.scan()
     if any(item.step == expected or (item.step > expected and item.problem is None) for item in there):
         return None
-    if there and _is_abandoned(found, expected):
+    aside = f"abandoned/{directory_name(expected)}-*"
+    if there and any(any(store.directory.glob(aside)) for store in found.all):
         return None
     newest = max((item.step for item in there), default=None)
     return Missing(expected, newest, known > (-1 if newest is None else newest))
@@ -79,12 +79,3 @@ def recorded(run: RunDir) -> set[int]:
     if not any(node.kind == "fresh" for node in known) and journal.of_kind(entries, "import"):
         steps.add(0)
     return steps
-
-
-def _was_left(run: RunDir, segment: int, step: int) -> bool:
-    """Whether a rollback, or a new beginning, left what a segment had come to at a step."""
-    return lineage.left_on_purpose(lineage.nodes(run), segment, step) is not None
-
-
-def _is_abandoned(found: Stores, step: int) -> bool:
-    return any(any((store.directory / "abandoned").glob(f"{directory_name(step)}-*")) for store in found.all)

@@ -24,10 +24,10 @@ from ..config import Config
 from ..errors import CheckpointError, ConfigError, DataError, StorageError
 from ..record.files import RunDir
 from ..units import human_bytes
-from . import dcp
 from .hf_folder import INDEX, Folder
 from .hf_layout import Weight, read_model, to_hf, weights
 from .importing import Imported, begin, refuse_another_model, refuse_begun
+from .loading import Weights
 from .store import CONFIG, Checkpoint, sync_directory, verify_files
 from .stores import stores
 from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer
@@ -41,7 +41,7 @@ _SAFE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_checkpoint` wrote: bytes of weights, number of their files, and a word about the tokenizer."""
+    """What `export_checkpoint` wrote: bytes of weights, number of their files, and what became of the tokenizer."""
 
     folder: Path
     parameters: int
@@ -52,7 +52,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor to be written: what of, and its final shape and bytes."""
+    """A tensor to be written, with its final shape and bytes."""
 
     weight: Weight
     shape: tuple[int, ...]
@@ -68,9 +68,6 @@ def export_checkpoint(
     written under another name and renamed when it is whole.
 
     Args:
-        run: the run.
-        step: of the checkpoint.
-        out: the folder; must not exist.
         dtype: key of `DTYPES`.
         shard_bytes: largest size of a file of weights (a larger tensor has a file of its own).
         tokenizer_path: of the tokenizer, if not the run's copy.
@@ -89,25 +86,23 @@ def export_checkpoint(
     length = config.data.sequence_length
     content = to_hf(config.model, sequence_length=length, eod=tokenizer.eod, dtype=type_name)
     _verify(checkpoint)
-    stored = dcp.Weights(checkpoint, models.build(config.model))
+    stored = Weights(checkpoint, models.build(config.model))
     pieces = [_piece(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)]
     files = _deal(pieces, shard_bytes)
     facts = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
-    with _appearing(out, sum(piece.bytes for piece in pieces)) as folder:
+    total = sum(piece.bytes for piece in pieces)
+    with _appearing(out, total) as folder:
         _write_weights(folder, files, stored, DTYPES[dtype], facts)
         _write_json(folder / "config.json", content)
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
         said = export_tokenizer(tokenizer, folder, sequence_length=length)
-    parameters = sum(piece.bytes for piece in pieces) // DTYPES[dtype].itemsize
-    return Exported(out, parameters, sum(piece.bytes for piece in pieces), len(files), said)
+    return Exported(out, total // DTYPES[dtype].itemsize, total, len(files), said)
 
 
 def _verify(checkpoint: Checkpoint) -> None:
-    entries = checkpoint.files()
-    bar = tqdm(entries, desc="verifying", unit="files", delay=2, disable=None)
-    wrong = verify_files(checkpoint.path, bar)
-    if wrong:
+    bar = tqdm(checkpoint.files(), desc="verifying", unit="files", delay=2, disable=None)
+    if wrong := verify_files(checkpoint.path, bar):
         raise CheckpointError(
             f"{checkpoint.path} is damaged: {wrong[0]}",
             effect="nothing was exported",
@@ -115,7 +110,7 @@ def _verify(checkpoint: Checkpoint) -> None:
         )
 
 
-def _piece(weight: Weight, stored: dcp.Weights, dtype: torch.dtype) -> _Piece:
+def _piece(weight: Weight, stored: Weights, dtype: torch.dtype) -> _Piece:
     shapes = [stored.shapes[name] for name in weight.ours]
     shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     count = torch.Size(shape).numel()
@@ -159,7 +154,7 @@ def _appearing(out: Path, needed: int) -> Iterator[Path]:
 def _write_weights(
     folder: Path,
     files: list[tuple[str, list[_Piece]]],
-    stored: dcp.Weights,
+    stored: Weights,
     dtype: torch.dtype,
     facts: dict[str, str],
 ) -> None:
@@ -173,7 +168,7 @@ def _write_weights(
 
 
 def _write_file(
-    path: Path, group: list[_Piece], stored: dcp.Weights, dtype: torch.dtype, facts: dict[str, str], bar: Any
+    path: Path, group: list[_Piece], stored: Weights, dtype: torch.dtype, facts: dict[str, str], bar: Any
 ) -> None:
     """A safetensors file, written forward: size of the header, header, data. The library needs a file's tensors all
     at once."""
@@ -194,7 +189,7 @@ def _write_file(
         os.fsync(file.fileno())
 
 
-def _to_theirs(weight: Weight, stored: dcp.Weights, dtype: torch.dtype) -> Tensor:
+def _to_theirs(weight: Weight, stored: Weights, dtype: torch.dtype) -> Tensor:
     """One tensor as the folder has it, flat."""
     parts = [stored[name].to(dtype) for name in weight.ours]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -216,8 +211,7 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
     Args:
         run: its directory, new or empty.
         folder: `config.json` and safetensors.
-        config: of the run; its model must be that of the folder.
-        accept: keys of `ACCEPTABLE` that a person vouches for.
+        accept: keys of `ACCEPTABLE`.
 
     Raises:
         ConfigError: the configuration is for another model or another run, or the run has begun.

@@ -23,10 +23,9 @@ _ROWS = 4096
 
 
 class Folder:
-    """The weights of a folder under our names.
+    """The safetensors of a folder under our names.
 
     Args:
-        folder: with safetensors.
         theirs, ours: the model as the folder and as the configuration has it; they differ at most in rows.
 
     Attributes:
@@ -86,7 +85,6 @@ class Folder:
         return tensor
 
     def called(self, name: str) -> str:
-        """What the folder calls a parameter."""
         return self._places[name][1]
 
     def head_is_table(self) -> bool:
@@ -105,9 +103,9 @@ class Folder:
 def _tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     """Every tensor of a folder: its file, shape and kind (`F32`, ...). Raises DataError."""
     paths = _files(folder)
-    missing = [path for path in paths if not path.is_file()]
-    if missing:
-        raise _no_weights(folder, missing[0])
+    for path in paths:
+        if not path.is_file():
+            raise _no_weights(folder, path)
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for path in paths:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ConfigError, DataError
-from ..model_sections import AnyModel, GLMModel, GPTModel, LlamaModel, Model, RopeScaling
+from ..model_sections import AnyModel, GLMModel, GPTModel, LlamaModel, Model
 from ..units import human_bytes
 
 GLM_TYPE = "fsdp-pretrain-glm"
@@ -25,19 +25,16 @@ ACCEPTABLE = {
     "tokenizer": "the folder has no tokenizer that can be compared with that of the corpora",
     "tied-head": "lm_head.weight is not the embedding table, which config.json says it is, and is left out",
 }
-"""What an import refuses unless a person vouches for it."""
+"""What an import refuses unless the user accepts it."""
 JSON_BYTES = 4 * 2**20
 """Largest JSON that is read; models have some 100 bytes per tensor. Parsed, it can take 45 times as much memory."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a Hugging Face folder.
+    """One tensor of a Hugging Face folder: its name, and our parameters, stacked along their first dimension.
 
-    Attributes:
-        theirs: its name.
-        ours: the parameters it is made of, stacked along their first dimension.
-        transposed: the folder has it with inputs first (GPT-2's Conv1D).
+    `transposed`: the folder has it with inputs first (GPT-2's Conv1D).
     """
 
     theirs: str
@@ -93,14 +90,9 @@ _COMPUTED = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)$")
 
 
 def weights(model: AnyModel, names: Collection[str]) -> list[Weight]:
-    """The tensors of a folder, in the order of the model.
+    """The tensors of a folder, in the order of the model, whose parameters have these names.
 
-    Args:
-        model: its `[model]` section.
-        names: all its parameters.
-
-    Raises:
-        ConfigError: the layout has no place for a parameter.
+    Raises ConfigError if the layout has no place for a parameter.
     """
     if isinstance(model, GLMModel):
         return [Weight(name, (name,)) for name in names]
@@ -171,7 +163,6 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     """Contents of `config.json`.
 
     Args:
-        model: the `[model]` section.
         sequence_length: tokens of a training sample; transformers asks for a longest sequence.
         eod: the separator; generation begins and ends with it.
         dtype: of the weights, such as `bfloat16`.
@@ -259,22 +250,10 @@ def read_model(folder: Path) -> AnyModel:
 
     Raises:
         DataError: it has no readable `config.json`.
-        ConfigError: this trainer has no such model.
+        ConfigError: it describes a model that this trainer does not have; everything that does not fit is listed.
     """
     path = folder / "config.json"
-    return from_hf(read_json_object(path), str(path))
-
-
-def from_hf(content: dict[str, Any], where: str) -> AnyModel:
-    """The `[model]` section for a folder.
-
-    Args:
-        content: of its `config.json`.
-        where: how to call it in messages.
-
-    Raises:
-        ConfigError: it describes a model that we do not have; everything that does not fit is listed.
-    """
+    content = read_json_object(path)
     kind, problems, values, theirs = content.get("model_type"), list[str](), None, dict[str, str]()
     if content.get("quantization_config"):
         problems.append("quantization_config: quantised weights cannot be trained")
@@ -283,7 +262,8 @@ def from_hf(content: dict[str, Any], where: str) -> AnyModel:
     if kind == "llama":
         values, theirs = _llama_from_hf(content, problems), {ours: key for ours, key, _ in _LLAMA_KEYS}
     elif kind == "gpt2":
-        values, theirs = _gpt2_from_hf(content, problems), {ours: key for ours, key, _ in _GPT2_KEYS}
+        values, theirs = _values(content, _GPT2_KEYS, _GPT2_FIXED, problems), {ours: key for ours, key, _ in _GPT2_KEYS}
+        values = {"family": "gpt", **values, "vocab": content.get("vocab_size", 50257)}
     elif kind == GLM_TYPE:
         values = content.get("model") or {}
     else:
@@ -302,7 +282,7 @@ def from_hf(content: dict[str, Any], where: str) -> AnyModel:
     if isinstance(model, LlamaModel) and head_dim not in (None, model.head_dim):
         problems.append(f"head_dim = {reprlib.repr(head_dim)}; ours is hidden_size / num_attention_heads")
     if problems or model is None:
-        raise ConfigError(f"{where} describes a model that this trainer does not have:\n    " + "\n    ".join(problems))
+        raise ConfigError(f"{path} describes a model that this trainer does not have:\n    " + "\n    ".join(problems))
     return model
 
 
@@ -355,11 +335,6 @@ def _llama_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, An
     return {"family": "llama", **values, "vocab": vocab, "rope_base": base, "rope_scaling": scaling}
 
 
-def _gpt2_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    values = _values(content, _GPT2_KEYS, _GPT2_FIXED, problems)
-    return {"family": "gpt", **values, "vocab": content.get("vocab_size", 50257)}
-
-
 _FREE = {"declared_params", "init_std", "dropout", "attention_dropout", "scores", "vocab", "vocab_multiple"}
 """Keys that do not change what given weights compute, or (the vocabulary) are compared as rows."""
 
@@ -368,7 +343,7 @@ def function(model: AnyModel) -> dict[str, Any]:
     """The keys of a section that decide what given weights compute, defaults filled in."""
     values = model.model_dump(mode="json", exclude=_FREE)
     if isinstance(model, LlamaModel):
-        scaling: RopeScaling | None = model.rope_scaling
+        scaling = model.rope_scaling
         values |= {"kv_heads": model.kv_heads or model.heads}
         if scaling is not None and scaling.kind == "linear":
             values["rope_scaling"] = {"kind": scaling.kind, "factor": scaling.factor}

@@ -47,13 +47,10 @@ class _Running:
 
 
 class CommitHook:
-    """Runs the command of one run.
+    """Runs the shell command of one run, with the checkpoint's path as `$1` and its step as `$2`.
 
-    Args:
-        command: shell command, with the checkpoint's path as `$1` and its step as `$2`. Older configurations have
-            `{path}` and `{step}`, which are replaced; see `refuse_path_in_text`.
-        log: file that collects what the commands print.
-        recorder: where beginnings and failures are told.
+    Older configurations have `{path}` and `{step}`, which are replaced; see `refuse_path_in_text`. `log` collects what
+    the commands print.
     """
 
     def __init__(self, command: str, log: Path, recorder: Recorder) -> None:
@@ -61,7 +58,7 @@ class CommitHook:
         self._running: list[_Running] = []
 
     def start(self, path: Path, step: int) -> None:
-        """Run the command for a checkpoint; passed over, and said so, while `_AT_ONCE` others still run."""
+        """Run the command for a checkpoint, unless `_AT_ONCE` others still run: then that is recorded as a failure."""
         self._reap()
         if len(self._running) >= _AT_ONCE:
             oldest = self._running[0]
@@ -89,7 +86,7 @@ class CommitHook:
         self._running.append(_Running(step, process, time.monotonic()))
 
     def busy(self) -> list[int]:
-        """Steps whose checkpoints commands still work on; may be asked by another thread."""
+        """Steps whose checkpoints commands still work on; another thread may call this."""
         return [running.step for running in self._running if running.process.poll() is None]
 
     def _reap(self) -> None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from data.opening import open_packer
 from data.packer import Packer
 
-from .. import __version__, models
+from .. import models
 from ..changes import differences, load_compatible
 from ..config import Config
 from ..errors import CheckpointError, ConfigError, DataError, shortened
@@ -25,17 +25,17 @@ from ..record.files import RunDir
 from ..state import TrainState, identity
 from . import dcp
 from .hf_layout import function
+from .loading import Weights
+from .manager import make_facts
 from .store import CONFIG, Checkpoint, Store, verify_files
 
 _TABLES = ("embedding.weight", "head.weight")
 
 
 class Source(Protocol):
-    """Weights under our names.
+    """Weights under our names, whose `parameters` are fp32 tensors on the meta device.
 
-    Attributes:
-        parameters: fp32 tensors on the meta device.
-        padded: rows of the embedding table that the source does not have.
+    `padded` rows of the embedding table are not in the source.
     """
 
     parameters: dict[str, Tensor]
@@ -87,12 +87,9 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
     """Write the checkpoint and the first line of the journal.
 
     Args:
-        run: its directory, see `refuse_begun`.
-        config: of the run.
-        packer: of its corpora.
-        source: of the weights.
-        where: the source.
-        said: what is known of its tokenizer.
+        run: see `refuse_begun`.
+        source: the weights, which are from `where`.
+        said: what is known of the source's tokenizer.
 
     Raises:
         DataError: weights are not finite.
@@ -101,8 +98,8 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
     _refuse_not_finite(source, where)
     known = run_id.give(run.path)
     run_id.give(run.checkpoints, known)
-    state = TrainState()
-    shape = {"size": 1, "replicas": 1, "shards": 1}
+    state, world = TrainState(), Alone()
+    facts = make_facts(config, world, state, imported=str(where.resolve()))
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
     with tqdm(total=total, desc="importing", unit="B", unit_scale=True, delay=2, disable=None) as bar:
 
@@ -116,24 +113,14 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
             return tensor
 
         saved = dcp.save(
-            Alone(),
+            world,
             Store(run.checkpoints),
-            state.step,
+            facts,
             state={"model": source.parameters},
             fetch=fetch,
-            train_state=state.to_json(identity=identity(config, packer), tokens=0, world=shape),
+            train_state=state.to_json(identity=identity(config, packer), tokens=0, world=world.shape),
             config=config.to_toml(),
-            facts={
-                "run": config.run.name,
-                **vars(state),
-                "tokens": 0,
-                "final": False,
-                "world": shape,
-                "torch": torch.__version__,
-                "fsdp_pretrain": __version__,
-                "imported": str(where.resolve()),
-            },
-            verify=True,
+            read_back=True,
         )
     text = f"weights of {where.resolve()}; {said}"
     if source.padded:
@@ -160,13 +147,12 @@ def _refuse_not_finite(source: Source, where: Path) -> None:
 def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
     """Make the checkpoint of step 0 of a new run from the weights of another run's checkpoint, of any mesh.
 
-    Everything else begins anew: optimiser, counters, data, schedules. (To go on with all of them is a fork.)
+    Everything else starts from the beginning: optimiser, counters, data, schedules. (To go on with them is a fork.)
 
     Args:
         run: its directory, new or empty.
-        path: of the checkpoint; it is only read.
-        config: of the run; its model must be that of the checkpoint, initial values, dropout and further rows of the
-            embedding table aside.
+        config: its model must be that of the checkpoint, initial values, dropout and further rows of the embedding
+            table aside.
 
     Raises:
         CheckpointError: it is damaged, or its tensors are not those of its configuration.
@@ -181,7 +167,7 @@ def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
     theirs = load_compatible(path / CONFIG).model
     refuse_another_model(path, theirs, config.model)
     packer = open_packer(config)
-    known = checkpoint.train_state().identity["tokenizer"]["fingerprint"]
+    known = checkpoint.train_state().identity.tokenizer.fingerprint
     if known != packer.tokenizer.fingerprint:
         raise DataError(
             f"{path} was trained with another tokenizer than that of the corpora (fingerprint differs)",
@@ -201,12 +187,10 @@ class _Checkpoint:
     def __init__(self, checkpoint: Checkpoint, theirs: AnyModel, ours: AnyModel) -> None:
         self.parameters: dict[str, Tensor] = models.build(ours).state_dict()
         self.padded = ours.rows - theirs.rows
-        self._stored = dcp.Weights(checkpoint, models.build(theirs))
+        self._stored = Weights(checkpoint, models.build(theirs))
 
     def read(self, name: str) -> Tensor:
-        """A parameter in fp32, with the rows that the checkpoint has. Raises CheckpointError."""
         return self._stored[name].float()
 
     def called(self, name: str) -> str:
-        """The name: it is the same."""
         return name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,10 @@ from ..mesh import World
 from ..state import TrainState
 from . import dcp
 from .background import Pending, Stager
+from .loading import state_dict
+from .manifest import Facts, Manifest
 from .space import Ballast, GiveUp
-from .store import Checkpoint, Manifest, Store
+from .store import Checkpoint, Store
 from .stores import fallback, newest_clean, stores
 from .subject import Subject
 
@@ -26,12 +27,11 @@ class Manager:
     """Saves one run. All ranks call its methods together.
 
     Args:
-        subject: what is saved.
         segment: number of this start.
         guard: raises BusyError when this job does not hold the run any more, RunGoneError when the run directory is
-            gone; asked on every rank before a save begins, and on rank 0 before it is committed.
+            gone; called on every rank before a save begins, and on rank 0 before it is committed.
         protected: steps that retention must spare for now (pending evaluations).
-        suspicion: why what is saved now should not be gone back to, or None; see `Health.suspicion`.
+        suspicion: why nothing should go back to what is saved now, or None; see `Health.suspicion`.
         clean_until: steps before which retention keeps a checkpoint that is not suspect; see `Health.clean_until`.
     """
 
@@ -41,14 +41,13 @@ class Manager:
         *,
         segment: int,
         guard: Callable[[], None],
-        protected: Callable[[], Collection[int]] = tuple,
-        suspicion: Callable[[], str | None] = lambda: None,
-        clean_until: Callable[[], Iterable[float]] = lambda: (math.inf,),
+        protected: Callable[[], Collection[int]],
+        suspicion: Callable[[], str | None],
+        clean_until: Callable[[], Iterable[float]],
     ) -> None:
-        self._world, self._model, self._optimizer = subject.world, subject.model, subject.optimizer
+        self._subject, self._world, self._config, self._segment = subject, subject.world, subject.config, segment
         self._stores, self._fallback = self._world.decide(lambda: stores(subject.run)), fallback(subject.config)
         self._store = self._stores.main
-        self._config, self._identity, self._segment = subject.config, subject.identity, segment
         self._guard, self._protected = guard, protected
         self._suspicion, self._clean_until = suspicion, clean_until
         if self._config.checkpoint.background:
@@ -61,8 +60,7 @@ class Manager:
             StorageError: on every rank; BusyError if another job took the run over; RunGoneError.
         """
         self._world.together(self._guard)
-        tensors = dcp.state_dict(self._model, self._optimizer)
-        return self._save(self._world, state, final, tensors, self._suspicion())
+        return self._save(self._world, state, self._tensors(), self._facts(state, final))
 
     def begin(self, state: TrainState) -> Pending[dcp.Saved]:
         """Copy the state, and do the same as `save` in the background; training may go on when this returns.
@@ -71,9 +69,9 @@ class Manager:
             ConfigError: on every rank, if host memory for the copy cannot be had on any.
         """
         self._world.together(self._guard)
-        tensors = self._world.together(lambda: self._stager.copy(dcp.state_dict(self._model, self._optimizer)))
-        world, suspicion = self._world.on(self._writers), self._suspicion()
-        return Pending(lambda: self._save(world, state, False, tensors, suspicion))
+        tensors = self._world.together(lambda: self._stager.copy(self._tensors()))
+        world, facts = self._world.on(self._writers), self._facts(state, False)
+        return Pending(lambda: self._save(world, state, tensors, facts))
 
     def renew(self) -> None:
         """Give the background a new process group and new memory for its copies.
@@ -83,25 +81,26 @@ class Manager:
         """
         self._stager, self._writers = Stager(self._world.device), self._world.new_group()
 
-    def _save(
-        self, world: World, state: TrainState, final: bool, tensors: dict[str, Any], suspicion: str | None
-    ) -> dcp.Saved:
+    def _facts(self, state: TrainState, final: bool) -> Facts:
+        marks = {"segment": self._segment, "suspect": self._suspicion()}
+        return make_facts(self._config, self._world, state, final=final, **marks)
+
+    def _tensors(self) -> dict[str, Any]:
+        return state_dict(self._subject.model, self._subject.optimizer)
+
+    def _save(self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts) -> dcp.Saved:
         config = self._config
-        facts = manifest_facts(config, world, state, segment=self._segment, final=final)
-        facts |= {} if suspicion is None else {"suspect": suspicion}
-        content = state.to_json(identity=self._identity, tokens=facts["tokens"], world=facts["world"])
 
         def save(store: Store, give_up: GiveUp) -> dcp.Saved:
             world.decide(store.sweep)  # of an attempt whose writers did not end together
             return dcp.save(
                 world,
                 store,
-                state.step,
+                facts,
                 state=tensors,
-                train_state=content,
+                train_state=state.to_json(identity=self._subject.identity, tokens=facts.tokens, world=facts.world),
                 config=config.to_toml(),
-                facts=facts,
-                verify=config.checkpoint.verify,
+                read_back=config.checkpoint.verify,
                 give_up=give_up,
                 guard=self._guard,
             )
@@ -112,11 +111,8 @@ class Manager:
             if self._fallback is None:
                 raise
             saved = save(self._fallback, [])
-            note: dcp.Note = (
-                "checkpoint-fallback",
-                f"{saved.checkpoint.path} instead of the run directory: {error.cause}",
-            )
-            saved = replace(saved, notes=(note, *saved.notes))
+            text = f"{saved.checkpoint.path} instead of the run directory: {error.cause}"
+            saved = replace(saved, notes=(("checkpoint-fallback", text), *saved.notes))
         return self._tidy(saved) if world.is_main else saved
 
     def _tidy(self, saved: dcp.Saved) -> dcp.Saved:
@@ -127,11 +123,10 @@ class Manager:
                 Ballast(self._store.directory).take(saved.bytes)
             return replace(saved, deleted=self._retain(policy.keep_last))
         except (OSError, UserError) as error:
-            note: dcp.Note = ("checkpoint-room", f"old checkpoints could not be deleted: {error}")
-            return replace(saved, notes=(*saved.notes, note))
+            text = f"old checkpoints could not be deleted: {error}"
+            return replace(saved, notes=(*saved.notes, ("checkpoint-room", text)))
 
     def _sacrifices(self) -> GiveUp:
-        """What may go when a checkpoint does not fit."""
         policy, ballast = self._config.checkpoint, Ballast(self._store.directory)
         found: list[tuple[str, Callable[[], object]]] = []
         if policy.prune:
@@ -154,12 +149,7 @@ class Manager:
 
 
 def kept_for_ever(config: Config, manifest: Manifest) -> bool:
-    """Whether a checkpoint stays however many newer ones there are: a final one, or one named by `keep_every`.
-
-    Args:
-        config: the run.
-        manifest: of the checkpoint.
-    """
+    """Whether a checkpoint stays however many newer ones there are: a final one, or one named by `keep_every`."""
     before, after = manifest.consumed - manifest.batch, manifest.consumed
     due = (
         config.schedule.due(every, step=manifest.step, before=before, after=after)
@@ -168,17 +158,19 @@ def kept_for_ever(config: Config, manifest: Manifest) -> bool:
     return manifest.final or any(due)
 
 
-def manifest_facts(
-    config: Config, world: World, state: TrainState, *, segment: int | None, final: bool = False
-) -> dict[str, Any]:
-    """What the manifest says of a checkpoint besides its files, see `store.Manifest`."""
-    return {
-        "run": config.run.name,
-        "segment": segment,
+def make_facts(config: Config, world: World, state: TrainState, *, final: bool = False, **marks: Any) -> Facts:
+    """What the manifest says of a checkpoint of `state`.
+
+    Args:
+        marks: `segment`, `imported` and `suspect` of `Facts`; those that are None are left out.
+    """
+    return Facts(
         **vars(state),
-        "tokens": config.schedule.tokens(state.consumed),
-        "final": final,
-        "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
-        "torch": torch.__version__,
-        "fsdp_pretrain": __version__,
-    }
+        tokens=config.schedule.tokens(state.consumed),
+        world=world.shape,
+        run=config.run.name,
+        final=final,
+        torch=torch.__version__,
+        fsdp_pretrain=__version__,
+        **{name: value for name, value in marks.items() if value is not None},
+    )

@@ -40,13 +40,7 @@ _DIMENSIONS = 8
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor.
-
-    Attributes:
-        offsets, sizes: where in the tensor, by dimension.
-        file: of the checkpoint, that holds it.
-        start, length: where in the file, in bytes.
-    """
+    """A block of a tensor: where in the tensor, by dimension, and in which file of the checkpoint, in bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -66,9 +60,6 @@ class StoredTensor:
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by name.
-
-    Args:
-        folder: the checkpoint's directory.
 
     Raises:
         CheckpointError: its `.metadata` cannot be read, is damaged, or holds something else than DCP writes.
@@ -177,7 +168,7 @@ def _tensor(name: str, fields: dict[str, Any], places: dict[Any, Any], missing: 
 
 
 def _dtype(properties: Any) -> str:
-    """The dtype that properties name. Raises _NotDCPError if it is none, or the tensor is sparse."""
+    """The dtype that properties name. Raises _NotDCPError if it is not known, or the tensor is sparse."""
     if not _is(properties, _PROPERTIES):
         raise _NotDCPError("has a tensor without properties")
     dtype, layout, *_ = properties.state

@@ -16,20 +16,21 @@ from ..record.metrics import left_behind
 from ..record.recorder import Recorder
 from ..state import TrainState, forbidden
 from ..units import human_count
-from . import dcp
-from .store import CONFIG, Checkpoint, SavedState, Store
+from .loading import UnreadableError, load, verify
+from .manifest import SavedState
+from .store import CONFIG, Checkpoint, Store
 from .stores import stores
 from .subject import Subject
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What the person who starts a run allows.
+    """What the start command allows.
 
     Attributes:
         fresh: step 0 although there are (only invalid) checkpoints, or the record says that there were some.
         changes: keys and tables of the configuration that may differ though that changes what is learned.
-        reset_optimizer: step of the checkpoint from which on the optimiser begins anew.
+        reset_optimizer: step of the checkpoint at which the optimiser is reset.
         reason: why this start differs from the last, for the chronicle.
     """
 
@@ -57,12 +58,9 @@ class Resumed:
 
 
 class Resume:
-    """One start's way to its state. All ranks call it together.
+    """Brings one start to its state, and records passed-over checkpoints, changes and what was restored.
 
-    Args:
-        subject: what is filled.
-        recorder: where passed-over checkpoints, changes and what was restored are told.
-        terms: what is allowed.
+    All ranks call it together.
     """
 
     def __init__(self, subject: Subject, recorder: Recorder, terms: Terms) -> None:
@@ -85,11 +83,11 @@ class Resume:
         partly = False
         for checkpoint in reversed(world.decide(found.scan)):
             problem = checkpoint.problem or world.decide(partial(self._set_aside, checkpoint))
-            problem = problem or next(iter(dcp.verify(world, checkpoint)), None)
+            problem = problem or next(iter(verify(world, checkpoint)), None)
             if problem is None:
                 try:
                     return self._load(checkpoint, passed_over)
-                except dcp.UnreadableError as unreadable:
+                except UnreadableError as unreadable:
                     problem, partly = unreadable.cause, True
                     self._optimizer.state.clear()  # the one before may hold weights alone
             text = f"{checkpoint.path.name}: {problem}"
@@ -126,18 +124,18 @@ class Resume:
         world, content = self._world, self._world.decide(checkpoint.train_state)
         changed, declared = world.decide(partial(self._judge, checkpoint, content))
         reset = self._judge_reset(content.step)
-        loaded = dcp.load(world, checkpoint, self._model, self._optimizer)
+        loaded = load(world, checkpoint, self._model, self._optimizer)
         if reset:  # loaded nevertheless, so that the digest of the whole could be compared
             self._optimizer.state.clear()
         if not checkpoint.verified:
-            world.decide(lambda: Store(checkpoint.path.parent).mark_verified(checkpoint))
-        state = TrainState.of(content)
+            world.decide(checkpoint.mark_verified)
+        state, whole = TrainState.of(content), loaded.optimizer and not reset
         parts = [
             f"from {checkpoint.path if checkpoint.path.parent != self._run.checkpoints else checkpoint.path.name}, "
             f"{state.consumed:_} samples consumed",
-            *self._restored(state, loaded.optimizer, reset),
+            *self._restored(state, whole, reset),
             self._mesh(content.world),
-            f"state digest {loaded.digest} as saved",
+            f"state digest {loaded.state_digest} as saved",
         ]
         tokens = self._config.schedule.tokens(state.consumed)
         lost = world.decide(lambda: left_behind(self._run, state.step, tokens))
@@ -150,18 +148,17 @@ class Resume:
             step=state.step,
             consumed=state.consumed,
             cursor=state.cursor,
-            optimizer=loaded.optimizer and not reset,
+            optimizer=whole,
             loss_scale=state.loss_scale,
-            state_digest=loaded.digest,
-            world={"from": content.world.model_dump(), "to": self._shape()},
+            state_digest=loaded.state_digest,
+            world={"from": content.world.model_dump(), "to": world.shape.model_dump()},
             changed=changed,
             declared=declared,
             passed_over=passed_over,
             lost={"steps": lost[0], "tokens": lost[1]},
         )
         self._recorder.status(checkpoint={"step": state.step, "consumed": state.consumed, "verified": True})
-        whole = loaded.optimizer and not reset
-        return Resumed(state, world.decide(lambda: checkpoint.manifest().segment), state.step, whole)
+        return Resumed(state, loaded.segment, state.step, whole)
 
     # ------------------------------------------------------------------ may it go on?
 
@@ -169,7 +166,7 @@ class Resume:
         """What differs from the start that wrote the checkpoint; what of it was declared for this start.
 
         Raises ConfigError. What needs declaring is measured against the run as it stands: so once is enough, also if
-        the start ends before its first checkpoint, and a rollback or fork has declared what it was told.
+        the start ends before its first checkpoint, and a rollback or fork has declared its own changes.
         """
         wrote, _ = load_recorded(checkpoint.path / CONFIG)
         head = max(lineage.nodes(self._run), key=lambda node: node.segment, default=None)
@@ -184,11 +181,11 @@ class Resume:
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
-        changed += differences(content.world.model_dump(), self._shape(), "world")
+        changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
         return changed, [change.text for change in here if change.kind == DECLARED]
 
     def _judge_reset(self, step: int) -> bool:
-        """Whether the optimiser begins anew at this checkpoint. Raises ConfigError if its place was not reached."""
+        """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its place was not reached."""
         asked = self._terms.reset_optimizer
         if asked is not None and step < asked:
             raise ConfigError(
@@ -197,15 +194,15 @@ class Resume:
                 remedy=f"--reset-optimizer {step}, or leave it out",
             ).on_all_ranks()
         if asked is not None and step > asked:
-            self._recorder.event("optimizer", f"not begun anew: step {asked} is past", step=step)
+            self._recorder.event("optimizer", f"not reset: step {asked} is past", step=step)
         return asked == step and step > 0
 
     # ------------------------------------------------------------------ what came back
 
-    def _restored(self, state: TrainState, optimizer: bool, reset: bool) -> list[str]:
-        """What was restored, and what was not."""
+    def _restored(self, state: TrainState, whole: bool, reset: bool) -> list[str]:
+        """What was restored, and what was not; `whole`: the optimiser as well."""
         names, missing = ["model"], []
-        if optimizer and not reset:
+        if whole:
             names.append("optimiser")
         elif reset:
             missing.append("the optimiser starts fresh (--reset-optimizer)")
@@ -220,9 +217,6 @@ class Resume:
             missing.append("it holds no loss scale: that starts fresh")
         names.append(f"data position (sample {state.cursor:_})")
         return [f"restored: {', '.join(names)}", *missing]
-
-    def _shape(self) -> dict[str, int]:
-        return {"size": self._world.size, "replicas": self._world.replicas, "shards": self._world.shards}
 
     def _mesh(self, old: WorldShape) -> str:
         was, is_ = (f"{mesh.replicas} x {mesh.shards} ranks" for mesh in (old, self._world))

@@ -19,19 +19,13 @@ from .store import Checkpoint, Shelf, Store
 
 
 class Stores(Shelf):
-    """The checkpoints of a run, wherever they are.
-
-    Args:
-        main: `RUN/checkpoints`.
-        fallbacks: stores on other storage.
-    """
+    """The checkpoints of a run, in `RUN/checkpoints` (`main`) and on other storage."""
 
     def __init__(self, main: Store, fallbacks: list[Store]) -> None:
         self.directory, self.main, self.fallbacks = main.directory, main, fallbacks
 
     @property
     def all(self) -> list[Store]:
-        """The run's own store, then the fallbacks."""
         return [self.main, *self.fallbacks]
 
     def scan(self) -> list[Checkpoint]:
@@ -40,7 +34,6 @@ class Stores(Shelf):
         return sorted(found, key=lambda item: (item.step, item.path.parent == self.directory))
 
     def sweep(self) -> None:
-        """Remove what killed saves and deletions left behind, see `Store.sweep`."""
         for store in self.all:
             store.sweep()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,23 +10,16 @@ from torch import nn
 from ..config import Config
 from ..mesh import World
 from ..record.files import RunDir
+from .manifest import Identity
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A run that is trained.
-
-    Attributes:
-        world: all ranks.
-        run: its directory.
-        model, optimizer: sharded.
-        config: the run.
-        identity: what no resume may change, see `state.identity`.
-    """
+    """A run that is trained; `model` and `optimizer` are sharded."""
 
     world: World
     run: RunDir
     model: nn.Module
     optimizer: torch.optim.Optimizer
     config: Config
-    identity: dict[str, Any]
+    identity: Identity

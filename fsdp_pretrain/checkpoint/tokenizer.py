@@ -33,11 +33,11 @@ def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = 
         CheckpointError: it is not the one the model was trained with.
         DataError: there is none.
     """
-    recorded = checkpoint.train_state().identity["tokenizer"]
+    recorded = checkpoint.train_state().identity.tokenizer
     copies = (run / "tokenizer" for run in (checkpoint.path.parent.parent, config.run.dir))  # the latter: of a fallback
     path = named or next((copy for copy in copies if copy.exists()), config.data.sources[0].path)
-    tokenizer = Tokenizer.load(path, eod=recorded["eod"])
-    if tokenizer.fingerprint != recorded["fingerprint"]:
+    tokenizer = Tokenizer.load(path, eod=recorded.eod)
+    if tokenizer.fingerprint != recorded.fingerprint:
         raise CheckpointError(
             f"{tokenizer.path} is not the tokenizer of {checkpoint.path.name} (fingerprint differs)",
             effect="its ids would mean other texts: scores would be meaningless",
@@ -64,18 +64,9 @@ def first_difference(tokenizer: Tokenizer, encoded: Sequence[Sequence[int]]) -> 
 
 
 def compare_with_folder(tokenizer: Tokenizer, folder: Path, *, accept: bool) -> str:
-    """Whether a Hugging Face folder encodes like `tokenizer`.
+    """Compare the tokenizer of the corpora with that of a Hugging Face folder; what was found, for people.
 
-    Args:
-        tokenizer: of the corpora.
-        folder: with `tokenizer.json` or `tokenizer.model`.
-        accept: go on if the two cannot be compared; a person vouches for it.
-
-    Returns:
-        What was found, for people.
-
-    Raises:
-        DataError: its tokenizer encodes otherwise, or cannot be compared.
+    Raises DataError if the folder's encodes otherwise, or cannot be compared and that is not accepted.
     """
     names = ("tokenizer.json", "tokenizer.model")
     path = next((folder / name for name in names if (folder / name).is_file()), None)
@@ -106,15 +97,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int
     """Write `tokenizer.json` and `tokenizer_config.json` for transformers' AutoTokenizer.
 
     It encodes as ours: nothing is added, the name of a special token inside a text is text. A sentencepiece model is
-    converted, if the conversion encodes all `samples` alike; else the model is copied as it is.
-
-    Args:
-        tokenizer: of the run.
-        folder: to write into.
-        sequence_length: noted as the longest text.
-
-    Returns:
-        What was written, for people.
+    converted, if the conversion encodes all `samples` alike; else the model is copied as it is. `sequence_length` is
+    recorded as the longest text. Returns what was written, for people.
     """
     said = "tokenizer.json"
     if tokenizer.kind == "tokenizers":

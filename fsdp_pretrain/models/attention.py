@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..model_sections import Scores
+from ..model_sections import GLMModel, GPTModel, Scores
 from .layers import Rotary, rotate
 from .masks import Mask
 
@@ -23,13 +23,9 @@ def _flex() -> Callable[..., Any]:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values.
+    """Multi-head attention with grouped keys and values; each of `kv_heads` serves heads / kv_heads query heads.
 
     Args:
-        hidden: width of the residual stream.
-        heads: query heads, head size is hidden / heads.
-        kv_heads: key/value heads; each serves heads / kv_heads query heads.
-        bias: biases on all four projections.
         dropout: on attention probabilities, in training mode.
         scores: how they are computed, see `scaled_attention`.
         layer: number of the block from 0, for the scaling of scores.
@@ -80,6 +76,12 @@ class Attention(nn.Module):
         )
 
 
+def biased_attention(config: GPTModel | GLMModel, layer: int) -> Attention:
+    """With biases, and as many key/value heads as heads."""
+    rate, heads = config.attention_rate, config.heads
+    return Attention(config.hidden, heads, heads, bias=True, dropout=rate, scores=config.scores, layer=layer)
+
+
 def scaled_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, inward: bool, dropout: float
 ) -> Tensor:
@@ -90,9 +92,7 @@ def scaled_attention(
     Args:
         query, key, value: [B, heads, S, d].
         mask: dense, see `masks.Mask`.
-        layer: number of the block from 0.
         inward: divide queries and keys by the root of the divisor each, instead of the queries by all of it.
-        dropout: probability of dropping an attention weight.
 
     Returns:
         [B, heads, S, d] in the dtype of the values.

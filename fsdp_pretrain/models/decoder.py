@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..model_sections import AnyModel, LlamaModel
 from .layers import Initial
 from .loss import token_losses
 from .masks import Backend, Mask, Slots, block_mask, dense_mask
@@ -29,7 +30,6 @@ class Embedding(nn.Embedding):
     shrink_head = True
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [...] -> [..., H]."""
         return scale_gradient(super().forward(tokens), self.shrink)
 
     def as_head(self) -> Tensor:
@@ -57,23 +57,21 @@ class _ScaleGradient(torch.autograd.Function):
 class Decoder(nn.Module, ABC):
     """Base of the families.
 
-    A family supplies `blocks`, `norm`, the embedding (`embed_tokens`), what its blocks need besides the hidden
-    state and the mask (`context`) and its initialisation (`initial`). The output matrix is `head`, or the embedding
-    table when tied: touch it only inside `forward`, where FSDP has gathered it.
-
-    Args:
-        vocab, hidden: shape of the embedding table.
-        tied_head: use it as output matrix as well.
+    A family supplies its blocks (`block` makes one from its number), the last norm, the embedding (`embed_tokens`),
+    what its blocks need besides the hidden state and the mask (`context`) and its initialisation (`initial`). The
+    output matrix is `head`, or the embedding table when tied: touch it only inside `forward`, where FSDP has gathered
+    it. The order of the modules is that of the parameters, which sums over them keep.
     """
 
-    def __init__(self, vocab: int, hidden: int, *, tied_head: bool) -> None:
+    def __init__(self, config: AnyModel, block: Callable[[int], nn.Module], norm: nn.Module) -> None:
         super().__init__()
-        self.embedding = Embedding(vocab, hidden)
-        self.blocks = nn.ModuleList()
-        self.norm: nn.Module = nn.Identity()
-        self.head = None if tied_head else nn.Linear(hidden, vocab, bias=False)
+        self.embedding = Embedding(config.rows, config.hidden)
+        self.blocks = nn.ModuleList(block(layer) for layer in range(config.layers))
+        self.norm = norm
+        self.head = None if config.tied_head else nn.Linear(config.hidden, config.rows, bias=False)
         self.recompute_every = 0
         self.backend: Backend = "sdpa"
+        self._scales_scores = not isinstance(config, LlamaModel) and config.scores != "fused"
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens int64 [B, S], positions int64 [S], [B, S] or [B, 2, S] -> [B, S, H]."""
@@ -86,7 +84,9 @@ class Decoder(nn.Module, ABC):
         """Positional arguments of each block after hidden state and mask; `positions` as in `embed_tokens`."""
 
     def mask(self, slots: Slots | None, x: Tensor) -> Mask:
-        """What attention gets as mask for hidden states `x [B, S, H]`."""
+        """What attention gets as mask for hidden states `x [B, S, H]`; dense where the scaling of scores needs it."""
+        if self._scales_scores:
+            return dense_mask(slots, x.shape[1], x.device)
         if slots is None:
             return None
         build = block_mask if self.backend == "flex" else dense_mask
@@ -138,8 +138,3 @@ class Decoder(nn.Module, ABC):
     def count_parameters(self) -> int:
         """Exact number of parameters; tied ones count once. Works on the meta device."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    def named_blocks(self) -> Iterator[tuple[str, nn.Module]]:
-        """The blocks under their parameter-name prefixes."""
-        for index, block in enumerate(self.blocks):
-            yield f"blocks.{index}", block

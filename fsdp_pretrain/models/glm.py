@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..model_sections import GLMModel
-from .attention import Attention
+from .attention import biased_attention
 from .decoder import Decoder
 from .layers import Constant, GeGLU, Initial, Normal, Rotary, rotary_frequencies, rotary_tables
-from .masks import Mask, Slots, dense_mask
+from .masks import Mask
 
 
 def deepnorm_constants(kind: str, layers: int) -> tuple[float, float]:
@@ -38,20 +38,11 @@ class GLMBlock(nn.Module):
         self.dropout = config.dropout
         self.alpha, _ = deepnorm_constants(config.deepnorm, config.layers)
         self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
-        self.attention = Attention(
-            config.hidden,
-            config.heads,
-            config.heads,
-            bias=True,
-            dropout=config.attention_rate,
-            scores=config.scores,
-            layer=layer,
-        )
+        self.attention = biased_attention(config, layer)
         self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.mlp = GeGLU(config.hidden, config.ffn_width)
 
     def forward(self, x: Tensor, mask: Mask, rotary: Rotary) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
         u = self.attention_norm(x)
         x = self.alpha * u + F.dropout(self.attention(u, mask, rotary), self.dropout, self.training)
         v = self.mlp_norm(x)
@@ -63,13 +54,11 @@ class GLM(Decoder):
     """See the module text. Parameter count: L*(4h^2 + 3hf + 9h + 2f) + V*h*(1 or 2) + 2h."""
 
     def __init__(self, config: GLMModel) -> None:
-        super().__init__(config.rows, config.hidden, tied_head=config.tied_head)
+        norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        super().__init__(config, lambda layer: GLMBlock(config, layer), norm)
         self.config = config
-        self.blocks.extend(GLMBlock(config, layer) for layer in range(config.layers))
-        self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Token embedding alone; positions are rotary."""
         return F.dropout(super().embed_tokens(tokens, positions), self.config.dropout, self.training)
 
     def context(self, positions: Tensor) -> tuple[object, ...]:
@@ -83,12 +72,6 @@ class GLM(Decoder):
         elif positions.ndim == 3:
             raise ValueError('positions of two dimensions need a model with positions = "rope-2d"')
         return (rotary_tables(positions, rotary_frequencies(size, self.config.rope_base, None, positions.device)),)
-
-    def mask(self, slots: Slots | None, x: Tensor) -> Mask:
-        """Dense where the scaling of scores needs it."""
-        if self.config.scores != "fused":
-            return dense_mask(slots, x.shape[1], x.device)
-        return super().mask(slots, x)
 
     def initial(self, name: str) -> Initial:
         """Xavier normal (std = gain * sqrt(2 / (in + out))), gain beta for what writes values and for the MLP.

@@ -33,9 +33,21 @@ class Constant:
 Initial = Normal | Constant
 
 
-def residual_std(std: float, layers: int) -> float:
-    """Standard deviation of the projections that write to the residual stream: std / sqrt(2 * layers) (GPT-2)."""
-    return std / math.sqrt(2 * layers)
+def scaled_initial(name: str, std: float, layers: int) -> Initial:
+    """N(0, std), projections to the residual stream with std / sqrt(2 * layers) (GPT-2); norms 1, biases 0.
+
+    Raises KeyError for a name no rule covers.
+    """
+    kind, leaf = name.split(".")[-2:]
+    if leaf == "bias":
+        return Constant(0.0)
+    if "norm" in kind:
+        return Constant(1.0)
+    if kind in ("out", "down"):
+        return Normal(std / math.sqrt(2 * layers))
+    if kind in ("embedding", "positions", "head", "query", "key", "value", "gate", "up"):
+        return Normal(std)
+    raise KeyError(name)
 
 
 class SwiGLU(nn.Module):
@@ -48,7 +60,6 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
@@ -62,7 +73,6 @@ class GeluMLP(nn.Module):
         self.down = nn.Linear(ffn, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
         out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return out
 
@@ -77,18 +87,14 @@ class GeGLU(nn.Module):
         self.down = nn.Linear(ffn, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
         out: Tensor = self.down(self.up(x) * F.gelu(self.gate(x)))
         return out
 
 
 def rotary_frequencies(size: int, base: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Angles per position of rotary embedding (RoFormer, arXiv 2104.09864), stretched if asked: fp32 [size / 2].
+    """Angles per position of rotary embedding (RoFormer, arXiv 2104.09864) for `size` dimensions: fp32 [size / 2].
 
-    Args:
-        size: dimensions that are rotated together, even.
-        base: base of the geometric series of wave lengths.
-        scaling: `linear` (arXiv 2306.15595) or `llama3` (the rule of Llama 3.1), or None.
+    Stretched by `scaling`: `linear` (arXiv 2306.15595) or `llama3` (the rule of Llama 3.1).
     """
     frequencies = 1.0 / base ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     if scaling is None:
@@ -96,8 +102,7 @@ def rotary_frequencies(size: int, base: float, scaling: RopeScaling | None, devi
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     turns = scaling.original_length * frequencies / (2 * math.pi)  # waves in the sequences first trained on
-    blend = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
-    blend = blend.clamp(0, 1)
+    blend = ((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
@@ -106,11 +111,9 @@ Rotary = tuple[tuple[Tensor, Tensor], ...]
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor) -> Rotary:
-    """What `rotate` needs, always fp32.
+    """What `rotate` needs, always fp32: for positions [S] or [B, S], or [B, 2, S] of two dimensions.
 
-    Args:
-        positions: integers [S] or [B, S], or [B, 2, S] for two dimensions.
-        frequencies: fp32 [size / 2], from `rotary_frequencies`; `size` is the head size over the dimensions.
+    `frequencies` from `rotary_frequencies` for the head size over the number of dimensions.
     """
     dimensions = positions.unbind(1) if positions.ndim == 3 else (positions,)
     angles = [each.float().unsqueeze(-1) * frequencies for each in dimensions]
@@ -118,14 +121,10 @@ def rotary_tables(positions: Tensor, frequencies: Tensor) -> Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate each head by its position, in fp32; keeps dtype and shape.
+    """Rotate each head of `x` [B, S, heads, d] by its position, in fp32; keeps dtype and shape.
 
     A head is cut into as many parts as positions have dimensions; in each, element i is paired with i + size / 2
     ("rotate-half").
-
-    Args:
-        x: [B, S, heads, d].
-        rotary: from `rotary_tables`.
     """
     turned = []
     for part, (cos, sin) in zip(x.float().chunk(len(rotary), dim=-1), rotary, strict=True):

@@ -7,16 +7,7 @@ from torch import Tensor, nn
 from ..model_sections import LlamaModel
 from .attention import Attention
 from .decoder import Decoder
-from .layers import (
-    Constant,
-    Initial,
-    Normal,
-    Rotary,
-    SwiGLU,
-    residual_std,
-    rotary_frequencies,
-    rotary_tables,
-)
+from .layers import Initial, Rotary, SwiGLU, rotary_frequencies, rotary_tables, scaled_initial
 from .masks import Mask
 
 
@@ -31,7 +22,6 @@ class LlamaBlock(nn.Module):
         self.mlp = SwiGLU(config.hidden, config.ffn)
 
     def forward(self, x: Tensor, mask: Mask, rotary: Rotary) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
         x = x + self.attention(self.attention_norm(x), mask, rotary)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -41,24 +31,13 @@ class Llama(Decoder):
     """See the module text. Parameter count: V*h*(1 or 2) + L*(2h^2 + 2h^2*kv/heads + 3hf + 2h) + h."""
 
     def __init__(self, config: LlamaModel) -> None:
-        super().__init__(config.rows, config.hidden, tied_head=config.tied_head)
+        super().__init__(config, lambda _: LlamaBlock(config), nn.RMSNorm(config.hidden, eps=config.norm_eps))
         self.config = config
-        self.blocks.extend(LlamaBlock(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
 
     def context(self, positions: Tensor) -> tuple[object, ...]:
-        """The rotary tables of the positions."""
         config = self.config
         frequencies = rotary_frequencies(config.head_dim, config.rope_base, config.rope_scaling, positions.device)
         return (rotary_tables(positions, frequencies),)
 
     def initial(self, name: str) -> Initial:
-        """N(0, init_std); residual projections scaled by 1/sqrt(2L); norms 1."""
-        kind = name.split(".")[-2]
-        if "norm" in kind:
-            return Constant(1.0)
-        if kind in ("out", "down"):
-            return Normal(residual_std(self.config.std, self.config.layers))
-        if kind in ("embedding", "head", "query", "key", "value", "gate", "up"):
-            return Normal(self.config.std)
-        raise KeyError(name)
+        return scaled_initial(name, self.config.std, self.config.layers)

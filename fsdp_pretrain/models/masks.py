@@ -40,7 +40,7 @@ class Slots:
     prefix: Tensor | None = None
 
     def ids(self, length: int) -> Tensor:
-        """Which slot of its sample each position belongs to: int64 [B, S], counting from 0."""
+        """Number of each position's slot in its sample, from 0: int64 [B, S]."""
         ends = self.lengths.cumsum(1)
         positions = torch.arange(length, device=ends.device).expand(ends.shape[0], -1)
         return torch.searchsorted(ends, positions.contiguous(), right=True)
@@ -97,15 +97,11 @@ def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def choose_backend(asked: str, model: AnyModel, device: torch.device) -> Backend:
-    """The kernels that will compute attention where a mask is needed.
+    """The kernels that will compute attention where a mask is needed, for `parallel.attention` as asked.
 
-    Args:
-        asked: `parallel.attention`: auto, sdpa or flex.
-
-    Raises:
-        ConfigError: `flex` was asked for and cannot do it.
+    Raises ConfigError if `flex` was asked for and cannot do it.
     """
-    obstacles = list(_flex_obstacles(model, device))
+    obstacles = _flex_obstacles(model, device)
     if asked == "flex" and obstacles:
         raise ConfigError(
             f"parallel.attention = flex cannot be honoured: {'; '.join(obstacles)}",

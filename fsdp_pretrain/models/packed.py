@@ -25,13 +25,8 @@ class MicroBatch(Protocol):
 
 
 class Losses(NamedTuple):
-    """Of one micro-batch, on the model's device.
-
-    Attributes:
-        losses: fp32 [b, S], natural-log cross-entropy, zero where ignored.
-        labels: int64 [b, S].
-        penalties: fp32 [b, S], squared log-normalisers, zero where ignored, if asked for.
-    """
+    """Of one micro-batch, on the model's device: fp32 [b, S] losses (natural-log cross-entropy, zero where ignored),
+    int64 [b, S] labels, and if asked for fp32 [b, S] squared log-normalisers (zero where ignored)."""
 
     losses: Tensor
     labels: Tensor
@@ -44,9 +39,7 @@ def losses(
     """The loss at every position.
 
     Args:
-        model: on `device`.
         micro: in host memory; with lengths if `data.uses_lengths`.
-        data: for attention and positions.
         with_penalties: also what the z-loss is made of.
     """
     tokens = micro.tokens.to(device, non_blocking=True)

@@ -161,16 +161,16 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
 def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world: Any) -> None:
     """The same memory every time, and the copy does not change when training goes on at once."""
     from fsdp_pretrain import bench
-    from fsdp_pretrain.checkpoint import dcp
     from fsdp_pretrain.checkpoint.background import Stager
+    from fsdp_pretrain.checkpoint.loading import state_dict
     from fsdp_pretrain.config import load
 
     trainer, _ = bench.build(load(config), world)
     stager, addresses = Stager(world.device), set()
     for _ in range(3):
         trainer.step()
-        live = dcp.state_dict(trainer.model, trainer.optimizer)["model"]
-        copy = stager.copy(dcp.state_dict(trainer.model, trainer.optimizer))["model"]
+        live = state_dict(trainer.model, trainer.optimizer)["model"]
+        copy = stager.copy(state_dict(trainer.model, trainer.optimizer))["model"]
         expected = {name: tensor.to_local().cpu() for name, tensor in live.items()}
         trainer.step()
         for name, tensor in copy.items():
@@ -187,18 +187,21 @@ def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world
     from fsdp_pretrain import bench
     from fsdp_pretrain.checkpoint import dcp
     from fsdp_pretrain.checkpoint.background import Pending, Stager
+    from fsdp_pretrain.checkpoint.loading import state_dict
+    from fsdp_pretrain.checkpoint.manager import make_facts
     from fsdp_pretrain.checkpoint.store import Store
     from fsdp_pretrain.config import load
 
     trainer, _ = bench.build(load(config), world)
     trainer.step()
     trainer.collect(keep=0)
-    copy = Stager(world.device).copy(dcp.state_dict(trainer.model, trainer.optimizer))
+    copy = Stager(world.device).copy(state_dict(trainer.model, trainer.optimizer))
     writers, store, busy = world.on(world.new_group()), Store(tmp_path / "checkpoints"), torch.cuda.Event()
     torch.cuda._sleep(40_000_000_000)  # cycles, 20 seconds and more
     busy.record()
-    contents = {"state": copy, "train_state": "{}\n", "config": "", "facts": {"step": 1}}
-    pending = Pending(lambda: dcp.save(writers, store, 1, **contents, verify=True))
+    facts = make_facts(trainer.config, world, trainer.state)
+    contents = {"state": copy, "train_state": "{}\n", "config": "", "read_back": True}
+    pending = Pending(lambda: dcp.save(writers, store, facts, **contents))
     assert pending.wait(120) and pending.result().checkpoint.verified
     assert not busy.query()
     torch.cuda.synchronize()
