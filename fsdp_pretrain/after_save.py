@@ -8,7 +8,7 @@ from eval import jobs
 
 from .checkpoint.dcp import Saved
 from .checkpoint.hook import CommitHook
-from .checkpoint.store import Manifest
+from .checkpoint.manifest import Manifest
 from .config import Config
 from .record.files import RunDir
 from .record.recorder import Recorder
