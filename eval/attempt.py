@@ -34,6 +34,8 @@ from fsdp_pretrain.units import human_time
 _TIMES_TYPICAL, _TIMES_DEADLINE = 3.0, 3.0
 _LAST_WORDS = 1.0
 """Seconds for a stack to be written."""
+_END_SECONDS = 10.0
+"""For a process that was killed to be gone."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -132,6 +134,8 @@ def apart(work: Callable[[], dict[str, Any]], limit: Limits, stacks: Path, late:
                 )
         finally:
             status = child.end()
+    if status is None:
+        raise EvaluationError("its process does not end: it waits for a file system")
     if not said:
         code = os.waitstatus_to_exitcode(status)
         raise EvaluationError(
@@ -179,12 +183,13 @@ class _Child:
             with self._stacks.open("a", encoding="utf-8") as file:
                 file.write(f"# {now()} pid {self._pid}\n{text or 'no answer: the process is stopped'}\n")
 
-    def end(self) -> int:
-        """It has ended, or is ended; its wait status."""
+    def end(self) -> int | None:
+        """It has ended, or is ended; its wait status, None if it waits for a file system in the kernel."""
         os.kill(self._pid, signal.SIGKILL)
+        gone = select.select([self._ended], [], [], _END_SECONDS)[0]
         for descriptor in (self._out, self._ended):
             os.close(descriptor)
-        return os.waitpid(self._pid, 0)[1]
+        return os.waitpid(self._pid, 0)[1] if gone else None
 
 
 def _work(work: Callable[[], dict[str, Any]], into: int, dumps: Any, parent: int) -> NoReturn:
