@@ -36,7 +36,6 @@ class Phase(IntEnum):
 
     START = 0
     LOAD = 1
-    FIRST_STEP = 2
     DATA = 3
     COMPUTE = 4
     REDUCE = 5
@@ -82,39 +81,32 @@ _PF_EXITING = 0x4
 """Of the flags in `/proc/PID/stat`: include/linux/sched.h."""
 
 
+def _stat(pid: int) -> list[str]:
+    """Fields of `/proc/PID/stat` from the state on; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(stat[19]) if (stat := _stat(pid)) else None
 
 
 def process_state(pid: int) -> str:
     """One letter of `ps`: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; X if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
+    return stat[0] if (stat := _stat(pid)) else "X"
 
 
 def is_exiting(pid: int) -> bool:
     """Whether the main thread of a process is on its way out, or there is no such process: the kernel ends children
-    that want to die with it (`PR_SET_PDEATHSIG`) a moment before it tells that the process has ended."""
-    try:
-        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
-    except OSError:
-        return True
+    that want to die with it (`PR_SET_PDEATHSIG`) a moment before it says that the process has ended."""
+    return not (stat := _stat(pid)) or bool(int(stat[6]) & _PF_EXITING)
 
 
 class Page:
-    """A rank's own page.
-
-    Args:
-        path: of the page; made anew.
-        rank, segment: whose it is.
-    """
+    """A rank's own page; one that is there already is replaced."""
 
     def __init__(self, path: Path, *, rank: int, segment: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +115,7 @@ class Page:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self._q, self._beats, self._note = memoryview(self._memory).cast("q"), 0, b""
-        own = os.getpid()
-        now = monotonic_ns()
+        own, now = os.getpid(), monotonic_ns()
         values = {"pid": own, "started": start_ticks(own) or 0, "rank": rank, "segment": segment}
         for name, value in {**values, "phase": Phase.START, "phase_at": now, "step_at": now, "alive_at": now}.items():
             self._q[_PLACE[name]] = value
@@ -169,11 +160,7 @@ class Page:
 
 
 class Reader:
-    """Looks at a page again and again.
-
-    Args:
-        path: of the page. Raises OSError if there is none, or it is being made.
-    """
+    """Looks at a page again and again. Raises OSError if there is none, or it is being made."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -184,7 +171,15 @@ class Reader:
 
     def look(self) -> Beat | None:
         """What it holds; None if it is no page."""
-        return _consistent(self._memory)
+        for _ in range(100):  # a writer killed in the middle: as it stands
+            magic, before, *values = _WHOLE.unpack_from(self._memory)
+            after = _SEQUENCE.unpack_from(self._memory, 8)[0]
+            if before == after and before % 2 == 0:
+                break
+        if magic != _MAGIC:
+            return None
+        values[_PHASE] = Phase(values[_PHASE])
+        return Beat._make(values)
 
     def note(self) -> bytes:
         """The note that the thread beside the main one left last."""
@@ -197,18 +192,6 @@ def read(path: Path) -> Beat | None:
         return Reader(path).look()
     except OSError:
         return None
-
-
-def _consistent(memory: mmap.mmap) -> Beat | None:
-    for _ in range(100):  # a writer killed in the middle: as it stands
-        magic, before, *values = _WHOLE.unpack_from(memory)
-        after = _SEQUENCE.unpack_from(memory, 8)[0]
-        if before == after and before % 2 == 0:
-            break
-    if magic != _MAGIC:
-        return None
-    values[_PHASE] = Phase(values[_PHASE])
-    return Beat._make(values)
 
 
 def is_alive(beat: Beat) -> bool:
