@@ -68,7 +68,7 @@ class Places:
         directories: in order of preference.
         timeout: of one read, in seconds. A suspended process does not use it up: waiting is counted in short turns.
 
-    Each change of place and each slow read is told on standard error, and kept for the journal.
+    Each change of place and each slow read is written to standard error, and kept for the journal.
     """
 
     def __init__(self, directories: Sequence[Path], timeout: float) -> None:
@@ -83,7 +83,7 @@ class Places:
 
         Args:
             name: of the file, relative to the place.
-            act: reads it. Runs in another thread, possibly for ever: it must not change anything that is shared.
+            act: reads it. Runs in another thread, possibly without an end: it must not change anything that is shared.
 
         Raises:
             DataError: of the last place; ReadTimeoutError if it did not answer.
@@ -108,7 +108,7 @@ class Places:
         return times
 
     def take_notices(self) -> list[str]:
-        """What was told since this was last called."""
+        """What there was to say since this was last called."""
         notices, self._notices = self._notices, []
         return notices
 

@@ -138,12 +138,10 @@ class Helper:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
         return None if self._process is None else self._process.pid
 
     @property
     def ended(self) -> bool:
-        """Whether it was started and is gone."""
         return self._process is not None and self._process.poll() is not None
 
     def send(self, request: dict[str, Any]) -> bool:
@@ -158,7 +156,6 @@ class Helper:
             return False
 
     def receive(self) -> list[dict[str, Any]]:
-        """The answers that are there."""
         self._left = [process for process in self._left if process.poll() is None]
         if self._process is None or self._process.stdout is None:
             return []

@@ -1,4 +1,4 @@
-"""How long a rank needs for itself, without waiting for the others: what tells a slow rank from its victims.
+"""How long a rank needs for itself, without waiting for the others: so a slow rank is known from its victims.
 
 Measured around each block's forward pass, after its parameters have arrived and before they are let go, plus the wait
 for data. Device times where there is a device: the host runs ahead of it and knows nothing. A recomputation that stops
@@ -41,7 +41,6 @@ class OwnTime:
             block.register_forward_hook(self._after, prepend=True)
 
     def begin(self) -> None:
-        """A step begins."""
         self._steps += 1
         self._marks = [] if self._steps % self._every == 0 else None
 

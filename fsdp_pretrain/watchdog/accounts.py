@@ -24,7 +24,6 @@ class Accounts(Detector):
         self.known: dict[str, Any] = {}
 
     def tick(self, now: float) -> None:
-        """Look, and take what an earlier look found."""
         answer = self._look.tick(now)
         if answer is not None and answer.error is None:
             self.known = answer.value

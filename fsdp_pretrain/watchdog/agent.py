@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import signal
 import socket
@@ -42,7 +41,7 @@ from .heart import root, sweep
 from .leader import Follower, Leader, take_the_lead
 from .nodes import Nodes
 from .page import Beat, Phase
-from .ranks import Rank, Ranks
+from .ranks import Rank, Ranks, killed_for_memory
 
 _STALLED = 0.5
 """Seconds between two passes while nothing moves."""
@@ -53,16 +52,7 @@ _GIVE_UP = 60.0
 
 
 class Duty(argparse.Namespace):
-    """What an agent is started for: the arguments of its command.
-
-    Attributes:
-        pages: folder of the ranks' pages.
-        node, nodes: this node, and how many there are.
-        ranks: their numbers, `first:stop`.
-        launcher: id of the process that started the ranks.
-        attempt: what all nodes of a start have in common.
-        again: how often this agent was started before.
-    """
+    """What an agent is started for: the arguments of its command."""
 
     run: Path
     pages: Path
@@ -74,17 +64,18 @@ class Duty(argparse.Namespace):
     again: int
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Run an agent to its end."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_pretrain.watchdog.agent", description=__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--pages", type=Path, required=True)
-    parser.add_argument("--ranks", required=True)
-    for name in ("node", "nodes", "launcher"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--attempt", default="")
-    parser.add_argument("--again", type=int, default=0)
-    duty = parser.parse_args(arguments, Duty())
+    parser.add_argument("--pages", type=Path, required=True, help="folder of the ranks' pages")
+    parser.add_argument("--node", type=int, required=True, help="number of this node")
+    parser.add_argument("--nodes", type=int, required=True, help="how many there are")
+    parser.add_argument("--ranks", required=True, help="of this node, first:stop")
+    parser.add_argument("--launcher", type=int, required=True, help="id of the process that started the ranks")
+    parser.add_argument("--attempt", default="", help="what all nodes of a start have in common")
+    parser.add_argument("--again", type=int, default=0, help="how often it was started before")
+    duty = parser.parse_args(namespace=Duty())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = Config.model_validate(tomllib.loads(sys.stdin.read()))
     sweep(root(), duty.pages)
@@ -275,13 +266,10 @@ class Agent:
             finding.enter(self._leader.alarms, key)
         self._hang.alarms = self._leader.alarms
         if self._nodes.before:
-            self._log(
-                f"the watchdog of this node speaks for the job now: "
-                f"{', '.join(other.name for other in self._nodes.before)} silent"
-            )
+            silent = ", ".join(other.name for other in self._nodes.before)
+            self._log(f"the watchdog of this node speaks for the job now: {silent} silent")
 
     def _report(self, *, ended: bool = False) -> None:
-        """To the other nodes."""
         windows = {beat.rank: (beat.window, beat.own) for beat in self._ranks.beats}
         stalled = [] if ended else self._hang.stalled
         self._nodes.write(self._segment, stalled, self._follower.relay.findings, windows, ended=ended)
@@ -346,7 +334,7 @@ class Agent:
         self._alarms.open(
             "rank-died",
             Severity.CRIT,
-            text + _killed_for_memory(),
+            text + killed_for_memory(),
             effect="the other ranks cannot go on",
             remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
             step=max(beat.step for beat in died),
@@ -369,7 +357,6 @@ class Agent:
         self._ranks.kill()
 
     def _keep_stack(self, rank: int, text: str) -> None:
-        """Add a dump to `RUN/watchdog/stacks`."""
         path = self._directory / "stacks" / f"{self._segment:04d}-rank-{rank:05d}.txt"
         with contextlib.suppress(OSError):
             make_directory(path.parent)
@@ -384,7 +371,6 @@ class Agent:
         return (self._leader or self._follower).alarms
 
     def _log(self, text: str) -> None:
-        """A line of the chronicle."""
         Journal(self._run, self._segment or None).write("watchdog", f"{socket.gethostname()}: {text}")
 
     def _send(self, alarm: Alarm) -> None:
@@ -405,16 +391,6 @@ def _deaths(died: list[Beat]) -> str:
     return "; ".join(
         f"rank {beat.rank} ({host}, pid {beat.pid}) died in step {beat.step} without a word" for beat in died
     )
-
-
-def _killed_for_memory() -> str:
-    """Whether the kernel says that it killed something in this container for its memory."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError):
-            found = re.search(r"^oom_kill ([1-9]\d*)$", Path(path).read_text(), re.MULTILINE)
-            if found is not None:
-                return f" (the kernel has killed {found[1]} processes here for lack of memory)"
-    return ""
 
 
 if __name__ == "__main__":

@@ -34,13 +34,13 @@ class Passes:
         ranks: of this node.
         interval: seconds between two passes.
         deadline: seconds without progress after which ranks are ended now; None: never.
-        tell: sends an alarm without touching the disk.
+        send: sends an alarm without touching the disk.
     """
 
     def __init__(
-        self, ranks: Ranks, interval: float, deadline: Callable[[], float | None], tell: Callable[[Alarm], None]
+        self, ranks: Ranks, interval: float, deadline: Callable[[], float | None], send: Callable[[Alarm], None]
     ) -> None:
-        self._ranks, self._interval, self._deadline, self._tell = ranks, interval, deadline, tell
+        self._ranks, self._interval, self._deadline, self._send = ranks, interval, deadline, send
         self._allowed = max(_LEAST if interval >= 0.5 else 5.0, _PASSES * interval)
         self._worker = Worker("pass")
 
@@ -56,7 +56,7 @@ class Passes:
             self._worker.call(partial(_attempt, act), self._allowed + more)
             return None
         while True:
-            alarm = alarm or self._say(time.monotonic() - begun)
+            alarm = alarm or self._open(time.monotonic() - begun)
             for rank in self._ranks.alive:
                 rank.look()
             limit = self._deadline()
@@ -67,7 +67,7 @@ class Passes:
                 return alarm
             time.sleep(self._interval)
 
-    def _say(self, seconds: float) -> Alarm:
+    def _open(self, seconds: float) -> Alarm:
         host, time_ = socket.gethostname(), now()
         alarm = Alarm(
             f"blind/{host}",
@@ -80,7 +80,7 @@ class Passes:
             changed=time_,
             facts={"host": host},
         )
-        self._tell(alarm)
+        self._send(alarm)
         return alarm
 
 

@@ -35,7 +35,7 @@ class _Stall:
     Attributes:
         dumped, dumps: when stacks were last asked for, and how often they were.
         read: when the first of them could be read; None before.
-        told: the alarm was opened.
+        reported: the alarm was opened.
         seen: where each rank first stood.
         patience: beyond the hard deadline.
     """
@@ -44,7 +44,7 @@ class _Stall:
     dumped: float
     dumps: int = 1
     read: float | None = None
-    told: bool = False
+    reported: bool = False
     seen: dict[int, Any] = field(default_factory=dict)
     patience: float = 0.0
 
@@ -53,9 +53,6 @@ class Hang:
     """Watches the ranks of this node.
 
     Args:
-        section: deadlines.
-        ranks: of this node.
-        nodes: where the ranks of the other nodes stand, as far as known.
         keep: called with a rank and the text of its dump, to be kept in the run directory.
         end: ends the ranks of this node, after the reason and facts were written down.
 
@@ -129,14 +126,14 @@ class Hang:
             stall.read = seconds
         if stall.dumps == 1:
             stall.seen = self._signatures() | stall.seen
-        if not stall.told:
+        if not stall.reported:
             patience = min(self._nodes.patience, (due.hard - due.soft) / 3)
             is_known = not self._judge(stall).unknown or seconds - stall.read > patience
-            stall.told = self.alarms is not None and is_known
-            if stall.told:
-                self._tell(stall, seconds, "stacks of all ranks are in watchdog/stacks/")
+            stall.reported = self.alarms is not None and is_known
+            if stall.reported:
+                self._open(stall, seconds, "stacks of all ranks are in watchdog/stacks/")
         elif self._verdict is not None and (self._verdict.unknown or not self._verdict.suspects):
-            self._tell(stall, seconds)  # more may be known by now
+            self._open(stall, seconds)  # more may be known by now
         if stall.dumps == 1 and seconds - stall.dumped >= min(_BETWEEN_DUMPS, (due.hard - due.soft) / 2):
             stall.dumps, stall.dumped = 2, seconds
             self._dump()
@@ -152,24 +149,24 @@ class Hang:
             stall.patience += hard
             stall.dumps, stall.dumped = 1, seconds
         elif not self._section.act:
-            self._tell(stall, seconds, "not ended: watchdog.hang.act is off")
+            self._open(stall, seconds, "not ended: watchdog.hang.act is off")
             stall.patience += hard
         else:
-            self._tell(stall, seconds, "ended the ranks, to be started again")
+            self._open(stall, seconds, "ended the ranks, to be started again")
             facts = verdict.facts | ({"lost": list(verdict.silent)} if verdict.silent else {})
             self._end(f"no progress for {human_time(seconds)}: {verdict.text}", facts)
 
-    def _tell(self, stall: _Stall, seconds: float, action: str = "") -> None:
+    def _open(self, stall: _Stall, seconds: float, action: str = "") -> None:
         verdict = self._verdict = self._judge(stall)
         if self.alarms is None:
             return
         phases, step = "/".join(sorted(phase.name.lower() for phase in self._ranks.phases)), self._ranks.reached()
-        told = next((alarm.facts for alarm in self.alarms if alarm.key == "hang"), verdict.facts)
+        known = next((alarm.facts for alarm in self.alarms if alarm.key == "hang"), verdict.facts)
         self.alarms.open(
             "hang",
             Severity.CRIT,
             f"no progress for {human_time(seconds)} in step {step} ({phases}): {verdict.text}",
-            revised={**told, **verdict.facts} != told,
+            revised={**known, **verdict.facts} != known,
             effect="nothing is trained",
             remedy="the ranks are ended at the hard deadline and start again from the last checkpoint; "
             "if it comes back, look at the stacks and take the named host out",

@@ -1,4 +1,5 @@
-"""What the agent of one node does for the whole job: the detectors of the record, the alarms, who is told. No torch."""
+"""What the agent of one node does for the whole job, the detectors of the record, the alarms, what is sent and shown;
+and what the agents of the other nodes do. No torch."""
 
 from __future__ import annotations
 
@@ -66,26 +67,18 @@ class Numbers(Detector):
             else:
                 self.alarms.open(finding.key, finding.severity, finding.summary, step=record.step)
 
-    def is_told_by_trainer(self, alarm: Alarm) -> bool:
+    def is_written_by_trainer(self, alarm: Alarm) -> bool:
         """Whether the trainer has written this transition into the journal, as kind `health`."""
         findings = self.last.health if self.last is not None else []
-        told = any(finding.key == alarm.key and finding.severity > Severity.INFO for finding in findings)
-        return told and alarm.state != "acknowledged"
+        written = any(finding.key == alarm.key and finding.severity > Severity.INFO for finding in findings)
+        return written and alarm.state != "acknowledged"
 
 
 class Leader:
-    """Speaks for a job. To be made once the number of the start is known.
-
-    Args:
-        config: the run.
-        claim: the right to write its alarms, see `take_the_lead`.
-        ranks: of this node.
-        nodes: of the job.
-        segment: number of the start.
+    """Speaks for a job. To be made once the number of the start is known, with a claim from `take_the_lead`.
 
     Attributes:
-        alarms: of the run.
-        holds: no other node's agent took the right to write the alarms over, when it was last looked at.
+        holds: no other node's agent had taken the claim over when it was last looked at.
     """
 
     def __init__(self, config: Config, claim: Claim, ranks: Ranks, nodes: Nodes, segment: int) -> None:
@@ -93,12 +86,8 @@ class Leader:
         self._ranks, self._nodes = ranks, nodes
         self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
         self._losses = deque[float](maxlen=128)
-        self._snapshot = Snapshot(
-            config.run.name,
-            segment,
-            total_steps=config.schedule.steps,
-            pass_due=10 * config.watchdog.interval.value,
-        )
+        due, steps = 10 * config.watchdog.interval.value, config.schedule.steps
+        self._snapshot = Snapshot(config.run.name, segment, pass_due=due, total_steps=steps)
         self._own: dict[int, float] = {}
         self._foreign, self._avoided = set[str](), set[str]()
         self._written = self._attended = -math.inf
@@ -113,7 +102,7 @@ class Leader:
             self._notifier = Notifier(section, self._run, Identity(config.run.name, str(self._run.path), segment))
             self._ping = Ping(section.ping) if section.ping is not None else None
         except ConfigError as error:  # the trainer checks it before; secrets may have gone since
-            self.alarms.open("notify", Severity.WARN, error.cause, effect="nobody is told of alarms")
+            self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent to anybody")
         self._exporter = Exporter(section.prometheus)
         begun = environment.view(self._run, segment)
         for alarm in list(self.alarms):  # another agent may have opened some in this start
@@ -264,7 +253,7 @@ class Leader:
     def _on_change(self, alarm: Alarm, before: Alarm | None) -> None:
         self._news = True
         self.send(alarm, before)
-        if not self._numbers.is_told_by_trainer(alarm):
+        if not self._numbers.is_written_by_trainer(alarm):
             journal_alarm(self._journal, alarm)
 
     def send(self, alarm: Alarm, before: Alarm | None = None) -> None:
@@ -306,7 +295,6 @@ class Follower:
         self._detectors: list[Detector] = []
 
     def look(self, segment: int) -> None:
-        """A pass."""
         if not self._detectors:
             self._detectors = sensors(self._config, self.alarms, segment=segment, leads=False, pids=self._ranks.pids)
         for detector in self._detectors:

@@ -54,16 +54,13 @@ class Relay:
         self.findings: dict[str, Finding] = {}
 
     def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
-        """An incident is there."""
         self.findings[key] = Finding(severity=severity, summary=summary, **more)
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
-        """An incident has ended."""
         del summary, step
         self.findings.pop(key, None)
 
     def keys(self) -> list[str]:
-        """Of the alarms that are open."""
         return list(self.findings)
 
 
@@ -116,12 +113,11 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its host, or its number if nothing was ever heard of it."""
+        """Its host, or its number if it never reported."""
         return self.report.host if self.report is not None else f"node-{self.number}"
 
     @property
     def ended(self) -> bool:
-        """Whether it has said that its ranks have ended."""
         return self.report is not None and self.report.ended
 
     def standings(self, since: float = -math.inf) -> list[Standing]:
@@ -130,12 +126,9 @@ class Node:
 
 
 class Nodes:
-    """All nodes of a job as the agent of one sees them.
+    """All nodes of a job as the agent of one, number `node` of `count`, sees them.
 
     Args:
-        directory: `RUN/watchdog`.
-        node, count: this node, and how many there are.
-        attempt: see `Report`.
         beat, silent: seconds between two signs of life; without any, after which an agent counts as gone.
     """
 
@@ -195,7 +188,6 @@ class Nodes:
         return True
 
     def is_silent(self, other: Node) -> bool:
-        """Whether another node's agent counts as gone."""
         return other.silence > self._silent
 
     @property
@@ -232,5 +224,4 @@ class Nodes:
 
     @property
     def all_ended(self) -> bool:
-        """Whether every other node has said that its ranks have ended."""
         return all(other.ended for other in self.others)

@@ -20,15 +20,6 @@ from typing import NamedTuple
 
 _MAGIC = 0x46534450_50414745  # "FSDPPAGE"
 _SIZE, _AT_NOTE = 4096, 1024
-_INTEGERS = (
-    *("magic", "sequence", "pid", "started", "rank", "segment", "alive_at"),
-    *("step", "phase", "beats", "phase_at", "step_at", "window"),
-)
-_FLOATS = ("own",)
-_PLACE = {name: place for place, name in enumerate((*_INTEGERS, *_FLOATS))}
-_WHOLE, _SEQUENCE = struct.Struct(f"{len(_INTEGERS)}q{len(_FLOATS)}d"), struct.Struct("q")
-_BEAT, _STEP, _WINDOW = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("qd")
-_AT_STEP, _AT_PHASE, _AT_WINDOW = (8 * _PLACE[name] for name in ("step", "phase", "window"))
 
 
 class Phase(IntEnum):
@@ -44,12 +35,8 @@ class Phase(IntEnum):
     END = 9
 
 
-_DATA, _ALIVE, _SEGMENT, _BEATS = int(Phase.DATA), _PLACE["alive_at"], _PLACE["segment"], _PLACE["beats"]
-_PHASE = _PLACE["phase"] - _PLACE["pid"]
-
-
 class Beat(NamedTuple):
-    """What a page held at one instant.
+    """What a page held at one instant; it is laid out in this order, after a magic number and the sequence number.
 
     Attributes:
         pid, started: the process, and its start in clock ticks since boot: a process id alone may be used again.
@@ -77,6 +64,12 @@ class Beat(NamedTuple):
     own: float
 
 
+_PLACE = {name: place for place, name in enumerate(("magic", "sequence", *Beat._fields))}
+_WHOLE, _SEQUENCE = struct.Struct(f"{len(_PLACE) - 1}qd"), struct.Struct("q")
+_BEAT, _STEP, _WINDOW = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("qd")
+_AT_STEP, _AT_PHASE, _AT_WINDOW = (8 * _PLACE[name] for name in ("step", "phase", "window"))
+_DATA, _ALIVE, _SEGMENT, _BEATS = int(Phase.DATA), _PLACE["alive_at"], _PLACE["segment"], _PLACE["beats"]
+_PHASE = _PLACE["phase"] - _PLACE["pid"]
 _PF_EXITING = 0x4
 """Of the flags in `/proc/PID/stat`: include/linux/sched.h."""
 
@@ -131,7 +124,6 @@ class Page:
         self._q[1] = 2 * self._beats
 
     def step(self, step: int) -> None:
-        """A step begins, with reading data."""
         self._beats += 1
         now = monotonic_ns()
         self._q[1] = 2 * self._beats - 1
@@ -147,11 +139,9 @@ class Page:
         self._q[_ALIVE] = monotonic_ns()
 
     def belongs_to(self, segment: int) -> None:
-        """The number of this start has become known."""
         self._q[_SEGMENT] = segment
 
     def measured(self, window: int, own: float) -> None:
-        """What the steps of a window typically needed of this rank's own time, seconds."""
         self._beats += 1
         self._q[1] = 2 * self._beats - 1
         _WINDOW.pack_into(self._memory, _AT_WINDOW, window, own)

@@ -13,9 +13,9 @@ from typing import Any
 from ..deadline import Helper
 
 _PATIENCE = 5.0
-"""Seconds for the helper itself to say that it heard of a kill; then it is replaced."""
+"""Seconds for the helper itself to answer that it kills a look; then it is replaced."""
 _DEAR, _COST = 0.2, 100.0
-"""A look that takes more CPU seconds than the first comes back at most every so many times what it took."""
+"""A look that takes more CPU seconds than the first comes back at most after a hundred times what it took."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class Looks:
 
     @property
     def pid(self) -> int | None:
-        """Of the helper."""
         return self._helper.pid
 
     @property
@@ -69,7 +68,7 @@ class Looks:
         for answer in self._helper.receive():
             self._kill_at = None
             found = answer.pop("ticket")
-            if found in self._answers and answer:  # else the helper says that it heard of a kill
+            if found in self._answers and answer:  # empty: the helper answers that it kills it
                 self._answers[found] = Answer(**answer)
         if self._helper.ended or (self._kill_at is not None and now - self._kill_at > _PATIENCE):
             self.replace()
@@ -94,14 +93,9 @@ class Looks:
 class Look:
     """One look, repeated.
 
-    Args:
-        looks: who makes it.
-        name: one of `looks.LOOKS`.
-        every: seconds from one to the next.
-        deadline: seconds in which it must come back.
-        arguments: of it; may be changed between two looks.
-
     Attributes:
+        every: seconds from one to the next; it must come back in `deadline`.
+        arguments: of the function of this name in `looks.LOOKS`; may be changed between two looks.
         due: when to look next, of `time.monotonic()`; at once at first.
     """
 
@@ -112,7 +106,6 @@ class Look:
         self._late, self._is_late = 0, False
 
     def soon(self) -> None:
-        """Look again at the next opportunity."""
         self.due = 0.0
 
     def tick(self, now: float) -> Answer | None:

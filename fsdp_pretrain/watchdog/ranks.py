@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -151,7 +152,6 @@ class Ranks:
         return self._launcher_pid is None or is_exiting(self._launcher_pid)
 
     def look(self) -> None:
-        """Read all pages."""
         for rank in self.all:
             rank.look()
             if rank.descriptor is not None and rank.descriptor not in self._known:
@@ -174,7 +174,6 @@ class Ranks:
 
     @property
     def alive(self) -> list[Rank]:
-        """Those whose process exists."""
         return [rank for rank in self.all if rank.descriptor is not None]
 
     @property
@@ -183,7 +182,6 @@ class Ranks:
         return [rank.beat for rank in self.all if rank.beat is not None]
 
     def pids(self) -> list[int]:
-        """The processes of those that live."""
         return [rank.beat.pid for rank in self.alive if rank.beat is not None]
 
     def reached(self) -> int:
@@ -207,11 +205,9 @@ class Ranks:
 
     @property
     def phases(self) -> set[Phase]:
-        """What they do."""
         return {beat.phase for beat in self.beats}
 
     def standings(self) -> list[Standing]:
-        """Where each stands."""
         return [standing for rank in self.all if (standing := rank.standing()) is not None]
 
     def kill(self) -> None:
@@ -220,3 +216,13 @@ class Ranks:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for rank in self.alive:
                 rank.signal(number)
+
+
+def killed_for_memory() -> str:
+    """What to say if the kernel has killed something in this container for its memory; else empty."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^oom_kill ([1-9]\d*)$", Path(path).read_text(), re.MULTILINE)
+            if found is not None:
+                return f" (the kernel has killed {found[1]} processes here for lack of memory)"
+    return ""

@@ -44,9 +44,6 @@ def sensors(
     """The detectors of one node.
 
     Args:
-        config: the run.
-        alarms: where incidents are opened and resolved.
-        segment: number of this start.
         leads: this node watches what the whole run has in common: checkpoints, the data, the run directory.
         devices: GPUs that ranks use on this node; 0 if unknown.
         pids: processes of the ranks on this node, now.
