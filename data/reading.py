@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from fsdp_pretrain.deadline import NoAnswerError, Worker
 from fsdp_pretrain.errors import DataError, ReadTimeoutError
 
 from .mapping import now_reading
@@ -27,7 +26,6 @@ READ_TIMEOUT = 300.0
 """Seconds a read may take where no configuration says otherwise."""
 _SLOW = 0.1
 """A read that takes this share of the timeout is worth a notice."""
-_POLL = 1.0
 
 
 @dataclass(slots=True)
@@ -48,41 +46,10 @@ class ReadTimes:
             self.slowest, self.file = other.slowest, other.file
 
 
-class _Worker:
-    """A thread that makes one call at a time."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Path, Callable[[], Any]] | None] = SimpleQueue()
-        self._outcomes: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
-        thread = threading.Thread(target=_serve, args=(self._calls, self._outcomes), daemon=True, name="data-read")
-        thread.start()
-        self.identity = thread.ident or 0
-        weakref.finalize(self, self._calls.put, None).atexit = False
-
-    def call(self, path: Path, act: Callable[[], Any], timeout: float) -> tuple[Any, Exception | None] | None:
-        """(result, exception) of a call; None if it took too long."""
-        self._calls.put((path, act))
-        while timeout > 0:
-            try:
-                return self._outcomes.get(timeout=min(timeout, _POLL))
-            except Empty:
-                timeout -= _POLL
-        return None
-
-
-def _serve(
-    calls: SimpleQueue[tuple[Path, Callable[[], Any]] | None], outcomes: SimpleQueue[tuple[Any, Exception | None]]
-) -> None:
-    while (call := calls.get()) is not None:
-        path, act = call
-        now_reading[threading.get_ident()] = path
-        result, raised = None, None
-        try:
-            result = act()
-        except Exception as error:
-            raised = error
-        outcomes.put((result, raised))
-        del call, act, result, raised  # or the last shard would stay open
+def _read(path: Path, act: Callable[[], T]) -> T:
+    """In the thread; the watchdog knows a read by the name of this function."""
+    now_reading[threading.get_ident()] = path
+    return act()
 
 
 class Places:
@@ -97,7 +64,7 @@ class Places:
     def __init__(self, directories: Sequence[Path], timeout: float) -> None:
         self._places, self._timeout = list(directories), timeout
         self._failed: set[tuple[str, Path]] = set()
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._times, self._slowest_reported = ReadTimes(), timeout * _SLOW
         self._notices: list[str] = []
 
@@ -139,25 +106,24 @@ class Places:
 
     def _watched(self, path: Path, act: Callable[[], T]) -> T:
         """What `act` returns or raises; ReadTimeoutError if it does neither in time."""
-        if self._worker is None:
-            self._worker = _Worker()
+        worker = self._worker = self._worker or Worker("data-read")
         started = time.perf_counter()
-        outcome = self._worker.call(path, act, self._timeout)
-        took = time.perf_counter() - started
-        file = now_reading.get(self._worker.identity, path)
-        if outcome is None:
+        try:
+            return worker.call(partial(_read, path, act), self._timeout)
+        except NoAnswerError:
             self._worker = None  # left behind with what it is stuck in
             raise ReadTimeoutError(
-                f"{file} did not answer for {self._timeout:g} s: the read hangs",
+                f"{now_reading.get(worker.identity, path)} did not answer for {self._timeout:g} s: the read hangs",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
                 remedy="look at the file system or mount (does `head` read the file?), or name a copy of the corpus as "
                 "the source's mirror; data.read_timeout is how long a read may take",
-            )
+            ) from None
+        finally:
+            if self._worker is worker:
+                self._count(now_reading.get(worker.identity, path), time.perf_counter() - started)
+
+    def _count(self, file: Path, took: float) -> None:
         self._times.add(ReadTimes(1, took, took, str(file)))
         if took > self._slowest_reported:
             self._slowest_reported = 2 * took  # the next only if it is much worse: no flood from a slow mount
             self._warn(f"a slow read: {file} took {took:.1f} s to answer")
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]

@@ -34,6 +34,8 @@ from fsdp_pretrain.units import human_time
 _TIMES_TYPICAL, _TIMES_DEADLINE = 3.0, 3.0
 _STACK_SECONDS = 1.0
 """For a stack to be written."""
+_END_SECONDS = 10.0
+"""For a process that was killed to be gone."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -121,6 +123,8 @@ def apart(work: Callable[[], Results], limit: Limits, stacks: Path, late: Callab
             status = child.end()
         answers.seek(0)
         output = answers.read()
+    if status is None:
+        raise EvaluationError("its process does not end: it waits for a file system")
     if not output:
         code = os.waitstatus_to_exitcode(status)
         raise EvaluationError(
@@ -161,11 +165,12 @@ class _Child:
             with self._stacks.open("a", encoding="utf-8") as file:
                 file.write(f"# {now()} pid {self._pid}\n{text or 'no answer: the process is stopped'}\n")
 
-    def end(self) -> int:
-        """It has ended, or is ended; its wait status."""
+    def end(self) -> int | None:
+        """It has ended, or is ended; its wait status, None if it waits for a file system in the kernel."""
         os.kill(self._pid, signal.SIGKILL)
+        gone = select.select([self._ended], [], [], _END_SECONDS)[0]
         os.close(self._ended)
-        return os.waitpid(self._pid, 0)[1]
+        return os.waitpid(self._pid, 0)[1] if gone else None
 
 
 def _work(work: Callable[[], Results], answers: IO[bytes], dumps: IO[bytes], parent: int) -> NoReturn:

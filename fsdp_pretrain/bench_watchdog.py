@@ -8,6 +8,7 @@ a busy machine spoils both alike.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import shutil
@@ -28,7 +29,7 @@ from .trainer import Trainer
 from .watchdog.heart import Agent, Heart, Watched
 from .watchdog.page import Page, Phase
 
-_BEATS, _RANKS, _STEP = 200_000, 8, 3.0
+_BEATS, _RANKS, _STEP, _STARTS = 200_000, 8, 3.0, 10.0
 
 
 def measure(
@@ -41,14 +42,13 @@ def measure(
     warmup: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Measure; the figures, the same on every rank but for the beat. Collective.
+    """The figures, the same on every rank but for the beat. Collective.
 
     Args:
         build: makes a trainer, and its records, from configuration, world and heart.
         config: the run; its directory is replaced.
-        world: all ranks.
         directory: a folder on any storage; what is written there is removed again.
-        steps: pairs of them.
+        steps: pairs of steps.
         warmup: pairs before that do not count.
         seconds: for which the agent is watched.
     """
@@ -126,23 +126,22 @@ def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> d
     """Processor time and memory of an agent of eight ranks, its helpers included."""
     pages = place / "pages"
     own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=1) for rank in range(_RANKS)]
-    agent = Agent(config, pages, node=0, nodes=1, ranks=range(_RANKS))
-    metrics, step = RunDir(place).segment(1) / "metrics.jsonl", 0
-    process = agent.process
+    process = Agent(config, pages, node=0, nodes=1, ranks=range(_RANKS)).process
     assert process is not None
-    before: dict[int, float] = {}
+    metrics, before = RunDir(place).segment(1) / "metrics.jsonl", dict[int, float]()
     beginning, started = time.monotonic(), 0.0
-    while time.monotonic() - beginning < seconds + 10:
-        step += 1
+    for step in itertools.count(1):
         for page in own:
             page.step(step)
             page.beat(Phase.COMPUTE)
         with metrics.open("a", encoding="utf-8") as file:
-            line = record.model_copy(update={"step": step, "segment": 1, "time": now()}).to_line()
-            file.write(line + "\n")
+            file.write(record.model_copy(update={"step": step, "segment": 1, "time": now()}).to_line() + "\n")
         time.sleep(_STEP)
-        if not before and time.monotonic() - beginning > 10:  # it has started and looked at everything once
+        passed = time.monotonic() - beginning
+        if not before and passed > _STARTS:  # it has looked at everything once
             before, started = _cpu(process.pid), time.monotonic()
+        if passed > _STARTS + seconds:
+            break
     after, elapsed = _cpu(process.pid), time.monotonic() - started
     memory = sum(psutil.Process(pid).memory_info().rss for pid in after if psutil.pid_exists(pid))
     used = sum(value - before.get(pid, 0.0) for pid, value in after.items())
@@ -156,8 +155,7 @@ def _cpu(pid: int) -> dict[int, float]:
     found = {}
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # a look that has just ended
-            times = process.cpu_times()
-            found[process.pid] = times.user + times.system + times.children_user + times.children_system
+            found[process.pid] = sum(process.cpu_times()[:4])
     return found
 
 

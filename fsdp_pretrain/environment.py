@@ -25,6 +25,7 @@ from pydantic import model_validator
 from . import __version__, throughput
 from .changes import changes, differences
 from .config import load
+from .deadline import run_program
 from .errors import UserError
 from .mesh import World
 from .record import environment, state_files
@@ -49,6 +50,7 @@ _COMPARED = {"world", "device", "python", "torch", "cuda", "nccl", "driver", "fs
 _ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$")
 _SHOWN_HOSTS = 20
 _CORPORA = "corpora.json"
+_GIT_SECONDS = 60.0
 
 
 class _Corpora(StateFile):
@@ -113,14 +115,16 @@ def _git_state() -> dict[str, Any] | None:
     # Without the locks that `git status` takes to refresh the index: a rank that is killed would leave one behind.
     git = ["git", "-C", str(Path(__file__).resolve().parent.parent), "--no-optional-locks"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        found = [
+            run_program([*git, *question], _GIT_SECONDS, output=subprocess.PIPE)
+            for question in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        ]
+    except OSError:
         return None
-    return {
-        "commit": commit.stdout.strip(),
-        "changed": sorted(line[3:] for line in changed.stdout.splitlines())[:50],
-    }
+    if any(answer.returncode for answer in found):
+        return None
+    commit, changed = (answer.stdout.decode(errors="replace") for answer in found)
+    return {"commit": commit.strip(), "changed": sorted(line[3:] for line in changed.splitlines())[:50]}
 
 
 def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:

@@ -1,4 +1,4 @@
-"""How long a rank needs for itself, without waiting for the others: what tells a slow rank from its victims.
+"""How long a rank needs for itself, without waiting for the others: so a slow rank is known from its victims.
 
 Measured around each block's forward pass, after its parameters have arrived and before they are let go, plus the wait
 for data. Device times where there is a device: the host runs ahead of it and knows nothing. A recomputation that stops
@@ -18,17 +18,13 @@ from .models import Decoder
 from .watchdog.heart import Heart
 
 _EVERY = 10
-"""On a device one step in so many is measured."""
+"""On a device one step of ten is measured."""
 
 
 class OwnTime:
-    """Measures the steps of one rank and tells the typical one of every window.
+    """Measures the steps of one rank, and gives its heart the typical one of every `window` of steps.
 
-    Args:
-        model: sharded; its blocks get hooks.
-        device: where it computes.
-        window: steps of a window.
-        heart: is told.
+    The blocks of the model, which is sharded, get hooks.
     """
 
     def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heart) -> None:
@@ -45,7 +41,6 @@ class OwnTime:
             block.register_forward_hook(self._after, prepend=True)
 
     def begin(self) -> None:
-        """A step begins."""
         self._steps += 1
         self._marks = [] if self._steps % self._every == 0 else None
 
@@ -58,8 +53,7 @@ class OwnTime:
         """A step is over. `waited`: seconds it waited for its data."""
         if marks is None:
             return
-        own = sum(between(start, end) for start, end in marks)
-        self._measured.append(own + waited)
+        self._measured.append(waited + sum(between(start, end) for start, end in marks))
         if len(self._measured) == self._window:
             self._number += 1
             self._heart.measured(self._number, median(self._measured))

@@ -21,6 +21,7 @@ LEVELS = [
         "fsdp_pretrain.section",
         "fsdp_pretrain.severity",
         "fsdp_pretrain.child_process",
+        "fsdp_pretrain.deadline",
         "fsdp_pretrain.atomic",
         "fsdp_pretrain.statistics",
     ],
@@ -215,6 +216,7 @@ def test_data_knows_only_configuration_of_the_trainer() -> None:
         for name in (
             "atomic",
             "config",
+            "deadline",
             "statistics",
             "section",
             "sections",

@@ -22,6 +22,7 @@ import pytest
 from endpoint import SECRET, Endpoint
 from sight import until
 
+from fsdp_pretrain.deadline import Worker
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.notify_sections import NotifySection
 from fsdp_pretrain.record.files import RunDir
@@ -198,17 +199,17 @@ def test_a_run_directory_that_cannot_be_written(
 def test_a_file_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
     """Of a mount that does not answer, played by a named pipe that nobody writes."""
     os.mkfifo(tmp_path / "pipe")
-    limited, tried = spool.Limited(1.0), list[int]()
+    worker, tried = Worker("disk"), list[int]()
     with pytest.raises(TimeoutError):
-        limited.call((tmp_path / "pipe").read_text)
+        worker.call((tmp_path / "pipe").read_text, 1.0)
     with pytest.raises(TimeoutError):
-        limited.call(lambda: tried.append(1))
+        worker.call(lambda: tried.append(1), 1.0)
     assert not tried
     (tmp_path / "pipe").write_text("it answers")
 
     def again() -> str:
         with contextlib.suppress(TimeoutError):
-            return str(limited.call(lambda: "again"))
+            return str(worker.call(lambda: "again", 1.0))
         return ""
 
     until(lambda: again() == "again")

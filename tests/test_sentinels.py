@@ -201,7 +201,7 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
     lab.train(config)
     run, told = RunDir(lab.path / "run"), []
     alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.step)))
-    found = sensors(load(run.config), run, alarms, segment=2, host="here")
+    found = sensors(load(run.config), alarms, segment=2)
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:
             detector.step(parsed(record))

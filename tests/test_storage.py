@@ -437,7 +437,7 @@ def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
 
 def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> list[int | None]:
     """What the watchdog's process does beside a real run, to its end; the exit codes."""
-    found = sensors(load(run.config), run, watch.alarms, segment=1, host="here", pids=lambda: [job.ranks[0].pid])
+    found = sensors(load(run.config), watch.alarms, segment=1, pids=lambda: [job.ranks[0].pid])
     offset = 0
 
     def ended() -> bool:

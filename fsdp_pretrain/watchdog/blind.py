@@ -1,17 +1,21 @@
-"""Looks after the agent itself: a run directory that hangs must not make it blind and mute. No torch.
+"""Passes of the agent that may hang: a run directory that does not answer must not make it blind and mute. No torch.
 
-A pass of the agent reads and writes the run directory, and blocks with it. This thread touches nothing but memory: it
-sees that no pass ends, says so on the channels (which have their own threads), and ends ranks that make no progress
-meanwhile, as the pass would have done.
+A pass reads and writes the run directory, and blocks with it. So it is made in a thread, while the main thread, which
+touches nothing but memory, sees that it does not end: it says so on the channels, which have threads of their own, and
+ends ranks that make no progress meanwhile, as the pass would have done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
-import threading
+import sys
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 
+from ..deadline import NoAnswerError, Worker
 from ..record.files import now
 from ..severity import Severity
 from ..units import human_time
@@ -23,48 +27,47 @@ _LEAST = 15.0
 _PASSES = 10
 
 
-class Blind(threading.Thread):
-    """The agent's own watchdog.
+class Passes:
+    """Makes the passes.
 
     Args:
         ranks: of this node.
         interval: seconds between two passes.
         deadline: seconds without progress after which ranks are ended now; None: never.
-        tell: sends an alarm without touching the disk.
-
-    Attributes:
-        alarm: that was sent because of the pass that goes on; None if there is none.
+        send: sends an alarm without touching the disk.
     """
 
     def __init__(
-        self, ranks: Ranks, interval: float, deadline: Callable[[], float | None], tell: Callable[[Alarm], None]
+        self, ranks: Ranks, interval: float, deadline: Callable[[], float | None], send: Callable[[Alarm], None]
     ) -> None:
-        super().__init__(name="blind", daemon=True)
-        self._ranks, self._interval, self._deadline, self._tell = ranks, interval, deadline, tell
+        self._ranks, self._interval, self._deadline, self._send = ranks, interval, deadline, send
         self._allowed = max(_LEAST if interval >= 0.5 else 5.0, _PASSES * interval)
-        self._passed = time.monotonic()
-        self.alarm: Alarm | None = None
+        self._worker = Worker("pass")
 
-    def passed(self) -> Alarm | None:
-        """A pass has ended. The alarm that was sent meanwhile, if one was."""
-        self._passed = time.monotonic()
-        alarm, self.alarm = self.alarm, None
-        return alarm
+    def make(self, act: Callable[[], None], more: float = 0.0) -> Alarm | None:
+        """Make a pass; the alarm that was sent because it took too long, if it did. What it raises is printed.
 
-    def run(self) -> None:
-        """Look until the process ends."""
+        Args:
+            act: the pass.
+            more: seconds that this one may take beyond what one may always take.
+        """
+        begun, alarm = time.monotonic(), None
+        with contextlib.suppress(NoAnswerError):
+            self._worker.call(partial(_attempt, act), self._allowed + more)
+            return None
         while True:
-            time.sleep(self._interval)
-            blind = time.monotonic() - self._passed
-            if blind < self._allowed:
-                continue
-            if self.alarm is None:
-                self.alarm = self._told(blind)
-            still, limit = self._ranks.still(), self._deadline()
-            if limit is not None and still > max(limit, self._allowed):
+            alarm = alarm or self._open(time.monotonic() - begun)
+            for rank in self._ranks.alive:
+                rank.look()
+            limit = self._deadline()
+            if limit is not None and self._ranks.still() > max(limit, self._allowed):
                 self._ranks.kill()
+            with contextlib.suppress(NoAnswerError):
+                self._worker.call(bool, self._interval)  # the thread is free again when this comes back
+                return alarm
+            time.sleep(self._interval)
 
-    def _told(self, seconds: float) -> Alarm:
+    def _open(self, seconds: float) -> Alarm:
         host, time_ = socket.gethostname(), now()
         alarm = Alarm(
             f"blind/{host}",
@@ -77,5 +80,13 @@ class Blind(threading.Thread):
             changed=time_,
             facts={"host": host},
         )
-        self._tell(alarm)
+        self._send(alarm)
         return alarm
+
+
+def _attempt(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except Exception:  # a defect in one pass must not end the watch
+        traceback.print_exc()
+        sys.stderr.flush()

@@ -13,11 +13,9 @@ import http.client
 import json
 import os
 import shutil
-import signal
 import smtplib
 import socket
 import ssl
-import subprocess
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..deadline import NoAnswerError, run_program
 from ..errors import ConfigError
 from ..notify_sections import (
     CommandSection,
@@ -353,25 +352,12 @@ def _sendmail() -> str | None:
 
 
 def _run(argv: list[str], text: bytes, environment: Mapping[str, str]) -> None:
-    """Run a program with its children in a group of their own, which ends with it. Raises DeliveryError."""
+    """Run a program, which gets the text as its input. Raises DeliveryError."""
     try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+        code = run_program(argv, _COMMAND_SECONDS, text=text, environment=environment).returncode
+    except NoAnswerError:
+        raise DeliveryError(f"{argv[0]} took longer than {_COMMAND_SECONDS:g}s") from None
     except OSError as error:
         raise DeliveryError(f"{argv[0]} cannot be started: {error.strerror}") from None
-    try:
-        process.communicate(text, timeout=_COMMAND_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise DeliveryError(f"{argv[0]} took longer than {_COMMAND_SECONDS:g}s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode:
-        raise DeliveryError(f"{argv[0]} ended with exit status {process.returncode}")
+    if code:
+        raise DeliveryError(f"{argv[0]} ended with exit status {code}")

@@ -211,7 +211,7 @@ class Checkpoints(Detector):
             if answer is None:
                 continue
             del self._requests[verb]
-            if "error" not in answer:
+            if answer.error is None:
                 continue
             self._asked.discard(verb)
             for pid in self._pids()[:1] if verb == "stop" else []:

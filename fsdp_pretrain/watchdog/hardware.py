@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from ..deadline import Helper
 from ..severity import Severity
 from ..watchdog_sections import HardwareSection
 from .alarms import Alarms
 from .detector import Detector
 from .hosts import remember
 from .nvml import DeviceState
-from .probe import Helper
 
 _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
 """Uncorrectable memory, remapping, NVLink, fallen off the bus, contained errors, the GPU's own processor."""

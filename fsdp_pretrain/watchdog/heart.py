@@ -1,4 +1,4 @@
-"""A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent's life. No torch.
+"""A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent process. No torch.
 
 Nothing here can make a rank wait or fail: a rank without a working watchdog trains on. The agent is started before the
 ranks meet, so that a rendezvous that hangs is seen too, and started again when it was killed.
@@ -20,23 +20,25 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from ..child_process import start_module
 from ..config import Config
+from ..deadline import Worker
 from ..errors import StorageError
 from ..record import run_id
 from ..record.files import make_directory
-from .page import Page, Phase
+from .page import Page, Phase, is_alive, read
 
-_ALIVE_INTERVAL = 1.0
-_TEND_INTERVAL = 1.0
+_INTERVAL = 1.0
 _OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_LOG_SECONDS = 5.0
 _RESTARTS = 10
-"""An agent that ends so often by itself is broken: training goes on without."""
+"""An agent that ends more often by itself is broken: training goes on without it."""
 
 
 class Heart:
-    """What the loop tells about itself; this one is for runs without a watchdog and does nothing."""
+    """What the training loop says about itself; this one is for runs without a watchdog and does nothing."""
 
     def beat(self, phase: Phase) -> None:
         """Another phase begins."""
@@ -51,19 +53,11 @@ class Heart:
         """The number of this start has become known."""
 
     def close(self) -> None:
-        """The rank ends in order."""
+        """The rank ends in order: what it does from here on is no hang, its end no death."""
 
 
 class Watched(Heart):
-    """The heart of a watched rank.
-
-    Args:
-        config: the run.
-        rank, local_rank: this rank, in the job and on its node.
-        node, nodes: this node, and how many there are.
-        local_ranks: ranks on this node.
-        reading: the file that each thread reads, or read last, by thread identity.
-    """
+    """The heart of a watched rank; `reading`: the file that each thread reads, or read last, by thread identity."""
 
     def __init__(
         self,
@@ -77,19 +71,20 @@ class Watched(Heart):
         reading: Mapping[int, Path],
     ) -> None:
         self._reading = reading
-        self._folder = folder(config.run.dir)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._stacks = (self._folder / f"rank-{rank}.stacks").open("w", encoding="utf-8")
+        pages = folder(config.run.dir)
+        pages.mkdir(parents=True, exist_ok=True)
+        self._stacks = (pages / f"rank-{rank}.stacks").open("w", encoding="utf-8")
         self._stacks.write(f"main 0x{threading.main_thread().ident:016x}\n")
         self._stacks.flush()
         # Before the page is there: who sees it may send the signal. At C level, so a wedged interpreter dumps too.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
-        self._page = Page(self._folder / f"rank-{rank}.page", rank=rank, segment=0)
-        self.beat = self._page.beat  # type: ignore[method-assign]  # no call in between: a beat is under 1 us
+        self._page = Page(pages / f"rank-{rank}.page", rank=rank, segment=0)
+        # No call in between, so a beat is under 1 us.
+        self.beat, self.measured = self._page.beat, self._page.measured  # type: ignore[method-assign]
         threading.Thread(target=self._stay_alive, name="watchdog-alive", daemon=True).start()
         self._agent: Agent | None = None
         if local_rank == 0:
-            self._agent = Agent(config, self._folder, node=node, nodes=nodes, ranks=range(rank, rank + local_ranks))
+            self._agent = Agent(config, pages, node=node, nodes=nodes, ranks=range(rank, rank + local_ranks))
         self._tended = time.monotonic()
 
     def _stay_alive(self) -> None:
@@ -97,47 +92,30 @@ class Watched(Heart):
             self._page.alive(
                 json.dumps({f"{key:x}": str(path) for key, path in [*self._reading.items()][-20:]}).encode()
             )
-            time.sleep(_ALIVE_INTERVAL)
+            time.sleep(_INTERVAL)
 
     def step(self, step: int) -> None:
-        """A step begins, with reading data. Looks after the agent once a second."""
         self._page.step(step)
-        if self._agent is not None and time.monotonic() - self._tended > _TEND_INTERVAL:
+        if self._agent is not None and time.monotonic() - self._tended > _INTERVAL:
             self._tended = time.monotonic()
             self._agent.tend()
 
-    def measured(self, window: int, own: float) -> None:
-        """What the steps of a window typically needed of this rank's own time, seconds."""
-        self._page.measured(window, own)
-
     def belongs_to(self, segment: int) -> None:
-        """The number of this start has become known."""
         if self._agent is not None:
             self._agent.pass_id()
         self._page.belongs_to(segment)
 
     def close(self) -> None:
-        """The rank ends in order: what it does from here on is no hang, its end no death."""
         self._page.beat(Phase.END)
 
 
 class Agent:
-    """The agent process of this node, as the rank sees it that starts it.
+    """The agent process of this node, as the rank sees it that starts it; `process` is the one started last."""
 
-    Args:
-        config: the run.
-        where: the pages.
-        node, nodes: this node, and how many there are.
-        ranks: of this node.
-
-    Attributes:
-        process: that was started last.
-    """
-
-    def __init__(self, config: Config, where: Path, *, node: int, nodes: int, ranks: range) -> None:
-        self._config, self._run, self._pages = config.to_toml(), config.run.dir, where
+    def __init__(self, config: Config, pages: Path, *, node: int, nodes: int, ranks: range) -> None:
+        self._config, self._run, self._pages = config.to_toml(), config.run.dir, pages
         self._command = ["fsdp_pretrain.watchdog.agent", str(config.run.dir)]
-        self._command += ["--pages", str(where), "--node", str(node), "--nodes", str(nodes)]
+        self._command += ["--pages", str(pages), "--node", str(node), "--nodes", str(nodes)]
         self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
         self._command.append("--attempt=" + ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES))
         self._starts = 0
@@ -154,20 +132,21 @@ class Agent:
 
     def tend(self) -> None:
         """Start it if it does not run."""
-        if self.process is not None and self.process.poll() is None:
-            return
-        if self._starts > _RESTARTS:
+        if self._starts > _RESTARTS or (self.process is not None and self.process.poll() is None):
             return
         again = ["--again", str(self._starts)] if self._starts else []
         self._starts += 1
         try:
-            log = self._run / "watchdog" / "agent.log"
-            make_directory(log.parent)
-            with log.open("ab") as output:
+            with Worker("agent-log").call(self._open_log, _LOG_SECONDS) as output:
                 self.process = self._spawn(again, output.fileno())
         except OSError:
-            with contextlib.suppress(OSError):  # the run directory is full, away, or not made yet
+            with contextlib.suppress(OSError):  # the run directory is full, away, hangs, or is not made yet
                 self.process = self._spawn(again, subprocess.DEVNULL)
+
+    def _open_log(self) -> BinaryIO:
+        log = self._run / "watchdog" / "agent.log"
+        make_directory(log.parent)
+        return log.open("ab")
 
     def _spawn(self, again: list[str], output: int) -> subprocess.Popen[bytes]:
         process = start_module(*self._command, *again, stdin=subprocess.PIPE, stdout=output, stderr=output)
@@ -180,7 +159,7 @@ class Agent:
 
 def folder(run: Path) -> Path:
     """Where the pages of this attempt are: in memory, the same for all ranks of a node, another for every attempt."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    names = (*_OF_ALL_NODES, "TORCHELASTIC_RESTART_COUNT")
     attempt = [str(run), socket.gethostname(), str(os.getppid()), *(os.environ.get(name, "") for name in names)]
     if "MASTER_PORT" not in os.environ:
         attempt.append(str(os.getpid()))
@@ -197,8 +176,6 @@ def root() -> Path:
 
 def sweep(base: Path, spare: Path) -> None:
     """Remove what agents that were killed left behind: folders whose ranks are all gone."""
-    from .page import is_alive, read
-
     for found in base.iterdir() if base.is_dir() else ():
         try:
             beats = [read(path) for path in found.glob("*.page")]

@@ -1,4 +1,5 @@
-"""What the agent of one node does for the whole job: the detectors of the record, the alarms, who is told. No torch."""
+"""What the agent of one node does for the whole job, the detectors of the record, the alarms, what is sent and shown;
+and what the agents of the other nodes do. No torch."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import json
 import math
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import cast
 
 from ..config import Config
 from ..control import send
-from ..errors import ConfigError
+from ..errors import ConfigError, Exit
 from ..record import environment, exit_intent, run_id
 from ..record.claim import BEAT_SECONDS, Claim, Holder
 from ..record.files import RunDir, now, replace_file
@@ -32,11 +34,11 @@ from .detector import Detector
 from .drift import Drift, Stragglers
 from .exporter import Exporter
 from .message import Identity
-from .nodes import Nodes, enter
+from .nodes import Nodes, Relay
 from .notify import Notifier, Ping
 from .ranks import Ranks
 from .sensors import sensors
-from .snapshot import Histogram, Snapshot
+from .snapshot import Snapshot
 from .storage import Space
 
 _OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
@@ -64,52 +66,43 @@ class Numbers(Detector):
             else:
                 self.open(finding.key, finding.severity, finding.summary)
 
-    def is_told_by_trainer(self, alarm: Alarm) -> bool:
+    def is_written_by_trainer(self, alarm: Alarm) -> bool:
         """Whether the trainer has written this transition into the journal, as kind `health`."""
         findings = self.last.health if self.last is not None else []
-        told = any(finding.key == alarm.key and finding.severity > Severity.INFO for finding in findings)
-        return told and alarm.state != "acknowledged"
+        written = any(finding.key == alarm.key and finding.severity > Severity.INFO for finding in findings)
+        return written and alarm.state != "acknowledged"
 
 
 class Leader:
-    """Speaks for a job. To be made once the number of the start is known.
-
-    Args:
-        config: the run.
-        claim: the right to write its alarms, see `take_the_lead`.
-        ranks: of this node.
-        nodes: of the job.
-        segment: number of the start.
+    """Speaks for a job. To be made once the number of the start is known, with a claim from `take_the_lead`.
 
     Attributes:
-        alarms: of the run.
-        holds: no other node's agent took the right to write the alarms over, when it was last looked at.
+        holds: no other node's agent had taken the claim over when it was last looked at.
     """
 
     def __init__(self, config: Config, claim: Claim, ranks: Ranks, nodes: Nodes, segment: int) -> None:
         self._config, self._run, self._claim = config, RunDir(config.run.dir), claim
         self._ranks, self._nodes = ranks, nodes
-        self._fixed = {"run": config.run.name, "segment": segment, "total_steps": config.schedule.steps}
-        self._fixed |= {"pass_due": 10 * config.watchdog.interval.value}
-        self._steps, self._skipped = Histogram(), 0
-        self._losses = deque[float](maxlen=128)
         self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
-        self._notifier: Notifier | None = None
+        self._losses = deque[float](maxlen=128)
+        due, steps = 10 * config.watchdog.interval.value, config.schedule.steps
+        self._snapshot = Snapshot(config.run.name, segment, pass_due=due, total_steps=steps)
+        self._own: dict[int, float] = {}
+        self._foreign, self._avoided = set[str](), set[str]()
+        self._written = self._attended = -math.inf
         self.holds, self._news = True, False
         self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
-        self.alarms = Alarms(alarms_file(self._run), self._told)
+        self._notifier: Notifier | None = None
+        self._ping: Ping | None = None
+        self.alarms = Alarms(alarms_file(self._run), self._on_change)
         self._numbers = Numbers(self.alarms)
-        identity = Identity(run=config.run.name, path=str(self._run.path), segment=segment)
         section = config.watchdog.notify
         try:
-            self._notifier = Notifier(section, self._run, identity)
+            self._notifier = Notifier(section, self._run, Identity(config.run.name, str(self._run.path), segment))
             self._ping = Ping(section.ping) if section.ping is not None else None
         except ConfigError as error:  # the trainer checks it before; secrets may have gone since
-            self._ping = None
-            self.alarms.open("notify", Severity.WARN, error.cause, effect="nobody is told of alarms")
+            self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent to anybody")
         self._exporter = Exporter(section.prometheus)
-        shown = section.prometheus.port is not None or section.prometheus.textfile is not None
-        self._accounts = Accounts(self._run.path) if shown else None
         begun = environment.view(self._run, segment)
         for alarm in list(self.alarms):  # another agent may have opened some in this start
             if alarm.detector in _OF_A_START and alarm.opened < (begun.time or "9"):
@@ -120,27 +113,20 @@ class Leader:
         self._detectors = [self._numbers, *([self._drift] if config.watchdog.pace.enabled else [])]
         self._detectors += sensors(
             config,
-            self._run,
             self.alarms,
             segment=segment,
-            host=socket.gethostname(),
             devices=len(ranks.all) if "cpu" not in (begun.device or "cpu") else 0,
             pids=ranks.pids,
             reached=ranks.reached,
         )
-        self._foreign, self._avoided = set[str](), set[str]()
-        self._own: dict[int, float] = {}
-        self._written = self._attended = -math.inf
 
     # ------------------------------------------------------------------ a pass
 
     def look(self) -> None:
-        """One pass."""
+        """A pass: the record, the other nodes, the detectors; now and then people and what is shown to them."""
         for record, offset in records(self._metrics, self._offset):
             self._offset = offset
-            self._steps.observe(record.seconds.iteration)
-            self._skipped += record.skipped
-            self._losses.append(record.loss.mean)
+            self._note(record)
             for detector in self._detectors:
                 detector.step(record)
         self._look_at_nodes()
@@ -154,41 +140,41 @@ class Leader:
             self._avoid_hosts()
             self._show()
 
+    def _note(self, record: StepRecord) -> None:
+        seen = self._snapshot
+        seen.step_seconds.observe(record.seconds.iteration)
+        seen.step, seen.tokens, seen.world = record.step, record.tokens, record.world
+        seen.segment_steps = (seen.segment_steps or 0) + 1
+        seen.skipped_steps = (seen.skipped_steps or 0) + record.skipped
+        seen.grad_norm, seen.loss = record.grad_norm, record.loss.mean
+        self._losses.append(record.loss.mean)
+
     def _look_at_nodes(self) -> None:
-        found = set()
         windows = {
-            rank.number: (socket.gethostname(), rank.beat.window, rank.beat.own)
-            for rank in self._ranks.all
-            if rank.beat is not None and rank.beat.window
+            beat.rank: (socket.gethostname(), beat.window, beat.own) for beat in self._ranks.beats if beat.window
         }
-        for report in self._nodes.reports.values():
-            for key, finding in report.get("findings", {}).items():
-                enter(self.alarms, key, finding)
+        found = set[str]()
+        for other in self._nodes.others:
+            for key, finding in other.report.findings.items() if other.report is not None else ():
+                finding.enter(self.alarms, key)
                 found.add(key)
-            for rank, (number, own) in report.get("windows", {}).items():
+            for rank, (number, own) in other.report.windows.items() if other.report is not None else ():
                 if number:
-                    windows[int(rank)] = (report["host"], number, own)
-        for node in self._nodes.others:
-            self._judge_silence(node)
+                    windows[rank] = (other.name, number, own)
+            if self._nodes.is_silent(other) and not other.ended:
+                self.open_silence(
+                    other.name, other.silence, "its node, its agent or its view of the run directory is gone"
+                )
+            elif not other.ended:
+                self.alarms.resolve(f"node/{other.name}", f"{other.name} is heard again")
         for key in self._foreign - found:
             self.alarms.resolve(key)
         self._foreign = found
         self._stragglers.look(windows)
         self._own = {rank: own for rank, (_, _, own) in windows.items()}
 
-    def _judge_silence(self, node: int) -> None:
-        host = self._nodes.name(node)
-        if self._nodes.has_ended(node):
-            return
-        if self._nodes.is_silent(node):
-            self.open_silence(
-                host, self._nodes.silence(node), "its node, its agent or its view of the run directory is gone"
-            )
-        else:
-            self.alarms.resolve(f"node/{host}", f"{host} is heard again")
-
     def open_silence(self, host: str, seconds: float, effect: str) -> None:
-        """A node says nothing."""
+        """A node gives no sign."""
         self.alarms.open(
             f"node/{host}",
             Severity.CRIT,
@@ -219,83 +205,65 @@ class Leader:
         """Hosts that no start should use."""
         return {host for alarm in self.alarms if alarm.severity is Severity.CRIT for host in _avoided(alarm)}
 
-    # ------------------------------------------------------------------ who is told
+    # ------------------------------------------------------------------ what is shown and sent
 
     def _show(self) -> None:
         snapshot = self._fill()
         if self._notifier is not None:
             self._notifier.tick(self.alarms, snapshot)
         self._exporter.show(snapshot)
-        self._write(snapshot)
+        if time.monotonic() - self._written >= _SNAPSHOT_SECONDS:
+            self._written = time.monotonic()
+            content = {"time": now(), "host": socket.gethostname(), **snapshot.to_json()}
+            with contextlib.suppress(OSError):  # for `fsdp-pretrain status`, which may be asked on any machine
+                replace_file(snapshot_file(self._run), json.dumps(content))
         if self._exporter.problem:
             self.alarms.open("metrics", Severity.INFO, self._exporter.problem, effect="no metrics for Prometheus")
         else:
             self.alarms.resolve("metrics")
         if self._ping is not None:
-            self._ping.passed(self._ranks.seen, time.monotonic())
-
-    def _write(self, snapshot: Snapshot) -> None:
-        """For `fsdp-pretrain status`, which may be asked on any machine."""
-        if time.monotonic() - self._written < _SNAPSHOT_SECONDS:
-            return
-        self._written = time.monotonic()
-        content = {"time": now(), "host": socket.gethostname(), **snapshot.to_json()}
-        with contextlib.suppress(OSError):
-            replace_file(snapshot_file(self._run), json.dumps(content))
+            self._ping.passed(bool(self._ranks.beats), time.monotonic())
 
     def _fill(self) -> Snapshot:
-        record, now = self._numbers.last, time.monotonic_ns()
-        open_ = [alarm.severity.name for alarm in self.alarms]
-        values: dict[str, Any] = {
-            **self._fixed,
-            "step_seconds": self._steps,
-            "step_drift": self._drift.ratio,
-            "heartbeat_ages": {
-                rank.number: (now - rank.beat.phase_at) / 1e9 for rank in self._ranks.all if rank.beat is not None
-            },
-            "own_ratios": _ratios(self._own),
-            "open": {severity.name: open_.count(severity.name) for severity in Severity},
-        }
-        if record is not None:
-            loss = record.loss.mean
-            values |= {
-                "step": record.step,
-                "tokens": record.tokens,
-                "world": record.world,
-                "segment_steps": sum(self._steps.counts),
-                "skipped_steps": self._skipped,
-                "grad_norm": record.grad_norm,
-                "loss": loss,
-                "loss_z": score(loss, self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
-            }
+        record, at = self._numbers.last, time.monotonic_ns()
+        severities = Counter(alarm.severity for alarm in self.alarms)
+        shown = replace(
+            self._snapshot,
+            step_drift=self._drift.ratio,
+            heartbeat_ages={beat.rank: (at - beat.phase_at) / 1e9 for beat in self._ranks.beats},
+            own_ratios=_ratios(self._own),
+            open={severity.name: severities[severity] for severity in Severity},
+            loss_z=score(self._losses[-1], self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
+        )
         for detector in self._detectors:
             if isinstance(detector, Checkpoints):
-                values |= {"verified_step": detector.protected, "verified_age": detector.age}
-                values |= {"checkpoint_failures": detector.failures, "checkpoint_bytes_per_second": detector.speed}
+                shown.verified_step, shown.verified_age = detector.protected, detector.age
+                shown.checkpoint_failures, shown.checkpoint_bytes_per_second = detector.failures, detector.speed
                 if record is not None and detector.protected is not None:
                     behind = max(0, record.step - detector.protected)
-                    values["unprotected_tokens"] = behind * record.batch * record.sequence_length
+                    shown.unprotected_tokens = behind * record.batch * record.sequence_length
             elif isinstance(detector, Space):
-                values["next_checkpoint_fits"] = detector.fit.get("checkpoints")
-                values["disk_full_in"] = detector.seconds_to_full.get("checkpoints")
-        return Snapshot(**values, **(self._accounts.look() if self._accounts is not None else {}))
+                shown.next_checkpoint_fits = detector.fit.get("checkpoints")
+                shown.disk_full_in = detector.seconds_to_full.get("checkpoints")
+            elif isinstance(detector, Accounts):
+                shown = replace(shown, **detector.known)
+        return shown
 
-    def _told(self, alarm: Alarm, before: Alarm | None) -> None:
+    def _on_change(self, alarm: Alarm, before: Alarm | None) -> None:
         self._news = True
-        if self._notifier is not None:
-            self._notifier.told(alarm, before)
-        if not self._numbers.is_told_by_trainer(alarm):
+        self.send(alarm, before)
+        if not self._numbers.is_written_by_trainer(alarm):
             journal_alarm(self._journal, alarm)
 
-    def tell_at_once(self, alarm: Alarm) -> None:
-        """Send an alarm without writing it down: the run directory does not answer."""
+    def send(self, alarm: Alarm, before: Alarm | None = None) -> None:
+        """Send an alarm to people without writing it down: the run directory may not answer."""
         if self._notifier is not None:
-            self._notifier.told(alarm, None)
+            self._notifier.told(alarm, before)
 
-    def tell_the_end(self) -> None:
+    def report_the_end(self) -> None:
         """All ranks are gone: if that was no end in order, somebody must know."""
         intent = exit_intent.read(self._metrics.parent)
-        if intent is None or intent.code in (0, 75, 76):
+        if intent is None or intent.code in (Exit.COMPLETE, Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS):
             return
         self.alarms.open(
             "ended",
@@ -308,14 +276,28 @@ class Leader:
 
     def close(self) -> None:
         """The watch ends, or is another's: what was to be sent waits in the spool."""
-        if self._accounts is not None:
-            self._accounts.close()
         self._exporter.close()
         if self._notifier is not None:
             self._notifier.close()
         self.alarms.close()
         self._journal.close()
         self._claim.release()
+
+
+class Follower:
+    """What the agent of a node does that does not lead: its own detectors; what they find travels to the leader."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self.relay = Relay()
+        self.alarms = cast(Alarms, self.relay)
+        self._detectors: list[Detector] = []
+
+    def look(self, segment: int) -> None:
+        if not self._detectors:
+            self._detectors = sensors(self._config, self.alarms, segment=segment, leads=False, pids=self._ranks.pids)
+        for detector in self._detectors:
+            detector.tick(time.monotonic())
 
 
 def take_the_lead(config: Config, holder: Holder) -> Claim | None:

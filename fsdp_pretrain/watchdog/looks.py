@@ -6,6 +6,7 @@ line of JSON with its ticket; a child that died without one answers with an erro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,20 @@ def request(run: str, verb: str) -> dict[str, Any]:
     return {}
 
 
+def account(run: str) -> dict[str, Any]:
+    """Where the time of a run went; fields of a `Snapshot`. Reads the whole record."""
+    from ..record import goodput  # numpy, in this child alone
+
+    found = goodput.goodput(RunDir(Path(run)))
+    if found is None:
+        return {}
+    kept = goodput.State.STEP_KEPT
+    lost = {state: seconds for state, seconds in found.states.items() if state != kept and seconds}
+    return {"goodput": found.goodput, "ettr": found.ettr, "badput_seconds": lost}
+
+
 LOOKS: dict[str, Callable[..., dict[str, Any]]] = {
-    look.__name__: look for look in (space, checkpoints, evaluations, checksum, read, write, corpus, request)
+    look.__name__: look for look in (space, checkpoints, evaluations, checksum, read, write, corpus, request, account)
 }
 """What may be asked for."""
 
@@ -181,7 +194,7 @@ LOOKS: dict[str, Callable[..., dict[str, Any]]] = {
 class _Child:
     ticket: int
     pid: int
-    said: bytearray = field(default_factory=bytearray)
+    said: bytes = b""
 
 
 def serve() -> None:
@@ -200,7 +213,8 @@ def serve() -> None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     del children[key.fd]
-                    _say(bytes(child.said) or json.dumps({"ticket": child.ticket, "error": "it was killed"}).encode())
+                    killed = json.dumps({"ticket": child.ticket, "error": "it was killed"}) + "\n"
+                    print(child.said.decode() if child.said.endswith(b"\n") else killed, end="", flush=True)
             elif not chunk:
                 for child in children.values():
                     _kill(child)
@@ -218,7 +232,7 @@ def _take(asked: dict[str, Any], selector: selectors.BaseSelector, children: dic
         for child in children.values():
             if child.ticket == asked["ticket"]:
                 _kill(child)
-        _say(json.dumps({"ticket": asked["ticket"], "heard": True}).encode())
+        print(json.dumps({"ticket": asked["ticket"]}), flush=True)  # the helper itself does not hang
         return
     out, into = os.pipe()
     pid = os.fork()
@@ -232,7 +246,7 @@ def _take(asked: dict[str, Any], selector: selectors.BaseSelector, children: dic
 
 
 def _answer(asked: dict[str, Any], into: int) -> None:
-    """In the child: look, answer, end."""
+    """In the child: look, write the values of an `Answer`, end."""
     start = time.monotonic()
     answer: dict[str, Any] = {"ticket": asked["ticket"]}
     try:
@@ -242,18 +256,11 @@ def _answer(asked: dict[str, Any], into: int) -> None:
         answer["errno"] = error.errno if isinstance(error, OSError) else None
     times = os.times()
     answer.update(seconds=time.monotonic() - start, cpu=times.user + times.system)
-    line = memoryview(json.dumps(answer).encode())
     try:
-        while line:
-            line = line[os.write(into, line) :]
+        with os.fdopen(into, "w", encoding="utf-8") as pipe:
+            pipe.write(json.dumps(answer) + "\n")
     finally:
         os._exit(0)
-
-
-def _say(line: bytes) -> None:
-    rest = memoryview(line + b"\n")
-    while rest:
-        rest = rest[os.write(1, rest) :]
 
 
 def _kill(child: _Child) -> None:
@@ -263,12 +270,10 @@ def _kill(child: _Child) -> None:
 
 def _reap(children: dict[int, _Child]) -> None:
     """Collect children that ended. Those still listed may hang: none is waited for."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         while pid := os.waitpid(-1, os.WNOHANG)[0]:
             for child in children.values():
                 child.pid = 0 if child.pid == pid else child.pid  # the number may be another's from now on
-    except ChildProcessError:
-        pass
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the agents of a job's nodes tell each other, by a file each in the run directory. No torch.
+"""What the agents of a job's nodes report to each other, by a file each in the run directory. No torch.
 
 Agents see one another only there: it is what all nodes share. A file that does not change for a while means that its
 agent, its node or its mount is gone. Silence is measured on the reader's own clock, so clocks need not agree.
@@ -15,152 +15,203 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from ..record import state_files
 from ..record.files import now, replace_file
-from ..severity import Severity
-from .alarms import Alarm, Alarms
+from ..severity import Severity, SeverityName
+from .alarms import Alarms
 from .ranks import Standing
 
 _QUIET = 3
 """Beats without a sign after which a node that should say something is not waited for."""
 
 
+class Finding(BaseModel):
+    """An open alarm of a node that does not lead: what `Alarms.open` takes, and only what it was given."""
+
+    model_config = ConfigDict(frozen=True)
+
+    severity: SeverityName
+    summary: str
+    effect: str = ""
+    remedy: str = ""
+    action: str = ""
+    step: int | None = None
+    facts: dict[str, Any] = {}
+    revised: bool = False
+
+    def enter(self, alarms: Alarms, key: str) -> None:
+        """Open the alarm where alarms are kept."""
+        more = self.model_dump(exclude_unset=True, exclude={"severity", "summary"})
+        alarms.open(key, self.severity, self.summary, **more)
+
+
 class Relay:
     """Takes the place of `Alarms` on nodes that do not lead: what is open travels to the leader with the next beat."""
 
     def __init__(self) -> None:
-        self.open_: dict[str, dict[str, Any]] = {}
+        self.findings: dict[str, Finding] = {}
 
     def open_keys(self) -> list[str]:
         """Of what is open."""
-        return list(self.open_)
+        return list(self.findings)
 
     def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
-        """An incident is there."""
-        self.open_[key] = {"severity": severity.name, "summary": summary, **more}
+        self.findings[key] = Finding(severity=severity, summary=summary, **more)
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
-        """An incident has ended."""
         del summary, step
-        self.open_.pop(key, None)
-
-    def forward(self, alarms: Alarms) -> None:
-        """Hand all that is open to another keeper: this node leads now."""
-        for key, finding in self.open_.items():
-            enter(alarms, key, finding)
+        self.findings.pop(key, None)
 
 
-def enter(alarms: Alarms, key: str, finding: dict[str, Any]) -> Alarm:
-    """Open what another node found."""
-    more = {name: value for name, value in finding.items() if name not in ("severity", "summary")}
-    return alarms.open(key, Severity[finding["severity"]], finding["summary"], **more)
+class Report(BaseModel):
+    """`RUN/watchdog/nodes/N.json`: what the agent of a node reports with every beat.
+
+    Attributes:
+        time, attempt, host, pid: of the agent; the attempt is what all nodes of a start have in common.
+        segment: number of the start; 0 until it is known.
+        stalled: where its ranks stand if they make no progress; else empty.
+        findings: open alarms by key, if it does not lead.
+        windows: by rank, the number of the last window of steps and the rank's own seconds of a typical step.
+        ended: its ranks have ended, and nothing follows.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    time: str
+    attempt: str
+    host: str
+    pid: int
+    segment: int
+    stalled: list[Standing]
+    findings: dict[str, Finding]
+    windows: dict[int, tuple[int, float]]
+    ended: bool
+
+
+class Node:
+    """Another node, as its reports show it."""
+
+    def __init__(self, number: int, directory: Path) -> None:
+        self.number = number
+        self._path, self._heard = directory / f"{number}.json", time.monotonic()
+        self.report: Report | None = None
+
+    def read(self, attempt: str) -> None:
+        """Look at its file; one of another attempt is of no interest."""
+        report, before = state_files.view(self._path, Report), self.report
+        if report is None or report.attempt != attempt:
+            return
+        if before is None or (report.time, report.pid) != (before.time, before.pid):
+            self._heard = time.monotonic()
+        self.report = report
+
+    @property
+    def silence(self) -> float:
+        """Seconds since its agent gave a sign, or since this one began if it never did."""
+        return time.monotonic() - self._heard
+
+    @property
+    def name(self) -> str:
+        """Its host, or its number if it never reported."""
+        return self.report.host if self.report is not None else f"node-{self.number}"
+
+    @property
+    def ended(self) -> bool:
+        return self.report is not None and self.report.ended
+
+    def standings(self, since: float = -math.inf) -> list[Standing]:
+        """Where its ranks stand that make no progress; empty unless it has said so since then (`time.monotonic()`)."""
+        return self.report.stalled if self.report is not None and self._heard >= since else []
 
 
 class Nodes:
-    """The files of all nodes.
+    """All nodes of a job as the agent of one, number `node` of `count`, sees them.
 
     Args:
-        directory: `RUN/watchdog`.
-        node, count: this node, and how many there are.
-        attempt: what tells this attempt from others: files of others are of no interest.
         beat, silent: seconds between two signs of life; without any, after which an agent counts as gone.
-
-    Attributes:
-        reports: what the others said last, by node.
     """
 
     def __init__(self, directory: Path, node: int, count: int, attempt: str, *, beat: float, silent: float) -> None:
-        self._directory, self.node, self.count, self._attempt = directory / "nodes", node, count, attempt
+        self._directory, self.node, self._attempt = directory / "nodes", node, attempt
         self.beat, self._silent = beat, silent
         self._written = self._read = -math.inf
         self._news: Any = None
-        self._seen: dict[int, tuple[Any, float]] = {}
-        self._since = time.monotonic()
-        self.reports: dict[int, dict[str, Any]] = {}
+        self.others = [Node(number, self._directory) for number in range(count) if number != node]
+        self.before = self.others[:node]
+        """Those of lower number: the first of a job that is not silent speaks for it."""
 
-    @property
-    def others(self) -> list[int]:
-        """All nodes but this."""
-        return [node for node in range(self.count) if node != self.node]
-
-    def write(self, content: dict[str, Any], *, news: Any = None) -> None:
-        """This node's beat: when one is due, or when `news` is not what it was at the last."""
-        if self.count == 1 or (news == self._news and time.monotonic() - self._written < self.beat):
+    def write(
+        self,
+        segment: int,
+        stalled: list[Standing],
+        findings: dict[str, Finding],
+        windows: dict[int, tuple[int, float]],
+        *,
+        ended: bool = False,
+    ) -> None:
+        """This node's report (see `Report`), when a beat is due or there is news."""
+        news = (segment, bool(stalled), set(findings), ended)
+        if not self.others or (news == self._news and time.monotonic() - self._written < self.beat):
             return
         self._written, self._news = time.monotonic(), news
-        beat = {"time": now(), "attempt": self._attempt, "host": socket.gethostname(), "pid": os.getpid(), **content}
+        report = Report(
+            time=now(),
+            attempt=self._attempt,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            segment=segment,
+            stalled=stalled,
+            findings=findings,
+            windows=windows,
+            ended=ended,
+        )
         with contextlib.suppress(OSError):
-            replace_file(self._directory / f"{self.node}.json", json.dumps(beat))
+            text = json.dumps(report.model_dump(mode="json", exclude_unset=True))
+            replace_file(self._directory / f"{self.node}.json", text)
 
     def read(self, *, all_: bool, at_once: bool = False) -> bool:
-        """Look at the other nodes' files, once a beat unless `at_once`; whether it was done.
+        """Look at the other nodes' files, once a beat; whether it was done.
 
         Args:
             all_: at those of all; else only at those of lower number, up to one that is not silent: with many nodes,
                 only few need to know all.
             at_once: although they were read a moment ago.
         """
-        if self.count == 1 or (not at_once and time.monotonic() - self._read < self.beat):
+        if not self.others or (not at_once and time.monotonic() - self._read < self.beat):
             return False
         self._read = time.monotonic()
-        for node in self.others:
-            if not all_ and node > self.node:
-                break
-            self._read_one(node)
-            if not all_ and not self.is_silent(node):
+        for other in self.others if all_ else self.before:
+            other.read(self._attempt)
+            if not all_ and not self.is_silent(other):
                 break
         return True
 
-    def _read_one(self, node: int) -> None:
-        report = state_files.view(self._directory / f"{node}.json", dict[str, Any])
-        if report is None or report.get("attempt") != self._attempt:
-            return
-        self.reports[node] = report
-        sign = (report["time"], report["pid"])
-        if node not in self._seen or self._seen[node][0] != sign:
-            self._seen[node] = (sign, time.monotonic())
-
-    def silence(self, node: int) -> float:
-        """Seconds since another node's agent gave a sign, or since this one began if it never did."""
-        return time.monotonic() - (self._seen[node][1] if node in self._seen else self._since)
-
-    def is_silent(self, node: int) -> bool:
-        """Whether another node's agent counts as gone."""
-        return self.silence(node) > self._silent
-
-    def name(self, node: int) -> str:
-        """Host of another node, or its number if it was never heard."""
-        return str(self.reports[node]["host"]) if node in self.reports else f"node-{node}"
+    def is_silent(self, other: Node) -> bool:
+        return other.silence > self._silent
 
     @property
     def leads(self) -> bool:
         """Whether this node speaks for the job: the first whose agent is not silent."""
-        return all(self.is_silent(node) for node in range(self.node))
+        return all(map(self.is_silent, self.before))
 
     # ------------------------------------------------------------------ a stall, an end
 
     @property
     def leader_stalls(self) -> bool:
         """Whether the node that speaks for the job says that its ranks make no progress."""
-        leader = next((node for node in range(self.node) if not self.is_silent(node)), None)
-        return leader is not None and self._says(leader, "stalled")
+        leader = next((other for other in self.before if not self.is_silent(other)), None)
+        return leader is not None and bool(leader.standings())
 
     def standings(self, since: float) -> list[Standing]:
-        """Where the ranks of the other nodes stand that make no progress, as far as they have said so.
-
-        Args:
-            since: of `time.monotonic()`, when the stall began: an older report is of an earlier one.
-        """
-        told = [self.reports[node] for node in self.others if self._has_told(node, since)]
-        return [Standing.from_json(content) for report in told for content in report["stalled"]]
+        """Where the ranks of the other nodes stand that make no progress, as far as they have said so since then."""
+        return [standing for other in self.others for standing in other.standings(since)]
 
     def untold(self, since: float) -> list[str]:
-        """Hosts that are heard, and have not said since then where their ranks stand, or that they have ended."""
-        waited_for = [node for node in self.others if self.silence(node) <= _QUIET * self.beat]
-        return [self.name(node) for node in waited_for if not self._has_told(node, since) and not self.has_ended(node)]
-
-    def _has_told(self, node: int, since: float) -> bool:
-        return self._says(node, "stalled") and self._seen[node][1] >= since
+        """Hosts that give signs, and have not said since then where their ranks stand, or that they have ended."""
+        heard = [other for other in self.others if other.silence <= _QUIET * self.beat and not other.ended]
+        return [other.name for other in heard if not other.standings(since)]
 
     @property
     def patience(self) -> float:
@@ -168,18 +219,10 @@ class Nodes:
         return (_QUIET + 1) * self.beat
 
     def quiet(self) -> dict[str, float]:
-        """Hosts that have given no sign for some beats, and for how many seconds. One that has ended is none."""
-        silences = {node: self.silence(node) for node in self.others if not self._says(node, "ended")}
-        return {self.name(node): silence for node, silence in silences.items() if silence > _QUIET * self.beat}
-
-    def _says(self, node: int, what: str) -> bool:
-        return bool(self.reports.get(node, {}).get(what))
-
-    def has_ended(self, node: int) -> bool:
-        """Whether another node has said that its ranks have ended."""
-        return self._says(node, "ended")
+        """Hosts that have not ended and have given no sign for some beats, and for how many seconds."""
+        silences = {other.name: other.silence for other in self.others if not other.ended}
+        return {name: silence for name, silence in silences.items() if silence > _QUIET * self.beat}
 
     @property
     def all_ended(self) -> bool:
-        """Whether every other node has said that its ranks have ended."""
-        return all(self._says(node, "ended") for node in self.others)
+        return all(other.ended for other in self.others)

@@ -20,15 +20,6 @@ from typing import NamedTuple
 
 _MAGIC = 0x46534450_50414745  # "FSDPPAGE"
 _SIZE, _AT_NOTE = 4096, 1024
-_INTEGERS = (
-    *("magic", "sequence", "pid", "started", "rank", "segment", "alive_at"),
-    *("step", "phase", "beats", "phase_at", "step_at", "window"),
-)
-_FLOATS = ("own",)
-_PLACE = {name: place for place, name in enumerate((*_INTEGERS, *_FLOATS))}
-_WHOLE, _SEQUENCE = struct.Struct(f"{len(_INTEGERS)}q{len(_FLOATS)}d"), struct.Struct("q")
-_BEAT, _STEP, _WINDOW = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("qd")
-_AT_STEP, _AT_PHASE, _AT_WINDOW = (8 * _PLACE[name] for name in ("step", "phase", "window"))
 
 
 class Phase(IntEnum):
@@ -36,7 +27,6 @@ class Phase(IntEnum):
 
     START = 0
     LOAD = 1
-    FIRST_STEP = 2
     DATA = 3
     COMPUTE = 4
     REDUCE = 5
@@ -45,12 +35,8 @@ class Phase(IntEnum):
     END = 9
 
 
-_DATA, _ALIVE, _SEGMENT, _BEATS = int(Phase.DATA), _PLACE["alive_at"], _PLACE["segment"], _PLACE["beats"]
-_PHASE = _PLACE["phase"] - _PLACE["pid"]
-
-
 class Beat(NamedTuple):
-    """What a page held at one instant.
+    """What a page held at one instant; it is laid out in this order, after a magic number and the sequence number.
 
     Attributes:
         pid, started: the process, and its start in clock ticks since boot: a process id alone may be used again.
@@ -78,43 +64,42 @@ class Beat(NamedTuple):
     own: float
 
 
+_PLACE = {name: place for place, name in enumerate(("magic", "sequence", *Beat._fields))}
+_WHOLE, _SEQUENCE = struct.Struct(f"{len(_PLACE) - 1}qd"), struct.Struct("q")
+_BEAT, _STEP, _WINDOW = struct.Struct("qqq"), struct.Struct("qqqqq"), struct.Struct("qd")
+_AT_STEP, _AT_PHASE, _AT_WINDOW = (8 * _PLACE[name] for name in ("step", "phase", "window"))
+_DATA, _ALIVE, _SEGMENT, _BEATS = int(Phase.DATA), _PLACE["alive_at"], _PLACE["segment"], _PLACE["beats"]
+_PHASE = _PLACE["phase"] - _PLACE["pid"]
 _PF_EXITING = 0x4
 """Of the flags in `/proc/PID/stat`: include/linux/sched.h."""
 
 
+def _stat(pid: int) -> list[str]:
+    """Fields of `/proc/PID/stat` from the state on; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(stat[19]) if (stat := _stat(pid)) else None
 
 
 def process_state(pid: int) -> str:
     """One letter of `ps`: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; X if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
+    return stat[0] if (stat := _stat(pid)) else "X"
 
 
 def is_exiting(pid: int) -> bool:
     """Whether the main thread of a process is on its way out, or there is no such process: the kernel ends children
-    that want to die with it (`PR_SET_PDEATHSIG`) a moment before it tells that the process has ended."""
-    try:
-        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
-    except OSError:
-        return True
+    that want to die with it (`PR_SET_PDEATHSIG`) a moment before it says that the process has ended."""
+    return not (stat := _stat(pid)) or bool(int(stat[6]) & _PF_EXITING)
 
 
 class Page:
-    """A rank's own page.
-
-    Args:
-        path: of the page; made anew.
-        rank, segment: whose it is.
-    """
+    """A rank's own page; one that is there already is replaced."""
 
     def __init__(self, path: Path, *, rank: int, segment: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +108,7 @@ class Page:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self._q, self._beats, self._note = memoryview(self._memory).cast("q"), 0, b""
-        own = os.getpid()
-        now = monotonic_ns()
+        own, now = os.getpid(), monotonic_ns()
         values = {"pid": own, "started": start_ticks(own) or 0, "rank": rank, "segment": segment}
         for name, value in {**values, "phase": Phase.START, "phase_at": now, "step_at": now, "alive_at": now}.items():
             self._q[_PLACE[name]] = value
@@ -140,7 +124,6 @@ class Page:
         self._q[1] = 2 * self._beats
 
     def step(self, step: int) -> None:
-        """A step begins, with reading data."""
         self._beats += 1
         now = monotonic_ns()
         self._q[1] = 2 * self._beats - 1
@@ -156,11 +139,9 @@ class Page:
         self._q[_ALIVE] = monotonic_ns()
 
     def belongs_to(self, segment: int) -> None:
-        """The number of this start has become known."""
         self._q[_SEGMENT] = segment
 
     def measured(self, window: int, own: float) -> None:
-        """What the steps of a window typically needed of this rank's own time, seconds."""
         self._beats += 1
         self._q[1] = 2 * self._beats - 1
         _WINDOW.pack_into(self._memory, _AT_WINDOW, window, own)
@@ -169,11 +150,7 @@ class Page:
 
 
 class Reader:
-    """Looks at a page again and again.
-
-    Args:
-        path: of the page. Raises OSError if there is none, or it is being made.
-    """
+    """Looks at a page again and again. Raises OSError if there is none, or it is being made."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -184,7 +161,15 @@ class Reader:
 
     def look(self) -> Beat | None:
         """What it holds; None if it is no page."""
-        return _consistent(self._memory)
+        for _ in range(100):  # a writer killed in the middle: as it stands
+            magic, before, *values = _WHOLE.unpack_from(self._memory)
+            after = _SEQUENCE.unpack_from(self._memory, 8)[0]
+            if before == after and before % 2 == 0:
+                break
+        if magic != _MAGIC:
+            return None
+        values[_PHASE] = Phase(values[_PHASE])
+        return Beat._make(values)
 
     def note(self) -> bytes:
         """The note that the thread beside the main one left last."""
@@ -197,18 +182,6 @@ def read(path: Path) -> Beat | None:
         return Reader(path).look()
     except OSError:
         return None
-
-
-def _consistent(memory: mmap.mmap) -> Beat | None:
-    for _ in range(100):  # a writer killed in the middle: as it stands
-        magic, before, *values = _WHOLE.unpack_from(memory)
-        after = _SEQUENCE.unpack_from(memory, 8)[0]
-        if before == after and before % 2 == 0:
-            break
-    if magic != _MAGIC:
-        return None
-    values[_PHASE] = Phase(values[_PHASE])
-    return Beat._make(values)
 
 
 def is_alive(beat: Beat) -> bool:

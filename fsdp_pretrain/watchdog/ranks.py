@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any
 
 from .page import Beat, Phase, Reader, is_exiting, process_state, start_ticks
 from .stacks import Dumps, Stack
@@ -22,10 +22,9 @@ _WEDGED_AFTER = 5.0
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands that makes no progress; travels between nodes as JSON.
+    """Where a rank stands that makes no progress; travels between nodes.
 
     Attributes:
-        rank, host, pid: who.
         step, phase, beats: of its page.
         still: seconds since its last beat.
         state: of the process, a letter of `ps`.
@@ -50,23 +49,9 @@ class Standing:
     group: tuple[str, ...]
     reading: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Standing:
-        """The inverse of `to_json`."""
-        return cls(**{**content, "group": tuple(content["group"])})
-
 
 class Rank:
-    """One rank of this node.
-
-    Args:
-        number: the rank.
-        pages: folder of its page.
-    """
+    """One rank of this node; `pages` is the folder of its page."""
 
     def __init__(self, number: int, pages: Path) -> None:
         self.number = number
@@ -124,12 +109,11 @@ class Rank:
         return next((files[f"{thread:x}"] for thread in stack.readers if f"{thread:x}" in files), "")
 
     def standing(self) -> Standing | None:
-        """Where it stands, with the latest stack."""
-        beat = self.beat
+        """Where it stands, with the latest stack; None if it never showed itself."""
+        beat, stack = self.beat, self.stack
         if beat is None:
             return None
         now, state = monotonic_ns(), "X" if self.gone else process_state(beat.pid)
-        stack = self.stack
         return Standing(
             rank=self.number,
             host=socket.gethostname(),
@@ -148,13 +132,7 @@ class Rank:
 
 
 class Ranks:
-    """All ranks of this node, and the process that started them.
-
-    Args:
-        numbers: the ranks.
-        pages: folder of their pages.
-        launcher: process id of what started them.
-    """
+    """All ranks of this node, and `launcher`, the id of the process that started them."""
 
     def __init__(self, numbers: range, pages: Path, launcher: int) -> None:
         self.all = [Rank(number, pages) for number in numbers]
@@ -174,7 +152,6 @@ class Ranks:
         return self._launcher_pid is None or is_exiting(self._launcher_pid)
 
     def look(self) -> None:
-        """Read all pages."""
         for rank in self.all:
             rank.look()
             if rank.descriptor is not None and rank.descriptor not in self._known:
@@ -197,44 +174,41 @@ class Ranks:
 
     @property
     def alive(self) -> list[Rank]:
-        """Those whose process exists."""
         return [rank for rank in self.all if rank.descriptor is not None]
 
+    @property
+    def beats(self) -> list[Beat]:
+        """The last beats of those that have shown themselves."""
+        return [rank.beat for rank in self.all if rank.beat is not None]
+
     def pids(self) -> list[int]:
-        """Their processes."""
         return [rank.beat.pid for rank in self.alive if rank.beat is not None]
 
     def reached(self) -> int:
         """The newest step that any has begun; 0 before."""
-        return max((rank.beat.step for rank in self.all if rank.beat is not None), default=0)
-
-    @property
-    def seen(self) -> bool:
-        """Whether any has shown itself."""
-        return any(rank.beat is not None for rank in self.all)
+        return max((beat.step for beat in self.beats), default=0)
 
     @property
     def segment(self) -> int:
         """Number of the start they belong to; 0 as long as it is not known."""
-        return max((rank.beat.segment for rank in self.all if rank.beat is not None), default=0)
+        return max((beat.segment for beat in self.beats), default=0)
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """(all beats together, when the last phase of any began in `monotonic_ns`)."""
-        beats = [rank.beat for rank in self.all if rank.beat is not None]
-        return sum(beat.beats for beat in beats), max((beat.phase_at for beat in beats), default=0)
+    def progress(self) -> int:
+        """The beats of all together."""
+        return sum(beat.beats for beat in self.beats)
 
     def still(self) -> float:
-        """Seconds since the last phase of any began; reads nothing but memory."""
-        for rank in self.alive:
-            rank.look()
-        since = self.progress[1]
+        """Seconds since the last phase of any began; 0 before the first."""
+        since = max((beat.phase_at for beat in self.beats), default=0)
         return (monotonic_ns() - since) / 1e9 if since else 0.0
 
     @property
     def phases(self) -> set[Phase]:
-        """What they do."""
-        return {rank.beat.phase for rank in self.all if rank.beat is not None}
+        return {beat.phase for beat in self.beats}
+
+    def standings(self) -> list[Standing]:
+        return [standing for rank in self.all if (standing := rank.standing()) is not None]
 
     def kill(self) -> None:
         """End all at once: SIGKILL ends stopped and wedged processes too. Stopped first, so that none lives to see the
@@ -242,3 +216,13 @@ class Ranks:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for rank in self.alive:
                 rank.signal(number)
+
+
+def killed_for_memory() -> str:
+    """What to say if the kernel has killed something in this container for its memory; else empty."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^oom_kill ([1-9]\d*)$", Path(path).read_text(), re.MULTILINE)
+            if found is not None:
+                return f" (the kernel has killed {found[1]} processes here for lack of memory)"
+    return ""

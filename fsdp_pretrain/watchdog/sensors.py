@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..record.files import RunDir
 from ..record.metrics import find_step
 from ..record.step_record import StepRecord
 from ..severity import Severity
+from .accounts import Accounts
 from .alarms import Alarms
 from .checkpoints import Checkpoints
 from .detector import Detector
@@ -30,11 +32,9 @@ _SHM = Path("/dev/shm")
 
 def sensors(
     config: Config,
-    run: RunDir,
     alarms: Alarms,
     *,
     segment: int,
-    host: str,
     leads: bool = True,
     devices: int = 0,
     pids: Callable[[], list[int]] = list,
@@ -43,67 +43,51 @@ def sensors(
     """The detectors of one node.
 
     Args:
-        config: the run.
-        run: its directory.
-        alarms: where incidents are told.
-        segment: number of this start.
-        host: name of this host.
         leads: this node watches what the whole run has in common: checkpoints, the data, the run directory.
         devices: GPUs that ranks use on this node; 0 if unknown.
         pids: processes of the ranks on this node, now.
         reached: the newest step that a rank of this node has begun.
     """
-    watchdog, looks = config.watchdog, Looks()
+    run, host, section, looks = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, Looks()
     corpora = {source.name: source.path for source in config.data.sources}
-    mounts = Mounts(alarms, watchdog.storage, looks, [run.checkpoints] if leads else [], corpora)
+    mounts = Mounts(alarms, section, looks, [run.checkpoints] if leads else [], corpora)
     found: list[Detector] = [mounts, Host(alarms, host=host, pids=pids)]
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
-    if leads:
-        checkpoints = _checkpoints(config, run, alarms, looks, segment, pids, reached)
-        other = fallback(config)
+    if not leads:
+        found.append(Space(alarms, section, looks, local))
+    else:
+        directories = [store.directory for store in stores(run).all]
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
-        places += [("fallback", other.directory, True)] if other is not None else []
+        if (other := fallback(config)) is not None:
+            places.append(("fallback", other.directory, True))
+            directories += [] if other.directory in directories else [other.directory]
+        checkpoints = Checkpoints(
+            alarms,
+            section,
+            looks,
+            run=run.path,
+            segment=segment,
+            stores=directories,
+            every=config.checkpoint.every,
+            verify=config.checkpoint.verify,
+            prune=config.checkpoint.prune,
+            pids=pids,
+            reached=reached,
+        )
         found += [
             checkpoints,
-            Space(alarms, watchdog.storage, looks, [*places, *local], checkpoints),
+            Space(alarms, section, looks, [*places, *local], checkpoints),
             Waits(alarms),
             _sentinels(config, run, alarms, mounts),
         ]
         if config.eval.every is not None:
-            found.append(Evaluations(alarms, watchdog.storage, looks, run.path))
-    else:
-        found.append(Space(alarms, watchdog.storage, looks, local))
+            found.append(Evaluations(alarms, section, looks, run.path))
+        shown = config.watchdog.notify.prometheus
+        if shown.port is not None or shown.textfile is not None:
+            found.append(Accounts(alarms, looks, run.path))
     if (gpus := _devices(config, run, alarms, host, devices)) is not None:
         found.append(gpus)
     return found
-
-
-def _checkpoints(
-    config: Config,
-    run: RunDir,
-    alarms: Alarms,
-    looks: Looks,
-    segment: int,
-    pids: Callable[[], list[int]],
-    reached: Callable[[], int],
-) -> Checkpoints:
-    places = [store.directory for store in stores(run).all]
-    other = fallback(config)
-    if other is not None and other.directory not in places:
-        places.append(other.directory)
-    return Checkpoints(
-        alarms,
-        config.watchdog.storage,
-        looks,
-        run=run.path,
-        segment=segment,
-        stores=places,
-        every=config.checkpoint.every,
-        verify=config.checkpoint.verify,
-        prune=config.checkpoint.prune,
-        pids=pids,
-        reached=reached,
-    )
 
 
 def _sentinels(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> Sentinels:

@@ -9,62 +9,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import queue
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic_core import to_json
 
+from ..deadline import Worker
 from ..record import state_files
 from ..record.files import replace_file
 from .message import Note
 from .storm import Memory
 
-_T = TypeVar("_T")
 _LIMIT = 5.0
 _MEMORY = "state.json"
-
-
-class Limited:
-    """Calls something that may hang in a thread of its own, and waits for it only so long."""
-
-    def __init__(self, limit: float = _LIMIT) -> None:
-        self._limit, self._calls = limit, queue.SimpleQueue[Callable[[], None]]()
-        self._hanging: threading.Event | None = None
-        self._started = False
-
-    def call(self, act: Callable[[], _T]) -> _T:
-        """What `act` returns or raises. Raises TimeoutError if it, or the call before it, does not end."""
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._work, name="disk", daemon=True).start()
-        if self._hanging is not None and not self._hanging.is_set():
-            raise TimeoutError
-        done, results, errors = threading.Event(), list[_T](), list[BaseException]()
-
-        def attempt() -> None:
-            try:
-                results.append(act())
-            except BaseException as error:
-                errors.append(error)
-            done.set()
-
-        self._hanging = done
-        self._calls.put(attempt)
-        if not done.wait(self._limit):
-            raise TimeoutError
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    def _work(self) -> None:
-        while True:
-            self._calls.get()()
 
 
 class Spool:
@@ -80,12 +40,12 @@ class Spool:
 
     def __init__(self, run: Path, channel: str) -> None:
         self._run, self._local = run / "watchdog/spool" / channel, local_folder(run) / channel
-        self._limited = Limited()
+        self._disk = Worker("disk")
         self._notes: dict[str, Note] = {}
         """By the name of the file."""
         self.memory = Memory()
         with contextlib.suppress(OSError):
-            self._load(*self._limited.call(lambda: _contents(self._run)))
+            self._load(*self._disk.call(lambda: _contents(self._run), _LIMIT))
         with contextlib.suppress(OSError):
             self._load(*_contents(self._local))
 
@@ -137,7 +97,7 @@ class Spool:
         name = next(iter(self._notes))
         del self._notes[name]
         with contextlib.suppress(OSError):
-            self._limited.call(lambda: remove(self._run / name))
+            self._disk.call(lambda: remove(self._run / name), _LIMIT)
         with contextlib.suppress(OSError):
             remove(self._local / name)
 
@@ -145,7 +105,7 @@ class Spool:
         """Into the run directory, or else on this node, or else it stands in memory alone."""
         text = to_json(content).decode() + "\n"
         try:
-            self._limited.call(lambda: replace_file(self._run / name, text))
+            self._disk.call(lambda: replace_file(self._run / name, text), _LIMIT)
         except OSError:
             with contextlib.suppress(OSError):
                 _own(self._local.parent)

@@ -5,72 +5,66 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
-_WAITING = "/torch/distributed/"
+_OURS = re.compile(r"^(?!.*site-packages/torch).*/(?:fsdp_pretrain|data|eval)/")
 _NEAR = 6
 """Innermost frames that are looked at."""
 
 
+class Frame(NamedTuple):
+    """A line of a stack dump; `name` is the function's."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line} {self.name}"
+
+
 @dataclass(frozen=True)
 class Stack:
-    """The main thread of a rank, innermost frame first.
+    """The main thread of a rank, innermost frame first; `readers`: identities of threads that are reading data."""
 
-    Attributes:
-        frames: (file, line, function).
-        readers: identities of threads that are in the middle of reading data.
-    """
-
-    frames: tuple[tuple[str, int, str], ...]
+    frames: tuple[Frame, ...]
     readers: tuple[int, ...] = ()
 
     @property
     def collective(self) -> str | None:
         """Name of the collective operation it is in; None if it is in none."""
-        names = [name for file, _, name in self.frames[:_NEAR] if _WAITING in file]
+        names = [frame.name for frame in self.signature if "/torch/distributed/" in frame.file]
         return names[-1] if names else None
+
+    @property
+    def _own(self) -> Frame | None:
+        """The innermost frame of this project."""
+        return next((frame for frame in self.frames if _OURS.match(frame.file)), None)
 
     @property
     def place(self) -> str:
         """Where it is in words: the innermost frame, and the innermost one of this project if that is another."""
         if not self.frames:
             return "unknown"
-        inner = self.frames[0]
-        own = next((frame for frame in self.frames if _is_ours(frame[0])), inner)
-        text = f"{Path(inner[0]).name}:{inner[1]} {inner[2]}"
-        return text if own == inner else f"{text} (from {Path(own[0]).name}:{own[1]} {own[2]})"
+        inner, own = self.frames[0], self._own
+        return str(inner) if own in (None, inner) else f"{inner} (from {own})"
 
     @property
-    def signature(self) -> tuple[tuple[str, int, str], ...]:
+    def signature(self) -> tuple[Frame, ...]:
         """What tells one place from another, and stays the same while it stands still."""
         return self.frames[:_NEAR]
 
     @property
     def group(self) -> tuple[str, ...]:
         """What ranks that wait for the same thing have in common: collective and caller of ours, without lines."""
-        own = next((f"{Path(file).name}:{name}" for file, _, name in self.frames if _is_ours(file)), "")
-        return (self.collective or "", own)
-
-
-def _is_ours(file: str) -> bool:
-    return (
-        any(f"/{package}/" in file for package in ("fsdp_pretrain", "data", "eval"))
-        and "site-packages/torch" not in file
-    )
-
-
-def _is_reading(frames: list[tuple[str, int, str]]) -> bool:
-    """Whether a thread that makes reads of data is in one: it is not when it waits to be given the next."""
-    return any(file.endswith("data/reading.py") and name == "_serve" for file, _, name in frames[1:])
+        own = self._own
+        return (self.collective or "", "" if own is None else f"{Path(own.file).name}:{own.name}")
 
 
 class Dumps:
-    """The dumps of one rank, as they are added to its file.
-
-    Args:
-        path: of the file.
-    """
+    """The dumps of one rank, as they are added to its file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -78,7 +72,7 @@ class Dumps:
         self.text = ""
 
     def skip(self) -> None:
-        """What is there is of no interest."""
+        """Pass over what is there."""
         self.text = ""
         try:
             self._offset = self._path.stat().st_size
@@ -100,17 +94,22 @@ class Dumps:
         self.text = text
         threads = _threads(text)
         main = threads.get(int(self._main, 16))
-        readers = tuple(thread for thread, frames in threads.items() if _is_reading(frames))
-        return None if main is None else Stack(tuple(main), readers)
+        readers = [thread for thread, frames in threads.items() if any(map(_reads_data, frames))]
+        return None if main is None else Stack(tuple(main), tuple(readers))
 
 
-def _threads(text: str) -> dict[int, list[tuple[str, int, str]]]:
+def _reads_data(frame: Frame) -> bool:
+    """Whether the thread reads: while it waits for the next read it is not in this function."""
+    return frame.file.endswith("data/reading.py") and frame.name == "_read"
+
+
+def _threads(text: str) -> dict[int, list[Frame]]:
     """Frames of each thread of the last dump in a text."""
-    found: dict[int, list[tuple[str, int, str]]] = {}
-    frames: list[tuple[str, int, str]] = []
+    found: dict[int, list[Frame]] = {}
+    frames: list[Frame] = []
     for line in text.splitlines():
         if thread := _THREAD.match(line):
             frames = found[int(thread[1], 16)] = []
         elif frame := _FRAME.match(line):
-            frames.append((frame[1], int(frame[2]), frame[3]))
+            frames.append(Frame(frame[1], int(frame[2]), frame[3]))
     return found

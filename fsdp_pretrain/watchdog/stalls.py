@@ -1,7 +1,8 @@
 """Is the run hanging? How long each phase may take, from what it took so far. No torch.
 
 A deadline is a multiple of the median, never of the largest of a few: step times have tails that make such a bound
-either useless or a source of false alarms. The soft deadline collects evidence and tells; the hard one ends the run.
+either useless or a source of false alarms. The soft deadline collects evidence and opens the alarm; the hard one ends
+the run.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..watchdog_sections import HangSection
-from .page import Phase
+from .page import Beat, Phase
 
 _HISTORY = 512
 _FEW = 3
-_LONG_PHASES = frozenset((Phase.LOAD, Phase.SAVE))
+_LONG_PHASES = (Phase.LOAD, Phase.SAVE)
 
 
 @dataclass(frozen=True)
@@ -32,32 +33,39 @@ class Deadlines:
 
 
 class History:
-    """How long phases took.
-
-    Args:
-        section: the least times.
-    """
+    """How long steps, saves and loads took; `section` has the least times."""
 
     def __init__(self, section: HangSection) -> None:
         self._section = section
         self._steps: deque[float] = deque(maxlen=_HISTORY)
         self._long: dict[Phase, deque[float]] = {phase: deque(maxlen=_HISTORY) for phase in _LONG_PHASES}
+        self._last: Beat | None = None
+        self._under_way: dict[Phase, int] = {}
 
-    @property
-    def knows_steps(self) -> bool:
-        """Whether it is known how long a step takes."""
-        return bool(self._steps)
+    def assume(self, step_seconds: float) -> None:
+        """How long a step takes by the record: it counts as long as none was seen."""
+        if not self._steps:
+            self._steps.append(step_seconds)
 
-    def add_step(self, seconds: float) -> None:
-        """A step without a save or an evaluation took so long."""
-        self._steps.append(seconds)
+    def see(self, beat: Beat, phases: set[Phase]) -> None:
+        """Learn from the page of the first rank. A step with a save or a load in it, of any rank, does not count."""
+        last, long = self._last, self._under_way or phases.intersection(_LONG_PHASES)
+        if last is None or beat.step > last.step:
+            if last is not None and last.step > 0 and not long:
+                self._steps.append((beat.step_at - last.step_at) / 1e9 / (beat.step - last.step))
+            self._last = beat
+        for phase in _LONG_PHASES:
+            if beat.phase is phase:
+                self._under_way[phase] = beat.phase_at
+            elif phase in self._under_way:
+                self._long[phase].append((beat.phase_at - self._under_way.pop(phase)) / 1e9)
 
-    def add(self, phase: Phase, seconds: float) -> None:
-        """A save, a load or an evaluation took so long."""
-        self._long[phase].append(seconds)
+    def deadlines(self, phases: set[Phase]) -> Deadlines:
+        """Of ranks that are in these phases: the latest of each."""
+        found = [self._deadlines(phase) for phase in phases]
+        return Deadlines(max(each.soft for each in found), max(each.hard for each in found))
 
-    def deadlines(self, phase: Phase) -> Deadlines:
-        """For a phase, now."""
+    def _deadlines(self, phase: Phase) -> Deadlines:
         section = self._section
         unknown = Deadlines(section.unknown_soft.value, section.unknown_hard.value)
         if phase in _LONG_PHASES:
