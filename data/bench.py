@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from .corpus import write_corpus
-from .packer import Packer
-from .shards import ShardWriter, token_dtype
-from .tokenizer import EOD, Tokenizer
+from data.corpus.corpus import write_corpus
+from data.corpus.shards import ShardWriter, token_dtype
+from data.packing.packer import Packer
+from data.text.tokenizer import EOD, Tokenizer
 
 _VOCABULARY = 32_000
 _SHARDS = 4

@@ -9,19 +9,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain import config
+from data.corpus.corpus import MAX_VOCABULARY, Corpus, Vocabulary
+from data.prepare.jobs import default_workers
+from data.prepare.prepare import Options, prepare, summary
+from data.prepare.train_tokenizer import train_tokenizer
+from data.text.tokenizer import Tokenizer
+from data.validate.report import decode_any, render
+from data.validate.validate import check_against, validate
+from fsdp_pretrain.config import config
 from fsdp_pretrain.console import JSON, Command, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.units import Progress
 
-from . import adopt, bench, quickstart, simulate
-from .corpus import MAX_VOCABULARY, Corpus, Vocabulary
-from .jobs import default_workers
-from .prepare import Options, prepare, summary
-from .report import decode_any, render
-from .tokenizer import Tokenizer
-from .train_tokenizer import train_tokenizer
-from .validate import check_against, validate
+from . import bench, simulate
+from .prepare import import_corpus, quickstart
 
 
 def main() -> int:
@@ -123,16 +124,16 @@ def _options(args: argparse.Namespace, **more: Any) -> Options:
 )
 def _import(args: argparse.Namespace) -> int:
     """Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped."""
-    manifest = adopt.adopt(
+    manifest = import_corpus.adopt(
         args.sources,
         Tokenizer.load(args.tokenizer, args.eod),
         args.out,
-        adopt.Options(args.format, args.separators, args.copy, args.dtype),
+        import_corpus.Options(args.format, args.separators, args.copy, args.dtype),
         workers=args.workers,
         overwrite=args.overwrite,
         quiet=args.quiet,
     )
-    print(adopt.summary(manifest, args.out))
+    print(import_corpus.summary(manifest, args.out))
     return 0
 
 

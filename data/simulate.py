@@ -20,13 +20,13 @@ import psutil
 import xxhash
 from tqdm import tqdm
 
-from fsdp_pretrain.schedule import share_of
+from data.corpus.corpus import build_blocks, write_corpus
+from data.corpus.shards import Shard, encode_index
+from data.packing.packer import Packer
+from data.text.tokenizer import EOD
+from fsdp_pretrain.config.schedule import share_of
 
 from .bench import timed, word_tokenizer
-from .corpus import build_blocks, write_corpus
-from .packer import Packer
-from .shards import Shard, encode_index
-from .tokenizer import EOD
 
 _DTYPE = np.dtype("<u2")
 _VARIANTS = 64

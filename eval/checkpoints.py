@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from fsdp_pretrain import models
-from fsdp_pretrain.changes import load_compatible
 from fsdp_pretrain.checkpoint.loading import load_model
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint
-from fsdp_pretrain.config import Config
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.parallel import compute_dtype
+from fsdp_pretrain.parallel.fsdp import compute_dtype
 
 
 def read_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[Decoder, Config]:

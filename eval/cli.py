@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.arguments import RUN, SEGMENT, check_begun, import_extra
-from fsdp_pretrain.changes import load_compatible
+from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, step_of
-from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
-from fsdp_pretrain.config import Config
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.console import JSON, Command, argument, positive, verb
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
 from fsdp_pretrain.record import run_id, state_files
+from fsdp_pretrain.record.arguments import RUN, SEGMENT, check_begun, import_extra
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 
 from .attempt import RefusedError, Results

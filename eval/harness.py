@@ -16,11 +16,11 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm import tqdm
 
-from data.objectives import IGNORE, Specials
-from data.tokenizer import Tokenizer
+from data.packing.objectives import IGNORE, Specials
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.config.sections import AnyObjective, GLMObjective
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Slots
-from fsdp_pretrain.sections import AnyObjective, GLMObjective
 
 from .attempt import RefusedError
 from .generation import Greedy

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import xxhash
 
+from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.manifest import Manifest
 from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
-from fsdp_pretrain.checkpoint.stores import stores
 from fsdp_pretrain.child_process import start_module
-from fsdp_pretrain.config import Config
-from fsdp_pretrain.record import claim as claims
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.record import lease as claims
 from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.claim import BEAT_SECONDS, Claim, is_alive, take_away
 from fsdp_pretrain.record.files import RunDir, make_directory, now
 from fsdp_pretrain.record.journal import Journal, read
+from fsdp_pretrain.record.lease import BEAT_SECONDS, Claim, is_alive, take_away
 
 from .attempt import EvaluationError, Limits, RefusedError, Results, apart, limits
 

@@ -7,16 +7,16 @@ import math
 import torch
 from pydantic import BaseModel
 
-from data.loader import micro_batch
-from data.opening import open_infilling
+from data.packing.loader import micro_batch
+from data.packing.opening import open_infilling
+from fsdp_pretrain.checkpoint.locations import Stores, stores
 from fsdp_pretrain.checkpoint.store import Checkpoint
-from fsdp_pretrain.checkpoint.stores import Stores, stores
 from fsdp_pretrain.errors import CheckpointError
-from fsdp_pretrain.models import packed as forward
+from fsdp_pretrain.lineage.provenance import ShownSample, TrainedStep, describe_sample, trained_step
+from fsdp_pretrain.models import forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import LossSum, StepRecord, number
-from fsdp_pretrain.where import ShownSample, TrainedStep, describe_sample, trained_step
 
 from .checkpoints import read_checkpoint
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus import Corpus
-from data.inputs import plan_shards, read_documents
-from data.tokenizer import Tokenizer
+from data.corpus.corpus import Corpus
+from data.text.inputs import plan_shards, read_documents
+from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .attempt import RefusedError

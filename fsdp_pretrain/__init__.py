@@ -16,7 +16,7 @@ def _check_siblings() -> None:
     for package, module in (("data", "packer"), ("eval", "harness")):
         found = find_spec(package)
         # A mere folder called `data` has no origin, and hides nothing. A foreign package or module does, even where
-        # an editable installation would still find our `data.packer` under it.
+        # an editable installation would still find our `data.packing.packer` under it.
         ours = found is not None and (found.origin is None or Path(found.origin).resolve().is_relative_to(root))
         if ours and find_spec(f"{package}.{module}") is not None:
             continue

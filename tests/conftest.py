@@ -62,7 +62,7 @@ def shared_corpus(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) ->
 @pytest.fixture(scope="session")
 def tokenizer(shared_corpus: Path) -> Any:
     """The tokenizer of the shared corpus."""
-    from data.tokenizer import Tokenizer
+    from data.text.tokenizer import Tokenizer
 
     return Tokenizer.load(shared_corpus / "tokenizer")
 

@@ -14,19 +14,21 @@ from typing import Any
 
 import torch
 
-from data.loader import IGNORE, MicroBatch, StepBatch
-from data.position import Position
-from fsdp_pretrain import mesh, models, optim, parallel
-from fsdp_pretrain.bench import Records
-from fsdp_pretrain.config import Config, load
-from fsdp_pretrain.control import Inbox
-from fsdp_pretrain.health import Health
-from fsdp_pretrain.run_context import RunContext
-from fsdp_pretrain.saves import Saves
-from fsdp_pretrain.schedule import share_of
-from fsdp_pretrain.sections import GLMObjective
-from fsdp_pretrain.state import TrainState
-from fsdp_pretrain.trainer import Trainer
+from data.packing.loader import IGNORE, MicroBatch, StepBatch
+from data.packing.position import Position
+from fsdp_pretrain import models
+from fsdp_pretrain.bench.steps import Records
+from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.schedule import share_of
+from fsdp_pretrain.config.sections import GLMObjective
+from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.parallel import fsdp, mesh
+from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.record.requests import Inbox
+from fsdp_pretrain.train.checkpointing import Saves
+from fsdp_pretrain.train.run_context import RunContext
+from fsdp_pretrain.train.trainer import Trainer
 
 BATCH, LENGTH, STEPS, POISON = 8, 16, 4, 511
 MESHES = {1: ["parallel.shard=1", "train.micro_batch=4"], 4: ["parallel.shard=2", "train.micro_batch=1"]}
@@ -97,7 +99,7 @@ class NoSaver:
 
 def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
     """Train the case's steps."""
-    model = parallel.parallelize(models.build(config.model), config, world)
+    model = fsdp.parallelize(models.build(config.model), config, world)
     model.train()
     fp16 = config.train.precision == "fp16"
     if case == "poison":  # larger than fp16 can hold: infinite wherever the token is looked up, and nowhere else

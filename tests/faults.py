@@ -39,9 +39,9 @@ def doze(fault: dict[str, Any]) -> None:
 def wait(fault: dict[str, Any]) -> None:
     """Let every step take so many seconds, from `from` to `until` if they are given, as if a device were at work: the
     noise of the machine in what is shorter does not show."""
-    from fsdp_pretrain import optim
+    from fsdp_pretrain.parallel import optimizer
 
-    update = optim.apply
+    update = optimizer.apply
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         updated = update(*args, **kwargs)
@@ -50,7 +50,7 @@ def wait(fault: dict[str, Any]) -> None:
             _ENDED[0] = time.monotonic()
         return updated
 
-    optim.apply = slow
+    optimizer.apply = slow
 
 
 def await_file(fault: dict[str, Any]) -> None:
@@ -92,8 +92,8 @@ def drag(fault: dict[str, Any]) -> None:
 
 def rewind(fault: dict[str, Any]) -> None:
     """Read the data from its beginning again."""
-    from data.loader import Loader
-    from data.position import Position
+    from data.packing.loader import Loader
+    from data.packing.position import Position
 
     build, first = Loader.build, [True]
 
@@ -106,7 +106,7 @@ def rewind(fault: dict[str, Any]) -> None:
 
 def swap(fault: dict[str, Any]) -> None:
     """Take the samples of the second of two sources where those of the first are due, and the other way round."""
-    from data.mixture import Mixture
+    from data.packing.mixture import Mixture
 
     source_of = Mixture.source_of
 
@@ -119,7 +119,7 @@ def swap(fault: dict[str, Any]) -> None:
 
 def trust(fault: dict[str, Any]) -> None:
     """Believe that documents hold no special tokens."""
-    from data.packer import Packer
+    from data.packing.packer import Packer
 
     Packer._clean = lambda *_: True  # type: ignore[method-assign]
 
@@ -137,7 +137,7 @@ def arm(faults: list[dict[str, Any]]) -> None:
     mine = [fault for fault in mine if fault.get("attempt", attempt) == attempt]
     if not mine:
         return
-    from fsdp_pretrain.trainer import Trainer
+    from fsdp_pretrain.train.trainer import Trainer
 
     for fault in mine:
         if fault["step"] == 0:  # from the beginning of this start

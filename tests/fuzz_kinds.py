@@ -340,7 +340,7 @@ def _make_arrow(folder: Path, documents: list[list[int]], *, stream: bool) -> No
 
 
 def _make_megatron(folder: Path, documents: list[list[int]]) -> None:
-    from data.shards import ShardWriter
+    from data.corpus.shards import ShardWriter
 
     with ShardWriter(folder / "a", np.dtype("<u2")) as writer:
         for document in documents:

@@ -36,8 +36,8 @@ def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: 
     """A corpus of the given token lists as they are, dealt over its shards in turn."""
     import numpy as np
 
-    from data.corpus import write_corpus
-    from data.shards import ShardWriter
+    from data.corpus.corpus import write_corpus
+    from data.corpus.shards import ShardWriter
 
     (path / "shards").mkdir(parents=True)
     entries = []

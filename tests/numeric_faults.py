@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from fsdp_pretrain import optim, trainer
-from fsdp_pretrain.models import packed
+from fsdp_pretrain.models import forward
+from fsdp_pretrain.parallel import optimizer
+from fsdp_pretrain.train import trainer
 
 FAULT = json.loads(os.environ["FAULT"])
 now = 0
@@ -68,5 +69,5 @@ def losses(*args: Any, **kwargs: Any) -> Any:
 if "hosts" in FAULT:
     socket.gethostname = lambda: FAULT["hosts"][int(os.environ["RANK"])]
 whole_step, trainer.Trainer.step = trainer.Trainer.step, step  # type: ignore[method-assign]
-norm_really, optim.gradient_norm = optim.gradient_norm, gradient_norm
-losses_really, packed.losses = packed.losses, losses
+norm_really, optimizer.gradient_norm = optimizer.gradient_norm, gradient_norm
+losses_really, forward.losses = forward.losses, losses

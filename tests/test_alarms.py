@@ -20,13 +20,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from fsdp_pretrain.notify_sections import PrometheusSection
+from fsdp_pretrain.config.notify import PrometheusSection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog import desk, exporter
-from fsdp_pretrain.watchdog.alarms import Alarms, read_alarms
-from fsdp_pretrain.watchdog.exporter import Exporter, render
-from fsdp_pretrain.watchdog.snapshot import METRICS, Snapshot
+from fsdp_pretrain.watchdog.notify import operator, prometheus
+from fsdp_pretrain.watchdog.notify.alarms import Alarms, read_alarms
+from fsdp_pretrain.watchdog.notify.prometheus import Exporter, render
+from fsdp_pretrain.watchdog.notify.snapshot import METRICS, Snapshot
 
 pytestmark = pytest.mark.quick
 INFO, WARN, CRIT = Severity
@@ -84,13 +84,13 @@ def test_acknowledging_without_a_watchdog(run: Path, alarms: Alarms, verb: Verb,
 def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) -> None:
     """While it runs it alone writes; it is asked and answers within a pass."""
     alarms.open("hang", CRIT, "no progress")
-    claim = desk.keep_alarms(RunDir(run), "watchdog")
+    claim = operator.keep_alarms(RunDir(run), "watchdog")
     assert claim is not None
     done = threading.Event()
 
     def passes() -> None:
         while not done.wait(0.02):
-            desk.serve(RunDir(run), alarms)
+            operator.serve(RunDir(run), alarms)
 
     watchdog = threading.Thread(target=passes)
     watchdog.start()
@@ -104,10 +104,10 @@ def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) ->
 
 def test_a_watchdog_that_does_not_answer_hears_it_later(run: Path, alarms: Alarms) -> None:
     alarms.open("hang", CRIT, "no progress")
-    claim = desk.keep_alarms(RunDir(run), "watchdog")
-    assert claim is not None and desk.keep_alarms(RunDir(run), "another") is None
-    assert desk.acknowledge(RunDir(run), "hang", wait=0.2) is False
-    desk.serve(RunDir(run), alarms)
+    claim = operator.keep_alarms(RunDir(run), "watchdog")
+    assert claim is not None and operator.keep_alarms(RunDir(run), "another") is None
+    assert operator.acknowledge(RunDir(run), "hang", wait=0.2) is False
+    operator.serve(RunDir(run), alarms)
     assert [alarm.state for alarm in alarms] == ["acknowledged"]
     claim.release()
 
@@ -115,13 +115,13 @@ def test_a_watchdog_that_does_not_answer_hears_it_later(run: Path, alarms: Alarm
 def test_the_claim_of_a_dead_watchdog_is_taken(run: Path, alarms: Alarms, helpers: Any) -> None:
     code = (
         "import os, sys; from pathlib import Path\nfrom fsdp_pretrain.record.files import RunDir\n"
-        "from fsdp_pretrain.watchdog.desk import keep_alarms\n"
+        "from fsdp_pretrain.watchdog.notify.operator import keep_alarms\n"
         "assert keep_alarms(RunDir(Path(sys.argv[1])), 'watchdog'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], env=helpers.environment())
     assert (run / "watchdog/agent.json").exists()
     alarms.open("hang", CRIT, "no progress")
-    assert desk.acknowledge(RunDir(run), "hang")
+    assert operator.acknowledge(RunDir(run), "hang")
 
 
 def test_a_maintenance_window(run: Path, verb: Verb, helpers: Any) -> None:
@@ -130,10 +130,10 @@ def test_a_maintenance_window(run: Path, verb: Verb, helpers: Any) -> None:
     assert "more than a year" in verb("mute", "99999999 days", "switches").stderr
     before = time.time()
     assert verb("mute", "2h", "new switches").returncode == 0
-    assert before + 7199 < desk.muted_until(RunDir(run)) <= time.time() + 7200
+    assert before + 7199 < operator.muted_until(RunDir(run)) <= time.time() + 7200
     assert "muted for 1h5" in verb("alarms").stdout
     assert verb("mute", "0h").stdout == "alarms are sent again\n"
-    assert desk.muted_until(RunDir(run)) <= time.time()
+    assert operator.muted_until(RunDir(run)) <= time.time()
     assert ["new switches" in entry["text"] for entry in helpers.journal(run, "mute")] == [True, False]
 
 
@@ -192,7 +192,7 @@ def test_metrics_by_http() -> None:
 
 
 def test_metrics_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_TEXTFILE_SECONDS", 0.0)
+    monkeypatch.setattr(prometheus, "_TEXTFILE_SECONDS", 0.0)
     path = tmp_path / "run.prom"
     shown = Exporter(PrometheusSection(textfile=path))
     shown.show(full())

@@ -407,7 +407,7 @@ def test_torch_sees_the_same_weights(trained: Path) -> None:
     """The evaluation's loader, one process without a process group, reads what two ranks wrote."""
     from fsdp_pretrain import models
     from fsdp_pretrain.checkpoint.loading import load_model
-    from fsdp_pretrain.config import load
+    from fsdp_pretrain.config.config import load
 
     checkpoint = Store(trained / "checkpoints").find(40)
     model = models.build(load(checkpoint.path / "config.toml").model).to_empty(device="cpu")

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_pretrain.config import load
-from fsdp_pretrain.environment import compare
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.milestones import milestones
 from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.train.environment import compare
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +46,7 @@ def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any
     os.utime(checkout / "README.md", (1, 1))  # what git notes, unless it is told not to
     index = (checkout / ".git/index").read_bytes()
     code = (
-        "import json; from fsdp_pretrain.environment import describe; from fsdp_pretrain.mesh import Alone\n"
+        "import json; from fsdp_pretrain.train.environment import describe; from fsdp_pretrain.parallel.mesh import Alone\n"
         "print(json.dumps(describe(Alone(), [])['git']))"
     )
     environment = helpers.environment(PYTHONPATH=helpers.python_path(checkout))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_pretrain.config import Config, load, schema_keys
-from fsdp_pretrain.config_reference import reference
+from fsdp_pretrain.config.config import Config, load, schema_keys
+from fsdp_pretrain.config.reference import reference
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import Progress
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from data.findings import CATALOGUE
+from data.validate.findings import CATALOGUE
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

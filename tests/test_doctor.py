@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_pretrain.doctor import pair_rounds
+from fsdp_pretrain.launch.doctor import pair_rounds
 
 SLOW = "import time, torch\nreal = {call}\ndef slow(*a, **k):\n    time.sleep(0.05)\n    return real(*a, **k)\n{call} = slow\n"
 WRONG = (
@@ -30,7 +30,7 @@ def check(
             Path(extra["EXECUTE_FIRST"]).write_text(faults[rank])
         environment = helpers.environment(**extra, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         arguments = ("--json", "--slow", "6", "--slow-sum", "6", "--megabytes", "0.05", "--timeout", "60")
-        processes.append(start_command("fsdp_pretrain.doctor", *arguments, environment=environment))
+        processes.append(start_command("fsdp_pretrain.launch.doctor", *arguments, environment=environment))
     codes = [process.wait() for process in processes]
     out, err = processes[0].output()
     assert out, err

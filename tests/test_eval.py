@@ -30,9 +30,9 @@ from eval.harness import CheckpointLM
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
-from fsdp_pretrain.config import load
-from fsdp_pretrain.record.claim import this_process
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lease import this_process
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -225,7 +225,7 @@ def test_unigram_baseline_is_the_entropy_of_token_counts(shared_corpus: Path) ->
     import math
     from collections import Counter
 
-    from data.corpus import Corpus
+    from data.corpus.corpus import Corpus
 
     corpus = Corpus(shared_corpus / "corpus")
     tokenizer = corpus.tokenizer()

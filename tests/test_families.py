@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from fsdp_pretrain import models
+from fsdp_pretrain.config.model import GLMModel, GPTModel, LlamaModel, RopeScaling
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.model_sections import GLMModel, GPTModel, LlamaModel, RopeScaling
 from fsdp_pretrain.models.attention import scaled_attention
 from fsdp_pretrain.models.decoder import Decoder
 from fsdp_pretrain.models.glm import deepnorm_constants
 from fsdp_pretrain.models.layers import rotary_frequencies
 from fsdp_pretrain.models.masks import Slots, add_alibi, alibi_slopes, block_mask, choose_backend, dense_mask
-from fsdp_pretrain.parallel import materialise
-from fsdp_pretrain.plan import count_parameters
+from fsdp_pretrain.parallel.fsdp import materialise
+from fsdp_pretrain.plan.plan import count_parameters
 
 pytestmark = pytest.mark.quick
 CPU = torch.device("cpu")

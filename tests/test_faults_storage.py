@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.tokenizer import Tokenizer
+from data.text.tokenizer import Tokenizer
 
 TESTS = Path(__file__).resolve().parent
 STORAGE = {"interval": "0.2 s", "audit": "1 s"}

@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from sight import seeded
 from torch import Tensor
 
-from data.objectives import IGNORE
-from data.opening import open_infilling, open_packer
-from data.tokenizer import Tokenizer
+from data.packing.objectives import IGNORE
+from data.packing.opening import open_infilling, open_packer
+from data.text.tokenizer import Tokenizer
 from eval.checkpoints import read_checkpoint
 from eval.samples import sample_losses
-from fsdp_pretrain import where
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
-from fsdp_pretrain.config import load
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.lineage import provenance as where
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.record.files import RunDir
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_pretrain.record import lineage
-from fsdp_pretrain.record.attempts import unread_bytes
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.goodput import Account, Saves, State, goodput, render
 from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.record.start_history import unread_bytes
 from fsdp_pretrain.units import human_time
 
 LENGTH, BATCH = 32, 8

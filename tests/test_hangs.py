@@ -18,8 +18,8 @@ import pytest
 from processes import TORCHRUN, spawn
 from sight import CALM, PATIENCE, PATIENT, WATCHED, agents, family, hang, steps, until
 
-from fsdp_pretrain.watchdog.ranks import Ranks, Standing
-from fsdp_pretrain.watchdog.verdict import judge
+from fsdp_pretrain.watchdog.hang.diagnosis import judge
+from fsdp_pretrain.watchdog.hang.rank_monitor import Ranks, Standing
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from sight import until
 
-from fsdp_pretrain.watchdog import nvml
-from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.hardware import Devices
-from fsdp_pretrain.watchdog.host import Host, HostState, look
-from fsdp_pretrain.watchdog.hosts import remember
-from fsdp_pretrain.watchdog_sections import HardwareSection
+from fsdp_pretrain.config.operations import HardwareSection
+from fsdp_pretrain.watchdog.detectors import nvml
+from fsdp_pretrain.watchdog.detectors.gpu import Devices
+from fsdp_pretrain.watchdog.detectors.host import Host, HostState, look
+from fsdp_pretrain.watchdog.detectors.host_history import remember
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 
 pytestmark = pytest.mark.quick
 HEALTHY = {

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from records import step_record
 
-from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import NumericError
-from fsdp_pretrain.health import Expected, Health, Judgement, Retreat
+from fsdp_pretrain.health.auto_rollback import retreat
+from fsdp_pretrain.health.monitor import Expected, Health, Judgement, Retreat
+from fsdp_pretrain.parallel.replica_check import compare
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Silent
 from fsdp_pretrain.record.step_record import StepRecord
-from fsdp_pretrain.replicas import compare
-from fsdp_pretrain.retreat import retreat
 
 pytestmark = pytest.mark.quick
 

@@ -21,16 +21,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.opening import open_packer
-from data.prepare import Options
-from data.tokenizer import Tokenizer
-from data.train_tokenizer import train_tokenizer
+from data.packing.opening import open_packer
+from data.prepare.prepare import Options
+from data.prepare.train_tokenizer import train_tokenizer
+from data.text.tokenizer import Tokenizer
 from eval.checkpoints import read_checkpoint
 from fsdp_pretrain.checkpoint import hf
 from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples
-from fsdp_pretrain.config import load
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError, DataError, UserError
 from fsdp_pretrain.record.files import RunDir
 
@@ -472,7 +472,7 @@ def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any, helpers: Any) -> 
     path = configure(lab, lab.path / "theirs")
     code = (
         "import json; from pathlib import Path\n"
-        "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config import load\n"
+        "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config.config import load\n"
         "from fsdp_pretrain.record.files import RunDir\n"
         "import threading, time; seen = [0]\n"
         "own = lambda: int(Path('/proc/self/status').read_text().partition('RssAnon:')[2].split()[0]) // 1024\n"

@@ -22,14 +22,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.adopt import Options, adopt
-from data.corpus import Corpus, Vocabulary, read_manifest, write_corpus
-from data.findings import CATALOGUE
-from data.formats import Format, find_token_files, open_file
-from data.packer import Packer
-from data.shards import Shard, ShardWriter
-from data.tokenizer import Tokenizer
-from data.validate import validate
+from data.corpus.corpus import Corpus, Vocabulary, read_manifest, write_corpus
+from data.corpus.formats import Format, find_token_files, open_file
+from data.corpus.shards import Shard, ShardWriter
+from data.packing.packer import Packer
+from data.prepare.import_corpus import Options, adopt
+from data.text.tokenizer import Tokenizer
+from data.validate.findings import CATALOGUE
+from data.validate.validate import validate
 from fsdp_pretrain.errors import DataError
 
 # ruff: noqa: A002 (`format` is what it is)

@@ -16,10 +16,10 @@ import pytest
 from processes import LAUNCH, TORCHRUN, spawn
 from sight import PATIENCE, PATIENT, rank_of, until
 
+from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.launch import outcome
 from fsdp_pretrain.launch.policy import Ended, decide
 from fsdp_pretrain.record.files import RunDir, json_object, read_lines
-from fsdp_pretrain.watchdog_sections import LaunchSection
 
 HASTE = {"pauses": ["0.1 s"], "end_timeout": "30 s", "stop_timeout": "120 s"}
 

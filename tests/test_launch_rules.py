@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import records
 
+from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
 from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
@@ -19,7 +20,6 @@ from fsdp_pretrain.launch.policy import Ended, decide
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import Seconds
-from fsdp_pretrain.watchdog_sections import LaunchSection
 
 
 def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> Ended:

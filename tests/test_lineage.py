@@ -20,20 +20,19 @@ from sight import until
 from skips import needs_aim
 from traps import kill_before
 
-from data.opening import open_packer
-from fsdp_pretrain import overrides
+from data.packing.opening import open_packer
 from fsdp_pretrain.checkpoint.expected import missing
+from fsdp_pretrain.checkpoint.state import TrainState, identity
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Store
-from fsdp_pretrain.config import load
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import BusyError, UserError
-from fsdp_pretrain.fork import fork
-from fsdp_pretrain.record import claim, lineage, state_files
+from fsdp_pretrain.lineage.fork import fork
+from fsdp_pretrain.lineage.rollback import finish, rollback
+from fsdp_pretrain.record import lease, lineage, overrides, state_files
 from fsdp_pretrain.record.files import RunDir, replace_file
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.lock import RunLock, hold
 from fsdp_pretrain.record.metrics import read_metrics
-from fsdp_pretrain.rollback import finish, rollback
-from fsdp_pretrain.state import TrainState, identity
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 CLI = "fsdp_pretrain.cli"
@@ -504,7 +503,7 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
     first.wait()
     second = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "resume"), what="a start after kill -9")
-    held = claim.read(run / "lock.json")
+    held = lease.read(run / "lock.json")
     assert held is not None
     state_files.write(run / "lock.json", {**held.model_dump(), "token": "x"})  # frozen, taken
     assert second.wait() == [78, 78] and "lost the lock" in second.output()

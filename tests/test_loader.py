@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from data.loader import IGNORE, Loader, StepBatch, check_batches
-from data.packer import Packer
-from data.position import Position
+from data.packing.loader import IGNORE, Loader, StepBatch, check_batches
+from data.packing.packer import Packer
+from data.packing.position import Position
+from fsdp_pretrain.config.schedule import BatchSchedule, Ramp
 from fsdp_pretrain.errors import ConfigError, DataError
-from fsdp_pretrain.schedule import BatchSchedule, Ramp
 
 pytestmark = pytest.mark.quick
 BATCHES = BatchSchedule(24, Ramp(12, 12, 0, 100))

@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_pretrain import bench, memory, mesh, models
-from fsdp_pretrain.config import Config, load
-from fsdp_pretrain.sections import ParallelSection
+from fsdp_pretrain import models
+from fsdp_pretrain.bench import steps
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.sections import ParallelSection
+from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.plan import memory
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +62,7 @@ def world() -> Iterator[Any]:
 def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, Any], overrides: list[str]) -> None:
     """The allocator's own account of a real training step, as the profiler records it."""
     config = configuration(lab, model, *overrides)
-    trainer, _ = bench.build(config, world)
+    trainer, _ = steps.build(config, world)
     trainer.step()
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     before = sum(getattr(t, "_local_tensor", t).nbytes for t in (*trainer.model.parameters(), *moments))

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import Loader
-from data.mixture import CHUNK, GRID, Mixture, Weight
-from data.packer import Packer
-from data.position import Position
-from data.skip import Skips
+from data.packing.loader import Loader
+from data.packing.mixture import CHUNK, GRID, Mixture, Weight
+from data.packing.packer import Packer
+from data.packing.position import Position
+from fsdp_pretrain.config.schedule import BatchSchedule
+from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.schedule import BatchSchedule
 
 pytestmark = pytest.mark.quick
 

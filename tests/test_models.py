@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_pretrain import models, optim
+from fsdp_pretrain import models
+from fsdp_pretrain.config.model import GPTModel, LlamaModel
+from fsdp_pretrain.config.sections import OptimizerSection
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.model_sections import GPTModel, LlamaModel
 from fsdp_pretrain.models import loss
 from fsdp_pretrain.models.decoder import Decoder
 from fsdp_pretrain.models.layers import rotary_frequencies, rotary_tables, rotate
 from fsdp_pretrain.models.masks import Slots, dense_mask
-from fsdp_pretrain.parallel import materialise
-from fsdp_pretrain.plan import check_declared, count_parameters
-from fsdp_pretrain.sections import OptimizerSection
+from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.parallel.fsdp import materialise
+from fsdp_pretrain.plan.plan import check_declared, count_parameters
 
 pytestmark = pytest.mark.quick
 LLAMA: dict[str, Any] = {

@@ -22,18 +22,18 @@ import pytest
 from endpoint import SECRET, Endpoint
 from sight import until
 
+from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.deadline import Worker
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.notify_sections import NotifySection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Seconds
-from fsdp_pretrain.watchdog import channels, desk, notify, spool
-from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.message import Identity, make_note
-from fsdp_pretrain.watchdog.notify import Notifier, Ping
-from fsdp_pretrain.watchdog.snapshot import Snapshot
-from fsdp_pretrain.watchdog.storm import Message
+from fsdp_pretrain.watchdog.notify import channels, notifier, operator, outbox
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.notify.formatting import Identity, make_note
+from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
+from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
+from fsdp_pretrain.watchdog.notify.throttle import Message
 
 pytestmark = pytest.mark.quick
 INFO, WARN, CRIT = Severity
@@ -42,8 +42,8 @@ INFO, WARN, CRIT = Severity
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of a tenth and less where something is waited for that does not come."""
-    monkeypatch.setattr(notify, "RETRIES", (0.05, 0.05, 0.05, 0.1))
-    monkeypatch.setattr(notify, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(notifier, "RETRIES", (0.05, 0.05, 0.05, 0.1))
+    monkeypatch.setattr(notifier, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.3)
 
 
@@ -137,11 +137,11 @@ def test_a_message_that_is_refused_does_not_block_the_others(endpoint: Endpoint,
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from fsdp_pretrain.notify_sections import NotifySection
+from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.watchdog.alarms import Alarms, Severity
-from fsdp_pretrain.watchdog.message import Identity
-from fsdp_pretrain.watchdog.notify import Notifier
+from fsdp_pretrain.watchdog.notify.alarms import Alarms, Severity
+from fsdp_pretrain.watchdog.notify.formatting import Identity
+from fsdp_pretrain.watchdog.notify.notifier import Notifier
 run = Path(sys.argv[1])
 section = NotifySection.model_validate({"webhook": {}})
 notifier = Notifier(section, RunDir(run), Identity("llama-7b", str(run)))
@@ -185,7 +185,7 @@ def test_a_run_directory_that_cannot_be_written(
     url = {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}
     watch = Watch(tmp_path / "run", url, webhook={})
     watch.alarms.open("disk/run", CRIT, "full")
-    local = spool.local_folder(tmp_path / "run")
+    local = outbox.local_folder(tmp_path / "run")
     watch.until(lambda: list((local / "webhook").glob("[0-9]*.json")))
     assert stat.S_IMODE(local.stat().st_mode) == 0o700
     watch.notifier.close(1)
@@ -217,13 +217,13 @@ def test_a_file_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
 
 def test_a_maintenance_window_and_its_end(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
     endpoint.up()
-    desk.mute(RunDir(tmp_path), 3600, "new switches")
+    operator.mute(RunDir(tmp_path), 3600, "new switches")
     watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
     watch.alarms.open("hang", CRIT, "no progress")
     watch.notifier.tick(watch.alarms)
     time.sleep(0.3)
     assert endpoint.seen == 0
-    desk.mute(RunDir(tmp_path), 0, "")
+    operator.mute(RunDir(tmp_path), 0, "")
     watch.until(lambda: endpoint.requests)
     assert endpoint.bodies()[0]["text"].startswith("*[CRIT] llama-7b · hang: no progress")
 
@@ -453,7 +453,7 @@ def test_a_secret_is_nowhere(
 
 def make_run(path: Path, *tables: str) -> Path:
     """A run directory with the configuration of a run that has these tables of `watchdog.notify`."""
-    from fsdp_pretrain.config import load
+    from fsdp_pretrain.config.config import load
 
     root = Path(__file__).resolve().parent.parent
     overrides = [f"watchdog.notify.{table}" for table in tables]

@@ -19,22 +19,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data.corpus import Corpus, build_blocks
-from data.hashing import hashes, uniforms
-from data.inputs import plan_shards, read_documents
-from data.loader import Loader, StepBatch
-from data.objectives import IGNORE, Infilled, Infilling, Slot, Spans, Specials, continue_text, fill_blanks
-from data.opening import open_infilling, open_packer
-from data.packer import Packed, Packer
-from data.position import Position
-from data.tokenizer import Tokenizer
-from data.validate import check_against, validate
-from fsdp_pretrain.changes import differences
-from fsdp_pretrain.config import load
+from data.corpus.corpus import Corpus, build_blocks
+from data.corpus.hashing import hashes, uniforms
+from data.packing.loader import Loader, StepBatch
+from data.packing.objectives import IGNORE, Infilled, Infilling, Slot, Spans, Specials, continue_text, fill_blanks
+from data.packing.opening import open_infilling, open_packer
+from data.packing.packer import Packed, Packer
+from data.packing.position import Position
+from data.text.inputs import plan_shards, read_documents
+from data.text.tokenizer import Tokenizer
+from data.validate.validate import check_against, validate
+from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.resume_rules import differences
+from fsdp_pretrain.config.schedule import BatchSchedule
+from fsdp_pretrain.config.sections import GLMObjective
 from fsdp_pretrain.errors import ConfigError, DataError
-from fsdp_pretrain.schedule import BatchSchedule
-from fsdp_pretrain.sections import GLMObjective
-from fsdp_pretrain.state import identity
 
 pytestmark = pytest.mark.quick
 IDS = Specials(600, 601, 602, 603, 604, 605)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fsdp_pretrain.watchdog.pace import Change, Pace
+from fsdp_pretrain.watchdog.detectors.cusum import Change, Pace
 
 
 def noise(seed: int, steps: int, sd: float = 0.01) -> np.ndarray:

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laboratory import write_tokens
 
-from data.corpus import build_blocks, read_manifest
-from data.hashing import permutation
-from data.packer import Packer
-from data.shards import Shard
-from data.tokenizer import Tokenizer
+from data.corpus.corpus import build_blocks, read_manifest
+from data.corpus.hashing import permutation
+from data.corpus.shards import Shard
+from data.packing.packer import Packer
+from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick

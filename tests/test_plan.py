@@ -13,14 +13,18 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from fsdp_pretrain import advice, cli, models, optim, plan
-from fsdp_pretrain.config import load
+from fsdp_pretrain import models
+from fsdp_pretrain.cli import main
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.model import LlamaModel, Model
+from fsdp_pretrain.config.sections import OptimizerSection
 from fsdp_pretrain.errors import ConfigError, Exit
-from fsdp_pretrain.model_sections import LlamaModel, Model
-from fsdp_pretrain.parallel import materialise
-from fsdp_pretrain.plan import count_parameters
-from fsdp_pretrain.sections import OptimizerSection
-from fsdp_pretrain.throughput import feed_forward, flops_per_token, hardware_flops_per_token, peak_flops, speed
+from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.parallel.fsdp import materialise
+from fsdp_pretrain.plan import plan
+from fsdp_pretrain.plan import warnings as advice
+from fsdp_pretrain.plan.flops import feed_forward, flops_per_token, hardware_flops_per_token, peak_flops, speed
+from fsdp_pretrain.plan.plan import count_parameters
 
 pytestmark = pytest.mark.quick
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -289,12 +293,12 @@ def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     command = ["fsdp-pretrain", "plan", str(ROOT / "configs/runs/llama-7b-hsdp.toml")]
     command += ["--seconds-per-step", "2.214", "--world-size", "128"]
     monkeypatch.setattr("sys.argv", [*command, "--device", "NVIDIA A100-SXM4-80GB", "--json"])
-    assert cli.main() == 0
+    assert main.main() == 0
     rates = json.loads(capsys.readouterr().out)
     assert rates["tokens_per_second_per_device"] == pytest.approx(3700, rel=1e-3)
     assert rates["mfu"] == pytest.approx(0.555, abs=0.002)
     monkeypatch.setattr("sys.argv", command)
-    assert cli.main() == 0 and "MFU unknown (no peak on file)" in capsys.readouterr().out
+    assert main.main() == 0 and "MFU unknown (no peak on file)" in capsys.readouterr().out
 
 
 def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.corpus import Vocabulary
-from data.prepare import Options
-from data.report import SpecialPlaces
-from data.tokenizer import Tokenizer
-from data.train_tokenizer import train_tokenizer
-from data.validate import validate
+from data.corpus.corpus import Vocabulary
+from data.prepare.prepare import Options
+from data.prepare.train_tokenizer import train_tokenizer
+from data.text.tokenizer import Tokenizer
+from data.validate.report import SpecialPlaces
+from data.validate.validate import validate
 
 Docs = list[list[int]]
 COUNT = 120

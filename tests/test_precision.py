@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_pretrain import models
-from fsdp_pretrain.optim import LossScaler
-from fsdp_pretrain.parallel import materialise
-from fsdp_pretrain.sections import LossScaleSection
+from fsdp_pretrain.config.sections import LossScaleSection
+from fsdp_pretrain.parallel.fsdp import materialise
+from fsdp_pretrain.parallel.optimizer import LossScaler
 
 pytestmark = pytest.mark.slow  # the default suite has no room for it
 

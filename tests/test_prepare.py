@@ -22,11 +22,11 @@ import pytest
 import zstandard
 from sight import PATIENCE
 
-from data.corpus import Corpus, read_manifest
-from data.files import find_files
-from data.inputs import plan_shards, read_documents
-from data.shards import Shard
-from data.tokenizer import Tokenizer
+from data.corpus.corpus import Corpus, read_manifest
+from data.corpus.shards import Shard
+from data.text.files import find_files
+from data.text.inputs import plan_shards, read_documents
+from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -414,7 +414,7 @@ def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
 ) -> None:
     """With a tokenizer whose second special is spelt by text, such documents are left out; too many are an error."""
-    from data.prepare import Options, prepare
+    from data.prepare.prepare import Options, prepare
 
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     (spelt,) = set(tokenizer.encode(["state"])[0][:1])

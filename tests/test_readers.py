@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from data.files import find_files
-from data.inputs import plan_shards, read_documents
+from data.text.files import find_files
+from data.text.inputs import plan_shards, read_documents
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -110,7 +110,7 @@ READ = """
 import sys
 from pathlib import Path
 import pyarrow.parquet
-from data.inputs import plan_shards, read_documents
+from data.text.inputs import plan_shards, read_documents
 from fsdp_pretrain.errors import DataError
 count = 0
 try:

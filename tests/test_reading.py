@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.corpus import Corpus, write_corpus
-from data.loader import Loader
-from data.mapping import Mapping
-from data.packer import Packer
-from data.position import Position
-from data.shards import Shard, ShardWriter
-from data.tokenizer import Tokenizer
+from data.corpus.corpus import Corpus, write_corpus
+from data.corpus.mapping import Mapping
+from data.corpus.shards import Shard, ShardWriter
+from data.packing.loader import Loader
+from data.packing.packer import Packer
+from data.packing.position import Position
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
-from fsdp_pretrain.schedule import BatchSchedule
 
 BATCHES = BatchSchedule(16)
 
@@ -201,7 +201,7 @@ def test_reads_are_counted_and_the_slowest_is_named(corpus: Path) -> None:
 MANY = """
 import json, os, resource, sys
 from pathlib import Path
-from data.packer import Packer
+from data.packing.packer import Packer
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 packer = Packer([("a", Path(sys.argv[1]), 1.0)], 16, seed=1, lanes=8)
 samples = int(packer.epoch_samples["a"])

@@ -19,18 +19,18 @@ from records import step_record
 from released import ARCHIVES, unpack
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.control import send
 from fsdp_pretrain.errors import RunGoneError, StorageError
 from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
-from fsdp_pretrain.record.claim import Claim
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT
 from fsdp_pretrain.record.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
 from fsdp_pretrain.record.journal import Journal, entries, read
+from fsdp_pretrain.record.lease import Claim
 from fsdp_pretrain.record.metrics import find_step, read_metrics
 from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.record.requests import send
 from fsdp_pretrain.record.run_id import Memory
 from fsdp_pretrain.record.status import ended
-from fsdp_pretrain.status import ALERT, OK, WARN, inspect, render
+from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, inspect, render
 
 pytestmark = pytest.mark.quick
 

@@ -16,10 +16,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from data.opening import open_packer
+from data.packing.opening import open_packer
 from eval.jobs import due_jobs
 from fsdp_pretrain import models
-from fsdp_pretrain.changes import (
+from fsdp_pretrain.checkpoint.hf import export_checkpoint
+from fsdp_pretrain.checkpoint.loading import Weights
+from fsdp_pretrain.checkpoint.locations import fallback, stores
+from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.checkpoint.store import Store, describe_file, directory_name
+from fsdp_pretrain.checkpoint.weights_import import import_checkpoint
+from fsdp_pretrain.config.config import load, schema_keys
+from fsdp_pretrain.config.resume_rules import (
     CLASSES,
     DECLARED,
     FORBIDDEN,
@@ -29,19 +36,12 @@ from fsdp_pretrain.changes import (
     read_allowed,
     undeclared,
 )
-from fsdp_pretrain.checkpoint.hf import export_checkpoint
-from fsdp_pretrain.checkpoint.importing import import_checkpoint
-from fsdp_pretrain.checkpoint.loading import Weights
-from fsdp_pretrain.checkpoint.store import Store, describe_file, directory_name
-from fsdp_pretrain.checkpoint.stores import fallback, stores
-from fsdp_pretrain.config import load, schema_keys
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError
-from fsdp_pretrain.fork import fork
+from fsdp_pretrain.lineage.fork import fork
+from fsdp_pretrain.lineage.rollback import rollback
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.rollback import rollback
-from fsdp_pretrain.state import identity
-from fsdp_pretrain.status import inspect
+from fsdp_pretrain.watchdog.status import inspect
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 CLI = "fsdp_pretrain.cli"

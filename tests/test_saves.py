@@ -14,13 +14,13 @@ import records
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_pretrain import mesh
-from fsdp_pretrain.checkpoint.background import Stager
-from fsdp_pretrain.checkpoint.space import Ballast, Need, make_room
+from fsdp_pretrain.checkpoint.async_save import Stager
+from fsdp_pretrain.checkpoint.disk_space import Ballast, Need, make_room
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.record import state_files
-from fsdp_pretrain.sections import ParallelSection
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import Loader
-from data.packer import Packer
-from data.position import Position
+from data.packing.loader import Loader
+from data.packing.packer import Packer
+from data.packing.position import Position
 from data.simulate import prove_shares, simulated_corpus
-from fsdp_pretrain.schedule import BatchSchedule, share_of
+from fsdp_pretrain.config.schedule import BatchSchedule, share_of
 
 ARGUMENTS = ["data.cli", "bench", "--json", "--simulate"]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_pretrain.schedule import BatchSchedule, Piecewise, Ramp, Schedule
+from fsdp_pretrain.config.schedule import BatchSchedule, Piecewise, Ramp, Schedule
 from fsdp_pretrain.units import BatchSize, Progress, Seconds, human_bytes, human_count, human_time
 
 pytestmark = pytest.mark.quick

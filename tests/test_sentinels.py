@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from records import parsed
 
-from data.corpus import Corpus
-from data.unigrams import Unigrams
-from fsdp_pretrain.config import load
+from data.corpus.corpus import Corpus
+from data.packing.unigrams import Unigrams
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.operations import SentinelSection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import StepRecord
-from fsdp_pretrain.watchdog.alarms import Alarms
-from fsdp_pretrain.watchdog.sensors import sensors
-from fsdp_pretrain.watchdog.sentinels import Sentinels
-from fsdp_pretrain.watchdog_sections import SentinelSection
+from fsdp_pretrain.watchdog.agent.registry import sensors
+from fsdp_pretrain.watchdog.detectors.data_invariants import Sentinels
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 Records = list[dict[str, Any]]
 _LEARN = 10

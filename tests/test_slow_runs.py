@@ -14,10 +14,10 @@ import pytest
 from endpoint import Endpoint
 from records import step_record
 
-from fsdp_pretrain.watchdog import heart, page
-from fsdp_pretrain.watchdog.alarms import Alarms
-from fsdp_pretrain.watchdog.drift import Drift, Stragglers
-from fsdp_pretrain.watchdog_sections import PaceSection
+from fsdp_pretrain.config.operations import PaceSection
+from fsdp_pretrain.watchdog.detectors.slowdown import Drift, Stragglers
+from fsdp_pretrain.watchdog.heartbeat import page, rank_client
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
 HOST = os.uname().nodename
@@ -52,7 +52,7 @@ def alarms_of(lab: Any, helpers: Any, detector: str) -> list[dict[str, Any]]:
 def own_times(pids: list[int]) -> dict[int, float]:
     """The own times in the pages of some processes, by rank; others' pages come and go."""
     beats = []
-    for folder in heart.root().iterdir():
+    for folder in rank_client.root().iterdir():
         with contextlib.suppress(FileNotFoundError):
             beats += [page.read(path) for path in folder.glob("rank-*.page")]
     return {beat.rank: beat.own for beat in beats if beat is not None and beat.pid in pids and beat.window}

@@ -39,7 +39,7 @@ def test_an_export_is_the_same_function_in_transformers(
     from fsdp_pretrain import models
     from fsdp_pretrain.checkpoint.dcp import load_model
     from fsdp_pretrain.checkpoint.store import Store
-    from fsdp_pretrain.config import load
+    from fsdp_pretrain.config.config import load
 
     export = ("checkpoints", fp16, "export", 8, tmp_path / "hf", "--dtype", "fp32", "--json")
     done = run_command("fsdp_pretrain.cli", *export)

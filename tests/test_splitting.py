@@ -12,9 +12,9 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Model
 
-from data import splitting
-from data import tokenizer as module
-from data.tokenizer import EOD, Tokenizer
+from data.text import splitting
+from data.text import tokenizer as module
+from data.text.tokenizer import EOD, Tokenizer
 
 pytestmark = pytest.mark.quick
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

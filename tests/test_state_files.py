@@ -14,20 +14,19 @@ import pytest
 from records import CHECKPOINT, commit, metric
 from released import ARCHIVES, unpack
 
-from fsdp_pretrain import control
 from fsdp_pretrain.atomic import create_file
+from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import MANIFEST, TRAIN_STATE, VERIFIED, Store, verify_files
 from fsdp_pretrain.errors import StorageError, UserError
 from fsdp_pretrain.launch import limit
 from fsdp_pretrain.launch.outcome import read_outcome
-from fsdp_pretrain.record import exit_intent, goodput, journal, lineage, run_id, state_files
+from fsdp_pretrain.lineage.rollback import rollback
+from fsdp_pretrain.record import exit_intent, goodput, journal, lineage, requests, run_id, state_files
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.record.metrics import find_step, last_metrics, left_behind, read_metrics
 from fsdp_pretrain.record.state_files import FORMAT, DamagedFileError, StateFile
-from fsdp_pretrain.rollback import rollback
-from fsdp_pretrain.state import TrainState
 
 pytestmark = pytest.mark.quick
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -343,8 +342,8 @@ def test_a_run_is_asked_although_its_status_is_damaged(run: RunDir, run_command:
 
 
 def test_a_damaged_request_is_dropped_aloud(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    control.send(run, "save")
+    requests.send(run, "save")
     (run.control / "0.json").write_text('{"verb": "stop", "avoid_hosts": 3}')
-    asked = control.Inbox(run).take()
+    asked = requests.Inbox(run).take()
     assert asked.save and not asked.stop and not list(run.control.iterdir())
     assert "was damaged and is dropped" in capsys.readouterr().err

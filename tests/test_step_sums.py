@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_pretrain.step_sums import StepCounts, StepSums
+from fsdp_pretrain.train.step_sums import StepCounts, StepSums
 
 pytestmark = pytest.mark.quick
 

@@ -18,20 +18,20 @@ from records import commit
 from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.config import load
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.record.metrics import records as metric_records
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, Seconds
-from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.checkpoints import Checkpoints
-from fsdp_pretrain.watchdog.detector import Detector
-from fsdp_pretrain.watchdog.mounts import Mounts, Waits
-from fsdp_pretrain.watchdog.probe import Answer, Look, Looks
-from fsdp_pretrain.watchdog.sensors import sensors
-from fsdp_pretrain.watchdog.storage import Space
-from fsdp_pretrain.watchdog_sections import StorageSection
+from fsdp_pretrain.watchdog.agent.registry import sensors
+from fsdp_pretrain.watchdog.detectors.base import Detector
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
+from fsdp_pretrain.watchdog.detectors.disk_space import Space
+from fsdp_pretrain.watchdog.detectors.mounts import Mounts, Waits
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.probes.client import Answer, Look, Looks
 
 pytestmark = pytest.mark.quick
 Disk = Callable[[str], Path]

@@ -18,7 +18,7 @@ from records import CHECKPOINT, WEIGHTS, commit
 
 from fsdp_pretrain.checkpoint.manager import kept_for_ever
 from fsdp_pretrain.checkpoint.store import Store, verify_files
-from fsdp_pretrain.config import Config
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, StorageError
 
 pytestmark = pytest.mark.quick

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.storm import Memory, Message, Storm
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.notify.throttle import Memory, Message, Storm
 
 pytestmark = pytest.mark.quick
 HOUR = 3600.0

@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data.formats import open_file
-from data.packer import Packer
-from data.shards import Shard, ShardWriter
-from data.tokenizer import Tokenizer
+from data.corpus.formats import open_file
+from data.corpus.shards import Shard, ShardWriter
+from data.packing.packer import Packer
+from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick

@@ -115,11 +115,11 @@ CASES: dict[str, tuple[list[StepRecord], list[tuple[str, str, str]]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_become_alarms(lab: Any, case: str) -> None:
     """Fault matrix 44 and 49: through the trainer's verdicts and the watchdog's reading of them, from WARN on."""
-    from fsdp_pretrain.config import load
-    from fsdp_pretrain.health import Health
+    from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.health.monitor import Health
     from fsdp_pretrain.severity import Severity
-    from fsdp_pretrain.watchdog.alarms import Alarm, Alarms
-    from fsdp_pretrain.watchdog.leader import Numbers
+    from fsdp_pretrain.watchdog.agent.leader import Numbers
+    from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 
     records, expected = CASES[case]
     config = load(lab.config(optimizer={"lr": 1e-3, "min_lr": None, "warmup": None, "curve": "constant"}))

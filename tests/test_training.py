@@ -427,10 +427,10 @@ def test_labels_that_cross_documents_can_be_left_out(
     """Counts are those of the packer's separators; loss and gradient of step 1 those of plain cross-entropy."""
     import torch
 
-    from data.opening import open_packer
+    from data.packing.opening import open_packer
     from fsdp_pretrain import models
-    from fsdp_pretrain.config import load
-    from fsdp_pretrain.parallel import materialise
+    from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.parallel.fsdp import materialise
 
     sources = [{"name": name, "path": str(lab.corpus), "weight": weight} for name, weight in (("a", 3.0), ("b", 1.0))]
     gpt = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab": 512, "positions": 32}

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.hf import import_folder
 from fsdp_pretrain.checkpoint.hf_layout import to_hf, weights
-from fsdp_pretrain.checkpoint.importing import import_checkpoint
 from fsdp_pretrain.checkpoint.metadata import DTYPES, NAMES, read_metadata, wrong_metadata
 from fsdp_pretrain.checkpoint.store import Store, describe_file
-from fsdp_pretrain.config import load
+from fsdp_pretrain.checkpoint.weights_import import import_checkpoint
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import CheckpointError, UserError
 from fsdp_pretrain.record.files import RunDir
 
@@ -569,7 +569,7 @@ def test_damaged_folders_take_no_memory(lab: Any, folder: Path, helpers: Any) ->
         (lab.path / name / file).write_bytes(content)
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config import load\n"
+        "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config.config import load\n"
         "from fsdp_pretrain.errors import UserError; from fsdp_pretrain.record.files import RunDir\n"
         "peak = lambda: int(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0]) // 1024\n"
         "config = load(sys.argv[1]); marks = [peak()]\n"

@@ -14,17 +14,17 @@ import pytest
 from records import step_record
 from test_storage import Disk, Watch, commit, saves, write_journal
 
-from fsdp_pretrain import plan
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
-from fsdp_pretrain.config import Config, load
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch.preflight import preflight
+from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.status import inspect
-from fsdp_pretrain.watchdog.storage import Space
-from fsdp_pretrain.watchdog_sections import StorageSection
+from fsdp_pretrain.watchdog.detectors.disk_space import Space
+from fsdp_pretrain.watchdog.status import inspect
 
 pytestmark = pytest.mark.quick
 WARN, CRIT = Severity.WARN, Severity.CRIT

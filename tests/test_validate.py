@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data import meter
-from data import validate as validation
-from data.corpus import Vocabulary, read_manifest
-from data.findings import CATALOGUE
-from data.report import SpecialPlaces
-from data.tokenizer import Tokenizer
-from data.validate import validate
+from data.corpus.corpus import Vocabulary, read_manifest
+from data.text.tokenizer import Tokenizer
+from data.validate import meter
+from data.validate import validate as validation
+from data.validate.findings import CATALOGUE
+from data.validate.report import SpecialPlaces
+from data.validate.validate import validate
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick

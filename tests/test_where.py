@@ -14,15 +14,15 @@ import pytest
 import torch
 import xxhash
 
-from data.loader import Loader
-from data.opening import open_packer
-from data.tokenizer import Tokenizer
+from data.packing.loader import Loader
+from data.packing.opening import open_packer
+from data.text.tokenizer import Tokenizer
 from eval.checkpoints import read_checkpoint
 from eval.samples import sample_losses
-from fsdp_pretrain import where
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.config import load
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError
+from fsdp_pretrain.lineage import provenance
 from fsdp_pretrain.record.files import RunDir
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -167,7 +167,7 @@ def test_what_a_person_sees(trained: Path, steps: list[dict[str, Any]], run_comm
 )
 def test_mistakes(trained: Path, step: int, segment: int | None, options: dict[str, int], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        where.describe_step(where.trained_step(RunDir(trained), step, segment), **options)
+        provenance.describe_step(provenance.trained_step(RunDir(trained), step, segment), **options)
     assert expected.format(run=trained) in str(caught.value)
 
 
@@ -218,12 +218,12 @@ def spoil_the_manifest(run: Path) -> None:
 def test_another_batch_is_never_shown(moved: Path, spoil: Callable[[Path], None], expected: str) -> None:
     spoil(moved)
     with pytest.raises(DataError, match="computed again it has") as caught:
-        where.trained_step(RunDir(moved), 3)
+        provenance.trained_step(RunDir(moved), 3)
     assert expected in str(caught.value)
 
 
 def test_a_moved_corpus_still_proves_itself(moved: Path) -> None:
-    assert where.trained_step(RunDir(moved), 3).number == 3
+    assert provenance.trained_step(RunDir(moved), 3).number == 3
 
 
 @pytest.mark.parametrize(("step", "checkpoint"), [(6, 5), (7, 5), (6, 8)])

@@ -9,8 +9,9 @@ import sys
 
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_pretrain import bench, mesh
-from fsdp_pretrain.config import load
+from fsdp_pretrain.bench import steps
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.parallel import mesh
 
 
 def held(tensors):
@@ -35,7 +36,7 @@ def highest(live, step):
 
 def rank(config):
     with mesh.connect(config.parallel) as world:
-        trainer, _ = bench.build(config, world)
+        trainer, _ = steps.build(config, world)
         gradients, forget = [], trainer.optimizer.zero_grad
 
         def weigh():

@@ -1,1 +1,1 @@
-"""Checkpoints: `store` decides which exist (no torch), `dcp` writes them, `loading` reads them."""
+"""Checkpoints: written, committed, verified, found, loaded, converted."""

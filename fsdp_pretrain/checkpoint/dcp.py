@@ -24,16 +24,17 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ..errors import StorageError
-from ..mesh import World
-from ..record.files import make_directory, now, replace_file
-from ..record.journal import Kind
-from ..units import human_bytes
+from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.record.files import make_directory, now, replace_file
+from fsdp_pretrain.record.journal import Kind
+from fsdp_pretrain.units import human_bytes
+
 from .digest import StateDigest, state_digest
+from .disk_space import GiveUp, Need, make_room
 from .loading import flatten, root_cause, verify
 from .manifest import Facts, FileEntry, Manifest
 from .metadata import wrong_metadata
-from .space import GiveUp, Need, make_room
 from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file, sync_directory
 
 Note = tuple[Kind, str]

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..mesh import World, first_row, local_part
+from fsdp_pretrain.parallel.mesh import World, first_row, local_part
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 2**16, "cuda": 2**22}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..record import journal, lineage, state_files
-from ..record.files import RunDir
-from ..record.run_id import Seen
-from ..record.status import Status
+from fsdp_pretrain.record import journal, lineage, state_files
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.run_id import Seen
+from fsdp_pretrain.record.status import Status
+
+from .locations import stores
 from .store import directory_name
-from .stores import stores
 
 
 @dataclass(frozen=True)

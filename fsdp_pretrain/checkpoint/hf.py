@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.opening import open_packer
+from data.packing.opening import open_packer
+from fsdp_pretrain import __version__, models
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError, StorageError
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.units import human_bytes
 
-from .. import __version__, models
-from ..changes import load_compatible
-from ..config import Config
-from ..errors import CheckpointError, ConfigError, DataError, StorageError
-from ..record.files import RunDir
-from ..units import human_bytes
 from .hf_folder import INDEX, Folder
 from .hf_layout import Weight, read_model, to_hf, weights
-from .importing import Imported, begin, refuse_another_model, refuse_begun
 from .loading import Weights
+from .locations import stores
 from .store import CONFIG, Checkpoint, sync_directory, verify_files
-from .stores import stores
 from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer
+from .weights_import import Imported, begin, refuse_another_model, refuse_begun
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _SAFE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}

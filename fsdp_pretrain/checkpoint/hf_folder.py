@@ -9,10 +9,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .. import models
-from ..errors import DataError, shortened
-from ..model_sections import AnyModel
-from ..units import human_bytes
+from fsdp_pretrain import models
+from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.errors import DataError, shortened
+from fsdp_pretrain.units import human_bytes
+
 from .hf_layout import JSON_BYTES, Weight, is_computed, read_json_object, weights, without_base
 
 INDEX = "model.safetensors.index.json"

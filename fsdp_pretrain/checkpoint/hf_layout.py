@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..errors import ConfigError, DataError
-from ..model_sections import AnyModel, GLMModel, GPTModel, LlamaModel, Model
-from ..units import human_bytes
+from fsdp_pretrain.config.model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
+from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.units import human_bytes
 
 GLM_TYPE = "fsdp-pretrain-glm"
 ACCEPTABLE = {

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError, shortened
-from ..mesh import World
-from ..optim import state_by_name
+from fsdp_pretrain.errors import CheckpointError, shortened
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.optimizer import state_by_name
+
 from .digest import state_digest
 from .manifest import Manifest
 from .metadata import StoredTensor, read_metadata, wrong_metadata

@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 
-from .. import __version__
-from ..config import Config
-from ..errors import StorageError, UserError
-from ..mesh import World
-from ..state import TrainState
+from fsdp_pretrain import __version__
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import StorageError, UserError
+from fsdp_pretrain.parallel.mesh import World
+
 from . import dcp
-from .background import Pending, Stager
+from .async_save import Pending, Stager
+from .disk_space import Ballast, GiveUp
 from .loading import state_dict
+from .locations import fallback, newest_clean, stores
 from .manifest import Facts, Manifest
-from .space import Ballast, GiveUp
+from .state import TrainState
 from .store import Checkpoint, Store
-from .stores import fallback, newest_clean, stores
-from .subject import Subject
+from .training_objects import Subject
 
 
 class Manager:

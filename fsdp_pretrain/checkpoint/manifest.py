@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..record.environment import WorldShape
-from ..record.state_files import StateFile
+from fsdp_pretrain.record.environment import WorldShape
+from fsdp_pretrain.record.state_files import StateFile
 
 Count = Annotated[int, Field(ge=0)]
 

@@ -7,20 +7,29 @@ from functools import partial
 
 import torch
 
-from ..changes import DECLARED, changes, differences, load_recorded, refuse, refuse_unknown, undeclared
-from ..errors import CheckpointError, ConfigError, Exit, StorageError
-from ..parallel import compute_dtype
-from ..record import lineage
-from ..record.environment import WorldShape
-from ..record.metrics import left_behind
-from ..record.recorder import Recorder
-from ..state import TrainState, forbidden
-from ..units import human_count
+from fsdp_pretrain.config.resume_rules import (
+    DECLARED,
+    changes,
+    differences,
+    load_recorded,
+    refuse,
+    refuse_unknown,
+    undeclared,
+)
+from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
+from fsdp_pretrain.parallel.fsdp import compute_dtype
+from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record.environment import WorldShape
+from fsdp_pretrain.record.metrics import left_behind
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.units import human_count
+
 from .loading import UnreadableError, load, verify
+from .locations import stores
 from .manifest import SavedState
+from .state import TrainState, forbidden
 from .store import CONFIG, Checkpoint, Store
-from .stores import stores
-from .subject import Subject
+from .training_objects import Subject
 
 
 @dataclass(frozen=True)

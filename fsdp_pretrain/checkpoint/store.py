@@ -19,9 +19,10 @@ from pathlib import Path
 
 import xxhash
 
-from ..errors import CheckpointError, StorageError, UserError
-from ..record import state_files
-from ..record.files import make_directory, now
+from fsdp_pretrain.errors import CheckpointError, StorageError, UserError
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import make_directory, now
+
 from .manifest import FileEntry, Manifest, SavedState
 
 MANIFEST, VERIFIED, TRAIN_STATE, CONFIG = "manifest.json", "verified.json", "train_state.json", "config.toml"

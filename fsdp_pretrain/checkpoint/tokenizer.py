@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import Tokenizer
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import CheckpointError, DataError
 
-from ..config import Config
-from ..errors import CheckpointError, DataError
 from .store import Checkpoint
 
 _SAMPLES = (

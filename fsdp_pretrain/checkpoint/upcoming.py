@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from statistics import quantiles
 
-from ..config import Config
-from ..record import journal
-from ..record.files import RunDir
-from ..severity import Severity
-from ..units import Progress, human_time
-from ..watchdog_sections import StorageSection
-from .space import Need, Room, attempts, prunable
-from .stores import stores
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.record import journal
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import Progress, human_time
+
+from .disk_space import Need, Room, attempts, prunable
+from .locations import stores
 
 BYTES_PER_PARAMETER = 12
 """fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""

@@ -18,16 +18,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ..arguments import parse_trainer, seconds
-from ..config import Config
-from ..console import Command
-from ..errors import ConfigError, Exit
-from ..overrides import load_run
-from ..record import run_id
-from ..record.files import RunDir
-from ..record.journal import Journal, Kind
-from ..record.run_id import Memory
-from ..units import human_time
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.console import Command
+from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.record import run_id
+from fsdp_pretrain.record.arguments import parse_trainer, seconds
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.journal import Journal, Kind
+from fsdp_pretrain.record.overrides import load_run
+from fsdp_pretrain.record.run_id import Memory
+from fsdp_pretrain.units import human_time
+
 from . import limit, outcome, torchrun
 from .outcome import Outcome
 from .policy import Decision, Ended, decide, same_place

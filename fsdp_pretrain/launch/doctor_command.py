@@ -1,4 +1,4 @@
-"""`fsdp-pretrain doctor`: starts the hardware check (`fsdp_pretrain.doctor`) under torchrun. No torch."""
+"""`fsdp-pretrain doctor`: starts the hardware check (`fsdp_pretrain.launch.doctor`) under torchrun. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import signal
 import tempfile
 from pathlib import Path
 
-from ..arguments import run_directory
-from ..console import Command
-from ..errors import BusyError, Exit
-from ..record import state_files
-from ..record.exit_intent import ExitIntent
-from ..status import inspect
+from fsdp_pretrain.console import Command
+from fsdp_pretrain.errors import BusyError, Exit
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.arguments import run_directory
+from fsdp_pretrain.record.exit_intent import ExitIntent
+from fsdp_pretrain.watchdog.status import inspect
+
 from . import torchrun
 from .preflight import check_devices
 from .torchrun import Torchrun
@@ -40,7 +41,7 @@ def add(command: Command) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the check, as `fsdp_pretrain.doctor` takes them too."""
+    """Options of the check, as `fsdp_pretrain.launch.doctor` takes them too."""
     parser.add_argument(
         "--slow",
         type=float,
@@ -66,7 +67,7 @@ def _doctor(args: argparse.Namespace) -> int:
     options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum), "--timeout", str(args.timeout)]
     options += ["--megabytes", str(args.megabytes)] if args.megabytes else []
     options += ["--json"] if args.json else []
-    command = torchrun.command(args, args.passed_on, "fsdp_pretrain.doctor", options)
+    command = torchrun.command(args, args.passed_on, "fsdp_pretrain.launch.doctor", options)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
         note = Path(notes) / "doctor.json"

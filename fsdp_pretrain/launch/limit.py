@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import statistics
 
-from ..errors import ConfigError
-from ..record import journal
-from ..record.files import RunDir, tail_offset
-from ..record.metrics import last_records
-from ..units import Seconds, human_time
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record import journal
+from fsdp_pretrain.record.files import RunDir, tail_offset
+from fsdp_pretrain.record.metrics import last_records
+from fsdp_pretrain.units import Seconds, human_time
 
 _SAVES, _MARGIN, _LEAST = 5, 1.5, 120.0
 _STEPS_TO_AGREE = 4

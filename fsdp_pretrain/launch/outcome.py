@@ -9,17 +9,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.position import Position
+from data.packing.position import Position
+from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.errors import ConfigError, Exit, UserError
+from fsdp_pretrain.lineage.provenance import IN_FLIGHT, batches_after
+from fsdp_pretrain.record import environment, exit_intent, lineage, state_files, status
+from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
+from fsdp_pretrain.record.files import RunDir, now, replace_file
+from fsdp_pretrain.record.metrics import last_records
+from fsdp_pretrain.record.step_record import StepRecord
 
-from ..changes import load_recorded
-from ..checkpoint.stores import stores
-from ..errors import ConfigError, Exit, UserError
-from ..record import environment, exit_intent, lineage, state_files, status
-from ..record.exit_intent import EXIT_INTENT, ExitIntent
-from ..record.files import RunDir, now, replace_file
-from ..record.metrics import last_records
-from ..record.step_record import StepRecord
-from ..where import IN_FLIGHT, batches_after
 from .torchrun import WRONG_OPTIONS
 
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")

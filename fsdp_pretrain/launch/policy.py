@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ..errors import Exit
-from ..units import human_time
-from ..watchdog_sections import LaunchSection
+from fsdp_pretrain.config.operations import LaunchSection
+from fsdp_pretrain.errors import Exit
+from fsdp_pretrain.units import human_time
+
 from .outcome import Outcome
 
 _SAME_STEP = 2

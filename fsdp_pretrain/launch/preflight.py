@@ -11,13 +11,14 @@ from pathlib import Path
 
 import psutil
 
-from ..checkpoint.stores import fallback, stores
-from ..checkpoint.upcoming import next_fit
-from ..config import Config
-from ..errors import ConfigError, Exit
-from ..record.files import RunDir
-from ..severity import Severity
-from ..units import human_bytes
+from fsdp_pretrain.checkpoint.locations import fallback, stores
+from fsdp_pretrain.checkpoint.upcoming import next_fit
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_bytes
+
 from .outcome import avoided
 
 _CLOCK = 30.0

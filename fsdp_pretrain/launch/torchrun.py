@@ -20,10 +20,10 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import ConfigError
-from ..record import state_files
-from ..record.claim import process_start, this_process
-from ..watchdog.heart import root
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.lease import process_start, this_process
+from fsdp_pretrain.watchdog.heartbeat.rank_client import root
 
 LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
 """Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment; file for

@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import Exit
-from ..record import exit_intent
-from ..record.files import RunDir
-from ..watchdog_sections import LaunchSection
+from fsdp_pretrain.config.operations import LaunchSection
+from fsdp_pretrain.errors import Exit
+from fsdp_pretrain.record import exit_intent
+from fsdp_pretrain.record.files import RunDir
+
 from .outcome import ended_hosts, hosts_of, segment_of
 from .torchrun import Torchrun
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..model_sections import AnyModel
+from fsdp_pretrain.config.model import AnyModel
+
 from .decoder import Decoder
 from .glm import GLM
 from .gpt import GPT

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..model_sections import GLMModel, GPTModel, Scores
+from fsdp_pretrain.config.model import GLMModel, GPTModel, Scores
+
 from .layers import Rotary, rotate
 from .masks import Mask
 

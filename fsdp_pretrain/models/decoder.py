@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..model_sections import AnyModel, LlamaModel
+from fsdp_pretrain.config.model import AnyModel, LlamaModel
+
 from .layers import Initial
 from .loss import token_losses
 from .masks import Backend, Mask, Slots, block_mask, dense_mask

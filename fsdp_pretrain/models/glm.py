@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..model_sections import GLMModel
+from fsdp_pretrain.config.model import GLMModel
+
 from .attention import biased_attention
 from .decoder import Decoder
 from .layers import Constant, GeGLU, Initial, Normal, Rotary, rotary_frequencies, rotary_tables

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..model_sections import GPTModel
+from fsdp_pretrain.config.model import GPTModel
+
 from .attention import biased_attention
 from .decoder import Decoder
 from .layers import GeluMLP, Initial, scaled_initial

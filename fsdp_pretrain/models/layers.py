@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..model_sections import RopeScaling
+from fsdp_pretrain.config.model import RopeScaling
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..model_sections import LlamaModel
+from fsdp_pretrain.config.model import LlamaModel
+
 from .attention import Attention
 from .decoder import Decoder
 from .layers import Initial, Rotary, SwiGLU, rotary_frequencies, rotary_tables, scaled_initial

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ..errors import ConfigError
-from ..model_sections import AnyModel, LlamaModel
+from fsdp_pretrain.config.model import AnyModel, LlamaModel
+from fsdp_pretrain.errors import ConfigError
 
 Backend = Literal["sdpa", "flex"]
 Mask = Tensor | BlockMask | None

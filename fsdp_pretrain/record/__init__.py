@@ -1,1 +1,1 @@
-"""The local record: journal, metrics, status. Append-only files are the truth, everything else is a view of them."""
+"""The run directory: what is written there, by whom, and how it is read. No torch."""

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ..child_process import start_module
-from ..errors import ConfigError, UserError
+from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.errors import ConfigError, UserError
+
 from . import journal, lineage, run_id, state_files
 from .files import RunDir
 from .metrics import METRICS, records

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import Field
 
-from ..errors import Exit
+from fsdp_pretrain.errors import Exit
+
 from . import state_files, status
 from .files import RunDir, now
 from .state_files import StateFile

@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import atomic
+from fsdp_pretrain import atomic
+
 from . import run_id
 
 T = TypeVar("T")

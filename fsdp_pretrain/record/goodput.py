@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, PlainSerializer, computed_field
 
-from ..changes import load_recorded
-from ..errors import UserError
-from ..units import human_count, human_time
-from .attempts import Attempt, Column, History, kept_steps, left_by, read_history
+from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.units import human_count, human_time
+
 from .files import RunDir, stamp
+from .start_history import Attempt, Column, History, kept_steps, left_by, read_history
 
 _WARMUP_STEPS = 20
 """Steps of a start whose excess over the reference is its warming up, not slowness."""

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..errors import StorageError
+from fsdp_pretrain.errors import StorageError
+
 from .files import AppendFile, RunDir, json_object, now, read_lines, seconds_of
 
 Kind = Literal[

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..units import SampleRange
+from fsdp_pretrain.units import SampleRange
+
 from . import state_files
 from .files import RunDir, now
 from .state_files import DamagedFileError, StateFile

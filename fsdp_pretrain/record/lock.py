@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import BusyError, StorageError
-from . import claim, state_files
-from .claim import BEAT_SECONDS, Claim, Held, Holder, take_away
+from fsdp_pretrain.errors import BusyError, StorageError
+
+from . import lease, state_files
 from .files import RunDir
+from .lease import BEAT_SECONDS, Claim, Held, Holder, take_away
 from .status import Status
 
 SILENT_SECONDS = 90.0
@@ -46,7 +47,7 @@ class RunLock:
             raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
         if self._claim is not None:
             return True
-        held = claim.read(path)
+        held = lease.read(path)
         try:
             alive = self._holder.lives(held)
         except OSError:  # released just now
@@ -83,7 +84,7 @@ class RunLock:
     def check(self) -> None:
         """Raise BusyError if another process took the lock over, which happens after being frozen for long."""
         if self._claim is None or not self._claim.still_mine():
-            held = claim.read(self._run.lock)
+            held = lease.read(self._run.lock)
             raise BusyError(
                 f"this process lost the lock of the run; {self._describe(held)}" if held else "the run's lock is gone",
                 effect="continuing could overwrite what another job does",
@@ -98,8 +99,8 @@ class RunLock:
 
 def is_held(run: RunDir) -> bool:
     """Whether a process seems to hold a run: it is alive, or on another host and beats."""
-    held = claim.read(run.lock)
-    alive = claim.is_alive(held) if held is not None else None
+    held = lease.read(run.lock)
+    alive = lease.is_alive(held) if held is not None else None
     try:
         return alive if alive is not None else time.time() - run.lock.stat().st_mtime < SILENT_SECONDS
     except OSError:

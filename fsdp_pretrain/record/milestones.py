@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..config import Config
-from ..units import human_count
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.units import human_count
 
 _FEWEST_TOKENS = 10**9
 

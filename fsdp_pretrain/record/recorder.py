@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..units import human_bytes, human_count, human_time
+from fsdp_pretrain.units import human_bytes, human_count, human_time
+
 from . import state_files
 from .files import AppendFile, RunDir, now
 from .journal import Journal, Kind

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic import create_file, replace_file
-from ..errors import RunGoneError, StorageError
+from fsdp_pretrain.atomic import create_file, replace_file
+from fsdp_pretrain.errors import RunGoneError, StorageError
 
 NAME = "run_id"
 

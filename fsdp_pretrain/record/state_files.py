@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from ..atomic import create_file
-from ..errors import StorageError, UserError
+from fsdp_pretrain.atomic import create_file
+from fsdp_pretrain.errors import StorageError, UserError
+
 from .files import replace_file
 
 FORMAT = 2

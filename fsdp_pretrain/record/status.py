@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ..errors import Exit
+from fsdp_pretrain.errors import Exit
+
 from . import state_files
 from .files import RunDir
 from .state_files import StateFile

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
 
-from ..severity import SeverityName
+from fsdp_pretrain.severity import SeverityName
 
 SCHEMA = 1
 
@@ -63,7 +63,7 @@ class Ramps(_Part):
 
 
 class ReadTimes(_Part):
-    """Reads of the corpora since the last step, on rank 0; see `data.reading.ReadTimes`."""
+    """Reads of the corpora since the last step, on rank 0; see `data.corpus.reading.ReadTimes`."""
 
     reads: int = 0
     seconds: float = 0.0
@@ -105,7 +105,7 @@ class StepRecord(_Part):
     epochs: dict[str, float] = Field(default_factory=dict)  # how often each source was read
     data_digest: str  # of the tokens of the global batch, 16 hex digits
     data_distance: float | None = None  # of the batch's tokens from the first steps', in deviations, if compared
-    documents: int  # this and the next three: in the batch, see `data.packer`
+    documents: int  # this and the next three: in the batch, see `data.packing.packer`
     separators: int
     adjacent_specials: int
     quarantined: int

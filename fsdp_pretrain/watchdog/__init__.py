@@ -1,1 +1,1 @@
-"""The watchdog: a process beside the ranks that observes, tells, and as a last resort ends them. No torch."""
+"""What watches a run: an agent per node, fed by a heartbeat page per rank. No torch."""

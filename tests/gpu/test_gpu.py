@@ -58,7 +58,7 @@ def test_bf16_learns_and_measures_itself(module_lab: Any, config: Path, helpers:
         assert parts["iteration"] > 0 and min(parts.values()) >= 0
         assert parts["iteration"] == pytest.approx(sum(v for k, v in parts.items() if k != "iteration"), rel=1e-3)
     assert 1e6 < records[-1]["memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
-    from fsdp_pretrain.throughput import peak_flops
+    from fsdp_pretrain.plan.flops import peak_flops
 
     assert (records[-1]["mfu"] is None) == (peak_flops(torch.cuda.get_device_name(0)) is None)
 
@@ -132,18 +132,18 @@ def test_document_attention_on_the_gpu(module_lab: Any, config: Path, helpers: A
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
-    from fsdp_pretrain import mesh
-    from fsdp_pretrain.sections import ParallelSection
+    from fsdp_pretrain.config.sections import ParallelSection
+    from fsdp_pretrain.parallel import mesh
 
     with mesh.connect(ParallelSection()) as connected:
         yield connected
 
 
 def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
-    from fsdp_pretrain import bench
-    from fsdp_pretrain.config import load
+    from fsdp_pretrain.bench import steps
+    from fsdp_pretrain.config.config import load
 
-    trainer, records = bench.build(load(config, ["train.micro_batch=4", "data.attention=document"]), world)
+    trainer, records = steps.build(load(config, ["train.micro_batch=4", "data.attention=document"]), world)
     for _ in range(3):
         trainer.step()
     torch.cuda.synchronize()
@@ -160,12 +160,12 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
 
 def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world: Any) -> None:
     """The same memory every time, and the copy does not change when training goes on at once."""
-    from fsdp_pretrain import bench
-    from fsdp_pretrain.checkpoint.background import Stager
+    from fsdp_pretrain.bench import steps
+    from fsdp_pretrain.checkpoint.async_save import Stager
     from fsdp_pretrain.checkpoint.loading import state_dict
-    from fsdp_pretrain.config import load
+    from fsdp_pretrain.config.config import load
 
-    trainer, _ = bench.build(load(config), world)
+    trainer, _ = steps.build(load(config), world)
     stager, addresses = Stager(world.device), set()
     for _ in range(3):
         trainer.step()
@@ -184,15 +184,15 @@ def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world:
 
 
 def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world: Any, tmp_path: Path) -> None:
-    from fsdp_pretrain import bench
+    from fsdp_pretrain.bench import steps
     from fsdp_pretrain.checkpoint import dcp
-    from fsdp_pretrain.checkpoint.background import Pending, Stager
+    from fsdp_pretrain.checkpoint.async_save import Pending, Stager
     from fsdp_pretrain.checkpoint.loading import state_dict
     from fsdp_pretrain.checkpoint.manager import make_facts
     from fsdp_pretrain.checkpoint.store import Store
-    from fsdp_pretrain.config import load
+    from fsdp_pretrain.config.config import load
 
-    trainer, _ = bench.build(load(config), world)
+    trainer, _ = steps.build(load(config), world)
     trainer.step()
     trainer.collect(keep=0)
     copy = Stager(world.device).copy(state_dict(trainer.model, trainer.optimizer))
@@ -255,8 +255,9 @@ def test_loss_of_a_large_vocabulary_stays_small() -> None:
 def test_planned_memory_is_what_is_allocated(
     module_lab: Any, world: Any, model: dict[str, Any], overrides: list[str]
 ) -> None:
-    from fsdp_pretrain import bench, memory
-    from fsdp_pretrain.config import load
+    from fsdp_pretrain.bench import steps
+    from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.plan import memory
 
     path = module_lab.config("planned", model=model, parallel={"shard": 1})
     micro = int(next(text for text in overrides if "micro_batch" in text).partition("=")[2])
@@ -265,7 +266,7 @@ def test_planned_memory_is_what_is_allocated(
     expected = memory.estimate(loaded, shards=1, accumulates=accumulates, device=world.device)
     gc.collect()  # what the tests before have left
     base = torch.cuda.memory_allocated()
-    trainer, _ = bench.build(loaded, world)
+    trainer, _ = steps.build(loaded, world)
     for _ in range(3):  # the optimiser has its moments from the second step on
         trainer.step()
     trainer.collect(keep=0)

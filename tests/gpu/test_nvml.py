@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_the_state_of_the_gpus(helpers: Any) -> None:
     """Through the helper process, as the watchdog asks, beside a GPU that works."""
     helper = subprocess.Popen(
-        [sys.executable, "-m", "fsdp_pretrain.watchdog.nvml", "nvml"],
+        [sys.executable, "-m", "fsdp_pretrain.watchdog.detectors.nvml", "nvml"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

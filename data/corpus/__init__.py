@@ -1,0 +1,1 @@
+"""Corpora of token shards: their files and formats. No torch."""

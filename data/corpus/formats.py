@@ -1,0 +1,337 @@
+"""Token files as runs of whole documents, whatever their format: what `validate` measures and `import` adopts.
+
+    megatron  PREFIX.bin and PREFIX.idx, the Megatron-Core indexed dataset
+    arrow     Arrow IPC, file or stream: a list column with a document per row, or an integer column with a document
+              per record batch (the layout of fms-fsdp)
+    npy, bin  one flat array of tokens, cut at the separator
+    text      what `prepare` reads, encoded by a tokenizer
+
+Reading is streaming and memory-mapped: a run holds about 4M tokens, and a document is never cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from data.text.files import DAMAGED, TEXT_SUFFIXES, files_below, readable, require_file
+from data.text.inputs import plan_shards, read_documents
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError
+
+from .shards import Shard, map_file
+
+Format = Literal["megatron", "arrow", "npy", "bin", "text"]
+Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[Any]
+RUN_TOKENS = 4_000_000
+MEASURED_TOKENS = 1_000_000
+"""Tokens per run where it is looked at more than once: it is still in the processor's cache then."""
+_TEXTS = 256
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_SUFFIXES: dict[Format, tuple[str, ...]] = {
+    "megatron": (".idx",),
+    "arrow": (".arrow",),
+    "npy": (".npy",),
+    "bin": (".bin",),
+    "text": TEXT_SUFFIXES,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive documents of one file.
+
+    Attributes:
+        first: number of the first document within the file.
+        lengths: int64 [documents], tokens of each, as stored (separators included where the file holds any).
+        tokens: [lengths.sum()], the documents one behind the other; any integer dtype.
+    """
+
+    first: int
+    lengths: Ints
+    tokens: Tokens
+
+    @cached_property
+    def ends(self) -> Ints:
+        """[documents] where each ends in `tokens`."""
+        return np.cumsum(self.lengths)
+
+    @cached_property
+    def starts(self) -> Ints:
+        """[documents] where each begins in `tokens`."""
+        return self.ends - self.lengths
+
+    def document_of(self, at: Ints) -> Ints:
+        """Number within the run of the document that holds each position."""
+        return np.searchsorted(self.ends, at, side="right")
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One file (or pair of files) opened for reading.
+
+    Opening and reading raise DataError if it is cut off, damaged or not of its format, OSError if storage fails.
+
+    Attributes:
+        chunks: lengths and tokens of all documents in order, in parts of any number; as many as a given size would do.
+        shard: if it is one.
+    """
+
+    chunks: Callable[[int], Iterator[tuple[Ints, Tokens]]]
+    shard: Shard | None = None
+
+    def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
+        """All documents in order, in runs of about `size` tokens and of at least one document."""
+        first = 0
+        for lengths, tokens in _joined(self.chunks(size), size):
+            ends, at = np.cumsum(lengths), 0
+            while at < len(lengths):
+                base = int(ends[at - 1]) if at else 0
+                stop = max(at + 1, int(np.searchsorted(ends, base + size)))
+                yield Run(first + at, lengths[at:stop], tokens[base : int(ends[stop - 1])])
+                at = stop
+            first += len(lengths)
+
+
+def _joined(chunks: Iterator[tuple[Ints, Tokens]], size: int) -> Iterator[tuple[Ints, Tokens]]:
+    """Chunks of at least `size` tokens each, but for the last."""
+    held, count = list[tuple[Ints, Tokens]](), 0
+    for chunk in chunks:
+        held.append(chunk)
+        count += len(chunk[1])
+        if count >= size:
+            yield _join(held)
+            held, count = [], 0
+    if held:
+        yield _join(held)
+
+
+def _join(held: list[tuple[Ints, Tokens]]) -> tuple[Ints, Tokens]:
+    lengths, tokens = zip(*held, strict=True)
+    return held[0] if len(held) == 1 else (np.concatenate(lengths), np.concatenate(tokens))
+
+
+def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  # noqa: A002
+    """The token files a path stands for, in the order of their names; of a Megatron pair, the prefix.
+
+    `path` is a file, the prefix of a Megatron pair, or a directory that is searched for files. Raises DataError if
+    nothing is there, or a directory holds several formats and `format` does not choose.
+    """
+    if not path.is_dir():
+        kind = format or detect_format(path)
+        if kind == "megatron":
+            path = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        require_file(path.with_name(path.name + ".idx") if kind == "megatron" else path)
+        return [path]
+    held: dict[Format, list[Path]] = {}
+    for file in files_below(path):
+        for kind, suffixes in _SUFFIXES.items():
+            if file.name.endswith(suffixes) and not (kind == "bin" and file.with_suffix(".idx").exists()):
+                require_file(file)
+                held.setdefault(kind, []).append(file.with_suffix("") if kind == "megatron" else file)
+    if format is None and len(held) > 1:
+        counts = ", ".join(f"{len(files)} {kind}" for kind, files in held.items())
+        raise DataError(f"{path} holds files of several formats: {counts}", remedy="say which with --format")
+    found_here = held.get(format, []) if format else next(iter(held.values()), [])
+    if not found_here:
+        suffixes = _SUFFIXES[format] if format else tuple(suffix for kind in _SUFFIXES.values() for suffix in kind)
+        raise DataError(f"{path} holds no {format or 'token'} files (names ending in {', '.join(suffixes)})")
+    return found_here
+
+
+def detect_format(path: Path) -> Format:
+    """Format of one file by its name; a prefix or `.bin` with an `.idx` beside it is `megatron`. Raises DataError."""
+    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if stem.with_name(stem.name + ".idx").exists():
+        return "megatron"
+    for kind, suffixes in _SUFFIXES.items():
+        if path.name.endswith(suffixes):
+            return kind
+    require_file(path)
+    raise DataError(f"the name of {path} does not tell its format", remedy="say it with --format")
+
+
+def open_file(
+    path: Path,
+    format: Format,  # noqa: A002
+    eod: int,
+    *,
+    tokenizer: Tokenizer | None = None,
+    dtype: str | None = None,
+    leading: bool = False,
+) -> TokenFile:
+    """Open one file of a format.
+
+    Args:
+        path: as `find_token_files` gives it.
+        format: of the file.
+        eod: id of the separator, at which `npy` and `bin` are cut.
+        tokenizer: encodes `text`.
+        dtype: NumPy name of the integer type of `bin` (default: uint16).
+        leading: the documents of `npy` and `bin` begin with each separator; otherwise they end with it.
+
+    Raises:
+        DataError: not readable, not of this format, truncated, or there is no tokenizer for a text.
+    """
+    if format == "megatron":
+        shard = Shard(path)
+        return TokenFile(partial(_shard_chunks, shard), shard)
+    if format == "arrow":
+        return TokenFile(_ArrowFile(path).chunks)
+    if format == "text":
+        if tokenizer is None:
+            raise DataError(f"{path} is text: its tokens need a tokenizer", remedy="pass --tokenizer T")
+        require_file(path)
+        return TokenFile(partial(_text_chunks, path, tokenizer))
+    tokens = _read_npy(path) if format == "npy" else _read_bin(path, dtype or "uint16")
+    return TokenFile(partial(_flat_chunks, tokens, eod, leading))
+
+
+def _shard_chunks(shard: Shard, size: int) -> Iterator[tuple[Ints, Tokens]]:
+    """Documents of several sequences are read as one document each."""
+    if problem := shard.index_problem(several=True):
+        raise DataError(
+            f"the index of {shard.prefix} is damaged: {problem}", remedy="restore it or prepare the shard again"
+        )
+    ends = np.concatenate(([0], np.cumsum(shard.lengths, dtype=np.int64)))
+    begin = int(shard.pointers[0]) // shard.dtype.itemsize if len(shard.pointers) else 0
+    yield np.diff(ends[shard.document_indices]), shard.tokens[begin : begin + int(ends[-1])]
+
+
+class _ArrowFile:
+    """Arrow IPC, file or stream format: the column `tokens`, or the only one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _arrow(path):
+            with path.open("rb") as file:
+                self._is_file = file.read(6) == b"ARROW1"
+            schema = self._open()[1].schema
+            names, described = schema.names, ", ".join(f"{field.name}: {field.type}" for field in schema)
+        self._column = "tokens" if "tokens" in names or len(names) != 1 else names[0]
+        kind = schema.field(self._column).type if names.count(self._column) == 1 else None
+        self._is_list = kind is not None and str(kind).startswith(("list<", "large_list<"))
+        if kind is None or str(kind.value_type if self._is_list else kind) not in _INTEGERS:
+            raise DataError(f"{path} has no column `tokens` of integers or of lists of integers (it has {described})")
+
+    def _open(self) -> tuple[Any, Any]:
+        """(mapped file, reader of its record batches). The file format is a stream with a footer behind it."""
+        import pyarrow
+
+        source = pyarrow.memory_map(str(self._path))
+        source.seek(8 if self._is_file else 0)
+        return source, pyarrow.ipc.open_stream(source)
+
+    def _batches(self) -> Iterator[Any]:
+        """The record batches, then a look at whether that was all there is: the reader does not mind a missing end."""
+        source, reader = self._open()
+        last = source.tell()
+        for batch in reader:
+            yield batch
+            last = source.tell()
+        end = source.tell()
+        behind, footer = source.size() - end, 0
+        if self._is_file and behind >= 10:
+            source.seek(source.size() - 10)
+            footer = int.from_bytes(source.read(4), "little") + 10
+        if end == last or (self._is_file and behind < max(footer, 10)):
+            raise DataError(f"{self._path} is cut off: it has no end marker", remedy=DAMAGED)
+        if behind > footer:
+            raise DataError(f"{self._path} goes on behind its end ({behind - footer} bytes)", remedy=DAMAGED)
+
+    def chunks(self, size: int) -> Iterator[tuple[Ints, Tokens]]:
+        """A record batch at a time."""
+        with _arrow(self._path):
+            for number, batch in enumerate(self._batches()):
+                batch = batch.select([self._column])
+                batch.validate(full=True)  # offsets: what is read by wrong ones is another file's, or nothing at all
+                column = batch.column(0)
+                values = column.flatten() if self._is_list else column
+                if column.null_count or values.null_count:
+                    raise DataError(f"{self._path} has nulls among its tokens (record batch {number})")
+                lengths = column.value_lengths().to_numpy() if self._is_list else [len(column)]
+                yield np.asarray(lengths, dtype=np.int64), values.to_numpy()
+
+
+@contextmanager
+def _arrow(path: Path) -> Iterator[None]:
+    """What the library finds wrong with a file as DataError."""
+    import pyarrow
+
+    try:
+        with readable(path):
+            yield
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path} as an Arrow IPC file or stream: {error}", remedy=DAMAGED) from None
+
+
+def _flat_chunks(tokens: Tokens, eod: int, leading: bool, size: int) -> Iterator[tuple[Ints, Tokens]]:
+    """One array of tokens, cut after every separator, or before it if they are leading.
+
+    Two separators side by side give a document that is a separator alone. The stretch before the first cut and after
+    the last is a document as well, one without a separator if the array begins or ends inside a document.
+    """
+    begin, end = 0, len(tokens)
+    while begin < end:
+        stop, width = begin, size
+        while True:
+            stop = min(end, begin + width)
+            cuts = np.flatnonzero(tokens[begin:stop] == eod) + (0 if leading else 1)
+            cuts = cuts[cuts > 0]
+            if stop == end or len(cuts):
+                break
+            width *= 2  # a document longer than a run
+        if stop == end and (not len(cuts) or cuts[-1] < end - begin):
+            cuts = np.append(cuts, end - begin)
+        yield np.diff(cuts, prepend=0).astype(np.int64), tokens[begin : begin + int(cuts[-1])]
+        begin += int(cuts[-1])
+
+
+def _text_chunks(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[tuple[Ints, Tokens]]:
+    """Text, JSONL or parquet, encoded while reading."""
+    units = (unit for shard in plan_shards([path], None, lines=False) for unit in shard)
+    texts = (document.text for unit in units for document in read_documents(unit, "text", lines=False))
+    while some := list(islice(texts, _TEXTS)):
+        ids = tokenizer.encode(some)
+        yield np.array([len(item) for item in ids]), np.array([i for item in ids for i in item], dtype=np.int64)
+
+
+def _read_npy(path: Path) -> Tokens:
+    try:
+        with readable(path):
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (DataError, OSError):
+        raise
+    except Exception as error:  # NumPy reads the header as Python text: nearly anything may come of a damaged one
+        raise DataError(f"cannot read {path} as a NumPy array: {error}", remedy=DAMAGED) from None
+    if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        shown = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "an archive"
+        raise DataError(f"{path} is not a one-dimensional array of integers but {shown}")
+    if (behind := path.stat().st_size - tokens.offset - tokens.nbytes) != 0:
+        raise DataError(f"{path} has {behind} bytes behind its array", remedy=DAMAGED)
+    return tokens
+
+
+def _read_bin(path: Path, dtype: str) -> Tokens:
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(bool)
+    if kind.kind not in "iu":
+        raise DataError(f"{dtype!r} is not an integer type such as uint16, uint32, int32 or int64")
+    raw = map_file(path).bytes
+    if len(raw) % kind.itemsize:
+        raise DataError(
+            f"{path} has {len(raw)} bytes, which is no whole number of {dtype}: truncated, or of another type",
+            remedy="name the type with --dtype",
+        )
+    return np.frombuffer(raw, kind)

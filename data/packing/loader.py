@@ -1,0 +1,248 @@
+"""From samples to a rank's micro-batches, prepared ahead by a background thread. The only user of torchdata.
+
+A batch is a function of the position before it, which is the same on every rank and fits any world size or micro-batch;
+every batch says at which position it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdata.nodes import BaseNode, Prefetcher
+
+from data.corpus.reading import ReadTimes
+from fsdp_pretrain.config.schedule import BatchSchedule, share_of
+from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.errors import ConfigError, UserError
+
+from .objectives import IGNORE, Infilled, Infilling
+from .packer import Packed, Packer, Piece
+from .position import Position
+from .unigrams import Unigrams
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One forward pass of one rank."""
+
+    tokens: Tensor
+    """int64 [b, S + 1]; the inputs are `tokens[:, :-1]`. Under an objective the last column means nothing."""
+    labels: Tensor | None
+    """int64 [b, S] if they are not `tokens[:, 1:]`, or some tokens are not to be learned."""
+    lengths: Tensor | None
+    """int32 [b, D] lengths of documents, or of an objective's slots, zero-padded, if attention needs them."""
+    sources: Tensor
+    """int64 [b], source of each sample."""
+    prefix: Tensor | None = None
+    """int32 [b, D], how much of each slot every token of it may look at; None if causal."""
+    positions: Tensor | None = None
+    """int64 [b, S], or [b, 2, S] where positions have two dimensions; None for 0 to S - 1."""
+
+    @property
+    def targets(self) -> int:
+        if self.labels is None:
+            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
+        return int((self.labels != IGNORE).sum())
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """A rank's share of one optimiser step, and this share's counts.
+
+    Attributes:
+        position: after this step, of the whole global batch.
+        targets: tokens to predict.
+        documents: documents that end in the share.
+        separators, adjacent_specials: counted from the tokens; see `Packer.measure`.
+        digest: sum of `Packed.digest`, as a signed 64-bit integer. Summed over ranks it identifies the global batch
+            whatever the number of ranks.
+        shares, epochs: of each source: the planned share around this step, and how often it has been read after it.
+        reads: reads from storage that preparing the share took.
+        notices: problems that were worked around (a shard read from the mirror), for the journal.
+        distance: of the share's tokens from what the run's look like, see `Unigrams.score`; None if not known.
+    """
+
+    micro: list[MicroBatch]
+    position: Position
+    targets: int = 0
+    documents: int = 0
+    separators: int = 0
+    adjacent_specials: int = 0
+    digest: int = 0
+    quarantined: list[Piece] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
+    epochs: dict[str, float] = field(default_factory=dict)
+    reads: ReadTimes = field(default_factory=ReadTimes)
+    notices: list[str] = field(default_factory=list)
+    distance: float | None = None
+
+
+class _Steps(BaseNode[Any]):
+    """Produces `StepBatch`es; runs in the prefetching thread."""
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__()
+        self._loader, self._position = loader, loader.start
+        self._failed = False
+
+    def next(self) -> StepBatch | UserError:
+        if self._failed:  # do not wait for the same file again
+            raise StopIteration
+        try:
+            batch = self._loader.build(self._position)
+        except UserError as error:  # hand it over whole: torchdata would rebuild it around a traceback
+            self._failed = True
+            return error
+        self._position = batch.position
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        return {}  # a position is all there is, and every batch has its own
+
+
+class Loader(Iterator[StepBatch]):
+    """An endless stream of this rank's share of each global batch.
+
+    The global batch at cursor c is the next B samples from c on that are not skipped; rank r of W takes the r-th of W
+    equal slices.
+
+    Args:
+        batches: global batch as a function of consumed samples.
+        rank, world: this rank among those that split a batch.
+        micro_batch: samples per forward pass.
+        skips: samples that are not trained.
+        prefetch: steps prepared ahead; 0 prepares in the caller's thread.
+        with_lengths: include document lengths.
+        across_documents: learn the label that crosses from a separator into the next document.
+        infilling: makes blanks in the samples; None predicts every next token.
+        pin: put tensors in pinned memory, for asynchronous copies to a GPU.
+        unigrams: compares the tokens of every step with those before.
+    """
+
+    def __init__(
+        self,
+        packer: Packer,
+        batches: BatchSchedule,
+        *,
+        rank: int,
+        world: int,
+        micro_batch: int,
+        start: Position | None = None,
+        skips: Skips | None = None,
+        prefetch: int = 4,
+        with_lengths: bool = False,
+        across_documents: bool = True,
+        infilling: Infilling | None = None,
+        pin: bool = False,
+        unigrams: Unigrams | None = None,
+    ) -> None:
+        self._unigrams = unigrams
+        self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
+        self._micro_batch, self._pin = micro_batch, pin
+        self._with_lengths, self._across_documents, self._infilling = with_lengths, across_documents, infilling
+        self._skips, self.start = skips or Skips(), start or Position()
+        steps = _Steps(self)
+        self._node: BaseNode[Any] = Prefetcher(steps, prefetch, snapshot_frequency=0) if prefetch else steps
+
+    def __next__(self) -> StepBatch:
+        """The next step's share. Raises DataError if a shard cannot be read; nothing follows then."""
+        batch = next(self._node)
+        if isinstance(batch, UserError):
+            raise batch
+        result: StepBatch = batch
+        return result
+
+    def build(self, before: Position) -> StepBatch:
+        """This rank's share of the global batch that follows a position, a pure function."""
+        step = StepBatch([], before.advance(self._batches, self._skips))
+        share = share_of(0, step.position.batch, self._rank, self._world)
+        own = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
+        step.shares = self._packer.mixture.shares(before.cursor)
+        step.epochs = self._packer.epochs_read(step.position.cursor)
+        tokens = []
+        for start in range(0, len(own), self._micro_batch):
+            packed = self._packer.pack_samples(own[start : start + self._micro_batch])
+            micro = micro_batch(
+                packed,
+                with_lengths=self._with_lengths,
+                across_documents=self._across_documents,
+                infilling=self._infilling,
+            )
+            step.micro.append(_pinned(micro) if self._pin else micro)
+            step.targets += micro.targets
+            step.documents += packed.documents
+            separators, adjacent = self._packer.measure(packed)
+            step.separators += separators
+            step.adjacent_specials += adjacent
+            step.quarantined += packed.quarantined
+            step.digest += packed.digest
+            tokens.append(packed.tokens)
+        step.digest = (step.digest + 2**63) % 2**64 - 2**63
+        for corpus in self._packer.corpora.values():
+            step.reads.add(corpus.places.take_times())
+            step.notices += corpus.places.take_notices()
+        if self._unigrams is not None:
+            step.distance = self._unigrams.score(tokens, step.shares)
+        return step
+
+    def blank(self, before: Position) -> StepBatch:
+        """A share of the same shape with nothing to learn: keeps a rank that has no data in step with the others."""
+        step, length = StepBatch([], before.advance(self._batches, self._skips)), self._packer.length
+        own = share_of(0, step.position.batch, self._rank, self._world)
+        for start in range(0, len(own), self._micro_batch):
+            count = min(self._micro_batch, len(own) - start)
+            sources = torch.zeros(count, dtype=torch.int64)
+            if self._infilling is not None:
+                micro = _infilled(self._infilling.empty(count), sources)
+            else:
+                lengths = torch.full((count, 1), length, dtype=torch.int32) if self._with_lengths else None
+                tokens = torch.zeros(count, length + 1, dtype=torch.int64)
+                micro = MicroBatch(tokens, torch.full((count, length), IGNORE), lengths, sources)
+            step.micro.append(_pinned(micro) if self._pin else micro)
+        return step
+
+
+def micro_batch(
+    packed: Packed, *, with_lengths: bool, across_documents: bool, infilling: Infilling | None = None
+) -> MicroBatch:
+    """Packed samples as tensors; see `Loader` for the arguments."""
+    if infilling is not None:
+        return _infilled(infilling.apply(packed), torch.from_numpy(packed.sources))
+    tokens = torch.from_numpy(packed.tokens)
+    labels = None
+    if packed.ignore or not across_documents:
+        labels = tokens[:, 1:].clone()
+        for row, start, stop in packed.ignore:
+            labels[row, max(0, start - 1) : stop - 1] = IGNORE
+    if labels is not None and not across_documents:
+        ends = torch.zeros(tokens.shape, dtype=torch.bool)
+        ends.view(-1)[torch.from_numpy(packed.separators)] = True
+        labels[ends[:, :-1]] = IGNORE
+    lengths = torch.from_numpy(packed.lengths) if with_lengths else None
+    return MicroBatch(tokens, labels, lengths, torch.from_numpy(packed.sources))
+
+
+def _infilled(samples: Infilled, sources: Tensor) -> MicroBatch:
+    lengths, prefix, positions = map(torch.from_numpy, (samples.lengths, samples.prefix, samples.positions))
+    tokens = torch.nn.functional.pad(torch.from_numpy(samples.inputs), (0, 1))
+    return MicroBatch(tokens, torch.from_numpy(samples.labels), lengths, sources, prefix, positions)
+
+
+def _pinned(micro: MicroBatch) -> MicroBatch:
+    tensors = (getattr(micro, attribute.name) for attribute in fields(micro))
+    return MicroBatch(*(tensor.pin_memory() if tensor is not None else None for tensor in tensors))  # type: ignore[arg-type]
+
+
+def check_batches(batches: list[int], world: int, micro_batch: int) -> None:
+    """Raise ConfigError unless every global batch of the run splits over `world` ranks into whole micro-batches."""
+    bad = [size for size in batches if size % (world * micro_batch)]
+    if bad:
+        raise ConfigError(
+            f"a global batch of {bad[0]} samples does not split over {world} ranks into micro-batches of {micro_batch}",
+            remedy=f"make train.global_batch (and every batch of the ramp) a multiple of {world * micro_batch}, "
+            f"or change train.micro_batch or the number of ranks",
+        )

@@ -1,0 +1,311 @@
+"""Blank infilling (GLM): samples of text become inputs, labels and positions with blanks to fill. No torch.
+
+A sample is a row of text, or `slots` prompts with their answers, as the packer hands it out. It becomes `slots` slots
+of equal size, or one slot of the whole sequence, that do not see each other. In each slot a prefix is seen by every
+token of the slot, and what follows sees only what stands before it:
+
+    blanks          text with each span replaced by [MASK] | sop span, for every span, in random order
+    ending          text up to a place, [gMASK]            | sop rest
+    answer          prompt, [MASK]                         | sop answer
+
+Labels stand where their token is predicted: the span and eop, the rest, the answer and eop. The prefix has none. What
+is left of a slot is padding (id 0, position 0) at its end.
+
+All chance of a sample comes from (data seed, source name, index in the source, slot) by `data.corpus.hashing`. Whatever
+changes a sample made from the same text must raise `VERSION`, which every checkpoint remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data.corpus.corpus import TokenizerEntry
+from data.corpus.hashing import key_of, uniforms
+from fsdp_pretrain.config.sections import GLMObjective
+from fsdp_pretrain.errors import ConfigError
+
+from .packer import Packed
+
+IGNORE = -100
+"""Label of tokens that are not learned; the value PyTorch's losses ignore by default."""
+VERSION = 1
+"""Of the construction: part of a run's identity."""
+LONGEST_SPAN = 39
+SHORTEST = 32
+"""Tokens that a shortened piece keeps at least."""
+
+Ints = npt.NDArray[np.int64]
+Scheme = Literal["arange", "mask", "unified"]
+
+
+class Specials(NamedTuple):
+    """Ids of the objective's tokens. `smask` and `eod` are reserved, so that the others have the published order."""
+
+    mask: int
+    gmask: int
+    smask: int
+    eod: int
+    sop: int
+    eop: int
+
+    @classmethod
+    def behind(cls, objective: GLMObjective, vocab_size: int) -> Specials:
+        """The ids that the objective asks for, with a tokenizer of `vocab_size` ids."""
+        first = vocab_size if objective.first_special is None else objective.first_special
+        return cls(*range(first, first + len(cls._fields)))
+
+    @classmethod
+    def of(cls, objective: GLMObjective, tokenizer: TokenizerEntry, vocab: int) -> Specials:
+        """The ids under a tokenizer, in a model of `vocab` ids.
+
+        Raises:
+            ConfigError: the model has no such ids, or text can contain one of them.
+        """
+        ids = cls.behind(objective, tokenizer.vocab_size)
+        if ids[-1] >= vocab:
+            raise ConfigError(
+                f"model.vocab = {vocab}, but the objective's special tokens have the ids {ids[0]} to {ids[-1]}",
+                effect="ids above the embedding table would crash a GPU kernel in the middle of a run",
+                remedy=f"set model.vocab to at least {ids[-1] + 1}",
+            )
+        never_in_text = set(tokenizer.specials) - {tokenizer.eod}
+        for name, number in ids._asdict().items():
+            reserved = number in never_in_text or (name == "eod" and number == tokenizer.eod)
+            if number < tokenizer.vocab_size and not reserved:
+                raise ConfigError(
+                    f"data.objective.first_special = {ids.mask} makes {number} the id of `{name}`, but it is one of "
+                    f"the tokenizer's vocabulary of {tokenizer.vocab_size}",
+                    effect="text that contains this token would look like a blank",
+                    remedy="leave first_special out: the ids then follow the tokenizer's vocabulary",
+                )
+        return ids
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot without its padding; arrays are int64 [length]."""
+
+    inputs: Ints
+    labels: Ints
+    """-100 where nothing is learned."""
+    prefix: int
+    """Tokens at its beginning that every token of the slot sees."""
+    place: Ints
+    """The first dimension of positions: each span of the text counts as one; all of a blank has that of its mask."""
+    inside: Ints
+    """The second dimension: 0 in the prefix, then 1 (sop), 2, ... in each blank."""
+
+    def line(self, scheme: Scheme) -> Ints:
+        """One-dimensional positions: int64 [length].
+
+        `arange` counts on; `mask` gives all tokens of a blank the position of their mask; `unified` begins there with
+        sop and counts on.
+        """
+        if scheme == "arange":
+            return np.arange(len(self.inputs))
+        return self.place if scheme == "mask" else self.place + np.maximum(self.inside - 1, 0)
+
+
+def fill_blanks(text: Ints, targets: Ints, starts: Ints, lengths: Ints, order: Ints, ids: Specials) -> Slot:
+    """Blanks in a text: the text with masks, then the blanks in `order`.
+
+    `targets` [T] are the tokens of `text` [T], or -100 where one is not to be learned; `starts` and `lengths` [n] are
+    the spans, ascending and at least one token apart; `order` is a permutation of range(n).
+    """
+    size, count, total = len(text), len(starts), int(lengths.sum())
+    prefix, blanks = size - total + count, total + count
+    edges = np.zeros(size + 1, dtype=np.int64)
+    edges[starts] = 1
+    edges[starts + lengths] = -1
+    kept = np.cumsum(edges[:-1]) == 0
+    kept[starts] = True
+    masked = text.copy()
+    masked[starts] = ids.mask
+    masks = starts - np.cumsum(lengths) + lengths + np.arange(count)  # where they stand in the prefix
+
+    sizes = lengths[order] + 1
+    ends = np.cumsum(sizes)
+    firsts = ends - sizes
+    inside = np.arange(1, blanks + 1) - np.repeat(firsts, sizes)
+    source = np.repeat(starts[order], sizes) + inside - 1  # the token each place predicts
+    inputs, labels = np.empty((2, prefix + blanks), dtype=np.int64)
+    inputs[:prefix] = masked[kept]
+    labels[:prefix] = IGNORE
+    inputs[prefix:] = text[source - 1]
+    inputs[prefix + firsts] = ids.sop
+    labels[prefix:] = targets.take(source, mode="clip")  # behind the last token stands eop
+    labels[prefix + ends - 1] = ids.eop
+    place, within = np.zeros((2, prefix + blanks), dtype=np.int64)
+    place[:prefix] = np.arange(prefix)
+    place[prefix:] = np.repeat(masks[order], sizes)
+    within[prefix:] = inside
+    return Slot(inputs, labels, prefix, place, within)
+
+
+def continue_text(context: Ints, rest: Ints, targets: Ints, mask: int, sop: int, end: int | None) -> Slot:
+    """A context [c] and what continues it, `rest` [g], g > 0: the ending of a text, or the answer to a prompt.
+
+    `targets` [g] are the tokens of the rest, or -100 where one is not to be learned. `mask` stands behind the context,
+    `sop` before the rest, and `end`, if any, is the label behind it.
+    """
+    prefix, shown = len(context) + 1, rest if end is not None else rest[:-1]
+    inputs, labels = np.empty((2, prefix + 1 + len(shown)), dtype=np.int64)
+    inputs[: prefix - 1], inputs[prefix - 1], inputs[prefix], inputs[prefix + 1 :] = context, mask, sop, shown
+    labels[:prefix], labels[prefix : prefix + len(rest)] = IGNORE, targets
+    if end is not None:
+        labels[-1] = end
+    place = np.minimum(np.arange(len(inputs)), prefix - 1)
+    inside = np.arange(len(inputs)) - place
+    return Slot(inputs, labels, prefix, place, inside)
+
+
+class Spans:
+    """Draws the spans of pieces of text: of `piece` tokens, that may become `slot` tokens."""
+
+    def __init__(self, objective: GLMObjective, piece: int, slot: int) -> None:
+        self._objective, self._piece, self._slot = objective, piece, slot
+        weight, weights = 1.0, []
+        for length in range(1, LONGEST_SPAN + 1):  # Poisson, but for a factor; by arithmetic that is the same anywhere
+            weight *= objective.span_mean / length
+            weights.append(weight)
+        sums = np.array(list(accumulate(weights)))
+        self._cumulative = sums / sums[-1]
+        self._budgets = (objective.mask_budget * np.arange(piece + 1)).astype(np.int64)
+        self._draws = max(1, int(self._budgets[-1]))  # a span has at least one token
+
+    def draw(self, key: int) -> tuple[int, Ints, Ints, Ints]:
+        """Under a key: how much of the piece is used, starts and lengths of the spans, the order of their blanks."""
+        objective, size = self._objective, self._piece
+        chance = uniforms(key, 3 + 3 * self._draws)
+        single = chance[0] < objective.single_span
+        if chance[1] < objective.short and size > SHORTEST:
+            size = SHORTEST + int(chance[2] * (size - SHORTEST))
+        by_span = chance[3:].reshape(3, self._draws)
+        lengths = 1 + np.minimum(self._cumulative.searchsorted(by_span[0], "right"), LONGEST_SPAN - 1)
+        sums = np.cumsum(lengths)
+        count = 1 if single else int(sums.searchsorted(self._budgets[size])) + 1  # until the budget is reached
+        if objective.overflow == "shrink" and size + 2 * count > self._slot:
+            sizes = np.arange(1, size + 1)
+            counts = np.ones_like(sizes) if single else sums.searchsorted(self._budgets[1 : size + 1]) + 1
+            size = int((sizes + 2 * counts).searchsorted(self._slot, "right"))
+            count = int(counts[size - 1])
+        lengths = lengths[:count]
+        before = int(sums[count - 1] - lengths[-1])
+        lengths[-1] = min(lengths[-1], size - before - (count - 1))  # in tiny pieces: a token stays between spans
+        free = size - before - int(lengths[-1]) - count + 1
+        places = np.sort((by_span[1, :count] * (free + 1)).astype(np.int64))
+        starts = places + np.cumsum(lengths) - lengths + np.arange(count)
+        return size, starts, lengths, by_span[2, :count].argsort(kind="stable")
+
+
+@dataclass(slots=True)
+class Infilled:
+    """Samples with blanks, ready for a model."""
+
+    inputs: Ints
+    """[n, S]"""
+    labels: Ints
+    """[n, S], -100 where nothing is learned."""
+    lengths: npt.NDArray[np.int32]
+    """[n, slots], lengths of the slots, padding included; they add up to S, zeros behind."""
+    prefix: npt.NDArray[np.int32]
+    """[n, slots], how much of each slot every token of it sees."""
+    positions: Ints
+    """[n, S], or [n, 2, S] in two dimensions."""
+
+
+class Infilling:
+    """The objective: packed samples to samples of `sequence_length` tokens with blanks, a pure function.
+
+    `seed` is that of the data order; `names`, `pairs` and `separator` are the packer's.
+    """
+
+    def __init__(
+        self,
+        objective: GLMObjective,
+        sequence_length: int,
+        *,
+        seed: int,
+        names: Sequence[str],
+        pairs: Sequence[int],
+        separator: int,
+        ids: Specials,
+    ) -> None:
+        self._objective, self._seed, self._names, self._pairs = objective, seed, names, frozenset(pairs)
+        self._separator, self._ids, self.length = separator, ids, sequence_length
+        self._slots, self._flat = objective.slots, objective.positions == "glm1d"
+        self._slot, self._piece = sequence_length // self._slots, objective.row // self._slots
+        self._spans = Spans(objective, self._piece, self._slot)
+        self._shortest = max(1, int(objective.ending_min * objective.row))
+
+    def empty(self, count: int) -> Infilled:
+        """`count` samples of one slot of padding, with nothing to learn."""
+        shape = (count, self.length)
+        lengths, prefix = np.zeros((2, count, self._slots), dtype=np.int32)
+        lengths[:, 0] = self.length
+        positions = np.zeros(shape if self._flat else (count, 2, self.length), dtype=np.int64)
+        return Infilled(np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), lengths, prefix, positions)
+
+    def apply(self, packed: Packed) -> Infilled:
+        """The packer's samples with blanks; tokens of `packed.ignore` are not learned."""
+        out, targets = self.empty(len(packed.tokens)), packed.tokens
+        if packed.ignore:
+            targets = packed.tokens.copy()
+            for row, start, stop in packed.ignore:
+                targets[row, start:stop] = IGNORE
+        for row, (source, number) in enumerate(
+            zip(packed.sources.tolist(), packed.source_indices.tolist(), strict=True)
+        ):
+            if source in self._pairs:
+                self._answers(out, row, packed.tokens[row], targets[row])
+            else:
+                self._blanks_or_ending(out, row, packed.tokens[row], targets[row], (self._names[source], number))
+        return out
+
+    def _blanks_or_ending(self, out: Infilled, row: int, text: Ints, targets: Ints, sample: tuple[str, int]) -> None:
+        objective, ids, size = self._objective, self._ids, self._objective.row
+        kind, where = uniforms(key_of(self._seed, *sample, "infilling"), 2).tolist()
+        if kind >= objective.mask_share:
+            context = size - self._shortest - int(where * (size - self._shortest + 1))
+            rest = slice(context, size)
+            slot = continue_text(text[:context], text[rest], targets[rest], ids.gmask, ids.sop, None)
+            self._put(out, row, 0, slot, "arange")
+            return
+        out.lengths[row] = self._slot
+        for number in range(self._slots):
+            key = key_of(self._seed, *sample, "infilling", number)
+            used, starts, lengths, order = self._spans.draw(key)
+            piece = slice(number * self._piece, number * self._piece + used)
+            self._put(out, row, number, fill_blanks(text[piece], targets[piece], starts, lengths, order, ids), "mask")
+
+    def _answers(self, out: Infilled, row: int, text: Ints, targets: Ints) -> None:
+        """A prompt and its answer for each slot, both with a separator behind, as `data.packing.pairs` lays them."""
+        ids = self._ids
+        out.lengths[row] = self._slot
+        for number in range(self._slots):
+            at = number * self._slot
+            here = text[at : at + self._slot]
+            middle, end = np.flatnonzero(here == self._separator).tolist()
+            label = targets[at + middle + 1 : at + end]
+            if (targets[at : at + middle] == IGNORE).any():  # a prompt that must not be learned has no answer to learn
+                label = np.full_like(label, IGNORE)
+            slot = continue_text(here[:middle], here[middle + 1 : end], label, ids.mask, ids.sop, ids.eop)
+            self._put(out, row, number, slot, self._objective.multitask_positions)
+
+    def _put(self, out: Infilled, row: int, number: int, slot: Slot, scheme: Scheme) -> None:
+        """Write a slot; what does not fit into it is cut off."""
+        first = number * self._slot
+        size = min(len(slot.inputs), int(out.lengths[row, number]))
+        here = slice(first, first + size)
+        out.inputs[row, here], out.labels[row, here] = slot.inputs[:size], slot.labels[:size]
+        out.prefix[row, number] = slot.prefix
+        if self._flat:
+            out.positions[row, here] = slot.line(scheme)[:size]
+        else:
+            out.positions[row, 0, here], out.positions[row, 1, here] = slot.place[:size], slot.inside[:size]

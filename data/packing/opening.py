@@ -1,0 +1,118 @@
+"""From a run's configuration to its packer: what training, `where` and evaluation open in the same way. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.schedule import Schedule
+from fsdp_pretrain.config.sections import GLMObjective, Source
+from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.errors import ConfigError, DataError
+
+from .mixture import Mixture, Weight
+from .objectives import Infilling, Specials
+from .packer import Packer
+
+
+def open_packer(config: Config) -> Packer:
+    """The packer of a run, if the corpora fit the model and last for the run. Raises DataError, ConfigError."""
+    data, objective = config.data, config.data.objective
+    packer = Packer(
+        [(source.name, source.path, _weight(source, config.schedule)) for source in data.sources],
+        data.row,
+        seed=data.seed,
+        lanes=data.lanes,
+        max_epochs={source.name: source.max_epochs for source in data.sources if source.max_epochs is not None},
+        reshuffle=[config.schedule.samples(place) for place in data.reshuffle],
+        exclude=_read_exclusions(data.exclude) if data.exclude is not None else (),
+        mirrors={source.name: source.mirror for source in data.sources if source.mirror is not None},
+        read_timeout=config.read_timeout,
+        slots=(objective.slots, data.sequence_length // objective.slots) if objective.kind == "glm" else None,
+    )
+    if packer.tokenizer.vocab_size > config.model.vocab:
+        raise ConfigError(
+            f"model.vocab = {config.model.vocab}, but the corpora's tokenizer has {packer.tokenizer.vocab_size} tokens",
+            effect="ids above the embedding table would crash a GPU kernel in the middle of a run",
+            remedy=f"set model.vocab to at least {packer.tokenizer.vocab_size}",
+        )
+    open_infilling(config, packer)
+    return packer
+
+
+def open_infilling(config: Config, packer: Packer) -> Infilling | None:
+    """What makes blanks in the samples of a run's packer; None under the causal objective. Raises ConfigError."""
+    objective = config.data.objective
+    if not isinstance(objective, GLMObjective):
+        return None
+    return Infilling(
+        objective,
+        config.data.sequence_length,
+        seed=config.data.seed,
+        names=packer.mixture.names,
+        pairs=packer.pairs,
+        separator=packer.eod,
+        ids=Specials.of(objective, packer.tokenizer, config.model.vocab),
+    )
+
+
+def open_skips(config: Config) -> Skips:
+    """The samples that a run does not train."""
+    return Skips((span.first, span.stop) for span in config.data.skip)
+
+
+def data_at(config: Config, consumed: int) -> dict[str, Any]:
+    """Where the data stands once `consumed` samples were trained: `cursor`, and planned `shares` by source.
+
+    From the configuration alone, so sources that max_epochs ends on the way still have theirs. Raises DataError.
+    """
+    cursor = open_skips(config).after(0, consumed)
+    return {"cursor": cursor, "shares": shares_at(config, cursor)}
+
+
+def shares_at(config: Config, cursor: int) -> dict[str, float]:
+    """Planned shares of the sources at sample `cursor`, from the configuration alone. Raises DataError."""
+    return Mixture({source.name: _weight(source, config.schedule) for source in config.data.sources}).shares(cursor)
+
+
+def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) -> None:
+    """Raise DataError unless the mixture lasts to the end of the run from these counters on."""
+    last, capacity = open_skips(config).after(cursor, config.schedule.total - consumed), packer.mixture.capacity
+    if capacity is not None and last > capacity:
+        epochs = ", ".join(f"{name} after {epochs:.2f} epochs" for name, epochs in packer.epochs_read(capacity).items())
+        raise DataError(
+            f"the run reads {last:_} samples, but the mixture ends after {capacity:_} ({epochs})",
+            effect="the run would stop in the middle of its schedule",
+            remedy="raise max_epochs or stop of a source, add data, or shorten train.duration",
+        )
+
+
+def _weight(source: Source, schedule: Schedule) -> Weight:
+    """A source's weight by sample index."""
+    if isinstance(source.weight, list):
+        points = tuple((schedule.samples(point.at), point.value) for point in source.weight)
+    else:
+        points = ((0, source.weight),)
+    stop = None if source.stop is None else schedule.samples(source.stop)
+    return Weight(points, schedule.samples(source.start), stop)
+
+
+def _read_exclusions(path: Path) -> set[tuple[str, str, int]]:
+    """(source, shard, document) of each line of `data.exclude`. Raises DataError."""
+    found = set()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read data.exclude = {path}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        parts = line.split()
+        if not parts or parts[0].startswith("#"):
+            continue
+        if len(parts) != 3 or not parts[2].isdecimal():
+            raise DataError(
+                f"{path}, line {number} is not a document: {line[:60]!r}",
+                remedy="write SOURCE SHARD DOCUMENT, as `fsdp-pretrain where` shows them",
+            )
+        found.add((parts[0], parts[1], int(parts[2])))
+    return found

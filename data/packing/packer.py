@@ -1,0 +1,303 @@
+"""The packer: a pure function from a sample index to tokens and document boundaries.
+
+How a source becomes samples (all integers; S is the sequence length, T the tokens of an epoch, separators included):
+
+1. In epoch e the blocks of the source are permuted, and the documents inside each block. Every document is followed
+   by one separator. That is a line of T tokens; the lines of all epochs are laid end to end.
+2. Window w covers tokens [w*S, w*S + S] of that endless line: S inputs and, one further, their labels. Windows
+   overlap by one token, so every token is predicted exactly once and nothing is dropped at any end.
+3. The windows that start in epoch e are split into `lanes` runs of equal length (+-1). Samples are dealt in rounds,
+   one from every lane in another order each round: consecutive samples come from far apart, and a batch smaller
+   than a round does not meet the same lanes periodically.
+4. Inside a lane, each stretch of `STRETCH` windows is permuted, so that the windows of a long document do not follow
+   each other, while a lane still reads one neighbourhood of the files at a time.
+
+So a sample is found from the block table and one block's lengths. There is no iterator state, no shuffle buffer and
+no rank in this file; the permutations depend on (seed, source name, epoch, block) by a hash defined here, not by a
+library's generator that may change. The packer alone writes separators: those that imported documents carry are
+stripped, and `pack` checks what it hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from data.corpus.corpus import Corpus
+from data.corpus.reading import READ_TIMEOUT
+from fsdp_pretrain.errors import DataError
+
+from .mixture import Mixture, Weight
+from .pairs import Pairs
+from .source import Ints, Source, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a stretch of a sample comes from: tokens [start, stop) of a document, separator not counted."""
+
+    source: str
+    shard: str
+    document: int
+    """Number within the shard."""
+    start: int
+    stop: int
+    length: int
+    """Tokens of the whole document, separator not counted."""
+    position: int
+    """In the sample's S + 1 tokens. Behind the stretch stands the separator, unless the sample ends there."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """Samples, packed.
+
+    Attributes:
+        tokens: int64 [n, S + 1]; inputs are `[:, :-1]`, labels `[:, 1:]`. In a mixture with prompts and answers int64
+            [n, width], and behind the S + 1 tokens of a text, or between pairs, ordinary tokens that mean nothing.
+        sample_indices: [n].
+        sources: int64 [n], number of the source each sample comes from.
+        source_indices: int64 [n], their indices in their sources.
+        separators: int64, where the separators stand in `tokens` laid flat: the ends of documents.
+        ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined and excluded documents.
+        quarantined: the pieces those spans come from.
+    """
+
+    tokens: Ints
+    sample_indices: Sequence[int]
+    sources: Ints
+    source_indices: Ints
+    separators: Ints
+    ignore: list[tuple[int, int, int]] = field(default_factory=list)
+    quarantined: list[Piece] = field(default_factory=list)
+
+    @property
+    def documents(self) -> int:
+        """Documents that end inside the samples."""
+        return len(self.separators)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Document lengths over the S inputs (separators counted), zero-padded: int32 [n, D]."""
+        samples, width = self.tokens.shape
+        bounds = self.separators.searchsorted(np.arange(samples + 1) * width)
+        rows = []
+        for row in range(samples):
+            ends = self.separators[bounds[row] : bounds[row + 1]] - row * width + 1
+            ends = np.append(ends[ends < width - 1], width - 1)  # a separator at S is only a label
+            rows.append(np.diff(ends, prepend=0))
+        lengths = np.zeros((samples, max(map(len, rows))), dtype=np.int32)
+        for row, own in enumerate(rows):
+            lengths[row, : len(own)] = own
+        return lengths
+
+    @property
+    def digest(self) -> int:
+        """Sum over samples of xxh3 of their tokens, modulo 2^64: identifies a batch however it is split."""
+        return sum(xxhash.xxh3_64_intdigest(row) for row in self.tokens) % 2**64
+
+
+class Packer:
+    """Samples of a mixture of corpora. See the module text for the construction.
+
+    Args:
+        sources: (name, corpus directory, weight).
+        lanes: places of an epoch that consecutive samples come from in turn.
+        max_epochs: by source name, how often it may be read; absent is without limit.
+        reshuffle: sample indices from which on the rest of each source comes in another order.
+        exclude: (source, shard, document) that keep their places and are not learned.
+        slots: (pairs of a sample, tokens of it for each) of the sources of prompts with answers; None allows none.
+
+    Attributes:
+        pairs: numbers of the sources of prompts with answers.
+
+    Raises:
+        DataError: a corpus cannot be opened, the corpora were not made with the same tokenizer, or one holds prompts
+            with answers and `slots` is None.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[str, Path, float | Weight]],
+        sequence_length: int,
+        *,
+        seed: int,
+        lanes: int,
+        max_epochs: Mapping[str, float] | None = None,
+        reshuffle: Sequence[int] = (),
+        exclude: Collection[tuple[str, str, int]] = (),
+        mirrors: Mapping[str, Path] | None = None,
+        read_timeout: float = READ_TIMEOUT,
+        slots: tuple[int, int] | None = None,
+    ) -> None:
+        self.length, self._excluded = sequence_length, frozenset(exclude)
+        self._sources: list[Source] = []
+        weights: dict[str, Weight] = {}
+        for name, path, given in sources:
+            corpus = Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout)
+            if corpus.manifest.pairs:
+                source: Source = _paired(name, corpus, seed, lanes, slots)
+            else:
+                source = Source(name, corpus, sequence_length, seed, lanes)
+            self._sources.append(source)
+            weight = given if isinstance(given, Weight) else Weight(((0, given),))
+            if max_epochs and name in max_epochs:
+                weight = replace(weight, limit=int(max_epochs[name] * source.epoch_length / source.length))
+            weights[name] = weight
+        self.pairs = [number for number, source in enumerate(self._sources) if isinstance(source, Pairs)]
+        self._width = max(sequence_length + 1, slots[0] * slots[1] if self.pairs and slots else 0)
+        self.mixture = Mixture(weights)
+        for sample_index in sorted(reshuffle):
+            for source, count in zip(self._sources, self.mixture.counts(sample_index), strict=True):
+                source.reshuffles.append(count)
+        manifests = [source.corpus.manifest for source in self._sources]
+        self.tokenizer = manifests[0].tokenizer
+        for source, manifest in zip(self._sources, manifests, strict=True):
+            if manifest.tokenizer.fingerprint != self.tokenizer.fingerprint:
+                raise DataError(
+                    f"sources {self._sources[0].name!r} and {source.name!r} were made with different tokenizers",
+                    effect="the same id would mean different text in one run",
+                    remedy="prepare one of them again with the other's tokenizer",
+                )
+        self.eod = self.tokenizer.eod
+        self._special = np.zeros(self.tokenizer.vocab_size, dtype=bool)
+        self._special[[self.eod, *self.tokenizer.specials]] = True
+        self._filler = int(self._special.argmin())  # an ordinary token: a separator would stand beside another
+        self._signed = any(np.dtype(manifest.dtype).kind == "i" for manifest in manifests)
+
+    @property
+    def corpora(self) -> dict[str, Corpus]:
+        """The opened corpora by source name."""
+        return {source.name: source.corpus for source in self._sources}
+
+    @property
+    def epoch_samples(self) -> dict[str, float]:
+        """Samples in one epoch of each source."""
+        return {source.name: source.epoch_length / source.length for source in self._sources}
+
+    def pack(self, first: int, count: int) -> Packed:
+        """Samples [first, first + count); see `pack_samples`."""
+        return self.pack_samples(range(first, first + count))
+
+    def pack_samples(self, sample_indices: Sequence[int]) -> Packed:
+        """Samples by index, checked.
+
+        Every separator stands at a document's end and nowhere else, no two are adjacent, no other special token and no
+        id outside the vocabulary occurs: by construction for what this class writes, by measurement for what the shards
+        hold. A document that breaks this is quarantined: its offending tokens are replaced by an ordinary one and its
+        whole stretch is listed in `ignore`.
+        """
+        count = len(sample_indices)
+        tokens = np.empty((count, self._width), dtype=np.int64)
+        if self.pairs:
+            tokens[:] = self._filler
+        separators, (sources, source_indices) = [], np.empty((2, count), dtype=np.int64)
+        for row, sample_index in enumerate(sample_indices):
+            source, source_index = self.mixture.source_of(sample_index)
+            sources[row], source_indices[row] = source, source_index
+            separators.append(self._fill(source, source_index, tokens[row]))
+        flat = tokens.reshape(-1)
+        where = np.array([row * self._width + at for row, ats in enumerate(separators) for at in ats], np.int64)
+        flat[where] = self.eod
+        packed = Packed(tokens, sample_indices, sources, source_indices, where)
+        if not self._clean(flat, len(where)):
+            self._quarantine(packed, separators)
+        if self._excluded:
+            self._leave_out(packed)
+        return packed
+
+    def _fill(self, source: int, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
+        """See `Source.fill`; a text leaves the rest of a wider row as it is."""
+        room = row if source in self.pairs else row[: self.length + 1]
+        return self._sources[source].fill(source_index, room, spans)
+
+    def _clean(self, flat: Ints, separators: int) -> bool:
+        """Whether the only special tokens are the separators just written and no id is outside the vocabulary."""
+        if self._signed and flat.min() < 0:  # `take` would count a negative id from the end
+            return False
+        try:
+            return int(np.count_nonzero(self._special.take(flat))) == separators
+        except IndexError:  # an id above the vocabulary
+            return False
+
+    def measure(self, packed: Packed) -> tuple[int, int]:
+        """(separators, pairs of adjacent special tokens) among the tokens.
+
+        Counted from the tokens alone, not from how they were made: separators must equal `packed.documents`, pairs 0.
+        """
+        flat, width = packed.tokens.reshape(-1), self._width
+        at = np.flatnonzero(self._special.take(flat))
+        adjacent = (np.diff(at) == 1) & (at[1:] % width != 0)  # not the last of one sample and the first of the next
+        return int(np.count_nonzero(flat[at] == self.eod)), int(np.count_nonzero(adjacent))
+
+    def _quarantine(self, packed: Packed, separators: list[list[int]]) -> None:
+        """Find the documents behind the offending tokens and take them out of the loss."""
+        for row, values in enumerate(packed.tokens):
+            outside = (values < 0) | (values >= len(self._special))
+            bad = outside | self._special[np.where(outside, 0, values)]
+            bad[separators[row]] = False
+            if not bad.any():
+                continue
+            source, spans = self._spans(packed.sample_indices[row])
+            for span in spans:
+                if bad[span.position : span.end].any():
+                    packed.ignore.append((row, span.position, span.end))
+                    packed.quarantined.append(_piece(source, span))
+            values[bad] = self._filler
+
+    def _leave_out(self, packed: Packed) -> None:
+        """Take excluded documents out of the loss."""
+        for row, sample_index in enumerate(packed.sample_indices):
+            source, spans = self._spans(sample_index)
+            for span in spans:
+                document = source.name, source.corpus.manifest.shards[span.block.shard].name, span.document
+                stretch = row, span.position, span.end
+                if document in self._excluded and stretch not in packed.ignore:
+                    packed.ignore.append(stretch)
+
+    def _spans(self, sample_index: int) -> tuple[Source, list[Span]]:
+        """A sample's source and the stretches it is made of."""
+        source, source_index = self.mixture.source_of(sample_index)
+        spans: list[Span] = []
+        self._fill(source, source_index, np.empty(self._width, dtype=np.int64), spans)
+        return self._sources[source], spans
+
+    def provenance(self, sample_index: int) -> list[Piece]:
+        """Which documents a sample is made of, in order."""
+        source, spans = self._spans(sample_index)
+        return [_piece(source, span) for span in spans]
+
+    def epoch_of(self, sample_index: int) -> int:
+        """The epoch, of the source it comes from, in which a sample starts."""
+        source, source_index = self.mixture.source_of(sample_index)
+        return self._sources[source].start_of(source_index)[0]
+
+    def epochs_read(self, sample_index: int) -> dict[str, float]:
+        """Epochs completed by each source once samples [0, sample_index) have been read."""
+        counts = self.mixture.counts(sample_index)
+        return {
+            source.name: count * source.length / source.epoch_length
+            for source, count in zip(self._sources, counts, strict=True)
+        }
+
+
+def _piece(source: Source, span: Span) -> Piece:
+    manifest, document = source.corpus.manifest, span.document
+    shard, name = source.corpus.shard(span.block.shard), manifest.shards[span.block.shard].name
+    first = int(shard.pointers[document]) // shard.dtype.itemsize + (manifest.separators == "leading")
+    length = int(shard.lengths[document]) - manifest.carried
+    return Piece(source.name, name, document, span.start - first, span.stop - first, length, span.position)
+
+
+def _paired(name: str, corpus: Corpus, seed: int, lanes: int, slots: tuple[int, int] | None) -> Pairs:
+    if slots is None:
+        raise DataError(
+            f"source {name!r} holds prompts with answers, which the causal objective would read as texts",
+            remedy='set data.objective.kind = "glm", or leave the source out',
+        )
+    return Pairs(name, corpus, seed, lanes, slots=slots[0], slot=slots[1])

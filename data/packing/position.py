@@ -1,0 +1,26 @@
+"""Where training stands: the counters, and the one rule by which a step moves them on. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_pretrain.config.schedule import BatchSchedule
+from fsdp_pretrain.config.skips import Skips
+
+
+@dataclass(frozen=True)
+class Position:
+    """After a step, or before the first."""
+
+    step: int = 0
+    """Optimiser steps taken."""
+    consumed: int = 0
+    """Samples trained; drives every schedule."""
+    cursor: int = 0
+    """Samples read, those skipped included; the position in the data."""
+    batch: int = 0
+    """Samples of the last step."""
+
+    def advance(self, batches: BatchSchedule, skips: Skips) -> Position:
+        batch = batches.batch_at(self.consumed)
+        return Position(self.step + 1, self.consumed + batch, skips.after(self.cursor, batch), batch)

@@ -1,0 +1,256 @@
+"""One corpus as an endless line of windows: where each of its samples begins, and the tokens that fill it.
+
+The construction is described in `packer`. Only arithmetic and reads are here; what a sample must look like is the
+packer's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data.corpus.corpus import Corpus
+from data.corpus.hashing import key_of, permutation
+from fsdp_pretrain.errors import DataError
+
+Ints = npt.NDArray[np.int64]
+STRETCH = 1024
+"""Windows of a lane that are permuted together: 4M tokens at a sequence length of 4096, the size of a block."""
+_ROUNDS = 64
+"""Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
+_AHEAD = 8
+_CHUNK_BITS = 15
+"""Tokens are brought into memory in chunks of 2 ** 15, two at a time: about what the kernel reads ahead by itself."""
+_NEAR = 32
+"""Chunks looked at together before one of them is loaded: what is in memory already is found at little cost."""
+_cached_permutation = lru_cache(maxsize=64)(permutation)
+
+
+@dataclass(slots=True)
+class Block:
+    """Documents of one block in their order in one epoch."""
+
+    ends: Ints
+    """[documents] where each ends in the block's line, separators counted."""
+    shifts: Ints
+    """[documents] token of the shard's flat array = position in the block's line + shift."""
+    documents: Ints
+    """[documents] number within the shard."""
+    tokens: npt.NDArray[Any]
+    """The shard's flat array."""
+    load: Callable[[Block, int], npt.NDArray[Any]]
+    """Bring a chunk of that array, and the next one, into memory under watch; the array to use from then on."""
+    chunk_bits: int
+    chunks: range
+    """Chunks of 2 ** chunk_bits tokens that the block lies in."""
+    waiting: set[int]
+    """Those of them that were not loaded yet."""
+    shard: int
+    length: int
+
+
+class Span(NamedTuple):
+    """A stretch of a document in a row of tokens."""
+
+    block: Block
+    at: int
+    """Index of the document in the block."""
+    position: int
+    """In the row."""
+    start: int
+    """First token in the shard."""
+    stop: int
+
+    @property
+    def end(self) -> int:
+        """Position in the row behind it."""
+        return self.position + self.stop - self.start
+
+    @property
+    def document(self) -> int:
+        return int(self.block.documents[self.at])
+
+
+class Source:
+    """One corpus as an endless line of windows.
+
+    Attributes:
+        length: of a window, on the line.
+        epoch_length: what an epoch's line has: tokens, separators included.
+        reshuffles: numbers of samples of this source before each reshuffle.
+    """
+
+    def __init__(self, name: str, corpus: Corpus, length: int, seed: int, lanes: int) -> None:
+        self.name, self.corpus, self.length, self.seed, self.lanes = name, corpus, length, seed, lanes
+        blocks = corpus.blocks
+        self.block_lengths: Ints = blocks[:, 4] + blocks[:, 3]  # one separator for each document that is not empty
+        self.epoch_length = int(self.block_lengths.sum())
+        self.reshuffles: list[int] = []
+        self._chunk_bits = max(_CHUNK_BITS, length.bit_length())  # a sample lies in two chunks at most
+        self._epoch = lru_cache(maxsize=3)(self._order_blocks)
+        self._block = lru_cache(maxsize=max(64, min(2 * lanes, 4096)))(self._open_block)
+        self._round = lru_cache(maxsize=1)(self._order_lanes)
+        self._stretch = lru_cache(maxsize=4 * lanes + 64)(self._order_windows)
+
+    def start_of(self, source_index: int) -> tuple[int, int]:
+        """(epoch, offset in the epoch's line) where sample `source_index` of this source starts."""
+        total, length = self.epoch_length, self.length
+        epoch = source_index * length // total
+        first = -(-epoch * total // length)
+        count = -(-(epoch + 1) * total // length) - first  # the samples of the epoch are [first, first + count)
+        for generation in reversed(range(len(self.reshuffles))):
+            source_index = self._reshuffled(source_index, generation, first, count)
+        run, longer = divmod(count, self.lanes)
+        position, turn = divmod(source_index - first, self.lanes)
+        lane = int(self._round(epoch, position, self.lanes if position < run else longer)[turn])
+        stretch, inside = divmod(position, STRETCH)
+        size = min(STRETCH, run + (lane < longer) - stretch * STRETCH)
+        start = first + lane * run + min(lane, longer) + stretch * STRETCH
+        window = start + int(self._stretch(epoch, lane, stretch, size)[inside])
+        return epoch, window * length - epoch * total
+
+    def _reshuffled(self, source_index: int, generation: int, first: int, count: int) -> int:
+        """Where a reshuffle sends a sample: what is left of its epoch is permuted, in chunks and inside them."""
+        begin = max(first, self.reshuffles[generation])
+        if source_index < begin:
+            return source_index
+        size, left = self.lanes * _ROUNDS, first + count - begin
+        chunk, inside = divmod(source_index - begin, size)
+        whole = left // size
+        if chunk < whole:
+            chunk = int(_cached_permutation(key_of(self.seed, self.name, "chunks", generation, first), whole)[chunk])
+        key = key_of(self.seed, self.name, "chunk", generation, first, chunk)
+        return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
+
+    def _order_lanes(self, epoch: int, position: int, size: int) -> Ints:
+        """The order of the lanes in one round."""
+        return permutation(key_of(self.seed, self.name, epoch, "round", position), size)
+
+    def _order_windows(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
+        """The order of the windows of one stretch of a lane."""
+        return permutation(key_of(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
+
+    def _order_blocks(self, epoch: int) -> tuple[Ints, Ints]:
+        """(block order, cumulative ends of the blocks in that order)."""
+        order = permutation(key_of(self.seed, self.name, epoch), len(self.block_lengths))
+        return order, np.cumsum(self.block_lengths[order])
+
+    def _open_block(self, epoch: int, block: int) -> Block:
+        shard_number, first, count = self.corpus.blocks[block, :3].tolist()
+        shard = self.corpus.shard(shard_number, ("index", first, first + count + 1))
+        shard.require_sound(first, first + count)
+        lengths = shard.lengths[first : first + count] - self.corpus.manifest.carried
+        starts = self._starts(shard_number, first, lengths)
+        order = self._order(epoch, block, lengths)
+        sizes = lengths[order].astype(np.int64) + 1
+        ends = np.cumsum(sizes)
+        bits = self._chunk_bits
+        chunks = range(int(starts[0]) >> bits, (int(starts[-1] + lengths[-1]) >> bits) + 1)
+        return Block(
+            ends=ends,
+            shifts=starts[order] - (ends - sizes),
+            documents=first + order,
+            tokens=shard.tokens,
+            load=self._load,
+            chunk_bits=bits,
+            chunks=chunks,
+            waiting=set(chunks),
+            shard=shard_number,
+            length=int(self.block_lengths[block]),
+        )
+
+    def _order(self, epoch: int, block: int, lengths: Ints) -> Ints:
+        """The documents of a block, of these lengths, in their order."""
+        order = permutation(key_of(self.seed, self.name, epoch, block), len(lengths))
+        if int(self.corpus.blocks[block, 3]) < len(lengths):  # an empty one would put two separators side by side
+            order = order[lengths[order] > 0]
+        return order
+
+    def _starts(self, number: int, first: int, lengths: npt.NDArray[np.int32]) -> Ints:
+        """Where the texts of documents from `first` on begin in a shard's flat array, carried separators skipped.
+
+        Raises:
+            DataError: a document does not carry the separator that the manifest declares.
+        """
+        manifest, shard = self.corpus.manifest, self.corpus.shard(number)
+        starts: Ints = shard.pointers[first : first + len(lengths)] // shard.dtype.itemsize
+        if not manifest.carried:
+            return starts
+        end = int(starts[-1]) + int(lengths[-1]) + manifest.carried
+        shard = self.corpus.shard(number, ("tokens", int(starts[0]), end))
+        at = starts + (lengths if manifest.separators == "trailing" else 0)
+        wrong = np.flatnonzero((lengths < 0) | (shard.tokens.take(at, mode="clip") != manifest.tokenizer.eod))
+        if len(wrong):
+            raise DataError(
+                f"{shard.prefix}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
+                f"manifest declares one ({len(wrong)} of the {len(lengths)} documents around it)",
+                effect="the shard changed since it was imported: what would be trained is not what was measured",
+                remedy="restore the shard, or import the corpus again",
+            )
+        return starts + (manifest.separators == "leading")
+
+    def _load(self, block: Block, chunk: int) -> npt.NDArray[Any]:
+        bits, near = self._chunk_bits, range(chunk & -_NEAR, (chunk & -_NEAR) + _NEAR)
+        shard = self.corpus.kept(block.shard, ("tokens", near[0] << bits, (near[-1] + 2) << bits))
+        if shard is None:
+            near = range(chunk, chunk + 1)
+            shard = self.corpus.shard(block.shard, ("tokens", chunk << bits, (chunk + 2) << bits))
+        if shard.tokens is not block.tokens:  # opened again, perhaps from the mirror
+            block.tokens, block.waiting = shard.tokens, set(block.chunks)
+        block.waiting.difference_update(near)
+        return block.tokens
+
+    def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
+        """Write a sample into `row` [S + 1], all but the separators, and its stretches into `spans` if given.
+
+        Returns:
+            Positions of the separators, ascending.
+        """
+        epoch, offset = self.start_of(source_index)
+        separators: list[int] = []
+        filled = 0
+        while True:
+            order, block_ends = self._epoch(epoch)
+            rank = int(block_ends.searchsorted(offset, "right"))
+            while rank < len(order):
+                block = self._block(epoch, int(order[rank]))
+                inside = offset - (int(block_ends[rank]) - block.length)
+                filled = _copy(block, inside, row, filled, separators, spans)
+                if filled == len(row):
+                    return separators
+                offset = int(block_ends[rank])
+                rank += 1
+            epoch, offset = epoch + 1, 0
+
+
+def _copy(block: Block, inside: int, row: Ints, filled: int, separators: list[int], spans: list[Span] | None) -> int:
+    """Copy a block's line from position `inside` into row[filled:] until either ends; the new `filled`."""
+    at, need, tokens = int(block.ends.searchsorted(inside, "right")), len(row), block.tokens
+    waiting, bits = block.waiting, block.chunk_bits
+    while at < len(block.ends):
+        ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies
+        for end, shift in zip(block.ends[ahead].tolist(), block.shifts[ahead].tolist(), strict=True):
+            take, start = end - inside, inside + shift
+            text = take - 1  # without the separator
+            if take > need - filled:
+                take = need - filled
+                text = min(take, text)
+            if waiting and start >> bits in waiting:
+                tokens = block.load(block, start >> bits)
+                waiting = block.waiting
+            row[filled : filled + text] = tokens[start : start + text]
+            if spans is not None:
+                spans.append(Span(block, at, filled, start, start + text))
+            filled += take
+            if text < take:
+                separators.append(filled - 1)
+            if filled == need:
+                return filled
+            inside = end
+            at += 1
+    return filled

@@ -1,0 +1,1 @@
+"""Making corpora, from text or from token files of others. No torch."""

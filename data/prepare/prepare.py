@@ -1,0 +1,221 @@
+"""`fsdp-data prepare`: raw text to token shards, in parallel, resumable, the same shards for any number of workers.
+
+Documents are stored without separators. A shard is done when its `.json` stands beside its `.bin` and `.idx`; the
+corpus is done when `manifest.json` exists. Killing it at any moment loses at most the shards being written.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.corpus.corpus import Manifest, write_corpus
+from data.corpus.shards import ShardWriter, token_dtype
+from data.text.files import find_files
+from data.text.inputs import Document, Unit, plan_shards, read_documents
+from data.text.tokenizer import Progress as Report
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError
+
+from .jobs import Task, claim, describe, gather, make_all, write_record
+
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
+_ROUND_TRIPS_PER_SHARD = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the content of the shards."""
+
+    text_field: str = "text"
+    lines: bool = False
+    suffixes: tuple[str, ...] = ()
+    shard_bytes: int | None = None
+    max_quarantined: float = 0.001
+    answer_field: str | None = None
+    """If there is one, the records are prompts with answers: two documents each."""
+
+
+def prepare(
+    inputs: Sequence[str],
+    tokenizer: Tokenizer,
+    out: Path,
+    options: Options,
+    *,
+    workers: int,
+    part: tuple[int, int] = (1, 1),
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Manifest | None:
+    """Tokenise `inputs` into the corpus directory `out`.
+
+    Args:
+        out: created if absent; continued if it holds the same job, refused if it holds another.
+        part: (i, n), 1-based: make only every n-th shard, for job arrays; whoever sees all shards done finishes.
+        overwrite: discard what `out` holds.
+
+    Returns:
+        The manifest, or None if shards of other parts are still missing.
+
+    Raises:
+        DataError: unreadable input, another job in `out`, or too many documents that contain special tokens.
+        OSError: the input may not be read, `out` not be written, or the storage failed.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
+    files = find_files(inputs, options.suffixes)
+    shards = plan_shards(files, options.shard_bytes, lines=options.lines)
+    if not shards:
+        raise DataError(f"the input holds no text: {len(files)} files, all of them empty")
+    claim(out, _job(shards, tokenizer, options), len(shards), overwrite=overwrite)
+    tasks = [
+        Task(out / f"shards/shard-{number:05d}", (units, options), sum(unit.size for unit in units))
+        for number, units in enumerate(shards)
+    ]
+    mine = tasks[part[0] - 1 :: part[1]]
+    todo = [task for task in mine if not task.is_done()]
+    make_all(make_shard, mine, todo, tokenizer, workers, desc="prepare", disable=quiet or None)
+    if not all(task.is_done() for task in tasks):
+        return None
+    full, counts = gather(out, tasks)
+    if not full:
+        raise DataError(f"the input holds no text: {counts['read']} documents, all of them empty or quarantined")
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    statistics = {**counts, "made": made, "text_field": options.text_field}
+    dtype, pairs = token_dtype(tokenizer.vocab_size), options.answer_field is not None
+    return write_corpus(out, tokenizer, full, dtype, statistics, pairs=pairs)
+
+
+def _job(shards: list[list[Unit]], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
+    """What decides the content of the shards, JSON values."""
+    stamps = {unit.path: os.stat(unit.path) for shard in shards for unit in shard}  # noqa: PTH116
+    return {
+        "shards": [[asdict(unit) for unit in shard] for shard in shards],
+        "stamps": {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()},
+        "tokenizer": tokenizer.fingerprint,
+        "text_field": options.text_field,
+        "lines": options.lines,
+        **({"answer_field": options.answer_field} if options.answer_field is not None else {}),
+    }
+
+
+@dataclass
+class _Counts:
+    """Of documents, but `characters` and `utf8_bytes` of their text."""
+
+    read: int = 0
+    empty: int = 0
+    repaired: int = 0
+    characters: int = 0
+    utf8_bytes: int = 0
+    quarantined: int = 0
+    round_trips: int = 0
+    round_trips_exact: int = 0
+
+    def add(self, document: Document, encoded: list[list[int]], tokenizer: Tokenizer) -> None:
+        """Count a document that is stored; the first ones are decoded again."""
+        if self.round_trips < _ROUND_TRIPS_PER_SHARD:
+            self.round_trips += 1
+            self.round_trips_exact += tuple(map(tokenizer.decode, encoded)) == document.texts
+        self.characters += sum(map(len, document.texts))
+        self.utf8_bytes += sum(len(text.encode("utf-8")) for text in document.texts)
+
+
+def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tokenizer, report: Report) -> None:
+    """Tokenise `units` into the shard at `prefix` and write its `.json`, which marks it done.
+
+    Raises:
+        DataError, OSError: see `prepare`.
+    """
+    dtype, counts = token_dtype(tokenizer.vocab_size), _Counts()
+    special = np.zeros(tokenizer.vocab_size, dtype=bool)
+    special[list(tokenizer.specials)] = True
+    quarantined: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
+    with ShardWriter(prefix, dtype) as writer:
+        for unit in units:
+            place = {"path": unit.path, "start": unit.start}
+            sources.append({**place, "stop": unit.stop, "first_document": writer.documents})
+            for document, encoded in _encoded(unit, options, tokenizer, report):
+                counts.read += 1
+                counts.repaired += document.repaired
+                tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
+                if not all(encoded):
+                    counts.empty += 1
+                elif special[tokens].any():
+                    found = sorted({tokenizer.specials[int(i)] for i in tokens[special[tokens]]})
+                    quarantined.append({**place, "line": document.line, "specials": found})
+                else:
+                    counts.add(document, encoded, tokenizer)
+                    for ids in encoded:
+                        writer.append(np.asarray(ids, dtype=dtype))
+        counts.quarantined = len(quarantined)
+        if counts.quarantined > max(1, options.max_quarantined * counts.read):
+            first = quarantined[0]
+            raise DataError(
+                f"{counts.quarantined} of {counts.read} documents contain special tokens in their text, "
+                f"first in {first['path']} (line {first['line'] + 1} from byte {first['start']}): "
+                f"{', '.join(first['specials'])}",
+                effect="a separator inside a document would cut it in two for the model",
+                remedy="clean the input, or use a tokenizer that treats these strings as text",
+            )
+        entry = writer.finish()
+    write_record(prefix, {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined})
+
+
+def _encoded(
+    unit: Unit, options: Options, tokenizer: Tokenizer, report: Report
+) -> Iterator[tuple[Document, list[list[int]]]]:
+    """Each document with the ids of its texts. Progress is shown by characters, a few less than the unit's bytes."""
+    left = unit.size
+
+    def show(characters: int) -> None:
+        nonlocal left
+        step = min(characters, left)
+        left -= step
+        report(step)
+
+    for batch in _batches(unit, options):
+        encoded = iter(tokenizer.encode([text for document in batch for text in document.texts], show))
+        for document in batch:
+            yield document, [next(encoded) for _ in document.texts]
+    show(left)
+
+
+def _batches(unit: Unit, options: Options) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in read_documents(unit, options.text_field, lines=options.lines, answer_field=options.answer_field):
+        batch.append(document)
+        characters += sum(map(len, document.texts))
+        if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def summary(manifest: Manifest, out: Path) -> str:
+    """What `prepare` prints at its end."""
+    numbers = manifest.statistics
+    ratio = numbers["utf8_bytes"] / max(1, manifest.tokens)
+    lines = [f"{out}: {describe(manifest)}, {ratio:.2f} bytes per token"]
+    if numbers["empty"]:
+        lines.append(f"  {numbers['empty']:_} empty documents left out")
+    if numbers["repaired"]:
+        lines.append(f"  {numbers['repaired']:_} documents had invalid UTF-8, replaced by U+FFFD")
+    if numbers["quarantined"]:
+        lines.append(
+            f"  {numbers['quarantined']:_} documents left out because they contain special tokens (see shards/*.json)"
+        )
+    exact, tried = numbers["round_trips_exact"], numbers["round_trips"]
+    if exact < tried:
+        lines.append(
+            f"  {tried - exact} of {tried} sampled documents do not decode to their text (a normalising tokenizer)"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Documents as text: files, splitting, tokenizers. No torch."""

@@ -1,0 +1,134 @@
+"""Measurements of one token file, run by run: what `validate` is made of.
+
+One pass, a handful of vectorised operations per run of a million tokens; whatever needs Python per token or a second
+look is done for rare events (special tokens, suspects) or on a sample (unigrams, decoding). Memory: some 20 bytes per
+token of a run, plus the histogram of the vocabulary and 8 bytes per document of the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from data.corpus.corpus import Vocabulary
+from data.corpus.formats import Ints, Run
+from data.text.documents import SAMPLE_TOKENS, agreements, degenerate, document_hashes, suspects
+from data.text.tokenizer import Tokenizer
+
+from .findings import EXAMPLES, Findings
+from .measure import Judge
+
+LONGEST = 100
+"""Longest documents that are remembered of a file; more can not each be a hundredth of a corpus."""
+_UNIGRAM_STRIDE = 16
+_SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 8
+_LENGTH_BINS = 64 * 58
+
+
+@dataclass
+class Measurement:
+    """What was measured of a file, or of a part of it.
+
+    Attributes:
+        findings: of the file.
+        documents, tokens: as stored, separators included.
+        lengths: int64 [bins], documents by length; see `length_quantile`.
+        longest: (tokens, document) of the `LONGEST` longest.
+        unigrams: int64 [vocabulary], counts of sampled tokens; empty if the file could not be measured.
+        hashes: (number of the first document, uint64 [documents]) of each run.
+        specials: see `Judge.specials`.
+        agreement: of each sampled document with its second encoding; see `documents.agreements`.
+    """
+
+    findings: Findings
+    documents: int = 0
+    tokens: int = 0
+    lengths: Ints = field(default_factory=lambda: np.zeros(_LENGTH_BINS, dtype=np.int64))
+    longest: list[tuple[int, int]] = field(default_factory=list)
+    unigrams: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    hashes: list[tuple[int, npt.NDArray[np.uint64]]] = field(default_factory=list)
+    specials: dict[int, list[int]] = field(default_factory=dict)
+    agreement: list[float] = field(default_factory=list)
+
+
+class Meter:
+    """Measures the runs of one file, beside what its judge looks at.
+
+    `tokenizer` encodes sampled documents again; `thin` samples the unigrams of a large file instead of counting all.
+    """
+
+    def __init__(self, judge: Judge, vocabulary: Vocabulary, tokenizer: Tokenizer | None, *, thin: bool) -> None:
+        self._judge, self._vocabulary, self._tokenizer = judge, vocabulary, tokenizer
+        self._stride = _UNIGRAM_STRIDE if thin else 1
+        self._samples: list[list[int]] = []
+        self._result = Measurement(self._judge.findings, unigrams=np.zeros(vocabulary.size, dtype=np.int64))
+
+    def add(self, run: Run) -> None:
+        """Measure one run."""
+        result, tokens, size = self._result, run.tokens, self._vocabulary.size
+        judged = self._judge.add(run)
+        short = np.flatnonzero(judged.text == 1)
+        self._judge.count(run, "one-token-documents", short, run.starts[short])
+        self._add_lengths(run)
+        result.hashes.append((run.first, document_hashes(tokens, run.starts, run.ends)))
+        self._judge_text(run)
+        sampled = tokens[:: self._stride]
+        if len(judged.outside):
+            sampled = sampled[(sampled >= 0) & (sampled < size)]
+        result.unigrams += np.bincount(sampled.astype(np.int64), minlength=size)
+        if self._tokenizer is not None:
+            self._sample(run, judged.text, min(size, self._tokenizer.vocab_size))
+
+    def finish(self) -> Measurement:
+        """The measurement, once all runs were added."""
+        self._judge.finish()
+        self._result.documents, self._result.tokens = self._judge.documents, self._judge.tokens
+        self._result.specials = self._judge.specials
+        if self._tokenizer is not None:
+            self._result.agreement = agreements(self._samples, self._tokenizer)
+        return self._result
+
+    def _judge_text(self, run: Run) -> None:
+        found = []
+        for document in suspects(run.tokens, run.starts, run.ends).tolist():
+            if note := degenerate(run.tokens[run.starts[document] : run.ends[document]]):
+                found.append(self._judge.example(run, document, note=note))
+        self._result.findings.add("degenerate-documents", len(found), found[:EXAMPLES])
+
+    def _add_lengths(self, run: Run) -> None:
+        result, lengths = self._result, run.lengths
+        result.lengths += np.bincount(_length_bin(lengths), minlength=_LENGTH_BINS)
+        least = result.longest[-1][0] if len(result.longest) == LONGEST else -1
+        if len(lengths) and int(lengths.max()) > least:
+            order = np.argsort(-lengths, kind="stable")[:LONGEST]
+            here = [(int(lengths[n]), run.first + int(n)) for n in order]
+            result.longest = sorted([*result.longest, *here], key=lambda pair: (-pair[0], pair[1]))[:LONGEST]
+
+    def _sample(self, run: Run, text: Ints, size: int) -> None:
+        """Remember the beginnings of a few documents of this run."""
+        wanted = min(_SAMPLED_PER_RUN, _SAMPLED_DOCUMENTS - len(self._samples))
+        good = np.flatnonzero(text >= SAMPLE_TOKENS // 4)
+        chosen = good[np.linspace(0, len(good) - 1, min(wanted, len(good))).astype(np.int64)]
+        hidden = self._vocabulary.specials | {self._vocabulary.eod}
+        for n in chosen:
+            ids = run.tokens[run.starts[n] : run.ends[n]][:SAMPLE_TOKENS].tolist()
+            self._samples.append([i for i in ids if 0 <= i < size and i not in hidden])
+
+
+def _length_bin(lengths: Ints) -> Ints:
+    """Bins of lengths: exact below 128, then 64 to each doubling."""
+    octave = np.maximum(np.frexp(lengths.astype(np.float64))[1].astype(np.int64) - 7, 0)
+    bins: Ints = octave * 64 + (lengths >> octave)
+    return bins
+
+
+def length_quantile(bins: Ints, share: float) -> int:
+    """Length below which a share of the documents lies, exact below 128 and low by at most 1.6 % above."""
+    total = int(bins.sum())
+    if not total:
+        return 0
+    found = int(np.searchsorted(np.cumsum(bins), min(total, int(share * (total - 1)) + 1)))
+    octave = max(0, found // 64 - 1)
+    return (found - octave * 64) << octave

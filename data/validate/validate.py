@@ -1,0 +1,380 @@
+"""`fsdp-data validate`: measure what a corpus really holds. No torch; streaming; every finding has a remedy.
+
+The manifest is not believed: files are measured against it, and every token is looked at. Memory: about 100 MB per
+worker, and 8 bytes per document plus 8 kB per file in the parent (see `meter` and `totals`).
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.corpus.corpus import Manifest, Separators, ShardEntry, Vocabulary, read_manifest
+from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, detect_format, find_token_files, open_file
+from data.corpus.shards import Shard, file_checksum
+from data.packing.objectives import Specials
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import DataError
+
+from .findings import EXAMPLES, Example, Findings
+from .measure import Judge
+from .meter import Measurement, Meter
+from .report import Report, add_texts
+from .totals import Totals
+
+_PART_BYTES = 256_000_000
+_THIN_BYTES = 16_000_000
+_MEASURED_FILES = 8
+_POOL_BYTES = 32_000_000
+"""Below this, starting processes takes longer than measuring."""
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    format: Format
+    name: str
+    entry: ShardEntry | None = None
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What every file is judged by, as worker processes get it."""
+
+    vocabulary: Vocabulary
+    separators: Separators
+    tokenizer: tuple[Path, int] | None
+    dtype: str | None
+    checksums: bool
+
+    def open(self, file: _File) -> TokenFile:
+        leading, tokenizer = self.separators == "leading", _load(self.tokenizer)
+        return open_file(
+            file.path, file.format, self.vocabulary.eod, tokenizer=tokenizer, dtype=self.dtype, leading=leading
+        )
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is validated."""
+
+    files: list[_File]
+    rules: _Rules
+    manifest: Manifest | None
+    because: str
+    fingerprint: str | None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One file, or one of several parts of a big one."""
+
+    number: int
+    file: _File
+    part: int
+    parts: int
+    bytes: int
+
+
+def validate(
+    directory: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    vocabulary: Vocabulary | None = None,
+    separators: Separators | None = None,
+    format: Format | None = None,  # noqa: A002
+    dtype: str | None = None,
+    workers: int = 1,
+    checksums: bool = True,
+    quiet: bool = False,
+) -> Report:
+    """Look at every document of a corpus, or of token files without a manifest.
+
+    Args:
+        directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
+        vocabulary: overrides the manifest's.
+        separators: what the documents of a bare directory are meant to carry; None takes what most of them do.
+        format, dtype: of files without a manifest, see `open_file`; None takes the format from their names.
+        checksums: also read every file once more and compare checksums.
+
+    Raises:
+        DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
+            corpus whose manifest declares them.
+    """
+    findings = Findings()
+    if (directory / "manifest.json").exists():
+        subject = _declared(directory, tokenizer, vocabulary, separators, checksums, findings)
+    else:
+        subject = _bare(directory, tokenizer, vocabulary, separators, format, dtype)
+    works = list(_split(subject.files))
+    totals = Totals([file.name for file in subject.files], subject.rules.vocabulary.size)
+    totals.findings.merge(findings)
+    size = sum(work.bytes for work in works)
+    with tqdm(total=size, unit="B", unit_scale=True, desc="validate", disable=True if quiet else None) as bar:
+        for work, measured in zip(works, _each(subject.rules, works, workers), strict=True):
+            totals.add(work.number, measured)
+            bar.update(work.bytes)
+    totals.judge(decoded=subject.rules.tokenizer is not None)
+    if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
+        totals.findings.by_code.pop("one-token-documents", None)
+    return _report(directory, subject, totals)
+
+
+def _declared(
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    vocabulary: Vocabulary | None,
+    separators: Separators | None,
+    checksums: bool,
+    findings: Findings,
+) -> _Subject:
+    """A corpus with a manifest."""
+    manifest = read_manifest(directory)
+    if separators not in (None, manifest.separators):
+        raise DataError(
+            f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
+            remedy="leave --separators out; validate judges by the manifest and reports what differs",
+        )
+    entry, held = manifest.tokenizer, _compare(directory, manifest, tokenizer, checksums, findings)
+    stored = held if held is not None and held.fingerprint == entry.fingerprint else entry
+    rules = _Rules(vocabulary or Vocabulary.of(stored), manifest.separators, _named(held), manifest.dtype, checksums)
+    files = [_File(shard.prefix(directory), "megatron", shard.name, shard) for shard in manifest.shards]
+    return _Subject(files, rules, manifest, "declared by the manifest", entry.fingerprint)
+
+
+def _bare(
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    vocabulary: Vocabulary | None,
+    separators: Separators | None,
+    format: Format | None,  # noqa: A002
+    dtype: str | None,
+) -> _Subject:
+    """A directory of token files without a manifest."""
+    top = directory if directory.is_dir() else directory.parent
+    files = [
+        _File(path, format or detect_format(path), str(path.relative_to(top)))
+        for path in find_token_files(directory, format)
+    ]
+    if vocabulary is None and tokenizer is not None:
+        vocabulary = Vocabulary.of(tokenizer)
+    if vocabulary is None:
+        raise DataError(
+            f"{directory} has no manifest, so nothing says what its ids mean",
+            remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
+        )
+    rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), dtype, checksums=False), "declared"
+    if separators is None:
+        rules, because = _measured_separators(rules, files)
+    return _Subject(files, rules, None, because, tokenizer.fingerprint if tokenizer else None)
+
+
+def _compare(
+    directory: Path, manifest: Manifest, tokenizer: Tokenizer | None, checksums: bool, findings: Findings
+) -> Tokenizer | None:
+    """The manifest against the files beside it and the tokenizer asked for; the tokenizer of the corpus, if any."""
+    entry, stored = manifest.tokenizer, None
+    for what in ("documents", "tokens"):
+        listed = sum(getattr(shard, what) for shard in manifest.shards)
+        if listed != getattr(manifest, what):
+            note = f"{getattr(manifest, what)} {what} in all, but its shards have {listed}"
+            findings.note("manifest-mismatch", "manifest.json", note)
+    for shard in manifest.shards:
+        if manifest.pairs and shard.documents % 2:
+            note = f"{shard.documents} documents, but prompts and answers come in pairs"
+            findings.note("manifest-mismatch", shard.name, note)
+    try:
+        if checksums and file_checksum(directory / "blocks.npy") != manifest.blocks_xxh3:
+            findings.note("checksum", "blocks.npy", "not the block table that the manifest names")
+    except OSError as error:
+        _unreadable(findings, "blocks.npy", error)
+    try:
+        stored = Tokenizer.load(directory / entry.file, eod=entry.eod)
+        if stored.fingerprint != entry.fingerprint:
+            findings.note("tokenizer", entry.file, "not the tokenizer the manifest names")
+            stored = None
+        elif (stored.vocab_size, stored.specials) != (entry.vocab_size, entry.specials):
+            findings.note("manifest-mismatch", "manifest.json", f"vocabulary or special tokens are not of {entry.file}")
+    except (DataError, OSError) as error:
+        _unreadable(findings, entry.file, error)
+    if tokenizer is not None and tokenizer.fingerprint != entry.fingerprint:
+        both = f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"
+        findings.note("tokenizer", "manifest.json", both)
+        return stored
+    return stored or tokenizer
+
+
+def _measured_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
+    """The rules with what most documents carry, by the first run of up to 8 files, and how that was found."""
+    judge = Judge("", rules.vocabulary, "none", flat=False)
+    for source in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
+        try:
+            file = rules.open(source)
+            if file.shard and file.shard.index_problem():
+                continue
+            run = next(file.runs(MEASURED_TOKENS), None)
+        except (DataError, OSError):
+            continue  # found again, and named, when the file is measured
+        if run is not None:
+            judge.add(run)
+    documents, end, begin = judge.documents - judge.empty, judge.ending, judge.beginning
+    found: Separators = "trailing" if 2 * end > documents else "leading" if 2 * begin > documents else "none"
+    because = f"measured: of {documents:_} documents {end:_} end and {begin:_} begin with one"
+    return replace(rules, separators=found), because
+
+
+def _split(files: list[_File]) -> Iterator[_Work]:
+    """The work; files beyond 256 MB in several parts, so that one file occupies all workers."""
+    for number, file in enumerate(files):
+        data = file.path.with_name(file.path.name + ".bin") if file.format == "megatron" else file.path
+        size = data.stat().st_size if data.exists() else 0
+        parts = max(1, -(-size // _PART_BYTES)) if file.format == "megatron" else 1
+        yield from (_Work(number, file, part, parts, size // parts) for part in range(parts))
+
+
+def _each(rules: _Rules, works: list[_Work], workers: int) -> Iterator[Measurement]:
+    """Measurements in the order of the works, so that reports do not depend on timing; few wait at a time."""
+    if workers <= 1 or len(works) == 1 or sum(work.bytes for work in works) < _POOL_BYTES:
+        yield from (_measure(rules, work) for work in works)
+        return
+    with ProcessPoolExecutor(min(workers, len(works)), multiprocessing.get_context("spawn")) as pool:
+        waiting: deque[Future[Measurement]] = deque()
+        for work in works:
+            waiting.append(pool.submit(_measure, rules, work))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _measure(rules: _Rules, work: _Work) -> Measurement:
+    """Everything about one part of a file; what concerns the whole file is reported with its first part."""
+    findings, name = Findings(), work.file.name
+    file = _open(rules, work, findings)
+    if work.part:
+        findings = Findings()
+    if file is None:
+        return Measurement(findings)
+    judge = Judge(name, rules.vocabulary, rules.separators, flat=work.file.format in ("npy", "bin"))
+    judge.findings.merge(findings)
+    meter = Meter(judge, rules.vocabulary, _load(rules.tokenizer), thin=work.bytes > _THIN_BYTES)
+    begin, stop = (work.bytes * part for part in (work.part, work.part + 1))
+    offset = 0
+    try:
+        for run in file.runs(MEASURED_TOKENS):
+            if offset >= stop and work.part < work.parts - 1:
+                break
+            if offset >= begin:
+                meter.add(run)
+            offset += run.tokens.nbytes
+    except (DataError, OSError) as error:  # what stands before the damage is measured
+        _unreadable(judge.findings, name, error)
+    return meter.finish()
+
+
+def _unreadable(findings: Findings, name: str, error: DataError | OSError) -> None:
+    findings.note("unreadable", name, error.cause if isinstance(error, DataError) else error.strerror or str(error))
+
+
+def _named(tokenizer: Tokenizer | None) -> tuple[Path, int] | None:
+    return (tokenizer.path, tokenizer.eod) if tokenizer is not None else None
+
+
+@functools.lru_cache(maxsize=2)
+def _load(tokenizer: tuple[Path, int] | None) -> Tokenizer | None:
+    return Tokenizer.load(*tokenizer) if tokenizer is not None else None
+
+
+def _open(rules: _Rules, work: _Work, findings: Findings) -> TokenFile | None:
+    """The file, once it is what its manifest says and can be walked; findings otherwise."""
+    try:
+        file = rules.open(work.file)
+        if shard := file.shard:
+            if work.part == 0 and work.file.entry is not None:
+                _compare_shard(shard, work.file, work.file.entry, rules, findings)
+            if problem := shard.index_problem():
+                findings.note("index", work.file.name, problem)
+                return None
+            beyond = shard.bytes - shard.listed_bytes
+            if beyond and work.file.entry is None:  # against a manifest, the sizes were compared
+                findings.note("index", work.file.name, f"{beyond} bytes of .bin belong to no document")
+        return file
+    except (DataError, OSError) as error:
+        _unreadable(findings, work.file.name, error)
+        return None
+
+
+def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, findings: Findings) -> None:
+    tokens = shard.listed_bytes // shard.dtype.itemsize
+    for what, held, said in (
+        ("documents", shard.documents, entry.documents),
+        ("tokens", tokens, entry.tokens),
+        ("bytes", shard.bytes, entry.bytes),
+        ("dtype", shard.dtype.name, rules.dtype),
+    ):
+        if held != said:
+            findings.note("manifest-mismatch", file.name, f"{what}: {held}, the manifest says {said}")
+    if rules.checksums:
+        for suffix, expected in ((".bin", entry.bin_xxh3), (".idx", entry.idx_xxh3)):
+            if file_checksum(shard.prefix.with_name(shard.prefix.name + suffix)) != expected:
+                findings.note("checksum", file.name + suffix, "")
+
+
+def _report(directory: Path, subject: _Subject, totals: Totals) -> Report:
+    """Put the report together and decode what its examples point at."""
+    rules, tokenizer = subject.rules, _load(subject.rules.tokenizer)
+    report = Report(
+        directory=str(directory),
+        documents=totals.documents,
+        tokens=totals.tokens,
+        separators=(rules.separators, subject.because),
+        vocabulary=rules.vocabulary,
+        fingerprint=subject.fingerprint,
+        findings=totals.findings,
+        lengths=totals.lengths(),
+        entropy_bits=totals.entropy(),
+        specials=totals.specials(tokenizer.specials if tokenizer else {}),
+        files=totals.files,
+    )
+    if tokenizer is not None:
+        opened = next((file.name for file in totals.files if file.tokens), None)
+        boundaries = [Example(opened, n, 0) for n in range(1, EXAMPLES + 1)] if opened else []
+        examples = [e for finding in totals.findings.by_code.values() for e in finding.examples] + boundaries
+        wanted = {example.file for example in examples if example.document is not None}
+        add_texts(examples, {file.name: rules.open(file) for file in subject.files if file.name in wanted}, tokenizer)
+        report.boundaries = [example.text for example in boundaries if example.text is not None]
+    return report
+
+
+def check_against(report: Report, run: Config) -> Findings:
+    """Whether a run can train on the validated corpus together with its other sources.
+
+    The run's `model.vocab` must hold the vocabulary and the objective's special tokens, and its sources must share the
+    tokenizer.
+    """
+    findings, size, objective = Findings(), report.vocabulary.size, run.data.objective
+    needed = size if objective.kind == "causal" else max(size, Specials.behind(objective, size).eop + 1)
+    if run.model.vocab < needed:
+        note = f"model.vocab = {run.model.vocab}, tokenizer {size}"
+        note += f", with the objective's special tokens {needed}" if needed > size else ""
+        findings.note("vocabulary-too-small", "", note)
+    for source in run.data.sources:
+        try:
+            entry = read_manifest(Path(source.path)).tokenizer
+        except DataError as error:
+            findings.note("unreadable", source.name, error.cause)
+            continue
+        held: tuple[object, object] = (report.fingerprint, entry.fingerprint)
+        if report.fingerprint is None:
+            held = ((report.vocabulary.size, report.vocabulary.eod), (entry.vocab_size, entry.eod))
+        if held[0] != held[1]:
+            findings.note("tokenizer", "", f"source {source.name} of the run ({source.path}) was made with another")
+    return findings

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m fsdp_pretrain.bench CONFIG.toml`."""

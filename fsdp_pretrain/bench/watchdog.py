@@ -1,0 +1,174 @@
+"""What the watchdog costs: `python -m fsdp_pretrain.bench CONFIG --watchdog DIR`.
+
+A beat of a heart, the processor time of an agent of eight ranks under the run's settings while they make a step every
+three seconds, and the ratio of step times with and without: of neighbouring steps, each first every other time, so that
+a busy machine spoils both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.record import run_id
+from fsdp_pretrain.record.files import RunDir, now
+from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.train.trainer import Trainer
+from fsdp_pretrain.watchdog.heartbeat.page import Page, Phase
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Agent, Heart, Watched
+
+_BEATS, _RANKS, _STEP, _STARTS = 200_000, 8, 3.0, 10.0
+
+
+def measure(
+    build: Callable[[Config, World, Heart], tuple[Trainer, Any]],
+    config: Config,
+    world: World,
+    directory: Path,
+    *,
+    steps: int,
+    warmup: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """The figures, the same on every rank but for the beat. Collective.
+
+    Args:
+        build: makes a trainer, and its records, from configuration, world and heart.
+        config: the run; its directory is replaced.
+        directory: a folder on any storage; what is written there is removed again.
+        steps: pairs of steps.
+        warmup: pairs before that do not count.
+        seconds: for which the agent is watched.
+    """
+    place = directory / f"bench-watchdog-{os.getppid()}"
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
+    if world.is_main:
+        (place / "segments/0001").mkdir(parents=True)
+        run_id.give(place)
+    world.barrier()
+    run_id.bind(place, run_id.read(place))
+    heart = Watched(
+        config,
+        rank=world.rank,
+        local_rank=world.rank % world.local_world,
+        local_ranks=world.local_world,
+        node=world.rank // world.local_world,
+        nodes=world.size // world.local_world,
+        reading={},
+    )
+    heart.belongs_to(1)
+    try:
+        without, _ = build(config, world, Heart())
+        watched, records = build(config, world, heart)
+        pairs = [_pair((without, watched), (n % 2, 1 - n % 2)) for n in range(warmup + steps)][warmup:]
+        heart.close()
+        record = records.records[-1]
+        agent = world.decide(lambda: _agent(config, place, record, seconds))
+    finally:
+        world.barrier()
+        if world.is_main:
+            shutil.rmtree(place, ignore_errors=True)
+    return {
+        "heartbeat_microseconds": _beat(directory),
+        "agent": agent,
+        "step_seconds": statistics.median(wall for _, (wall, _) in pairs),
+        "step_ratio": _interval([b[0] / a[0] for a, b in pairs]),
+        "processor_ratio": _interval([b[1] / a[1] for a, b in pairs]),
+        "pairs": steps,
+    }
+
+
+def _beat(directory: Path) -> float:
+    """Microseconds of processor time of a beat."""
+    path = directory / f"bench-beat-{os.getpid()}.page"
+    page = Page(path, rank=0, segment=1)
+    found = []
+    for _ in range(5):
+        start = time.process_time()
+        for _ in range(_BEATS):
+            page.beat(Phase.COMPUTE)
+        found.append((time.process_time() - start) / _BEATS * 1e6)
+    path.unlink()
+    return min(found)
+
+
+def _pair(trainers: tuple[Trainer, Trainer], order: tuple[int, int]) -> list[tuple[float, float]]:
+    """A step of each trainer, in this order; (wall, processor) seconds of the first's and of the second's."""
+    found = [(0.0, 0.0)] * 2
+    for which in order:
+        wall, used = time.perf_counter(), time.process_time()
+        trainers[which].step()
+        trainers[which].collect(keep=0)
+        found[which] = (time.perf_counter() - wall, time.process_time() - used)
+    return found
+
+
+def _interval(ratios: list[float]) -> list[float]:
+    """Median, and the 95% interval of it: order statistics of the binomial distribution, for any distribution."""
+    ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
+    low, high = math.floor(len(ratios) / 2 - half), math.ceil(len(ratios) / 2 + half)
+    return [statistics.median(ordered), ordered[max(0, low)], ordered[min(len(ratios) - 1, high)]]
+
+
+def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> dict[str, float]:
+    """Processor time and memory of an agent of eight ranks, its helpers included."""
+    pages = place / "pages"
+    own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=1) for rank in range(_RANKS)]
+    process = Agent(config, pages, node=0, nodes=1, ranks=range(_RANKS)).process
+    assert process is not None
+    metrics, before = RunDir(place).segment(1) / "metrics.jsonl", dict[int, float]()
+    beginning, started = time.monotonic(), 0.0
+    for step in itertools.count(1):
+        for page in own:
+            page.step(step)
+            page.beat(Phase.COMPUTE)
+        with metrics.open("a", encoding="utf-8") as file:
+            file.write(record.model_copy(update={"step": step, "segment": 1, "time": now()}).to_line() + "\n")
+        time.sleep(_STEP)
+        passed = time.monotonic() - beginning
+        if not before and passed > _STARTS:  # it has looked at everything once
+            before, started = _cpu(process.pid), time.monotonic()
+        if passed > _STARTS + seconds:
+            break
+    after, elapsed = _cpu(process.pid), time.monotonic() - started
+    memory = sum(psutil.Process(pid).memory_info().rss for pid in after if psutil.pid_exists(pid))
+    used = sum(value - before.get(pid, 0.0) for pid, value in after.items())
+    process.terminate()
+    process.wait(30)
+    return {"ranks": _RANKS, "core_share": used / elapsed, "memory_bytes": memory, "seconds": elapsed}
+
+
+def _cpu(pid: int) -> dict[int, float]:
+    """Processor seconds of a process and its descendants, those that have ended with their parents."""
+    found = {}
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a look that has just ended
+            found[process.pid] = sum(process.cpu_times()[:4])
+    return found
+
+
+def render(result: dict[str, Any]) -> str:
+    """The figures for people."""
+    agent = result["agent"]
+    wall, used = ("{:.4f} [{:.4f} to {:.4f}]".format(*result[name]) for name in ("step_ratio", "processor_ratio"))
+    return "\n".join(
+        [
+            f"beat of a heart             {result['heartbeat_microseconds']:.2f} us",
+            f"agent of {agent['ranks']} ranks            {agent['core_share']:.3%} of a core over "
+            f"{agent['seconds']:.0f}s, {agent['memory_bytes'] / 2**20:.0f} MiB with its helpers",
+            f"steps with / without        {wall} in {result['pairs']} pairs of {result['step_seconds']:.3g}s",
+            f"their processor time         {used}",
+        ]
+    )

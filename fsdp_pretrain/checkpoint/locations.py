@@ -1,0 +1,82 @@
+"""All places where a run's checkpoints are: its own directory, and the fallbacks its starts named. No torch.
+
+A fallback (`checkpoint.fallback_dir`) may be shared by runs, so each has a directory of its own in it, named after the
+run and its `run.dir`. Which fallbacks a run has is read from the configurations of its segments: one that a later
+start no longer names may still hold the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.record.files import RunDir
+
+from .store import Checkpoint, Shelf, Store
+
+
+class Stores(Shelf):
+    """The checkpoints of a run, in `RUN/checkpoints` (`main`) and on other storage."""
+
+    def __init__(self, main: Store, fallbacks: list[Store]) -> None:
+        self.directory, self.main, self.fallbacks = main.directory, main, fallbacks
+
+    @property
+    def all(self) -> list[Store]:
+        return [self.main, *self.fallbacks]
+
+    def scan(self) -> list[Checkpoint]:
+        """Everything called like a checkpoint, oldest step first; of one step, the run's own last."""
+        found = [checkpoint for store in self.all for checkpoint in store.scan()]
+        return sorted(found, key=lambda item: (item.step, item.path.parent == self.directory))
+
+    def sweep(self) -> None:
+        for store in self.all:
+            store.sweep()
+
+    def elsewhere(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is in a fallback."""
+        return checkpoint.path.parent != self.directory
+
+
+def stores(run: RunDir) -> Stores:
+    """The stores of a run, from the configurations in its directory; those that name another run's directory (it is a
+    copy of that run) are left out."""
+    paths = [run.config, *(segment / "config.toml" for segment in run.segments)]
+    places = {place: None for path in paths if (place := _named_in(path, run)) is not None}
+    return Stores(Store(run.checkpoints), [Store(place) for place in places])
+
+
+def newest_clean(shelf: Shelf, until: float) -> Checkpoint | None:
+    """The newest verified checkpoint of step `until` or earlier that was not made during an incident, or None."""
+    found = [item for item in shelf.scan() if item.problem is None and item.verified and item.step <= until]
+    return next((item for item in reversed(found) if not item.manifest().suspect), None)
+
+
+def fallback(config: Config) -> Store | None:
+    """The store that takes the checkpoints which the run directory cannot."""
+    place = config.checkpoint.fallback_dir
+    return None if place is None else Store(_directory(place, config.run.name, config.run.dir))
+
+
+def _directory(place: Path, name: str, run: Path) -> Path:
+    return place / f"{name}-{xxhash.xxh3_64_hexdigest(str(run).encode())[:8]}"
+
+
+def _named_in(path: Path, run: RunDir) -> Path | None:
+    """The fallback that a resolved configuration names, if it is one of this run's."""
+    try:
+        content = path.read_bytes()
+        if b"fallback_dir" not in content:
+            return None
+        values: dict[str, Any] = tomllib.loads(content.decode())
+        place, name, home = values["checkpoint"]["fallback_dir"], values["run"]["name"], Path(values["run"]["dir"])
+    except (OSError, KeyError, TypeError, ValueError):  # no configuration: whoever needs it says so
+        return None
+    if home.exists() and home.resolve() != run.path.resolve():
+        return None
+    return _directory(Path(place), name, home)

@@ -1,0 +1,105 @@
+"""`checkpoint.on_commit`: a command for every new checkpoint, for copies to other storage. No torch.
+
+The command runs beside training, in a session of its own: nothing waits for it, and its failure is a line in the
+journal. While it runs, its checkpoint is not deleted. It gets the path as a parameter: as a part of its text, a shell
+could take what the path says for a command.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.units import human_time
+
+_AT_ONCE = 4
+_UNSAFE = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
+"""What a shell may take for more than a character of a name."""
+
+
+def refuse_path_in_text(config: Config) -> None:
+    """Raise ConfigError if `{path}` in the command would become text that a shell may not take for a path.
+
+    No way to quote it is right everywhere: the user's own quotes may stand around it.
+    """
+    places = (config.run.dir, config.checkpoint.fallback_dir)
+    odd = [str(place) for place in places if place is not None and _UNSAFE.search(str(place))]
+    if odd and "{path}" in (config.checkpoint.on_commit or ""):
+        raise ConfigError(
+            f"checkpoint.on_commit has {{path}}, which would become a path below {odd[0]!r}",
+            effect="the shell would split that path, or run a part of it as a command",
+            remedy='write "$1" instead of {path}, with the double quotes: it is the path of the checkpoint',
+        )
+
+
+@dataclass
+class _Running:
+    step: int
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+class CommitHook:
+    """Runs the shell command of one run, with the checkpoint's path as `$1` and its step as `$2`.
+
+    Older configurations have `{path}` and `{step}`, which are replaced; see `refuse_path_in_text`. `log` collects what
+    the commands print.
+    """
+
+    def __init__(self, command: str, log: Path, recorder: Recorder) -> None:
+        self._command, self._log, self._recorder = command, log, recorder
+        self._running: list[_Running] = []
+
+    def start(self, path: Path, step: int) -> None:
+        """Run the command for a checkpoint, unless `_AT_ONCE` others still run: then that is recorded as a failure."""
+        self._reap()
+        if len(self._running) >= _AT_ONCE:
+            oldest = self._running[0]
+            self._recorder.event(
+                "on-commit-failed",
+                f"not started for step {step}: {_AT_ONCE} earlier ones still run, that of step {oldest.step} since "
+                f"{human_time(time.monotonic() - oldest.started)}",
+                step=step,
+            )
+            return
+        command = self._command.replace("{path}", str(path)).replace("{step}", str(step))
+        try:
+            with self._log.open("ab") as log:
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", command, "on_commit", str(path), str(step)],
+                    env={**os.environ, "CHECKPOINT_PATH": str(path), "CHECKPOINT_STEP": str(step)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._recorder.event("on-commit-failed", f"step {step}: {error}", step=step)
+            return
+        self._running.append(_Running(step, process, time.monotonic()))
+
+    def busy(self) -> list[int]:
+        """Steps whose checkpoints commands still work on; another thread may call this."""
+        return [running.step for running in self._running if running.process.poll() is None]
+
+    def _reap(self) -> None:
+        for running in list(self._running):
+            code = running.process.poll()
+            if code is None:
+                continue
+            self._running.remove(running)
+            if code:
+                self._recorder.event(
+                    "on-commit-failed",
+                    f"step {running.step}: exit {code} after {human_time(time.monotonic() - running.started)}, "
+                    f"see {self._log}",
+                    step=running.step,
+                    code=code,
+                )

@@ -1,0 +1,90 @@
+"""Where a run is: the counters that travel in every checkpoint, and what must not change between starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+
+from data.packing.mixture import SCALE, Mixture, Weight
+from data.packing.objectives import VERSION
+from data.packing.packer import Packer
+from data.packing.position import Position
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import differences
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.environment import WorldShape
+from fsdp_pretrain.record.files import now
+
+from .manifest import Identity, SavedState, TokenizerIdentity
+
+
+@dataclass(frozen=True)
+class TrainState(Position):
+    """What a checkpoint has beside tensors. Random numbers need nothing: they are functions of (seed, step, rank).
+
+    Attributes:
+        loss_scale: `optim.LossScaler.state()` in a checkpoint of an fp16 run, else None.
+    """
+
+    loss_scale: list[float] | None = None
+
+    @classmethod
+    def at(cls, position: Position) -> TrainState:
+        """Of a run that stands there."""
+        return cls(position.step, position.consumed, position.cursor, position.batch)
+
+    def to_json(self, *, identity: Identity, tokens: int, world: WorldShape) -> str:
+        """Contents of a checkpoint's `train_state.json`."""
+        saved = SavedState(**vars(self), tokens=tokens, world=world, written=now(), identity=identity)
+        return state_files.seal(saved.model_dump())
+
+    @classmethod
+    def of(cls, saved: SavedState) -> TrainState:
+        """The counters in a `train_state.json`."""
+        return cls(**{field.name: getattr(saved, field.name) for field in fields(cls)})
+
+
+def identity(config: Config, packer: Packer) -> Identity:
+    """What defines the model, the order of the data and what is learned from it: no resume may change it."""
+    data, mixture = config.data, packer.mixture
+    objective = data.objective.model_dump(mode="json")
+    if data.objective.kind != "causal":
+        objective["version"] = VERSION
+    fixed = ("sequence_length", "seed", "lanes", "attention", "positions", "loss_across_documents")
+    return Identity(
+        model=config.model.model_dump(mode="json", exclude={"declared_params"}),
+        data={**{key: getattr(data, key) for key in fixed}, "objective": objective},
+        mixture={name: weight.to_json() for name, weight in mixture.weights.items()},
+        corpora={name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
+        reshuffle=[config.schedule.samples(place) for place in data.reshuffle],
+        tokenizer=TokenizerIdentity(fingerprint=packer.tokenizer.fingerprint, eod=packer.tokenizer.eod),
+    )
+
+
+def forbidden(stored: Identity, current: Identity, cursor: int) -> list[str]:
+    """How a resume would change the model, or the data before sample `cursor`: `key: old -> new` each.
+
+    What the mixture does from `cursor` on may change: other weights, sources added or dropped, a reshuffle.
+    """
+    was, is_ = (side.model_dump(include={"model", "data", "tokenizer"}) for side in (stored, current))
+    return differences(was, is_) + _changed_past(stored, current, cursor)
+
+
+def _changed_past(stored: Identity, current: Identity, cursor: int) -> list[str]:
+    """Differences in the data before sample `cursor`."""
+    before, now_ = (sorted(place for place in side.reshuffle if place < cursor) for side in (stored, current))
+    changed = differences({"reshuffle": before}, {"reshuffle": now_}, "data")
+    pasts = [
+        Mixture({name: Weight.from_json(weight) for name, weight in side.mixture.items()}).past(cursor)
+        for side in (stored, current)
+    ]
+    for (start, old), (other, new) in zip_longest(*pasts, fillvalue=(cursor, {})):
+        was, is_ = (
+            {n: {"share": rate / SCALE, "corpus": side.corpora[n]} for n, rate in plan.items()}
+            for plan, side in ((old, stored), (new, current))
+        )
+        if start != other or was != is_:
+            at = [f"data.sources: the shares change at sample {start} -> {other}"]
+            changed += differences(was, is_, "data.sources") or at
+            break
+    return changed

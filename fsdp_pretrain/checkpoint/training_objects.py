@@ -1,0 +1,26 @@
+"""What checkpoints are made of, and filled from: the training state of one run on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.record.files import RunDir
+
+from .manifest import Identity
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run that is trained; `model` and `optimizer` are sharded."""
+
+    world: World
+    run: RunDir
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    config: Config
+    identity: Identity

@@ -1,0 +1,139 @@
+"""`fsdp-pretrain alarms`, `ack`, `mute`, `notify`: what a person does about alarms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from tqdm import tqdm
+
+from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.console import Command
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record.arguments import add_run, seconds
+from fsdp_pretrain.record.files import age
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, read_alarms
+from fsdp_pretrain.watchdog.notify.channels import Channel, DeliveryError, make_channels
+from fsdp_pretrain.watchdog.notify.formatting import Identity, test_note
+from fsdp_pretrain.watchdog.notify.operator import acknowledge, alarms_file, mute, muted_until
+
+_LONGEST_WINDOW = 366 * 86_400.0
+_EXAMPLE = "runs/quickstart/run"
+
+
+def add(command: Command) -> None:
+    """Add the verbs."""
+    parser = command.verb(
+        "alarms",
+        _alarms,
+        "The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones.",
+        f"fsdp-pretrain alarms {_EXAMPLE}",
+    )
+    add_run(parser)
+    parser.add_argument("--all", action="store_true", help="also those that are over")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+
+    parser = command.verb(
+        "ack",
+        _ack,
+        "Acknowledge an alarm: you take it, and no reminders are sent. It is sent again if it gets worse.",
+        f"fsdp-pretrain ack {_EXAMPLE} disk/run",
+    )
+    add_run(parser)
+    parser.add_argument("key", help="of the alarm, as `fsdp-pretrain alarms` shows it")
+
+    parser = command.verb(
+        "mute",
+        _mute,
+        "A maintenance window: alarms are written down and not sent. What is open at its end is sent then.",
+        f'fsdp-pretrain mute {_EXAMPLE} 2h "new firmware on the switches"',
+    )
+    add_run(parser)
+    parser.add_argument("duration", type=_window, help="such as 30min or 2h; 0h ends the window")
+    parser.add_argument("reason", nargs="?", default="", help="for the chronicle; required to begin")
+
+    parser = command.verb(
+        "notify",
+        _notify,
+        "Check the channels of a run; with --test send a test message through each. Exit 1 if one fails.",
+        f"fsdp-pretrain notify {_EXAMPLE} --test",
+    )
+    add_run(parser)
+    parser.add_argument("--test", action="store_true", help="really send; secrets come from your environment")
+    parser.add_argument("--json", action="store_true")
+
+
+def _window(text: str) -> float:
+    if (found := seconds(text)) > _LONGEST_WINDOW:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than a year")
+    return found
+
+
+def _alarms(args: argparse.Namespace) -> int:
+    known = read_alarms(alarms_file(args.run))
+    open_ones = [alarm for alarm in known if alarm.state != "resolved"]
+    shown = sorted(known if args.all else open_ones, key=lambda alarm: (alarm.state == "resolved", -alarm.severity))
+    for alarm in shown:
+        print(json.dumps(alarm.to_json()) if args.json else _render(alarm))
+    if not args.json:
+        if not shown:
+            print("no alarm" if args.all else "no open alarm")
+        if (until := muted_until(args.run)) > time.time():
+            print(f"muted for {human_time(until - time.time())} more")
+    return int(max((alarm.severity for alarm in open_ones), default=Severity.INFO))
+
+
+def _render(alarm: Alarm) -> str:
+    step = f", step {alarm.step:_}" if alarm.step is not None else ""
+    count = f", {alarm.count} times" if alarm.count > 1 else ""
+    opened = f"opened {human_time(age(alarm.opened))} ago"
+    head = f"{alarm.severity.name:4} {alarm.state:12} {alarm.key}  ({opened}{count}{step})"
+    lines = [head, f"     {alarm.summary}"]
+    for name, text in (("meaning", alarm.effect), ("the watchdog", alarm.action), ("to do", alarm.remedy)):
+        if text and alarm.state != "resolved":
+            lines.append(f"     {name}: {text}")
+    return "\n".join(lines)
+
+
+def _ack(args: argparse.Namespace) -> int:
+    if acknowledge(args.run, args.key):
+        print(f"{args.key} is acknowledged")
+    else:
+        print(f"the watchdog does not answer; {args.key} is acknowledged when it does")
+    return 0
+
+
+def _mute(args: argparse.Namespace) -> int:
+    if args.duration and not args.reason:
+        raise ConfigError("a maintenance window needs a reason", remedy='fsdp-pretrain mute RUN 2h "why"')
+    until = mute(args.run, args.duration, args.reason)
+    print(f"alarms are not sent until {until}" if args.duration else "alarms are sent again")
+    return 0
+
+
+def _notify(args: argparse.Namespace) -> int:
+    config, _ = load_recorded(args.run.config)
+    channels = make_channels(config.watchdog.notify)
+    if not channels:
+        raise ConfigError("no channel is configured", remedy="add a [watchdog.notify.slack] table, see docs/alarms.md")
+    problems: list[str | None] = [None] * len(channels)
+    if args.test:
+        identity = Identity(config.run.name, str(args.run.path))
+        problems = [_try(channel, identity) for channel in tqdm(channels, desc="sending", delay=2, disable=None)]
+    for channel, problem in zip(channels, problems, strict=True):
+        row = {"channel": channel.name, "least": channel.least.name, "problem": problem}
+        result = (f"failed: {problem}" if problem else "delivered") if args.test else "ready"
+        print(json.dumps(row) if args.json else f"{row['channel']:10} from {row['least']:5} {result}")
+    return int(any(problems))
+
+
+def _try(channel: Channel, identity: Identity) -> str | None:
+    try:
+        channel.send(test_note(identity, "open"))
+        channel.send(test_note(identity, "resolved"))
+    except DeliveryError as error:
+        return str(error)
+    return None

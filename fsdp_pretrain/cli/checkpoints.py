@@ -1,0 +1,236 @@
+"""`fsdp-pretrain checkpoints RUN ...`: look at a run's checkpoints, prove them, keep them, convert them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import tomli_w
+from pydantic import BaseModel
+from tqdm import tqdm
+
+from fsdp_pretrain.checkpoint.hf_layout import ACCEPTABLE, read_model
+from fsdp_pretrain.checkpoint.locations import Stores, stores
+from fsdp_pretrain.checkpoint.metadata import wrong_metadata
+from fsdp_pretrain.checkpoint.store import CONFIG, MANIFEST, Checkpoint, verify_files
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.console import JSON, Command, argument, byte_count, verb
+from fsdp_pretrain.errors import CheckpointError, ConfigError
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.arguments import check_begun, import_extra
+from fsdp_pretrain.record.environment import WorldShape
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.units import human_bytes, human_count
+from fsdp_pretrain.watchdog.status import ALERT
+
+_CONVERTED = "weights are converted"
+_STEP = argument("step", type=int, help="step of the checkpoint")
+
+
+class Row(BaseModel):
+    """A checkpoint as `list` and `verify` show it; `sealed`, that its manifest has a checksum, is set by `verify`."""
+
+    step: int
+    path: str
+    fallback: bool
+    state: str
+    bytes: int | None = None
+    committed: str | None = None
+    world: WorldShape | None = None
+    pinned: bool
+    suspect: str | None = None
+    optimizer: bool = True
+    problem: str | None = None
+    sealed: bool | None = None
+
+    def __str__(self) -> str:
+        size = human_bytes(self.bytes) if self.bytes is not None else "-"
+        line = f"{self.step:>12_}  {size:>9}  {self.state:<10} {self.committed or '-':<25} "
+        line += "pinned " * self.pinned
+        line += f"suspect: {self.suspect} " if self.suspect else ""
+        line += self.problem or ("" if self.optimizer else "weights alone ")
+        line += "its manifest has no checksum (release 0.1) " * (self.sealed is False)
+        line += f" in the fallback {Path(self.path).parent}" * self.fallback
+        return line.rstrip()
+
+
+def add(command: Command) -> None:
+    """Add the verb `checkpoints` with its actions."""
+    parser = command.add(_checkpoints)
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for action in (_list, _verify, _pin, _unpin, _export):
+        action.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/run")
+    _import.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/warm")
+
+
+@verb(
+    "checkpoints",
+    "runs/quickstart/run list",
+    argument("run", type=lambda text: RunDir(Path(text)), metavar="RUN", help="run directory"),
+)
+def _checkpoints(args: argparse.Namespace) -> int:
+    """The checkpoints of a run: list, verify, pin, export to Hugging Face, import from it. Each has its --help."""
+    raise AssertionError("an action is required")
+
+
+@verb("list", "", JSON)
+def _list(args: argparse.Namespace) -> int:
+    """List them by names and sizes, without reading them."""
+    found = _stores(args.run)
+    return _print([_row(found, item) for item in found.scan()], as_json=args.json)
+
+
+@verb("verify", "300", argument("step", type=int, nargs="?", help="verify only this one (default: all)"), JSON)
+def _verify(args: argparse.Namespace) -> int:
+    """Read them back and compare every checksum."""
+    found = _stores(args.run)
+    chosen = [item for item in found.scan() if args.step in (None, item.step)]
+    if args.step is not None and not chosen:
+        found.find(args.step)
+    bar = tqdm(chosen, desc="reading back", delay=2, disable=None)
+    return _print([_read_back(found, item) for item in bar], as_json=args.json)
+
+
+@verb("pin", "300", _STEP, JSON)
+def _pin(args: argparse.Namespace) -> int:
+    """Keep a checkpoint whatever the retention policy says."""
+    return _set_pinned(args, True)
+
+
+@verb("unpin", "300", _STEP, JSON)
+def _unpin(args: argparse.Namespace) -> int:
+    """Leave a pinned checkpoint to the retention policy again."""
+    return _set_pinned(args, False)
+
+
+def _set_pinned(args: argparse.Namespace, pinned: bool) -> int:
+    found = _stores(args.run)
+    found.find(args.step).pin(pinned)
+    return _print([_row(found, found.find(args.step))], as_json=args.json)
+
+
+def _stores(run: RunDir) -> Stores:
+    check_begun(run)
+    return stores(run)
+
+
+def _print(rows: list[Row], *, as_json: bool) -> int:
+    if as_json:
+        print(
+            json.dumps([row.model_dump(exclude={"sealed"} if row.sealed is None else None) for row in rows], indent=1)
+        )
+    else:
+        print("\n".join(map(str, rows)) or "no checkpoints")
+    return ALERT if any(row.problem for row in rows) else 0
+
+
+def _row(found: Stores, checkpoint: Checkpoint) -> Row:
+    row = Row(
+        step=checkpoint.step,
+        path=str(checkpoint.path),
+        fallback=found.elsewhere(checkpoint),
+        state="damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed",
+        pinned=checkpoint.pinned,
+        problem=checkpoint.problem,
+    )
+    with contextlib.suppress(CheckpointError):
+        manifest = checkpoint.manifest()
+        row.bytes = sum(entry.bytes for entry in manifest.files)
+        row.committed, row.world, row.suspect = manifest.committed, manifest.world, manifest.suspect
+        row.optimizer = manifest.optimizer
+    return row
+
+
+def _read_back(found: Stores, checkpoint: Checkpoint) -> Row:
+    row = _row(found, checkpoint)
+    if checkpoint.problem is None:
+        wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_metadata(checkpoint.path)
+        row.state, row.problem = ("damaged", wrong[0]) if wrong else ("verified", None)
+        row.sealed = state_files.is_sealed(checkpoint.path / MANIFEST)
+    return row
+
+
+@verb(
+    "export",
+    "300 runs/quickstart/hf --dtype bf16",
+    _STEP,
+    argument("out", type=Path, metavar="OUT", help="folder to make; must not exist"),
+    argument("--dtype", choices=("bf16", "fp32", "fp16"), default="bf16", help="default: bf16"),
+    argument("--shard-size", type=byte_count, default=byte_count("5GB"), help="largest file of weights (default: 5GB)"),
+    argument("--tokenizer", type=Path, help="tokenizer, if the run directory has lost its copy"),
+    JSON,
+)
+def _export(args: argparse.Namespace) -> int:
+    """Write a checkpoint of any mesh as a folder that transformers loads: safetensors, config.json, tokenizer."""
+    _stores(args.run)
+    done = _hf().export_checkpoint(
+        args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size, tokenizer_path=args.tokenizer
+    )
+    if args.json:
+        print(json.dumps({**vars(done), "folder": str(done.folder)}, indent=1))
+    else:
+        count, size = human_count(done.parameters), human_bytes(done.bytes)
+        print(f"{done.folder}: {count} parameters, {size} of {args.dtype} in {done.files} files")
+        print(f"tokenizer: {done.tokenizer}")
+    return 0
+
+
+@verb(
+    "import",
+    "runs/quickstart/hf \\\n    --config configs/runs/quickstart.toml run.name=warm run.dir=runs/quickstart/warm",
+    argument(
+        "source", type=Path, metavar="SOURCE", help="folder with config.json and safetensors, or checkpoints/step-..."
+    ),
+    argument(
+        "--config",
+        nargs="+",
+        metavar=("CONFIG", "key=value"),
+        help="configuration of the run, whose run.dir is RUN, and values to replace in it",
+    ),
+    argument(
+        "--accept",
+        action="append",
+        default=[],
+        choices=ACCEPTABLE,
+        help="go on although: " + "; ".join(f"{name}: {text}" for name, text in ACCEPTABLE.items()),
+    ),
+    argument("--show-model", action="store_true", help="only print the [model] section that fits"),
+    JSON,
+)
+def _import(args: argparse.Namespace) -> int:
+    """Make the first checkpoint (step 0) of a new run from the weights of a Hugging Face folder, or of a checkpoint
+    of another run, to train them on. RUN is created; optimiser, counters and data start from the beginning."""
+    native = (args.source / CONFIG).exists()
+    if args.show_model:
+        model = load_compatible(args.source / CONFIG).model if native else read_model(args.source)
+        print(tomli_w.dumps({"model": model.model_dump(mode="json", exclude_none=True)}), end="")
+        return 0
+    if args.config is None:
+        raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
+    config = load(args.config[0], args.config[1:])
+    if native and args.accept:
+        raise ConfigError(f"--accept {args.accept[0]} is for Hugging Face folders; {args.source} is a checkpoint")
+    if native:
+        done = import_extra("fsdp_pretrain.checkpoint.weights_import", _CONVERTED).import_checkpoint(
+            args.run, args.source, config
+        )
+    else:
+        done = _hf().import_folder(args.run, args.source, config, args.accept)
+    checkpoint = done.saved.checkpoint
+    if args.json:
+        facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}
+        print(json.dumps({**facts, "padded_rows": done.padded, "tokenizer": done.tokenizer}, indent=1))
+    else:
+        print(f"{checkpoint.path}: {human_bytes(done.saved.bytes)}, weights alone; training starts from it")
+        if done.padded:
+            print(f"rows of the embedding table: {done.padded} are not in the source and got the mean of the others")
+        print(f"tokenizer: {done.tokenizer}")
+    return 0
+
+
+def _hf() -> ModuleType:
+    return import_extra("fsdp_pretrain.checkpoint.hf", _CONVERTED)

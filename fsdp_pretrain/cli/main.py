@@ -1,0 +1,304 @@
+"""`fsdp-pretrain VERB`: everything an operator does around a run. Verbs that only look need no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data.packing.opening import data_at
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.reference import reference
+from fsdp_pretrain.console import JSON, Command, argument, byte_count, positive, row, verb
+from fsdp_pretrain.errors import ConfigError, StorageError
+from fsdp_pretrain.launch import command as launch
+from fsdp_pretrain.launch import doctor_command
+from fsdp_pretrain.lineage import continuation, provenance
+from fsdp_pretrain.lineage.fork import fork
+from fsdp_pretrain.lineage.rollback import rollback
+from fsdp_pretrain.record import aim, goodput, journal
+from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
+from fsdp_pretrain.record.files import stamp
+from fsdp_pretrain.record.requests import VERBS, send
+from fsdp_pretrain.units import Progress, Seconds
+from fsdp_pretrain.watchdog.status import inspect, render
+
+from . import alarms, checkpoints
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    command = Command("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
+    command.add(_plan, _status)
+    checkpoints.add(command)
+    alarms.add(command)
+    command.add(_rollback, _fork, _control, _where, _journal, _goodput, _note, _aim)
+    launch.add(command)
+    doctor_command.add(command)
+    command.add(_config_reference)
+    return command.run()
+
+
+@verb(
+    "plan",
+    "configs/runs/llama-7b-hsdp.toml --world-size 128 --device 'NVIDIA A100-SXM4-80GB'",
+    argument("config", help="TOML file"),
+    argument("overrides", nargs="*", metavar="key=value"),
+    argument("--world-size", type=positive, help="check and describe this number of ranks"),
+    argument("--gpus-per-node", type=positive, default=8, help="ranks of a node (default: 8)"),
+    argument("--device", help="name of the device as its driver gives it, or `cpu`: its memory and peak"),
+    argument("--device-memory", type=byte_count, help="warn if a rank needs more, such as 80GiB"),
+    argument(
+        "--seconds-per-step",
+        type=float,
+        help="print what a step of the full batch in this time on --world-size devices comes to: TFLOP/s, MFU, HFU",
+    ),
+    argument("--at", help="print the schedule at a point, such as '43680 steps'"),
+    JSON,
+)
+def _plan(args: argparse.Namespace) -> int:
+    """What a configuration means in numbers: parameters, memory, FLOPs, mesh, disk, schedule; and what in it is
+    probably not meant. Exit 78 on a contradiction."""
+    if args.seconds_per_step is not None and (args.world_size is None or not 0 < args.seconds_per_step < math.inf):
+        raise ConfigError("--seconds-per-step needs a positive time and --world-size")
+    if args.world_size is None and (args.device or args.device_memory):
+        raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
+    config = load(args.config, args.overrides)
+    if args.at is not None:
+        found = _schedule_at(config, args.at)
+        lines = (f"{key:16} {value}" for key, value in found.items())
+        print(json.dumps(found, indent=1) if args.json else "\n".join(lines))
+        return 0
+    plan = import_extra("fsdp_pretrain.plan.plan", "plan counts parameters")
+    if args.seconds_per_step is not None:
+        rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
+        print(json.dumps(vars(rates), indent=1) if args.json else plan.render_measured(rates))
+        return 0
+    result = plan.plan(
+        config,
+        args.world_size,
+        gpus_per_node=args.gpus_per_node,
+        device=args.device,
+        available=args.device_memory,
+    )
+    print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
+    return 0
+
+
+def _schedule_at(config: Config, text: str) -> dict[str, Any]:
+    """The schedule at a point of the run such as `43680 steps`. Raises ConfigError."""
+    schedule = config.schedule
+    try:
+        samples = schedule.samples(Progress.parse(text))
+    except ValueError as error:
+        raise ConfigError(f"--at: {error}") from None
+    if not 0 < samples <= schedule.total:
+        raise ConfigError(
+            f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
+            f"{schedule.steps:_} steps: {schedule.total:_} samples, "
+            f"{schedule.tokens(schedule.total):_} tokens"
+        )
+    found = schedule.at(schedule.batch.step_at(samples))
+    return {**found, **data_at(config, int(found["consumed"])), "sequence_length": config.data.sequence_length}
+
+
+@verb("status", "runs/quickstart/run", RUN, JSON)
+def _status(args: argparse.Namespace) -> int:
+    """How a run is doing. Exit 0 ok, 1 warning, 2 alert."""
+    report = inspect(args.run)
+    print(json.dumps(report.as_dict(), indent=1) if args.json else render(report))
+    return report.level
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:LAST")
+    return int(first), int(last)
+
+
+_BRANCH = (
+    argument("--skip-steps", type=_steps, metavar="A:B", help="never train the samples of steps A to B, as recorded"),
+    argument("--set", action="append", default=[], metavar="key=value", help="change a setting for good; repeatable"),
+    argument("--reason", default="", help="for the chronicle"),
+    JSON,
+)
+
+
+@verb(
+    "rollback",
+    "runs/quickstart/run --to 200 --skip-steps 241:260 --set optimizer.lr=5e-4",
+    RUN,
+    argument("--to", type=positive, required=True, metavar="STEP", help="step of a checkpoint"),
+    *_BRANCH,
+    argument("--dry-run", action="store_true", help="check everything and show it, change nothing"),
+)
+def _rollback(args: argparse.Namespace) -> int:
+    """Go back to a checkpoint: later ones are moved aside, samples skipped and settings changed for good. Killed at
+    any point, the same command or the next start finishes it. Training then goes on with its usual command."""
+    report = rollback(
+        args.run,
+        args.to,
+        changes=args.set,
+        skip_steps=args.skip_steps,
+        reason=args.reason,
+        dry_run=args.dry_run,
+    )
+    heads = {"now": "went back", "already": "had gone back already", "dry run": "would go back"}
+    lines = [f"{args.run.path} {heads[report.done]} to step {args.to:_}", *continuation.render(report)]
+    lines.append(row("aside", ", ".join(report.abandoned) or "no checkpoint"))
+    print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))
+    return 0
+
+
+@verb(
+    "fork",
+    "runs/quickstart/run --at 200 runs/quickstart/cooler --set optimizer.lr=1e-3",
+    RUN,
+    argument("--at", type=positive, required=True, metavar="STEP", help="step of a checkpoint"),
+    argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run"),
+    *_BRANCH,
+)
+def _fork(args: argparse.Namespace) -> int:
+    """A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed."""
+    report = fork(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
+    lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *continuation.render(report)]
+    lines.append(row("start", f"torchrun ... -m fsdp_pretrain.train {report.config}"))
+    print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))
+    return 0
+
+
+@verb("control", "runs/quickstart/run save", RUN, argument("action", choices=VERBS))
+def _control(args: argparse.Namespace) -> int:
+    """Ask the running job to save a checkpoint, or to save and stop."""
+    report = inspect(args.run)
+    if not report.running:
+        raise ConfigError(
+            f"no job of {args.run.path} is running (state {report.state})",
+            effect="the request would wait for a later start, which discards it",
+        )
+    try:
+        send(args.run, args.action)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {args.run.control}: {error.strerror}", effect="nothing was asked"
+        ) from None
+    print(f"asked to {args.action}; the job answers within a few steps (see its log or `fsdp-pretrain journal`)")
+    return 0
+
+
+@verb(
+    "where",
+    "runs/quickstart/run --step 120 --text",
+    RUN,
+    argument("--step", type=positive, required=True, help="optimiser step, from 1"),
+    argument("--before", type=positive, default=0, metavar="K", help="also the K steps before it"),
+    argument("--after", type=positive, default=0, metavar="K", help="also the K steps after it"),
+    SEGMENT,
+    argument("--rank", type=int, help="only the samples of this rank"),
+    argument("--world", type=positive, help="split over this many ranks (default: as it was trained)"),
+    argument("--sample", type=int, help="only the sample with this index"),
+    argument("--text", action="store_true", help="show the text of every piece"),
+    argument("--ids", action="store_true", help="show the token ids, the last of which is only a label"),
+    argument("--json", action="store_true", help="one JSON object per step, each on its line"),
+)
+def _where(args: argparse.Namespace) -> int:
+    """Which documents a step was trained on: samples, shards, documents, token ranges, text. Proves by the recorded
+    digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU."""
+    for number in range(max(1, args.step - args.before), args.step + args.after + 1):
+        step = provenance.trained_step(args.run, number, args.segment)
+        found = provenance.describe_step(
+            step, world=args.world, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids
+        )
+        print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
+    return 0
+
+
+def _since(text: str) -> str:
+    """A place in time as the journal writes it. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        return stamp(time.time() - Seconds.parse(text).value)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a time such as 2026-06-01T12:00 nor '24 h'") from None
+    return stamp((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+
+
+@verb(
+    "journal",
+    "runs/quickstart/run --kind changed --kind stop --since '24 h'",
+    RUN,
+    argument(
+        "--kind",
+        action="append",
+        choices=journal.KINDS,
+        metavar="KIND",
+        help=f"only entries of this kind; repeatable; one of {', '.join(sorted(journal.KINDS))}",
+    ),
+    argument(
+        "--since", type=_since, metavar="TIME", help="only entries after a UTC time (2026-06-01T12:00) or within '24 h'"
+    ),
+    argument("--follow", action="store_true", help="keep showing what is added, until interrupted"),
+    argument("--json", action="store_true", help="one JSON object per line"),
+)
+def _journal(args: argparse.Namespace) -> int:
+    """The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes."""
+    damaged: list[bytes] = []
+    known = (entry for entry, _ in journal.entries(args.run.journal, on_damaged=damaged.append))
+    for entry in journal.follow(args.run) if args.follow else known:
+        if (args.kind is None or entry["kind"] in args.kind) and (args.since is None or entry["time"] >= args.since):
+            print(json.dumps(entry) if args.json else journal.render(entry), flush=args.follow)
+    if damaged:
+        print(f"damaged lines, passed over: {len(damaged):_}", file=sys.stderr)
+    return 0
+
+
+@verb("goodput", "runs/quickstart/run", RUN, JSON)
+def _goodput(args: argparse.Namespace) -> int:
+    """Where the time of a run went, as its record shows: every second in one state, interruptions and their cost, and
+    how often to save."""
+    found = goodput.goodput(args.run, partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None))
+    if found is None:
+        raise ConfigError(f"there is nothing to count: {args.run.path} was never started")
+    print(json.dumps(found.model_dump(), indent=1) if args.json else goodput.render(found))
+    return 0
+
+
+@verb(
+    "note",
+    'runs/quickstart/run "new switch"',
+    RUN,
+    argument("text"),
+    argument("--step", type=positive, help="that it is about"),
+    argument("--author", default=journal.who(), help="who says so (default: you)"),
+)
+def _note(args: argparse.Namespace) -> int:
+    """Add a line to the chronicle."""
+    journal.tell(args.run, "note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
+    print(f"noted in {args.run.journal}")
+    return 0
+
+
+@verb("aim", "runs/quickstart/run", RUN)
+def _aim(args: argparse.Namespace) -> int:
+    """Build, or bring up to date, the Aim run of a record."""
+    repository, count = aim.rebuild(args.run)
+    print(f"{repository}: {count} records tracked; look at them with `aim up --repo {repository}`")
+    return 0
+
+
+@verb("config-reference", "")
+def _config_reference(args: argparse.Namespace) -> int:
+    """Print docs/config.md: every configuration key."""
+    print(reference(), end="")
+    return 0

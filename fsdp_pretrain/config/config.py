@@ -1,0 +1,278 @@
+"""Strict, typed configuration: one TOML file (with includes) plus `key=value` overrides.
+
+Every problem is reported at once, with the origin of the value and the nearest valid key. Relative paths are relative
+to the working directory, except `include`, which is relative to its file. `docs/config.md` is generated from the
+docstrings of `sections`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.units import Progress
+
+from .base import Section
+from .model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
+from .operations import HealthSection, LaunchSection, WatchdogSection
+from .schedule import BatchSchedule, Ramp, Schedule
+from .sections import (
+    BatchRampSection,
+    CheckpointSection,
+    DataSection,
+    EvalSection,
+    GLMObjective,
+    OptimizerSection,
+    ParallelSection,
+    RecordSection,
+    RunSection,
+    TrainSection,
+)
+from .toml_file import describe, override, read_toml
+
+_TAGS = ("llama", "gpt", "glm", "causal")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection
+    model: Model
+    data: DataSection
+    train: TrainSection
+    optimizer: OptimizerSection
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection
+    eval: EvalSection = EvalSection()
+    record: RecordSection = RecordSection()
+    health: HealthSection = HealthSection()
+    watchdog: WatchdogSection = WatchdogSection()
+    launch: LaunchSection = LaunchSection()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The run's schedules as numbers."""
+        return _build_schedule(self.data, self.train, self.optimizer)
+
+    @property
+    def read_timeout(self) -> float:
+        """Seconds that a read from a corpus may take."""
+        asked = self.data.read_timeout
+        return self.parallel.timeout.value / 3 if asked is None else asked.value
+
+    def to_toml(self) -> str:
+        """The resolved configuration; loading it gives an equal object."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def _samples(size: Progress, sequence_length: int, name: str) -> int:
+    """Raises ValueError if tokens are not whole samples."""
+    if size.unit == "token":
+        if size.value % sequence_length:
+            raise ValueError(f"{name} = {size} is not a whole number of samples of {sequence_length} tokens")
+        return size.value // sequence_length
+    return size.value
+
+
+def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
+    samples = {
+        name: _samples(size, length, f"train.batch_ramp.{name}")
+        for name in ("first", "by", "start", "end", "duration")
+        if (size := getattr(section, name)) is not None
+    }
+    end = samples["end"] if "end" in samples else samples["start"] + samples["duration"]
+    return Ramp(samples["first"], samples["by"], samples["start"], end)
+
+
+def _build_schedule(data: DataSection, train: TrainSection, optimizer: OptimizerSection) -> Schedule:
+    """Raises ValueError if the durations contradict each other."""
+    length, ramp = data.sequence_length, train.batch_ramp
+    return Schedule(
+        sequence_length=length,
+        batch=BatchSchedule(
+            _samples(train.global_batch, length, "train.global_batch"),
+            None if ramp is None else _build_ramp(ramp, length),
+        ),
+        duration=train.duration,
+        curve=optimizer.curve,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        warmup=optimizer.warmup,
+        decay=optimizer.decay,
+        shrink=[(point.at, point.value) for point in optimizer.embedding_shrink],
+    )
+
+
+def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
+    """Contradictions between sections, of those that are valid in themselves."""
+    model, data, train = sections.get("model"), sections.get("data"), sections.get("train")
+    optimizer, checkpoint, evaluation, parallel = (
+        sections.get(name) for name in ("optimizer", "checkpoint", "eval", "parallel")
+    )
+    if isinstance(model, GPTModel) and data and model.positions != "alibi" and data.sequence_length > model.positions:
+        yield f"data.sequence_length = {data.sequence_length} exceeds model.positions = {model.positions}"
+    if isinstance(model, LlamaModel) and data and (data.positions, data.attention) == ("document", "causal"):
+        yield (
+            "data.positions = document with data.attention = causal: rotary positions are distances between tokens, "
+            "and a token would see the documents before its own at wrong ones; set data.attention = document as well"
+        )
+    if data:
+        yield from _objective_checks(data, model)
+    if optimizer and optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
+    if data and train and optimizer:
+        try:
+            _build_schedule(data, train, optimizer)
+        except ValueError as error:
+            yield str(error)
+    if data and parallel and data.read_timeout is not None:
+        waits = 2 if any(source.mirror is not None for source in data.sources) else 1
+        if not 0 < data.read_timeout.value * waits < parallel.timeout.value:
+            yield (
+                f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
+                f"end before parallel.timeout = {parallel.timeout}, or the other ranks give up first"
+            )
+    intervals = [("eval.every", evaluation.every)] if evaluation else []
+    if checkpoint:
+        intervals += [("checkpoint.every", checkpoint.every)]
+        intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals]
+    for name, interval in intervals:
+        if interval is not None and interval.value < 1:
+            yield f"{name} = {interval} is no interval"
+    if evaluation and evaluation.every is not None and evaluation.heldout is None:
+        bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
+        if bundled:
+            yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
+
+
+def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str]:
+    """Contradictions between the objective, the rest of `data`, and the model (None if it is not valid)."""
+    objective, length = data.objective, data.sequence_length
+    two = isinstance(objective, GLMObjective) and objective.positions == "glm2d"
+    if isinstance(model, GLMModel) and two != (model.positions == "rope-2d"):
+        yield (
+            f"model.positions = {model.positions} does not fit data.objective, whose positions have "
+            f"{'two dimensions' if two else 'one dimension'}; rope-2d and glm2d belong together"
+        )
+    if not isinstance(objective, GLMObjective):
+        return
+    if model is not None and not isinstance(model, GLMModel):
+        yield f"data.objective.kind = glm needs model.family = glm: a {model.family} model cannot see a prefix"
+    for key in ("attention", "positions", "loss_across_documents"):
+        if getattr(data, key) != DataSection.model_fields[key].default:
+            yield f"data.{key} belongs to the causal objective; leave it out, the objective sets what it means"
+    slots, row = objective.slots, objective.row
+    if row >= length:
+        yield (
+            f"data.objective.row = {row} leaves no room for special tokens; make it smaller than "
+            f"data.sequence_length = {length}"
+        )
+    if length % slots or row % slots:
+        yield (
+            f"data.objective.slots = {slots} must divide data.sequence_length = {length} and data.objective.row = {row}"
+        )
+    if length // slots < 8:
+        yield f"data.objective.slots = {slots} makes slots of {length // slots} tokens; 8 is the least"
+    if two and objective.multitask_positions != "arange":
+        yield "data.objective.multitask_positions is a choice for glm1d; glm2d has a scheme of its own for answers"
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `section.key=value` overrides, and check.
+
+    The value of an override is a TOML literal, or a plain string if it is not valid TOML. Raises ConfigError, which
+    lists every problem.
+    """
+    path = Path(path)
+    origin: dict[str, str] = {}
+    raw = read_toml(path, origin)
+    problems = [problem for text in overrides if (problem := override(raw, text, origin))]
+    config = None
+    if not problems:
+        config, problems = _validate(raw, path, origin)
+    if config is None:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))
+    return config
+
+
+def load_known(path: Path) -> tuple[Config, dict[str, Any]]:
+    """A configuration that some version of this program resolved, as far as this version knows its keys.
+
+    Also returns the values of unknown keys, by dotted key. Raises ConfigError, which lists every other problem.
+    """
+    raw = read_toml(path, {})
+    unknown: dict[str, Any] = {}
+    for error in _check(raw)[1]:
+        if error["type"] == "extra_forbidden":
+            node: Any = raw
+            for part in error["loc"][:-1]:
+                node = node[part]
+            unknown[".".join(map(str, error["loc"]))] = node.pop(error["loc"][-1])
+    config, problems = _validate(raw, path, {})
+    if config is None:
+        raise ConfigError(f"{path} is not one that this program resolved:\n" + "\n".join(problems))
+    return config, unknown
+
+
+def _validate(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> tuple[Config | None, list[str]]:
+    sections, errors = _check(raw)
+    problems = [describe(error, path, origin, schema_keys()) for error in errors]
+    problems += cross_checks(sections)
+    return (Config(**sections) if not problems else None), problems
+
+
+def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The valid sections, and the errors of the others in pydantic's form.
+
+    Each is checked on its own, so that the valid ones can still be checked against each other.
+    """
+    sections: dict[str, Any] = {}
+    unknown = [key for key in raw if key not in Config.model_fields]
+    errors: list[dict[str, Any]] = [{"type": "extra_forbidden", "loc": (key,), "input": raw[key]} for key in unknown]
+    for key, field in Config.model_fields.items():
+        if key in raw:
+            try:
+                annotation: Any = Annotated[field.annotation, field]
+                sections[key] = TypeAdapter(annotation).validate_python(raw[key])
+            except ValidationError as error:
+                found = error.errors(include_url=False)
+                errors += [{**item, "loc": _path((key, *item["loc"]))} for item in found]
+        elif field.is_required():
+            errors.append({"type": "missing", "loc": (key,)})
+        else:
+            sections[key] = field.get_default()
+    return sections, errors
+
+
+def _path(location: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The keys of a place, without the tags that pydantic inserts where the type is chosen by one."""
+    tagged = {1: ("model",), 2: ("data", "objective")}
+    return tuple(x for i, x in enumerate(location) if location[:i] != tagged.get(i) or x not in _TAGS)
+
+
+def schema_keys() -> dict[str, tuple[type[Section], str]]:
+    """Every valid dotted key (list entries without index) -> (its section class, field name)."""
+    keys: dict[str, tuple[type[Section], str]] = {}
+
+    def walk(section: type[Section], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            keys.setdefault(prefix + name, (section, name))
+            for inner in sections_in(field.annotation):
+                walk(inner, f"{prefix}{name}.")
+
+    walk(Config, "")
+    return keys
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """The section classes in the type of a key."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for part in getattr(annotation, "__args__", ()) for found in sections_in(part)]

@@ -1,0 +1,190 @@
+"""The `[model]` section of each family. See `models` for what the keys do, with formulas and sources."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .base import Positive, Section
+
+Dropout = Annotated[float, Field(strict=False, ge=0, lt=1)]
+
+
+class _Decoder(Section):
+    layers: Positive
+    """Number of blocks."""
+    hidden: Positive
+    """Width of the residual stream."""
+    heads: Positive
+    """Number of query heads; must divide `hidden`."""
+    vocab: Positive
+    """Number of token ids: at least the tokenizer's vocabulary and the special tokens of the objective."""
+    vocab_multiple: Positive = 1
+    """The rows of the embedding table are `vocab` rounded up to a multiple of this; 64 or 128 is faster on a GPU."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Epsilon of the norms."""
+    declared_params: Positive | None = None
+    """Number of parameters you expect. `plan` and the trainer refuse (exit 78) if the exact count differs."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> _Decoder:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
+        return self
+
+    @property
+    def rows(self) -> int:
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def uses_dropout(self) -> bool:
+        return bool(getattr(self, "dropout", 0.0) or getattr(self, "attention_dropout", 0.0))
+
+
+class _Normal(_Decoder):
+    """Families whose initial values are N(0, std)."""
+
+    init_std: Annotated[float, Field(gt=0)] | Literal["sqrt(2/(5h))", "sqrt(1/(3h))"] = 0.02
+    """Standard deviation of the initial weights: a number, or a rule with h = `hidden`. That of output projections is
+    divided by sqrt(2 * layers)."""
+
+    @property
+    def std(self) -> float:
+        """`init_std` as a number."""
+        rules = {"sqrt(2/(5h))": (2 / (5 * self.hidden)) ** 0.5, "sqrt(1/(3h))": (1 / (3 * self.hidden)) ** 0.5}
+        return rules[self.init_std] if isinstance(self.init_std, str) else self.init_std
+
+
+class RopeScaling(Section):
+    """Scaling of rotary positions, for sequences longer than those the model was first trained on."""
+
+    kind: Literal["linear", "llama3"]
+    """`linear` divides all positions by `factor` (arXiv 2306.15595); `llama3` divides low frequencies only."""
+    factor: Annotated[float, Field(strict=False, ge=1)]
+    """Scaling factor."""
+    low_frequency: Annotated[float, Field(strict=False, gt=0)] = 1.0
+    """`llama3`: frequencies with fewer waves in `original_length` than this are divided by `factor`."""
+    high_frequency: Annotated[float, Field(strict=False, gt=0)] = 4.0
+    """`llama3`: frequencies with more waves in `original_length` than this stay; those between are interpolated."""
+    original_length: Positive = 8192
+    """`llama3`: the sequence length the model was first trained on."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScaling:
+        if self.low_frequency >= self.high_frequency:
+            raise ValueError(
+                f"low_frequency = {self.low_frequency} is not below high_frequency = {self.high_frequency}"
+            )
+        return self
+
+
+class LlamaModel(_Normal):
+    """Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+
+    family: Literal["llama"]
+    """Model family."""
+    kv_heads: Positive | None = None
+    """Number of key/value heads (grouped-query attention). Default: `heads`."""
+    ffn: Positive
+    """Width of the SwiGLU feed-forward layer."""
+    rope_base: Annotated[float, Field(strict=False, gt=0)] = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Optional scaling of the rotary positions."""
+    tied_head: bool = False
+    """Use the embedding table as output matrix."""
+
+    @model_validator(mode="after")
+    def _llama_shapes(self) -> LlamaModel:
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head size, not {self.head_dim}")
+        return self
+
+
+Scores = Literal["fused", "layer_scaled", "inward"]
+_SCORES = """How attention scores are computed; all three give the same function. `fused`: PyTorch's kernels.
+`layer_scaled`: queries are also divided by the layer number, and the softmax, in fp32, is scaled back, which keeps fp16
+scores small. `inward`: the same, but queries and keys each take half of the division before the product."""
+
+
+class GPTModel(_Normal):
+    """Megatron-GPT-style decoder: LayerNorm, learned positions or ALiBi, biases, tanh-GELU."""
+
+    family: Literal["gpt"]
+    """Model family."""
+    ffn: Positive | None = None
+    """Width of the feed-forward layer. Default: 4 * hidden."""
+    positions: Positive | Literal["alibi"]
+    """Rows of the learned position table, which is the longest possible sequence; or `"alibi"`: no table, scores
+    decrease with distance."""
+    embedding_norm: bool = False
+    """LayerNorm after the token embedding, before positions are added (BLOOM)."""
+    dropout: Dropout = 0.0
+    """Dropout on embeddings and both residual branches."""
+    attention_dropout: Dropout | None = None
+    """Dropout on attention probabilities. Default: `dropout`."""
+    scores: Scores = Field(default="fused", description=_SCORES)
+    tied_head: bool = True
+    """Use the embedding table as output matrix."""
+
+    @property
+    def ffn_width(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def attention_rate(self) -> float:
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+
+class GLMModel(_Decoder):
+    """GLM-style decoder: DeepNorm, rotary positions in one or two dimensions, GeGLU, biases, prefix attention."""
+
+    family: Literal["glm"]
+    """Model family."""
+    ffn: Positive | None = None
+    """Width of the GeGLU feed-forward layer. Default: 8 * hidden / 3."""
+    deepnorm: Literal["glm", "deepnet-decoder"] = "glm"
+    """(alpha, beta) of DeepNorm for L layers. `glm`: (2L)^(1/2), (2L)^(-1/2), as in GLM-130B; `deepnet-decoder`:
+    (2L)^(1/4), (8L)^(-1/4), as in arXiv 2203.00555."""
+    positions: Literal["rope", "rope-2d"] = "rope"
+    """`rope` rotates whole heads by one position; `rope-2d` rotates one half by the position of the blank, the other by
+    the position inside it. `positions` of the objective must have the same number of dimensions."""
+    rope_base: Annotated[float, Field(strict=False, gt=0)] = 10_000.0
+    """Base of the rotary frequencies."""
+    dropout: Dropout = 0.0
+    """Dropout on embeddings and both residual branches."""
+    attention_dropout: Dropout | None = None
+    """Dropout on attention probabilities. Default: `dropout`."""
+    scores: Scores = Field(default="fused", description=_SCORES)
+    tied_head: bool = True
+    """Use the embedding table as output matrix."""
+
+    @model_validator(mode="after")
+    def _glm_shapes(self) -> GLMModel:
+        if self.ffn is None and self.hidden % 3:
+            raise ValueError(
+                f"the default ffn = 8 * hidden / 3 needs a hidden that is a multiple of 3, not {self.hidden}"
+            )
+        unit = 4 if self.positions == "rope-2d" else 2
+        if self.head_dim % unit:
+            raise ValueError(f"positions = {self.positions} needs a head size that is a multiple of {unit}")
+        return self
+
+    @property
+    def ffn_width(self) -> int:
+        return self.ffn or 8 * self.hidden // 3
+
+    @property
+    def attention_rate(self) -> float:
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+
+AnyModel = LlamaModel | GPTModel | GLMModel
+Model = Annotated[AnyModel, Field(discriminator="family")]

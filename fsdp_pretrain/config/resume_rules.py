@@ -1,0 +1,245 @@
+"""What a resume may change: every configuration key is in one of three classes, and only this module says in which.
+
+- free: changes nothing that is learned (paths, mesh, saving, the record). Listed in the journal.
+- declared: changes what is learned from here on. Legal, but only on purpose: the start is refused unless the key is
+  named by `--allow`, or was set by a rollback or fork.
+- forbidden: would make it another model or other data. What these are is compared by `state.identity`, which also knows
+  what of the mixture is past.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.errors import ConfigError
+
+from .config import Config, load_known, schema_keys
+from .toml_file import nearest
+
+FREE, DECLARED, FORBIDDEN = "free", "declared", "forbidden"
+
+CLASSES: dict[str, str] = {
+    "run.name": FREE,
+    "run.dir": FREE,
+    "run.seed": DECLARED,  # of dropout
+    "model": FORBIDDEN,
+    "model.declared_params": FREE,
+    "data.sequence_length": FORBIDDEN,
+    "data.seed": FORBIDDEN,
+    "data.lanes": FORBIDDEN,
+    "data.attention": FORBIDDEN,
+    "data.positions": FORBIDDEN,
+    "data.loss_across_documents": FORBIDDEN,
+    "data.objective": FORBIDDEN,
+    "data.sources": DECLARED,  # what lies ahead; the past is identity
+    "data.sources.path": FREE,  # the corpus's fingerprint is identity
+    "data.sources.mirror": FREE,
+    "data.skip": DECLARED,
+    "data.reshuffle": DECLARED,
+    "data.exclude": DECLARED,
+    "data.prefetch": FREE,
+    "data.read_timeout": FREE,
+    "data.max_quarantined": FREE,  # when to refuse, not what to learn
+    "train": DECLARED,
+    "train.duration": DECLARED,  # to shorten it; to prolong it is free, see `_duration`
+    "train.micro_batch": FREE,
+    "optimizer": DECLARED,
+    "optimizer.decay": DECLARED,  # with its default, see `_decay`
+    "parallel.shard": FREE,
+    "parallel.reshard_after_forward": FREE,
+    "parallel.recompute": FREE,
+    "parallel.attention": FREE,
+    "parallel.compile": FREE,
+    "parallel.timeout": FREE,
+    "checkpoint": FREE,
+    "eval": FREE,
+    "record": FREE,
+    "health": FREE,
+    "watchdog": FREE,
+    "launch": FREE,
+}
+"""Class of a key and of all keys below it that are not listed themselves."""
+
+
+def class_of(key: str) -> str:
+    """The class of a dotted key of the schema (no indices). Raises KeyError."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        if found := CLASSES.get(".".join(parts[:length])):
+            return found
+    raise KeyError(f"{key} is in no class of changes")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that differs: `key` is of the schema, as `--allow` takes it, `text` is `place: old -> new`."""
+
+    key: str
+    text: str
+    kind: str
+    """Class of this change."""
+    advice: str = ""
+    """How to avoid it, if that is not obvious."""
+
+
+def changes(old: Config, new: Config) -> list[Change]:
+    """How two configurations of a run differ, in what they mean from here on; forbidden changes included."""
+    found = [*_decay(old, new), *_duration(old, new)]
+    for path, was, is_ in leaves(_tree(old), _tree(new)):
+        key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
+        if key not in ("optimizer.decay", "train.duration"):
+            found.append(Change(key, _line(".".join(path), was, is_), class_of(key)))
+    order = list(schema_keys())
+    return sorted(found, key=lambda change: order.index(change.key))
+
+
+def _tree(config: Config) -> dict[str, Any]:
+    """The values, sources by name: their order means nothing."""
+    tree = config.model_dump(mode="json")
+    tree["data"]["sources"] = {source["name"]: source for source in tree["data"]["sources"]}
+    return tree
+
+
+def _duration(old: Config, new: Config) -> Iterator[Change]:
+    """A longer run does what the shorter one would have done, and goes on."""
+    was, is_ = old.train.duration, new.train.duration
+    if was != is_:
+        longer = new.schedule.samples(is_) >= old.schedule.samples(was)
+        yield Change("train.duration", f"train.duration: {was} -> {is_}", FREE if longer else DECLARED)
+
+
+def _decay(old: Config, new: Config) -> Iterator[Change]:
+    """Where the learning rate's curve ends: by default with the run, so that another duration bends the curve."""
+    was, is_ = (config.optimizer.decay or config.train.duration for config in (old, new))
+    if was == is_ or not new.schedule.decays or old.schedule.decay == new.schedule.decay:
+        return
+    advice = "" if new.optimizer.decay else f'optimizer.decay="{was}" keeps the curve of the learning rate as it was'
+    end = "" if new.optimizer.decay else ", the end of the run"
+    yield Change("optimizer.decay", f"optimizer.decay: {was} -> {is_}{end}", DECLARED, advice)
+
+
+def leaves(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """(path, old, new) of every leaf in which two trees of dictionaries differ; None where one has it not."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from leaves(old.get(key), new.get(key), (*path, str(key)))
+    elif old != new:
+        yield path, old, new
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """`key: old -> new` for every leaf in which two trees differ."""
+    start = (prefix,) if prefix else ()
+    return [_line(".".join(path), was, is_) for path, was, is_ in leaves(old, new, start)]
+
+
+def _line(place: str, old: Any, new: Any) -> str:
+    return f"{place}: {_short(old)} -> {_short(new)}"
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ------------------------------------------------------------------------ what other versions recorded
+
+
+def load_recorded(path: Path) -> tuple[Config, list[Change]]:
+    """A configuration that a start recorded, whatever version it was of, and the keys that this version does not know.
+
+    For what only shows, or proves its result by other means; else `load_compatible`. Raises ConfigError.
+    """
+    config, unknown = load_known(path)
+    return config, [Change(key, f"{key}: {_short(value)}", _class_of_unknown(key)) for key, value in unknown.items()]
+
+
+def load_compatible(path: Path) -> Config:
+    """The same. Raises ConfigError also if it has keys that this version does not know, other than free ones."""
+    config, unknown = load_recorded(path)
+    refuse_unknown(path, unknown)
+    return config
+
+
+def refuse_unknown(path: Path, unknown: Iterable[Change]) -> None:
+    """Raise ConfigError if keys of a recorded configuration, not known to this version, may matter."""
+    wrong = [change.text for change in unknown if change.kind != FREE]
+    if wrong:
+        raise ConfigError(
+            f"{path} has keys that this version does not know:\n    " + "\n    ".join(wrong),
+            effect="what they meant for the model, the data or the training would be left out",
+            remedy="use the version that wrote them: environment.json of the segment, or manifest.json of the "
+            "checkpoint, says which",
+        )
+
+
+def _class_of_unknown(key: str) -> str:
+    try:
+        return class_of(".".join(part for part in key.split(".") if not part.isdigit()))
+    except KeyError:
+        return DECLARED
+
+
+# ------------------------------------------------------------------------ what is allowed
+
+
+def read_allowed(names: Iterable[str]) -> frozenset[str]:
+    """Check that `--allow` names keys and tables in which something may be declared. Raises ConfigError."""
+    known, problems = schema_keys(), []
+    names = frozenset(names)
+    for name in sorted(names):
+        if name not in known:
+            hint = nearest(name, known)
+            problems.append(f"{name}: there is no such key" + (f"; did you mean {hint!r}?" if hint else ""))
+            continue
+        kinds = {kind for key, kind in CLASSES.items() if _covers(name, key)} or {class_of(name)}
+        if FORBIDDEN in kinds and DECLARED not in kinds:
+            problems.append(f"{name}: no resume may change this")
+    if problems:
+        raise ConfigError("--allow names what cannot be allowed:\n    " + "\n    ".join(problems))
+    return names
+
+
+def _covers(name: str, key: str) -> bool:
+    return f"{key}.".startswith(f"{name}.")
+
+
+def undeclared(found: Iterable[Change], allowed: Collection[str]) -> list[Change]:
+    """The changes that must be declared and are not."""
+    declared = (change for change in found if change.kind == DECLARED)
+    return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
+
+
+def refuse(where: str, forbidden: Sequence[str], declared: Sequence[Change], cursor: int) -> None:
+    """Raise ConfigError, with every change in one report, if there are any.
+
+    Args:
+        where, cursor: the checkpoint, and the samples read at it.
+        forbidden: texts of what may not be changed.
+        declared: what `undeclared` found.
+    """
+    parts, remedies = [], []
+    if forbidden:
+        parts.append(f"{where} was trained with another model or other data:\n    " + "\n    ".join(forbidden))
+        if any(text.startswith("data.sources") for text in forbidden):
+            remedies.append(f'the mixture may change from a place that is still ahead: start = "{cursor} samples"')
+        remedies.append(
+            "restore these settings or corpora, or train a new run from the weights alone: "
+            f"fsdp-pretrain checkpoints NEW_RUN import {where} --config CONFIG run.dir=NEW_RUN"
+        )
+    if declared:
+        lines = "\n    ".join(change.text for change in declared)
+        parts.append(f"what is learned from here on would change, and no --allow says that this is meant:\n    {lines}")
+        keys = dict.fromkeys(change.key for change in declared)
+        remedies += [change.advice for change in declared if change.advice]
+        remedies.append("if it is meant, add:  " + " ".join(f"--allow {key}" for key in keys))
+    if parts:
+        raise ConfigError(
+            "\n".join(parts),
+            effect="going on from it would be another training with its past" if forbidden else "nothing was done",
+            remedy="\n          ".join(remedies),
+        )

@@ -1,0 +1,407 @@
+"""The sections of a run's configuration: every key with its type, default and meaning.
+
+`docs/config.md` is generated from the docstrings here. What involves several sections is checked in `config`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from fsdp_pretrain.units import BatchSize, Progress, SampleRange, Seconds
+
+from .base import Positive, Section, Share
+
+Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.normpath(Path.cwd() / path.expanduser()))  # symbolic links stay as written
+
+
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
+
+
+class RunSection(Section):
+    """What the run is called and where its record lives."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run, used in logs and trackers."""
+    dir: FilePath
+    """Run directory, with checkpoints, metrics, journal and evaluations. Created if missing, resumed if not."""
+    seed: int = 1234
+    """Seed of parameter initialisation and dropout. The data order has its own seed, `data.seed`."""
+
+
+def _in_samples(value: Progress) -> Progress:
+    if value.unit == "step":
+        raise ValueError("a place in the data is counted in samples or tokens, not in steps")
+    return value
+
+
+Place = Annotated[Progress, AfterValidator(_in_samples)]
+Weighting = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+
+
+class WeightPoint(Section):
+    """A point of a weight that changes: linear between points; two points at one place are a jump."""
+
+    at: Place
+    """Place in the data: samples or tokens read since the beginning of the run."""
+    value: Weighting
+    """Weight at that place."""
+
+
+class Source(Section):
+    """One corpus of the training mixture."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the source in the metrics. Its shuffle depends on it: renaming a source reshuffles it."""
+    path: FilePath
+    """Corpus directory, as written by `fsdp-data prepare`."""
+    mirror: FilePath | None = None
+    """Directory with a copy of the corpus, used when a file of `path` cannot be read or hangs. Changes no sample."""
+    weight: Weighting | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
+    """Share of the samples, relative to the weights of the other sources: a number, or points of a ramp."""
+    start: Place = Progress(0, "sample")
+    """The source is not used before this place in the data: for adding a source to a running run."""
+    stop: Place | None = None
+    """The source is not used from this place in the data on: for dropping a source from a running run."""
+    max_epochs: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
+    """How many times the source may be read; then the other sources share its weight. Default: no limit."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Source:
+        points = self.weight if isinstance(self.weight, list) else []
+        if any(a.at.unit == b.at.unit and a.at.value > b.at.value for a, b in pairwise(points)):
+            raise ValueError("the points of `weight` are not in order")
+        if self.stop is not None and self.stop.unit == self.start.unit and self.stop.value <= self.start.value:
+            raise ValueError(f"`stop` = {self.stop} is not after `start` = {self.start}")
+        return self
+
+
+class CausalObjective(Section):
+    """Predict every next token."""
+
+    kind: Literal["causal"] = "causal"
+    """Name of the objective."""
+
+
+class GLMObjective(Section):
+    """Blank infilling as in GLM-130B: short blanks ([MASK]) and long endings ([gMASK]), predicted token by token."""
+
+    kind: Literal["glm"]
+    """Name of the objective."""
+    row: Positive
+    """Tokens of text per sample, including separators; the rest of `data.sequence_length` is for special tokens."""
+    slots: Positive = 4
+    """Slots of a sample. A [MASK] sample has one independent piece of row / slots tokens in each, a multi-task sample
+    one prompt."""
+    mask_share: Share = 0.3
+    """Share of samples with [MASK] blanks; the others have one [gMASK] ending."""
+    mask_budget: Annotated[float, Field(strict=False, ge=0, le=0.5)] = 0.15
+    """Least share of a piece's tokens that is blanked."""
+    span_mean: Annotated[float, Field(strict=False, gt=0)] = 3.0
+    """Mean of the Poisson distribution of a blank's length, before that is limited to 1 to 39 tokens."""
+    single_span: Share = 0.02
+    """Share of [MASK] pieces with exactly one blank."""
+    short: Share = 0.02
+    """Share of [MASK] pieces that are cut to a random length of at least 32 tokens."""
+    ending_min: Share = 0.2
+    """Shortest [gMASK] ending, as a share of the row; the longest is the whole row."""
+    overflow: Literal["truncate", "shrink"] = "shrink"
+    """What happens when blanks make a piece longer than its slot. `truncate`: its last targets (about 36% of them) are
+    lost, as in GLM-130B. `shrink`: its text is shortened beforehand."""
+    positions: Literal["glm1d", "glm2d"] = "glm1d"
+    """Scheme of position ids, see data.md. `glm2d` needs a model with two-dimensional positions."""
+    multitask_positions: Literal["arange", "mask", "unified"] = "arange"
+    """Positions of answers with `glm1d`: `arange` continues the sequence (as in training), `mask` puts all at the mask,
+    `unified` counts from the mask on."""
+    loss_norm: Literal["sequence", "tokens"] = "sequence"
+    """What counts equally in the loss. `sequence`: every sample, regardless of its number of targets, as in GLM-130B;
+    `tokens`: every target."""
+    first_special: Annotated[int, Field(ge=0)] | None = None
+    """Id of [MASK]; [gMASK], [sMASK], eod, sop and eop follow. Default: the first id after the tokenizer's
+    vocabulary."""
+
+
+AnyObjective = CausalObjective | GLMObjective
+Objective = Annotated[AnyObjective, Field(discriminator="kind")]
+
+
+class DataSection(Section):
+    """The training data and its order."""
+
+    sequence_length: Positive
+    """Tokens per sample."""
+    sources: Annotated[list[Source], Field(min_length=1)]
+    """The mixture: one `[[data.sources]]` table per source."""
+    seed: int = 1234
+    """Seed of the data order, independent of `run.seed`."""
+    lanes: Positive = 256
+    """Number of places in an epoch from which consecutive samples come in turn. Changing it reshuffles the data."""
+    attention: Literal["causal", "document"] = "causal"
+    """Attention across the documents packed into a sample: `causal` allows it, `document` masks other documents."""
+    positions: Literal["sample", "document"] = "sample"
+    """Where positions are counted from: the start of the `sample`, or of each `document` in it."""
+    loss_across_documents: bool = True
+    """Learn to predict the first token of a document from the separator before it. Off: such targets do not count."""
+    objective: Objective = CausalObjective()
+    """Training objective: a `[data.objective]` table."""
+    skip: list[SampleRange] = []
+    """Samples that are not trained: `["1200:1332 samples"]`. All other samples stay in place."""
+    reshuffle: list[Place] = []
+    """Places in the data from which the rest of every source comes in another order."""
+    exclude: FilePath | None = None
+    """File of documents that stay in place but are not learned: one line `SOURCE SHARD DOCUMENT` each."""
+    prefetch: Annotated[int, Field(ge=0)] = 4
+    """Steps that the background thread prepares in advance."""
+    read_timeout: Seconds | None = None
+    """How long a read from a corpus may take before it counts as hanging; then the mirror is used, or the run ends with
+    exit 75. Default: a third of `parallel.timeout`, because the other ranks wait."""
+    max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
+    """Share of documents (counted as stretches in samples) that may fail the checks of the packer, which leaves them
+    out of the loss. Beyond it, the run ends with exit 78."""
+
+    @property
+    def row(self) -> int:
+        return self.objective.row if isinstance(self.objective, GLMObjective) else self.sequence_length
+
+    @property
+    def uses_lengths(self) -> bool:
+        """Whether the model needs the document lengths of its samples."""
+        return "document" in (self.attention, self.positions)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether every sample counts equally in the loss; otherwise every target does."""
+        return isinstance(self.objective, GLMObjective) and self.objective.loss_norm == "sequence"
+
+    @field_validator("sources")
+    @classmethod
+    def _unique_names(cls, sources: list[Source]) -> list[Source]:
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"source names must differ, got {names}")
+        return sources
+
+
+class BatchRampSection(Section):
+    """Growth of the global batch at the start of a run, by consumed samples, as in Megatron."""
+
+    first: BatchSize
+    """First batch."""
+    by: BatchSize
+    """Increment."""
+    start: Progress = Progress(0, "sample")
+    """Start of the ramp, in samples or tokens."""
+    end: Progress | None = None
+    """End of the ramp, in samples or tokens. Give this or `duration`."""
+    duration: Progress | None = None
+    """Length of the ramp, in samples or tokens. Give this or `end`."""
+
+    @model_validator(mode="after")
+    def _one_end(self) -> BatchRampSection:
+        if (self.end is None) == (self.duration is None):
+            raise ValueError("give either `end` or `duration`, not both or neither")
+        for name in ("start", "end", "duration"):
+            value = getattr(self, name)
+            if value is not None and value.unit == "step":
+                raise ValueError(
+                    f"`{name}` cannot be in steps: how long a step is depends on the ramp; use samples or tokens"
+                )
+        return self
+
+
+class LossScaleSection(Section):
+    """Dynamic loss scaling of fp16, see training.md."""
+
+    first: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 65536.0
+    """First scale. tr8-104B used 4096, GLM-130B 65536."""
+    window: Positive = 2000
+    """Steps without overflow after which the scale doubles. tr8-104B used 500, GLM-130B 200 (its paper says 2000)."""
+    hysteresis: Positive = 2
+    """Overflows within a window before the scale is halved; each further one in the window halves it again. The
+    published runs used 2."""
+    min: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 1.0
+    """Smallest scale. A run that keeps overflowing at it ends with exit 93."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LossScaleSection:
+        if self.min > self.first:
+            raise ValueError(f"min = {self.min} is above first = {self.first}")
+        return self
+
+
+class TrainSection(Section):
+    """Length of the run and size of a step."""
+
+    duration: Progress
+    """Length of the run: `"2T tokens"`, `"300 steps"`, `"1_000_000 samples"`."""
+    global_batch: BatchSize
+    """Samples or tokens per optimiser step over all ranks, for any number of ranks: `"256 samples"`, `"4M tokens"`."""
+    micro_batch: Positive
+    """Samples per rank in one forward pass; gradient accumulation makes up the global batch."""
+    batch_ramp: BatchRampSection | None = None
+    """Optional growth of the global batch."""
+    grad_clip: Rate = 1.0
+    """Largest global gradient norm, to which gradients are clipped; 0: off."""
+    z_loss: Rate = 0.0
+    """Weight of an additional loss, the squared logarithm of the softmax's denominator; 0: off. PaLM used 1e-4."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Precision of computation; parameters and optimiser are always fp32. `auto`: bf16 on GPU, fp32 on CPU."""
+    loss_scale: LossScaleSection = LossScaleSection()
+    """Loss scaling, only used with fp16."""
+
+
+class ShrinkPoint(Section):
+    """A point of the embedding-gradient shrink: linear between points; two points at one place are a jump."""
+
+    at: Progress
+    """Place in training: steps, samples or tokens since the beginning of the run."""
+    value: Share
+    """Factor of the embedding's gradient at that place."""
+
+
+class OptimizerSection(Section):
+    """AdamW and the learning-rate curve."""
+
+    lr: Annotated[float, Field(strict=False, gt=0)]
+    """Peak learning rate."""
+    min_lr: Rate = 0.0
+    """Learning rate at the end of the decay."""
+    curve: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    warmup: Progress = Progress(0, "step")
+    """Length of the linear warm-up from zero."""
+    decay: Progress | None = None
+    """Where the curve reaches `min_lr`, counted from the start of the run. Default: `train.duration`."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """AdamW betas."""
+    eps: Annotated[float, Field(strict=False, gt=0)] = 1e-8
+    """AdamW epsilon."""
+    weight_decay: Rate = 0.1
+    """Decoupled weight decay."""
+    embedding_shrink: list[ShrinkPoint] = []
+    """Factor for the gradient of the embedding table over time, as in GLM-130B; empty: off."""
+    shrink_paths: Literal["input", "both"] = "both"
+    """Gradients that are shrunk: those through the `input` only, or also those through the logits of a tied table."""
+    no_decay: list[str] = ["bias$", "norm.*\\.weight$"]
+    """Regular expressions; parameters whose name matches one get no weight decay."""
+
+    @field_validator("no_decay")
+    @classmethod
+    def _compiles(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        return patterns
+
+
+class ParallelSection(Section):
+    """How the model is distributed over the ranks."""
+
+    shard: Positive | Literal["node"] = "node"
+    """Number of ranks that share one copy of the parameters (HSDP). `node`: the ranks of one node."""
+    reshard_after_forward: bool = True
+    """Free a block's parameters after its forward pass and gather them again for the backward pass: less memory, more
+    communication."""
+    recompute: Annotated[int, Field(ge=0)] = 0
+    """Activation checkpointing: recompute every n-th block in the backward pass. 0: off, 1: every block."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """Kernels of masked attention. `sdpa` uses dense masks and works everywhere; `flex` skips masked blocks and needs a
+    GPU; `auto` is `flex` where possible, otherwise `sdpa`. Plain causal attention always uses PyTorch's fused
+    kernel."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    timeout: Seconds = Seconds(600)
+    """How long a collective operation may take before the rank ends."""
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written and which are kept."""
+
+    every: Progress
+    """Interval between checkpoints. The last step is always saved."""
+    keep_last: Annotated[int, Field(ge=2)] = 3
+    """Number of newest checkpoints to keep, at least two: one may turn out to be bad."""
+    keep_every: Progress | list[Progress] | None = None
+    """Also keep, permanently, the checkpoints that complete this interval, or one of several."""
+    prune: bool = True
+    """When the next checkpoint does not fit, delete all but the two newest verified ones and those that are pinned, due
+    for evaluation or kept by `keep_every`. Off: `keep_last` checkpoints stay even then."""
+    ballast: bool = True
+    """Reserve a little space (a tenth of a checkpoint, at most 2% of the file system), which is freed when a save would
+    not fit otherwise."""
+    fallback_dir: FilePath | None = None
+    """Directory on other storage, used for checkpoints while the run directory cannot be written."""
+    on_commit: str | None = None
+    """Shell command that is run for every new checkpoint, for copies elsewhere: `'rsync -a "$1" backup:ckpt/'`. `$1` is
+    the checkpoint's path and `$2` its step, also in `CHECKPOINT_PATH` and `CHECKPOINT_STEP`. Training does not wait for
+    it and does not fail with it; the checkpoint is not deleted while it runs."""
+    background: bool = True
+    """Write while training continues, from a copy in host memory (as large as a rank's share of the checkpoint).
+    Training waits for the last save of a start, and for the one after a failure."""
+    verify: bool = True
+    """Read a checkpoint back and compare checksums before it counts as verified and older ones may be deleted. Off: no
+    checkpoint counts as verified, so none is deleted."""
+    max_failures: Annotated[int, Field(ge=1)] = 3
+    """Consecutive failed saves after which the run stops with exit 93."""
+    retry: Seconds = Seconds(10)
+    """Pause before a failed save is retried; doubles with every further failure, up to 5 minutes."""
+    max_age: Seconds | None = None
+    """How long training may continue without a new verified checkpoint before the run stops with exit 93. Default: no
+    limit."""
+
+    @property
+    def kept_intervals(self) -> list[Progress]:
+        """`keep_every` as a list."""
+        every = self.keep_every
+        return every if isinstance(every, list) else [] if every is None else [every]
+
+
+class EvalSection(Section):
+    """Scheduled evaluation of checkpoints by lm-eval, in separate processes."""
+
+    every: Progress | None = None
+    """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
+    tasks: list[str] = ["heldout_bpb", "heldout_choice"]
+    """lm-eval task names. `heldout_*` are made from `eval.heldout`; others need their data on disk."""
+    heldout: FilePath | None = None
+    """JSONL file of held-out documents (field `text`) for the bundled tasks."""
+    include: list[FilePath] = []
+    """Directories with more lm-eval task files."""
+    limit: Positive | None = None
+    """Documents per task. Absent: all."""
+    batch: Positive = 16
+    """Sequences per forward pass."""
+    device: str = "cpu"
+    """Device of the evaluation process, for example `cpu` or `cuda`."""
+    launch: bool = True
+    """Let the trainer start the evaluation on its first node. Off: only `fsdp-eval watch` (cron, Slurm) evaluates."""
+    threads: Positive = 1
+    """CPU threads of an evaluation that the trainer starts."""
+    attempts: Positive = 3
+    """Attempts per checkpoint; then it is given up, with an entry in the journal."""
+    deadline: Seconds = Seconds(3600)
+    """The watchdog raises an alarm, with a stack trace, for an evaluation that takes longer (and longer than three
+    times the median of earlier ones). After three times this limit the evaluation is ended, and the attempt has
+    failed."""
+
+
+class RecordSection(Section):
+    """Output for people and trackers. The metrics record and the journal are always written."""
+
+    console_every: Positive = 10
+    """Steps between console lines."""
+    aim: bool = False
+    """Mirror the record into Aim during training (needs the extra `aim`). Never affects training."""
+    aim_repo: FilePath | None = None
+    """Aim repository. Default: `aim/` in the run directory."""

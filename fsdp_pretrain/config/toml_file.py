@@ -1,0 +1,134 @@
+"""Reading configuration files: TOML with includes and `key=value` overrides, and problems with their origin.
+
+Knows nothing of the schema; `config.load` puts the two together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.errors import ConfigError
+
+_MISSING = object()
+_SECRETIVE = "watchdog.notify."
+"""Keys whose values are never shown: someone may have put a secret where the name of its variable belongs."""
+
+
+def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A TOML file with its includes merged under it. Raises ConfigError.
+
+    `origin` is filled with the file that each dotted key came from; `chain` are the files that include this one.
+    """
+    if path.resolve() in chain:
+        raise ConfigError(f"{path} includes itself", remedy="remove it from `include`")
+    try:
+        own = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        asked = f", included by {chain[-1]}" if chain else ""
+        raise ConfigError(f"cannot read the configuration {path}{asked}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    merged: dict[str, Any] = {}
+    includes = own.pop("include", [])
+    if not isinstance(includes, list) or not all(isinstance(item, str) for item in includes):
+        raise ConfigError(f"{path}: `include` must be a list of file names")
+    for item in includes:
+        _merge(merged, read_toml(path.parent / item, origin, (*chain, path.resolve())))
+    _merge(merged, own)
+    for key in _leaves(own):
+        origin[key] = str(path)
+    return merged
+
+
+def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | None:
+    """Apply one `section.key=value` to the merged values. Returns the problem, if there is one."""
+    key, equals, literal = text.partition("=")
+    key = key.strip()
+    if not equals or not re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", key):
+        return f"override {text!r} is not of the form section.key=value"
+    try:
+        value = tomllib.loads(f"value = {literal}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = literal
+    *parents, last = key.split(".")
+    node: Any = raw
+    for depth, part in enumerate(parents):
+        child = _child(node, part)
+        if child is _MISSING:
+            if not isinstance(node, dict):
+                return f"override {text!r}: there is no {'.'.join(parents[: depth + 1])}"
+            child = node[part] = {}
+        node = child
+    if isinstance(node, list):
+        if not last.isdigit() or int(last) >= len(node):
+            return f"override {text!r}: {'.'.join(parents)} has {len(node)} entries"
+        node[int(last)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        return f"override {text!r}: {'.'.join(parents)} is a value, not a section"
+    origin[key] = f"override of {key}" if key.startswith(_SECRETIVE) else f"override {text!r}"
+    return None
+
+
+def describe(error: Any, path: Path, origin: dict[str, str], keys: Iterable[str]) -> str:
+    """One validation error as `key = value (from where): what is wrong; what would be right`."""
+    key = ".".join(str(part) for part in error["loc"])
+    source = next((where for name, where in origin.items() if name == key or name.startswith(key + ".")), str(path))
+    kind, message = error["type"], str(error.get("msg", "")).removeprefix("Value error, ")
+    if kind == "missing":
+        return f"{key}: this key is required" if "." in key else f"[{key}]: this section is missing"
+    if kind == "extra_forbidden":
+        hint = nearest(key, keys)
+        return f"{key} ({source}): unknown key" + (f"; did you mean {hint!r}?" if hint else "")
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        tag, allowed = error["ctx"]["discriminator"].strip("'"), error["ctx"].get("expected_tags")
+        return f"{key}.{tag} ({source}): must be one of {allowed}" if allowed else f"{key}.{tag}: this key is required"
+    value = error.get("input")
+    shown = "" if isinstance(value, dict | list) or key.startswith(_SECRETIVE) else f" = {value!r}"
+    return f"{key}{shown} ({source}): {message[:1].lower()}{message[1:]}"
+
+
+def nearest(key: str, keys: Iterable[str]) -> str | None:
+    """The valid key the user most likely meant: close in spelling, or the same name in another section."""
+    plain = re.sub(r"\.\d+(?=\.)", "", key)
+    keys = list(keys)
+    last = plain.rpartition(".")[2]
+    same_name = [name for name in keys if name.rpartition(".")[2] == last]
+    if same_name:
+        return same_name[0]
+    close = difflib.get_close_matches(plain, keys, n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    names = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in keys], n=1, cutoff=0.75)
+    return next((name for name in keys if names and name.endswith(names[0])), None)
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{prefix}.{index}")
+    else:
+        yield prefix
+
+
+def _child(node: Any, part: str) -> Any:
+    if isinstance(node, list):
+        return node[int(part)] if part.isdigit() and int(part) < len(node) else _MISSING
+    return node.get(part, _MISSING) if isinstance(node, dict) else _MISSING

@@ -1,0 +1,1 @@
+"""What the numbers of the steps say: rules, incidents, automatic rollbacks. No torch."""

@@ -1,0 +1,113 @@
+"""Automatic rollbacks: whether one is still allowed, to which checkpoint, without which samples. On rank 0; no torch.
+
+`rollback` does the work, as if a person had asked for it. Here is the judgement that a person would add: how often is
+too often, and how much to skip the second time.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from fsdp_pretrain.checkpoint.locations import newest_clean, stores
+from fsdp_pretrain.checkpoint.store import Checkpoint
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import CheckpointError, Exit, NumericError, StorageError, UserError
+from fsdp_pretrain.lineage.rollback import go_back
+from fsdp_pretrain.record import exit_intent, journal, state_files
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lineage import Report, Request
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.record.status import Status
+from fsdp_pretrain.units import SampleRange
+
+from .monitor import Retreat
+
+_SAME, _NEARBY = 500, 1000
+"""Steps within which an incident is the same one again, and within which rollbacks are counted together."""
+
+_SUGGESTIONS = (
+    "decide by hand; what has helped other runs: go back further (`fsdp-pretrain rollback RUN --to STEP`), skip more "
+    "(--skip-steps A:B), a lower learning rate (--set optimizer.lr=...), a lower train.grad_clip, embedding-gradient "
+    "shrink (--set optimizer.embedding_shrink=...); and look at the samples with `fsdp-pretrain where`"
+)
+
+
+def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> Report:
+    """Go back. The caller holds the run's lock and no longer trains.
+
+    Raises NumericError if a person has to decide, StorageError as `rollback.go_back`.
+    """
+    before = journal.of_kind(journal.read(run), "health-rollback")
+    repeats = sum(entry["key"] == asked.key and abs(entry["start"] - asked.start) <= _SAME for entry in before)
+    _check_budget(config, asked, before, repeats)
+    candidates = _candidates(run, asked)
+    for checkpoint in candidates:
+        skip = _skipped(asked, repeats, checkpoint.train_state().cursor)
+        text = f"back to step {checkpoint.step:_}, without samples {skip}, because: {asked.cause}"
+        facts = {"key": asked.key, "start": asked.start, "end": asked.end, "to": checkpoint.step, "skip": str(skip)}
+        recorder.event("health-rollback", text, step=asked.end, repeats=repeats, **facts)
+        try:
+            request = Request(step=checkpoint.step, changes=[], skip_steps=None, skip_samples=skip)
+            return go_back(run, request, reason=f"automatic: {asked.cause}")
+        except CheckpointError as error:
+            recorder.event("checkpoint-rejected", f"passed over {error.cause}", step=checkpoint.step)
+        except StorageError:
+            raise
+        except UserError as error:
+            raise _needs_person(asked, f"a rollback to step {checkpoint.step} is refused: {error.cause}") from None
+    raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
+
+
+def came_back(run: RunDir, asked: Retreat) -> bool:
+    """Whether nearby steps were taken for a device's fault before: what comes back at one place is not."""
+    entries = journal.of_kind(journal.read(run), "health-again")
+    return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
+
+
+def say_end(run: RunDir, step: int, asked: Retreat, recorder: Recorder) -> None:
+    """Record the end of a start that was rolled back to `step`: the next one is to start at once."""
+    reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)
+    for segment in (recorder.segment, run.segments[-1]):
+        exit_intent.write(run, segment, code, reason, restart=True)
+    recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
+    left = state_files.view(run.status, Status) or Status()
+    recorder.status(force=True, **left.said())  # as the rollback left it
+
+
+def _check_budget(config: Config, asked: Retreat, before: list[dict[str, Any]], repeats: int) -> None:
+    """Raise NumericError if there were too many rollbacks already."""
+    health, since = config.health, datetime.now(UTC) - timedelta(hours=24)
+    today = sum(datetime.fromisoformat(entry["time"]) >= since for entry in before)
+    nearby = sum(abs(entry["start"] - asked.start) <= _NEARBY for entry in before)
+    limit = 1 if asked.key == "loss/nonfinite" else 2
+    if repeats >= limit:
+        raise _needs_person(asked, f"the same incident was answered by {repeats} rollback{'s' * (repeats > 1)} already")
+    if nearby >= health.rollbacks_nearby:
+        raise _needs_person(asked, f"{nearby} rollbacks within {_NEARBY} steps (health.rollbacks_nearby)")
+    if today >= health.rollbacks_a_day:
+        raise _needs_person(asked, f"{today} rollbacks within 24 hours (health.rollbacks_a_day)")
+
+
+def _candidates(run: RunDir, asked: Retreat) -> list[Checkpoint]:
+    """Checkpoints to go back to, best first: those far enough before the incident, then the last ones before it."""
+    found, until = list[Checkpoint](), float(asked.target)
+    for bound in (until, asked.start - 1.0):
+        while (checkpoint := newest_clean(stores(run), bound)) is not None and checkpoint not in found:
+            found.append(checkpoint)
+            bound = checkpoint.step - 1
+    return found
+
+
+def _skipped(asked: Retreat, repeats: int, cursor: int) -> SampleRange:
+    """The samples not to train again: twice as many if skipping did not help before."""
+    more = (asked.stop - asked.first) // 2 if repeats else 0
+    return SampleRange(max(cursor, asked.first - more), asked.stop + more)
+
+
+def _needs_person(asked: Retreat, why: str) -> NumericError:
+    return NumericError(
+        f"{asked.cause}; no automatic rollback: {why}",
+        effect=f"nothing after step {asked.start - 1} should be trusted; nothing was changed",
+        remedy=_SUGGESTIONS,
+    )

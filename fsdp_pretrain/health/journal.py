@@ -1,0 +1,62 @@
+"""The journal entries about the verdicts on a run's numbers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, islice
+from typing import Any
+
+from data.packing.opening import open_packer, open_skips
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.schedule import share_of
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.severity import Severity
+
+from .monitor import Judgement
+
+Provenance = Callable[[StepRecord], dict[str, Any]]
+"""Record of a step -> facts of a journal entry that name its samples and documents."""
+
+
+def tell(recorder: Recorder, record: StepRecord, judgement: Judgement, provenance: Provenance | None) -> None:
+    """Report what was found at a step, and that it was skipped, if so.
+
+    The documents of a batch are named once per incident: looking them up takes a moment, while training waits.
+    """
+    step = record.step
+    for finding in judgement.findings:
+        if finding.severity > Severity.INFO:
+            text = f"{'over' if finding.resolved else finding.severity.name}: {finding.key}: {finding.summary}"
+            recorder.event("health", text, step=step, **finding.model_dump())
+    if record.skipped and not record.overflow:
+        facts: dict[str, Any] = {"cursor": record.cursor, "batch": record.batch}
+        if provenance is not None and any(finding.key == "loss/nonfinite" for finding in judgement.findings):
+            facts |= provenance(record)
+        recorder.event(
+            "health-skip",
+            f"step {step} was not trained, {record.not_finite} not finite: the {record.batch} samples before "
+            f"sample {record.cursor:_}",
+            step=step,
+            reason=record.not_finite,
+            rank=record.nonfinite_rank,
+            shares={name: round(share, 4) for name, share in record.mixture.items() if share},
+            data_digest=record.data_digest,
+            **facts,
+        )
+
+
+def provenance(config: Config, ranks: int) -> Provenance:
+    """Names at most 100 documents of a batch, which `ranks` ranks share; of one rank only, if the fault was there."""
+
+    def name(record: StepRecord) -> dict[str, Any]:
+        samples, rank = open_skips(config).take_back(record.cursor, record.batch), record.nonfinite_rank
+        if rank is not None:
+            share = share_of(0, len(samples), rank, ranks)
+            samples = samples[share.start : share.stop]
+        packer = open_packer(config)  # not the one that is in use in another thread
+        pieces = chain.from_iterable(packer.provenance(sample) for sample in samples)
+        named = dict.fromkeys(f"{piece.source} {piece.shard} {piece.document}" for piece in islice(pieces, 100))
+        return {"samples": [samples[0], samples[-1]], "documents": list(named)}
+
+    return name

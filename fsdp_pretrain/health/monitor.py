@@ -1,0 +1,309 @@
+"""Verdicts on the numbers of a run: what to report, what not to save, when to go back, when to stop. No torch.
+
+`Health` is a pure function of the metrics records of a start (and of the last ones before it). Every rank feeds it the
+same records after the same steps, so all ranks reach the same verdict without communication.
+
+Rank 0 writes the findings into the record of the step, as its list `health` (see `step_record.Finding`), and those
+above INFO into the journal, as kind `health`. An incident of one key begins (`resolved` false), may get worse (reported
+again with a higher severity), and ends (`resolved` true); the first record of a start repeats the open ones, and any
+other is over. The watchdog turns them into alarms. Actions are in the journal too: a step that was not trained as
+`health-skip`, a rollback as `health-rollback`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from data.packing.position import Position
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import NumericError, UserError
+from fsdp_pretrain.record.step_record import Finding, LossSum, StepRecord
+from fsdp_pretrain.severity import Severity
+
+from .rules import Incident, Level, Norm, Scale, Spike
+
+HISTORY = 640
+"""Records before a start that its first verdicts need."""
+
+_NEAR = 20
+"""Steps among which non-finite ones are counted."""
+
+_MAX_OVERFLOWS_AT_MIN = 10
+"""Steps in a row that may overflow at the smallest loss scale; more are not caused by the data."""
+
+_ADVICE = (
+    "look at the samples named in the journal (`fsdp-pretrain where`); then lower optimizer.lr or train.grad_clip, or "
+    "go back further with `fsdp-pretrain rollback RUN --to STEP --skip-steps A:B --set key=value`"
+)
+
+
+@dataclass(frozen=True)
+class Retreat:
+    """Go back to before an incident, and do not train its samples again."""
+
+    key: str  # of the incident
+    cause: str  # one sentence
+    start: int  # first step of the incident
+    end: int  # last step of the incident
+    first: int  # samples [first, stop) are those of the steps and of the margins around them
+    stop: int
+    target: int  # go back to a checkpoint of this step or earlier, if possible
+    before: Position | None = None  # samples read and trained before the last step, if that was not finite
+    rank: int | None = None  # whose loss was not finite then, if it was a single one
+    repeats: bool | None = None  # whether that step was not finite again when it was repeated; None: not repeated
+
+
+@dataclass
+class Judgement:
+    """The verdict on a record: findings to report, and whether to go back or to end the run with an error."""
+
+    findings: list[Finding] = field(default_factory=list)
+    retreat: Retreat | None = None
+    error: UserError | None = None
+
+    def fail(self, text: str, effect: str, remedy: str) -> None:
+        """End the run; the first reason wins."""
+        self.error = self.error or NumericError(text, effect=effect, remedy=remedy).on_all_ranks()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the previous start recorded of the steps that this one repeats."""
+
+    records: Mapping[int, StepRecord]  # by step
+    segment: int  # that made them
+    exact: bool  # the loss must be the same to the bit
+
+
+class Health:
+    """The state of a run's numbers.
+
+    `history` are the last `HISTORY` records of the kept line before this start, oldest first; `expected` are the steps
+    to come, if they were trained before.
+    """
+
+    def __init__(self, config: Config, history: Iterable[StepRecord] = (), expected: Expected | None = None) -> None:
+        self._config, self._schedule = config.health, config.schedule
+        self._spike, self._level, self._norm = Spike(config.health), Level(config.health), Norm(config.health)
+        self._scale = Scale(config.health, config.train.loss_scale.min)
+        self._nonfinite, self._zero = Incident("loss/nonfinite"), Incident("learning/gradient")
+        self._stuck, self._still = Incident("learning/loss"), Incident("learning/parameters")
+        self._rate = Incident("learning/rate")
+        self._replicas, self._replay = Incident("replicas/parameters"), Incident("replay/step")
+        self._skipped: deque[int] = deque()
+        self._cursors: deque[tuple[int, int]] = deque(maxlen=2 * HISTORY)  # (step, samples read)
+        self._losses: deque[LossSum] = deque(maxlen=3)
+        self._digest: str | None = None  # of the parameters, at the last comparison
+        self._updates = 0  # optimiser steps since then
+        self._expected: Expected | None = None
+        self._carried: list[Finding] = []
+        for record in history:
+            self.step(record)
+        # Losses and norms have a past; what led to the end of the last start is over.
+        for incident in (self._nonfinite, self._zero, self._stuck, self._still, self._rate):
+            incident.severity = None
+        self._skipped.clear()
+        self._digest = None
+        rules = (self._spike, self._level, self._norm, self._scale)
+        self._carried = [finding for rule in rules for finding in rule.incident.carried()]
+        self._expected = expected
+
+    @property
+    def suspicion(self) -> str | None:
+        """Why a checkpoint made now should not be trusted; None if it can be."""
+        if self._spike.incident.serious:
+            return f"loss/spike since step {self._spike.start}"
+        return f"scale/collapse at step {self._scale.incident.last}" if self._scale.incident.serious else None
+
+    @property
+    def clean_until(self) -> tuple[float, ...]:
+        """A rollback now would go to the newest clean checkpoint up to one of these steps."""
+        if self._spike.incident.severity is None:
+            return (math.inf,)
+        return self._spike.start - self._config.distance.value, self._spike.start - 1
+
+    def step(self, record: StepRecord) -> Judgement:
+        """Judge a step by its record; in order, once each."""
+        self._cursors.append((record.step, record.cursor))
+        verdict, self._carried = Judgement(self._carried), []
+        self._judge_finite(record, verdict)
+        if record.loss_scale is not None:
+            verdict.findings += self._scale.step(record.step, record.loss_scale, record.overflow)
+            self._judge_scale(record, verdict)
+        if record.is_finite:
+            self._judge_loss(record, verdict)
+        self._judge_learning(record, verdict)
+        self._judge_change(record, verdict)
+        self._judge_replicas(record, verdict)
+        self._judge_replay(record, verdict)
+        if verdict.error is not None:
+            verdict.retreat = None
+        return verdict
+
+    def _judge_loss(self, record: StepRecord, verdict: Judgement) -> None:
+        loss, norm = record.loss.mean, record.grad_norm
+        verdict.findings += self._level.step(record.step, loss)
+        verdict.findings += self._norm.step(record.step, norm) if norm else []
+        spike = self._spike.step(record.step, loss, self._level, self._norm)
+        verdict.findings += spike
+        lasts = any(finding.severity is Severity.CRIT and not finding.resolved for finding in spike)
+        if lasts and self._config.rollback:
+            verdict.retreat = self._retreat(self._spike.incident.key, spike[-1].summary, self._spike.start)
+
+    def _retreat(self, key: str, cause: str, start: int) -> Retreat:
+        """From the incident that began at step `start` and lasts until now."""
+        step, cursor = self._cursors[-1]
+        margin, earlier = self._config.margin.value, dict(self._cursors)
+        batch = cursor - earlier.get(step - 1, cursor)
+        first = max(min(earlier), start - margin - 1)
+        return Retreat(
+            key=key,
+            cause=cause,
+            start=start,
+            end=step,
+            first=earlier[first],
+            stop=cursor + margin * batch,
+            target=start - self._config.distance.value,
+        )
+
+    # ------------------------------------------------------------------ numbers that are not finite
+
+    def _judge_finite(self, record: StepRecord, verdict: Judgement) -> None:
+        """Steps whose loss or gradients were not finite; fp16 overflows with a finite loss are left to the scale."""
+        step = record.step
+        if record.is_finite or (record.overflow and math.isfinite(record.loss.mean)):
+            if not self._skipped or step - self._skipped[-1] > _NEAR:
+                verdict.findings += self._nonfinite.settle(step, "steps are finite again")
+            return
+        what = f"step {step}: loss {record.loss.mean}, gradient norm {record.grad_norm}: not finite"
+        rank = record.nonfinite_rank
+        what += f" (the loss of rank {rank})" if rank is not None else ""
+        if not record.skipped:
+            verdict.findings += self._nonfinite.seen(Severity.CRIT, step, what)
+            effect = f"weights after step {step - 1} are spoilt and were not saved"
+            remedy = "look at this step's data and the learning rate; a restart continues from the last checkpoint"
+            verdict.fail(what, effect, remedy)
+            return
+        self._skipped.append(step)
+        near = [old for old in self._skipped if step - old < _NEAR]
+        row = next((n for n in range(1, len(near)) if near[-1 - n] != step - n), len(near))
+        if row < self._config.nonfinite_in_a_row and len(near) < self._config.nonfinite_in_20:
+            verdict.findings += self._nonfinite.seen(Severity.WARN, step, f"{what}; it was skipped")
+            return
+        cause = f"{len(near)} of the last {_NEAR} steps were not finite, the last {row} in a row; {what}"
+        verdict.findings += self._nonfinite.seen(Severity.CRIT, step, cause)
+        if not self._config.rollback:
+            verdict.fail(cause, "they were skipped, the weights are those before", _ADVICE)
+            return
+        retreat = self._retreat(self._nonfinite.key, cause, near[-row] if row > 1 else near[0])
+        cursor = dict(self._cursors).get(step - 1)
+        before = None if cursor is None else Position(cursor=cursor, consumed=record.consumed - record.batch)
+        verdict.retreat = replace(retreat, before=before, rank=rank)
+
+    def _judge_scale(self, record: StepRecord, verdict: Judgement) -> None:
+        """Overflows that go on although the loss scale is at its minimum."""
+        if self._scale.at_min >= _MAX_OVERFLOWS_AT_MIN:
+            verdict.fail(
+                f"step {record.step}: {self._scale.at_min} steps in a row overflowed at the smallest loss scale",
+                effect="no scale helps: the values themselves are not finite in fp16, and every step would be skipped",
+                remedy="look at the loss and the gradient norm before; a lower learning rate or bf16 may help",
+            )
+
+    # ------------------------------------------------------------------ nothing is learned
+
+    def _judge_learning(self, record: StepRecord, verdict: Judgement) -> None:
+        """The same loss again and again, no gradient, another learning rate than planned."""
+        step = record.step
+        self._losses.append(record.loss)
+        same = len(self._losses) == 3 and all(loss == record.loss for loss in self._losses) and record.is_finite
+        if same:
+            text = f"three steps in a row have the loss {record.loss.mean!r} to the bit"
+            verdict.findings += self._stuck.seen(Severity.CRIT, step, text)
+        else:
+            verdict.findings += self._stuck.settle(step, "the loss changes again")
+        if record.grad_norm == 0:
+            text = "the gradient norm is 0: nothing is learned"
+            verdict.findings += self._zero.seen(Severity.CRIT, step, text)
+        elif record.is_finite:
+            verdict.findings += self._zero.settle(step, "there are gradients again")
+        plan = self._schedule.lr_at(record.consumed)
+        if not math.isclose(record.lr, plan, rel_tol=1e-6):
+            text = f"the learning rate was {record.lr:.6g}, planned {plan:.6g}"
+            verdict.findings += self._rate.seen(Severity.WARN, step, text)
+        else:
+            verdict.findings += self._rate.settle(step, "the learning rate is as planned")
+
+    def _judge_change(self, record: StepRecord, verdict: Judgement) -> None:
+        """Parameters that are the same although the optimiser took steps."""
+        sums = record.replicas
+        if sums is not None:
+            if self._digest == sums.digest and self._updates >= 2:
+                text = f"{self._updates} optimiser steps changed no parameter"
+                verdict.findings += self._still.seen(Severity.CRIT, record.step, text)
+            elif self._digest is not None and self._digest != sums.digest:
+                verdict.findings += self._still.settle(record.step, "the parameters change")
+            self._digest, self._updates = sums.digest, 0
+        if not record.skipped and record.lr > 0:
+            self._updates += 1
+
+    # ------------------------------------------------------------------ what must be equal
+
+    def _judge_replicas(self, record: StepRecord, verdict: Judgement) -> None:
+        """Replicas that hold different parameters at the beginning of a step."""
+        if record.replicas is None or not record.replicas.differing:
+            return
+        ranks = ", ".join(map(str, record.replicas.differing))
+        self._mismatch(
+            self._replicas,
+            record.step,
+            f"before step {record.step} the replicas hold different parameters: ranks {ranks} do not agree",
+            effect="replicas average the gradients of different models; this was not saved. Checkpoints since the last "
+            "comparison may hold either",
+            remedy="`fsdp-pretrain doctor` on the hosts of these ranks; go back to a checkpoint before the last "
+            "comparison with `fsdp-pretrain rollback`",
+            verdict=verdict,
+        )
+
+    def _judge_replay(self, record: StepRecord, verdict: Judgement) -> None:
+        """Steps that a start repeats must give what was recorded of them."""
+        step = record.step
+        if self._expected is None or (old := self._expected.records.get(step)) is None:
+            return
+        before = f"segment {self._expected.segment} recorded"
+        if old.data_digest != record.data_digest:
+            self._mismatch(
+                self._replay,
+                step,
+                f"step {step} trained on the batch {record.data_digest}; {before} {old.data_digest}",
+                effect="the data does not continue where it was left: samples would be repeated or lost",
+                remedy="restore the corpora as they were; if the change is meant, say so with health.stop_on_mismatch",
+                verdict=verdict,
+            )
+            return
+        was, is_ = old.loss.mean, record.loss.mean
+        if (old.loss, old.grad_norm) == (record.loss, record.grad_norm):
+            return
+        text = f"step {step} has the loss {is_!r}; {before} {was!r}"
+        difference = abs(is_ - was) / max(abs(was), 1e-12)
+        if not difference <= self._config.replay_tolerance and math.isfinite(was):
+            self._mismatch(
+                self._replay,
+                step,
+                f"{text}: a relative difference of {difference:.2g}",
+                effect="the state is not the one that was saved, or the machines compute something else",
+                remedy="`fsdp-pretrain doctor` on the hosts; health.replay_tolerance is the limit",
+                verdict=verdict,
+            )
+        elif self._expected.exact:
+            text += ": the same mesh and software should give the same bits"
+            verdict.findings += self._replay.seen(Severity.WARN, step, text)
+
+    def _mismatch(
+        self, incident: Incident, step: int, text: str, *, effect: str, remedy: str, verdict: Judgement
+    ) -> None:
+        verdict.findings += incident.seen(Severity.CRIT, step, text)
+        if self._config.stop_on_mismatch:
+            verdict.fail(text, effect, remedy)

@@ -1,0 +1,259 @@
+"""Rules about the numbers of a run: loss, gradient norm, loss scale. Each gets one value per step, in order. No torch.
+
+Deviations are measured against the median and the spread (median absolute deviation) of the previous steps; outliers do
+not enter them. The level is judged by differences of block medians, because a spread taken from the values of a falling
+loss would hide any shift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from fsdp_pretrain import statistics
+from fsdp_pretrain.config.operations import HealthSection
+from fsdp_pretrain.record.step_record import Finding
+from fsdp_pretrain.severity import Severity
+
+_LAST, _ENOUGH = 5, 3
+"""A spike is this many high losses of the last ones."""
+_BLOCK = 16  # steps
+_BLOCKS = 32  # to look back on
+_JOINED = 4  # blocks whose median is the level
+_CHANGES = 128  # from block to block, for the noise of the level
+_LEVEL_NOISE = 5.0
+_OF_MEDIAN = 1.25
+"""Standard error of a median relative to that of a mean, for normal values."""
+_NORM_FLOOR = 0.05
+_BLOWN_UP, _BLOWN_NORM = 10.0, 20.0
+
+
+class Incident:
+    """The incident of one key, if there is one. It is over after `quiet` steps without a new occurrence."""
+
+    def __init__(self, key: str, quiet: int = 0) -> None:
+        self.key, self._quiet = key, quiet
+        self.severity: Severity | None = None  # the highest since it began; None: there is none
+        self.last = 0  # step of the last occurrence
+
+    @property
+    def serious(self) -> bool:
+        """Whether there is one above INFO."""
+        return self.severity is not None and self.severity > Severity.INFO
+
+    def seen(self, severity: Severity, step: int, summary: str) -> list[Finding]:
+        """It occurs: a finding if that is new or worse than before."""
+        self.last = step
+        if self.severity is not None and severity <= self.severity:
+            return []
+        self.severity = severity
+        return [Finding(key=self.key, severity=severity, summary=summary)]
+
+    def carried(self) -> list[Finding]:
+        """A finding, for the beginning of a start, if there is an incident."""
+        if self.severity is None:
+            return []
+        return [Finding(key=self.key, severity=self.severity, summary=f"goes on since step {self.last}")]
+
+    def settle(self, step: int, summary: str) -> list[Finding]:
+        """It does not occur: a finding if it is over now."""
+        if self.severity is None or step - self.last < self._quiet:
+            return []
+        ended, self.severity = Finding(key=self.key, severity=self.severity, summary=summary, resolved=True), None
+        return [ended]
+
+
+class Window:
+    """The last `size` values that were not outliers; `floor` is the smallest spread."""
+
+    def __init__(self, size: int, floor: float) -> None:
+        self._values: deque[float] = deque(maxlen=size)
+        self._floor, self._enough = floor, max(8, size // 4)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+
+    def relearn(self, values: Iterable[float]) -> None:
+        """Treat these as the usual values from now on."""
+        self._values.clear()
+        self._values.extend(values)
+
+    @property
+    def median(self) -> float:
+        return median(self._values)
+
+    def deviation(self, value: float) -> float | None:
+        """How many spreads a value is above the median; None while too few values are known."""
+        return statistics.score(value, self._values, self._floor) if len(self._values) >= self._enough else None
+
+
+class Level:
+    """Shifts of the loss too small to be spikes: `loss/level`."""
+
+    def __init__(self, config: HealthSection) -> None:
+        self._least = config.level
+        self.noise = 0.0  # standard deviation of the level, from differences of neighbouring blocks; 0 while unknown
+        self._block: list[float] = []
+        self._medians: deque[float] = deque(maxlen=_BLOCKS)
+        self._changes: deque[float] = deque(maxlen=_CHANGES)
+        self.incident = Incident("loss/level")
+
+    def step(self, step: int, loss: float) -> list[Finding]:
+        """Add the loss of a step."""
+        self._block.append(loss)
+        if len(self._block) < _BLOCK:
+            return []
+        self._medians.append(median(self._block))
+        self._block.clear()
+        known = list(self._medians)
+        if len(known) > 1:
+            self._changes.append(known[-1] - known[-2])
+        if len(known) < 2 * _JOINED:
+            return []
+        block = statistics.spread(self._changes)[1] / math.sqrt(2)
+        self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
+        levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
+        rise, limit = levels[-1] - min(levels), max(self._least, _LEVEL_NOISE * self.noise)
+        if rise > limit:
+            text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best of {_BLOCKS * _BLOCK} steps"
+            return self.incident.seen(Severity.WARN, step, f"{text} (limit {limit:.3f})")
+        if rise < limit / 2:
+            return self.incident.settle(step, f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best")
+        return []
+
+
+class Norm:
+    """Gradient norms that stand out: `gradient/norm`. A single one is benign, so it is INFO."""
+
+    def __init__(self, config: HealthSection) -> None:
+        self._limit = config.norm
+        self._past = Window(config.window.value, _NORM_FLOOR)
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=config.patience.value)
+        self.incident = Incident("gradient/norm", config.quiet.value)
+        self.ratio = 1.0  # of the last norm to the usual one
+
+    def step(self, step: int, norm: float) -> list[Finding]:
+        """Add the norm of a step, which must be finite and not 0."""
+        value = math.log(norm)
+        deviation = self._past.deviation(value)
+        if deviation is None:
+            self._past.add(value)
+            return []
+        high = deviation > self._limit
+        self._recent.append((value, high))
+        self.ratio = math.exp(value - self._past.median)
+        if not high:
+            self._past.add(value)
+            return self.incident.settle(step, f"the gradient norm is {norm:.3g}")
+        marks = [high for _, high in self._recent]
+        if len(marks) == self._recent.maxlen and all(marks):  # it is the usual one now
+            self._past.relearn(value for value, _ in self._recent)
+        last = marks[-10:]
+        text = f"gradient norm {norm:.3g}, {self.ratio:.1f} times the usual one"
+        often = sum(last) >= 3 or last[-2:] == [True, True]
+        return self.incident.seen(Severity.WARN if often else Severity.INFO, step, text)
+
+
+class _Recent(NamedTuple):
+    """A step as `Spike` sees it."""
+
+    step: int
+    loss: float
+    deviation: float
+    norm_ratio: float
+
+
+class Spike:
+    """Losses that stand out: `loss/spike`. INFO: one; WARN: several in a few steps; CRIT: the loss does not recover."""
+
+    def __init__(self, config: HealthSection) -> None:
+        self._config = config
+        self._past = Window(config.window.value, config.floor)
+        self._last: deque[_Recent] = deque(maxlen=_LAST)
+        self._since: deque[float] = deque(maxlen=_BLOCK)
+        self.incident = Incident("loss/spike", config.quiet.value)
+        self.start = 0  # the step at which it began
+        self._warned: int | None = None
+        self._before = math.nan
+
+    def step(self, step: int, loss: float, level: Level, norm: Norm) -> list[Finding]:
+        """Add the loss of a step, after `norm` got its gradient norm."""
+        deviation = self._past.deviation(loss)
+        if deviation is None:
+            self._past.add(loss)
+            return []
+        self._last.append(_Recent(step, loss, deviation, norm.ratio))
+        self._since.append(loss)
+        found = []
+        if deviation > self._config.spike:
+            self.incident.last = step
+            found = self._high(step, loss, deviation)
+        else:
+            self._past.add(loss)
+        if self._warned is not None:
+            found += self._judge(step, level, norm)
+        ended = self.incident.settle(step, f"the loss is {loss:.4f} again, quiet for {self._config.quiet}")
+        if ended:
+            self._warned = None
+        return found + ended
+
+    def _high(self, step: int, loss: float, deviation: float) -> list[Finding]:
+        high = [recent for recent in self._last if recent.deviation > self._config.spike]
+        text = f"loss {loss:.4f}, {deviation:.1f} spreads above the median {self._past.median:.4f}"
+        if len(high) >= _ENOUGH and self._warned is None:
+            if not self.incident.serious:
+                self.start, self._before = high[0].step, self._past.median
+            self._warned = step
+            self._since = deque((recent.loss for recent in self._last if recent.step >= high[0].step), maxlen=_BLOCK)
+            return self.incident.seen(Severity.WARN, step, f"{text}, since step {self.start}")
+        if self.incident.severity is None:
+            self.start = step
+        return self.incident.seen(Severity.INFO, step, text) if deviation > self._config.outlier else []
+
+    def _judge(self, step: int, level: Level, norm: Norm) -> list[Finding]:
+        """After the warning: whether the loss has recovered within its time."""
+        assert self._warned is not None
+        waited, now = step - self._warned, median(self._since)
+        blown = [recent.deviation > _BLOWN_UP and recent.norm_ratio > _BLOWN_NORM for recent in self._last]
+        over = waited >= self._config.patience.value
+        due = over or (norm.incident.serious and waited >= self._config.patience_with_norm.value)
+        high = now > self._before + max(self._config.rise, 5 * level.noise)
+        found = []
+        if sum(blown) >= _ENOUGH or (due and high):
+            text = f"the loss has not come back since step {self.start}: {now:.4f}, before {self._before:.4f}"
+            found = self.incident.seen(Severity.CRIT, step, text)
+        if found or over:
+            self._warned = None
+            if high:  # without a rollback, this is the usual loss from now on
+                self._past.relearn(self._since)
+        return found
+
+
+class Scale:
+    """The fp16 loss scale: `scale/collapse`. Its fall from a first value that is too high is no collapse."""
+
+    def __init__(self, config: HealthSection, smallest: float) -> None:
+        self._halvings, self._smallest = config.halvings, smallest
+        self._scales: deque[float] = deque(maxlen=_BLOCKS * _BLOCK)
+        self._good, self._settled = 0, False
+        self.at_min = 0  # steps in a row that overflowed at the smallest scale
+        self.incident = Incident("scale/collapse", config.quiet.value)
+
+    def step(self, step: int, scale: float, overflow: bool) -> list[Finding]:
+        """Add the scale of a step, and whether it overflowed."""
+        self.at_min = self.at_min + 1 if overflow and scale <= self._smallest else 0
+        self._good = 0 if overflow else self._good + 1
+        self._settled |= self._good >= 20
+        if not self._settled:
+            return []
+        self._scales.append(scale)
+        last, best = list(self._scales)[-21:], max(self._scales)
+        halvings = sum(after < before for before, after in pairwise(last))
+        if halvings >= self._halvings or scale <= best / 64:
+            text = f"loss scale {scale:g}, halved {halvings} times in 20 steps, {best:g} before"
+            return self.incident.seen(Severity.CRIT, step, text)
+        return self.incident.settle(step, f"loss scale {scale:g}")

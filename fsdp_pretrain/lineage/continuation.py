@@ -1,0 +1,181 @@
+"""Continuing from a checkpoint with other settings: worked out and checked before anything is changed.
+
+Rollback and fork both begin here. Whatever a resume would refuse is refused now, while the run is still as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from data.packing.opening import check_supply, open_packer, open_skips, shares_at
+from data.packing.position import Position
+from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
+from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, verify_files
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.resume_rules import differences, load_compatible, refuse
+from fsdp_pretrain.errors import CheckpointError, ConfigError
+from fsdp_pretrain.record import overrides
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lineage import Report, Request, ScheduleRow
+from fsdp_pretrain.record.metrics import find_step
+from fsdp_pretrain.record.overrides import Overrides
+from fsdp_pretrain.units import SampleRange
+
+_AHEAD = (1, 10, 100, 1000)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A checkpoint of a run and the configuration to continue with."""
+
+    checkpoint: Checkpoint  # its bytes have just been verified
+    segment: int | None  # that wrote it; None for an imported checkpoint
+    state: TrainState
+    before: Config  # of the run as it is
+    after: Config  # to continue with
+    overrides: Overrides  # the part of `after` that must outlive restarts
+    skip: SampleRange | None  # samples that are skipped in addition
+
+    def report(self) -> Report:
+        """What changes, and the schedules from here on."""
+        old, new, trained = (
+            config.model_dump(mode="json")
+            for config in (self.before, self.after, load_compatible(self.checkpoint.path / CONFIG))
+        )
+        return Report(
+            step=self.state.step,
+            segment=self.segment,
+            consumed=self.state.consumed,
+            cursor=self.state.cursor,
+            skip=str(self.skip) if self.skip else None,
+            changes=differences(old, new),
+            since_checkpoint=differences(trained, new),
+            schedule={
+                "before": schedule_from(self.before, self.state),
+                "after": schedule_from(self.after, self.state),
+            },
+        )
+
+
+def prepare(run: RunDir, request: Request, place: Sequence[str] = ()) -> Branch:
+    """Check everything about continuing from a checkpoint.
+
+    `place` are further `section.key=value`, which belong to a directory and not to the run, and so do not last.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: the changes contradict each other, the run, or what a resume may change.
+        DataError: the corpora cannot be read, or end before the run.
+    """
+    for text in request.changes:
+        if _key(text) == "data.skip":
+            raise ConfigError(f"{text!r}: skipped samples are added with --skip-steps, or in the configuration file")
+    checkpoint = stores(run).find(request.step)
+    wrong = verify_files(checkpoint.path, tqdm(checkpoint.files(), desc="reading back", delay=2, disable=None))
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.path} is damaged: {wrong[0]}", remedy="choose another step, see `fsdp-pretrain checkpoints`"
+        )
+    content = checkpoint.train_state()
+    state = TrainState.of(content)
+    skip = _samples(run, state, *request.skip_steps) if request.skip_steps else request.skip_samples
+    standing = overrides.read(run)
+    before = overrides.apply(run.config, (), standing)
+    lasting = [_absolute(text, load(run.config, [text])) for text in request.changes]
+    added = standing.add(lasting, [skip] if skip else [])
+    after = overrides.apply(run.config, place, added)
+    if after.schedule.total <= state.consumed < before.schedule.total:
+        raise ConfigError(
+            f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
+            effect=f"nothing would be trained after step {state.step}, from which it is to continue",
+        )
+    packer = open_packer(after)
+    changed = forbidden(content.identity, identity(after, packer), state.cursor)
+    refuse(str(checkpoint.path), changed, [], state.cursor)
+    check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
+    return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, added, skip)
+
+
+def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:
+    """Raise ConfigError if `section.key=value` changes include the run directory."""
+    if any(_key(text) == "run.dir" for text in changes):
+        raise ConfigError(cause, remedy=remedy)
+
+
+def _key(text: str) -> str:
+    return text.partition("=")[0].strip()
+
+
+def _absolute(text: str, config: Config) -> str:
+    """An override with its value as the configuration resolved it, so that it means the same in any directory."""
+    key = _key(text)
+    found = overrides.value(config.model_dump(mode="json"), key)
+    plain = isinstance(found, str | int | float) or (isinstance(found, list) and all(isinstance(x, str) for x in found))
+    return f"{key}={json.dumps(found)}" if plain else text
+
+
+def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRange:
+    """The samples of steps `first` to `last` inclusive, by the run's own record. Raises ConfigError."""
+    if not state.step < first <= last:
+        raise ConfigError(
+            f"--skip-steps {first}:{last}, continuing from step {state.step}: the steps to skip must come after that, "
+            "in order",
+            remedy=f"go back to a checkpoint before step {first}" if first <= last else "write FIRST:LAST",
+        )
+    begin = state.cursor if first == state.step + 1 else _cursor(run, first - 1)
+    return SampleRange(begin, _cursor(run, last))
+
+
+def _cursor(run: RunDir, step: int) -> int:
+    """Samples read after a step of the kept line. Raises ConfigError."""
+    for found in find_step(run, step):
+        if found.left_by is None:
+            return found.record.cursor
+    raise ConfigError(
+        f"the record has no step {step} on the kept line, so which samples to skip is not known",
+        remedy=f"`fsdp-pretrain where {run.path} --step {step}` shows what there is; sample ranges can be written into "
+        "data.skip of the configuration",
+    )
+
+
+def schedule_from(config: Config, at: Position) -> list[ScheduleRow]:
+    """The schedule 1, 10, 100 and 1000 steps after a checkpoint, as far as the run goes."""
+    rows, schedule, skips = [], config.schedule, open_skips(config)
+    for ahead in range(1, _AHEAD[-1] + 1):
+        if at.consumed >= schedule.total:
+            break
+        start, at = at.cursor, at.advance(schedule.batch, skips)
+        if ahead in _AHEAD:
+            rows.append(ScheduleRow(**vars(at), lr=schedule.lr_at(at.consumed), shares=shares_at(config, start)))
+    return rows
+
+
+def render(report: Report) -> list[str]:
+    """Lines for people: what changes, and the schedules before and after."""
+    lines = [f"  from        step {report.step:_}, {report.consumed:_} samples trained, {report.cursor:_} read"]
+    lines += [f"  skip        samples {report.skip.removesuffix(' samples')}"] if report.skip else []
+    lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
+    other = [text for text in report.since_checkpoint if text not in report.changes]
+    lines += [f"  {'earlier' if not at else '':11} {text} (since the checkpoint)" for at, text in enumerate(other)]
+    lines.append(f"  {'schedule':8} {'step':>12} {'consumed':>14} {'cursor':>14} {'batch':>6} {'lr':>10}  shares")
+    for name, rows in report.schedule.items():
+        for row in rows:
+            shares = ", ".join(f"{source} {share:.3g}" for source, share in row.shares.items())
+            lines.append(
+                f"  {name:8} {row.step:>12_} {row.consumed:>14_} {row.cursor:>14_} {row.batch:>6} "
+                f"{row.lr:>10.3e}  {shares}"
+            )
+    return lines
+
+
+def sentence(report: Report, reason: str) -> str:
+    """The change in one line, for the journal."""
+    parts = [f"samples {report.skip} are skipped".replace(" samples", "")] if report.skip else []
+    parts += [text for text in report.changes if not text.startswith(("data.skip", "run.dir", "run.name"))]
+    parts += [f"because: {reason}"] if reason else []
+    return "; ".join(parts)

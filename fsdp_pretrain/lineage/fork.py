@@ -1,0 +1,175 @@
+"""A new run from a checkpoint of another: `fsdp-pretrain fork`. The parent is only read.
+
+The new run is built beside its place, in `NEW_RUN.forking/`, and renamed when it is complete. It has everything it
+needs: the checkpoint (hard links where the file system has them, since checkpoint files never change), the records of
+the kept line up to it, the chronicle, the tokenizer, the evaluations. The parent may be deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, sync_directory, verify_files
+from fsdp_pretrain.errors import BusyError, CheckpointError, ConfigError, StorageError
+from fsdp_pretrain.record import journal, lease, lineage, run_id, status
+from fsdp_pretrain.record.files import AppendFile, RunDir, now, read_lines, replace_file
+from fsdp_pretrain.record.lineage import Report, Request
+from fsdp_pretrain.record.lock import hold
+from fsdp_pretrain.record.metrics import METRICS
+from fsdp_pretrain.record.step_record import parse
+
+from .continuation import Branch, prepare, refuse_run_dir, sentence
+from .rollback import status_at
+
+
+def fork(
+    parent: RunDir,
+    step: int,
+    target: Path,
+    *,
+    changes: Sequence[str] = (),
+    skip_steps: tuple[int, int] | None = None,
+    reason: str = "",
+) -> Report:
+    """Make a run directory that continues from a checkpoint of `parent`, in which training may go on meanwhile.
+
+    Args:
+        target: directory of the new run; must not exist, or be empty.
+        changes: `section.key=value` for the new run; `run.name` is the name of `target` unless given.
+        skip_steps: first and last step of the parent whose samples the new run shall not train.
+        reason: for the chronicle.
+
+    Raises:
+        BusyError: a rollback of the parent is in progress, or another fork to `target`.
+        UserError: see `branch.prepare`; `target` is in use.
+        StorageError: the new run cannot be written.
+    """
+    target = Path(os.path.abspath(target))  # noqa: PTH100 (links stay as written)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
+    _refuse_during_rollback(parent)
+    refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
+    named = [f"run.name={json.dumps(target.name)}", *changes]
+    request = Request(step=step, changes=named, skip_steps=skip_steps)
+    branch = prepare(parent, request, place=[f"run.dir={json.dumps(str(target))}"])
+    report = branch.report()
+    building = RunDir(target.with_name(f"{target.name}.forking"))
+    try:
+        with hold(building, "fork"):
+            _clear(building)
+            run_id.give(building.checkpoints, run_id.give(building.path))
+            linked = _copy(parent, branch, building)
+            _open(parent, branch, building, sentence(report, reason))
+        sync_directory(building.path)
+        building.path.rename(target)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make {target}: {error}",
+            effect=f"the parent is untouched; {building.path} may hold an unfinished copy",
+            remedy="repair the storage, then repeat the command",
+        ) from None
+    return report.model_copy(update={"config": str(target / "config.toml"), "linked": linked})
+
+
+def _refuse_during_rollback(parent: RunDir) -> None:
+    held = lease.read(parent.lock)
+    holds = held is not None and held.purpose == "rollback" and lease.is_alive(held) is not False
+    if parent.rollback.exists() or holds:
+        raise BusyError(
+            f"a rollback of {parent.path} is under way",
+            remedy=f"wait for its end; if it was killed, repeat it: {parent.rollback} has the request",
+        )
+
+
+def _clear(building: RunDir) -> None:
+    """Remove what a killed fork left. Raises OSError."""
+    for path in building.path.iterdir():
+        if path != building.lock:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
+    """Copy checkpoint and record. Returns whether the checkpoint was linked. Raises OSError, CheckpointError."""
+    source = branch.checkpoint.path
+    target = new.checkpoints / source.name
+    linked = _link_tree(source, target)
+    copied = Store(new.checkpoints).find(branch.state.step)
+    wrong = [] if linked else verify_files(target, copied.files())
+    if wrong or not source.is_dir():
+        raise CheckpointError(wrong[0] if wrong else f"{source} was deleted by the running job while it was copied")
+    copied.mark_verified()
+    parts = lineage.line(lineage.nodes(parent), branch.segment) if branch.segment is not None else []
+    for part in parts:
+        until = min(part.until, branch.state.step)
+        _copy_segment(parent.segment(part.segment), new.segment(part.segment), part.after, until)
+    for name in ("journal.jsonl", "CHRONICLE.md"):
+        if (parent.path / name).exists():
+            shutil.copyfile(parent.path / name, new.path / name)
+    if parent.tokenizer.is_dir():
+        shutil.copytree(parent.tokenizer, new.tokenizer)
+    for results in parent.evals.glob("step-*/*/results.json"):
+        step = step_of(results.parts[-3])
+        if step is not None and step <= branch.state.step:
+            place = new.evals / results.relative_to(parent.evals)
+            place.parent.mkdir(parents=True)
+            shutil.copyfile(results, place)
+    return linked
+
+
+def _link_tree(source: Path, target: Path) -> bool:
+    """Link all files of a directory, or copy them if that fails. Returns whether all were linked. Raises OSError."""
+    linked = True
+    target.mkdir(parents=True)
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir()
+            continue
+        try:
+            os.link(path, place)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, place)
+            linked = False
+            with place.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(target)
+    return linked
+
+
+def _copy_segment(source: Path, target: Path, after: int, until: float) -> None:
+    """A segment's record, of its metrics only the steps after `after` up to `until`. Raises OSError."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and path.name != METRICS:
+            shutil.copyfile(path, target / path.name)
+    metrics = AppendFile(target / METRICS)
+    for (step, line), _ in read_lines(source / METRICS, _step_and_line):
+        if after < step <= until and not metrics.write(line):
+            raise OSError(f"cannot write {target / METRICS}: {metrics.problem}")
+    metrics.close()
+
+
+def _step_and_line(line: bytes) -> tuple[int, str] | None:
+    record = parse(line)
+    return None if record is None else (record.step, line.decode().rstrip("\n"))
+
+
+def _open(parent: RunDir, branch: Branch, new: RunDir, said: str) -> None:
+    """The new run's own segment, configuration, status and first journal entry. Raises OSError."""
+    number = int(parent.segments[-1].name) + 1  # so that numbers in the chronicle stay unique
+    step, origin = branch.state.step, str(parent.path.resolve())
+    replace_file(new.config, branch.after.to_toml())
+    replace_file(new.overrides, branch.overrides.to_toml())
+    replace_file(new.segment(number) / "config.toml", branch.after.to_toml())
+    counters = {"consumed": branch.state.consumed, "cursor": branch.state.cursor}
+    lineage.record(new.segment(number), parent=branch.segment, step=step, kind="fork", run=origin, **counters)
+    text = f"from step {step:_} of {origin}" + (f"; {said}" if said else "")
+    place = {"run": branch.after.run.name, "segment": number, "host": socket.gethostname(), "heartbeat": now()}
+    status.update(new, **place, **status_at(branch, f"forked {text}"))
+    journal.tell(new, "fork", text, segment=number, step=step, parent=origin, checkpoint=directory_name(step))

@@ -1,0 +1,307 @@
+"""Which text a step was trained on: step -> samples -> documents -> text, from the run directory alone. No torch.
+
+The record of a step says how far the data had been read; the configuration of the start that trained it says in which
+order; the packer is a pure function. So a batch is computed again, and its digest proves that it is the one trained.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from pydantic import BaseModel
+from tqdm import tqdm
+
+from data.packing.opening import open_packer, open_skips
+from data.packing.packer import Packed, Packer
+from data.packing.position import Position
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import differences, load_recorded
+from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.record import environment
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.metrics import find_step, last_records, read_metrics
+from fsdp_pretrain.record.step_record import StepRecord
+
+IN_FLIGHT = 3
+"""Steps without a record when a run dies: the one it was in, and those whose numbers were on their way."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step without a record, that was being trained when its start ended: samples of it, and read with it."""
+
+    segment: int
+    batch: int
+    cursor: int
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A recorded step and what computes its batch again.
+
+    Attributes:
+        replaced_by: the later start that went back before this step and trained on from there; None if it is kept.
+        config, packer, world: of the start that trained it.
+    """
+
+    number: int
+    record: StepRecord | InFlight
+    replaced_by: int | None
+    config: Config
+    packer: Packer
+    world: int
+
+    @functools.cached_property
+    def indices(self) -> Sequence[int]:
+        """The samples of the global batch, in the order in which ranks take their slices."""
+        return open_skips(self.config).take_back(self.record.cursor, self.record.batch)
+
+    def samples(self) -> Iterator[Packed]:
+        """Every sample of the global batch, packed, with a progress bar. Raises DataError."""
+        title = f"step {self.number}"
+        for index in tqdm(self.indices, desc=title, unit="samples", delay=2, disable=None):
+            yield self.packer.pack(index, 1)
+
+
+class ShownPiece(BaseModel):
+    """Tokens `start` to `stop` of a document of `length`, which begin at `position` of the sample."""
+
+    shard: str
+    document: int
+    start: int
+    stop: int
+    length: int
+    position: int
+    quarantined: bool
+    text: str = ""
+
+    def lines(self) -> list[str]:
+        """For people; with the text, if it is there."""
+        place = f"  at {self.position:<6} {self.shard} document {self.document}, "
+        place += f"tokens {self.start} to {self.stop} of {self.length}"
+        place += ", quarantined: not learned" if self.quarantined else ""
+        text = self.text.split("\n") if "text" in self.model_fields_set else []
+        return [place, *(f"    | {line}" for line in text)]
+
+
+class ShownSample(BaseModel):
+    """A sample of a step; `micro_batch` is that of its rank, `ids` are its S + 1 tokens."""
+
+    index: int
+    rank: int
+    micro_batch: int
+    source: str
+    epoch: int
+    pieces: list[ShownPiece]
+    ids: list[int] = []
+
+
+class ShownStep(BaseModel):
+    """A step and its samples, as `fsdp-pretrain where --json` shows it: what was not asked for is not set."""
+
+    step: int
+    segment: int
+    replaced_by: int | None
+    cursor: int
+    batch: int
+    sequence_length: int
+    world: int
+    data_digest: str | None
+    samples: list[ShownSample]
+
+
+def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedStep:
+    """Find a step in the record and prove that its batch can be computed again.
+
+    Args:
+        segment: the start to take it from; None is the one whose step was kept.
+
+    Raises:
+        ConfigError: the step is not in the record, or only as one that a later start replaced. Steps a few after the
+            last record are found all the same: a run that died was in one of them.
+        DataError: the corpora cannot be read, or give another batch than the recorded one.
+        DamagedFileError: the record of the start cannot be read.
+    """
+    record, replaced_by = _choose(run, step, segment)
+    config, packer = _open(run, record.segment)
+    begun = environment.read(run, record.segment)
+    world = begun.world.size if begun is not None and begun.world is not None else 1
+    found = TrainedStep(step, record, replaced_by, config, packer, world)
+    if isinstance(record, InFlight):
+        return found
+    digest = f"{sum(packed.digest for packed in found.samples()) % 2**64:016x}"
+    if digest != record.data_digest:
+        changed = _changes(run, config, packer)
+        raise DataError(
+            f"step {step} was trained on a batch with digest {record.data_digest}; computed again it has {digest}",
+            effect="what would be shown is not what was trained",
+            remedy="changed since: " + "; ".join(changed)
+            if changed
+            else "the corpora, or config.toml of the segment, were changed since; "
+            "`fsdp-data validate` compares every file of a corpus with its checksum",
+        )
+    return found
+
+
+def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | InFlight, int | None]:
+    found = find_step(run, step)
+    if segment is not None:
+        for record, replaced_by in found:
+            if record.segment == segment:
+                return record, replaced_by
+        newest = last_records(run.segment(segment))
+        if newest and (ahead := _ahead(run, newest[-1], step)):
+            return ahead, None
+        others = ", ".join(str(record.segment) for record, _ in found)
+        raise ConfigError(f"segment {segment} has no record of step {step}; segments that have: {others or 'none'}")
+    if kept := next((record for record, left_by in found if left_by is None), None):
+        return kept, None
+    if found:
+        old, (record, replaced_by) = [record.segment for record, _ in found], found[-1]
+        raise ConfigError(
+            f"step {step} is not part of the run as it stands: segment {record.segment} trained it, but segment "
+            f"{replaced_by} went back to an earlier checkpoint and has not trained it again",
+            remedy=f"look at the replaced step with --segment {old[-1]}",
+        )
+    first = next(read_metrics(run), None)
+    if first is None:
+        raise ConfigError(f"{run.path} has no record of any step yet")
+    (last,) = deque(read_metrics(run), maxlen=1)
+    if ahead := _ahead(run, last, step):
+        return ahead, None
+    raise ConfigError(f"step {step} is not in the record of {run.path}, which has steps {first.step} to {last.step}")
+
+
+def batches_after(config: Config, at: Position, count: int) -> list[dict[str, int]]:
+    """What the `count` steps after a point train: `first` is the cursor before each, the rest is its `Position`."""
+    skips, found = open_skips(config), list[dict[str, int]]()
+    while len(found) < count and at.consumed < config.schedule.total:
+        first, at = at.cursor, at.advance(config.schedule.batch, skips)
+        found.append({**vars(at), "first": first})
+    return found
+
+
+def _ahead(run: RunDir, last: StepRecord, step: int) -> InFlight | None:
+    """A step that was in flight after the last record; None if it was not."""
+    if not 0 < step - last.step <= IN_FLIGHT:
+        return None
+    config, _ = load_recorded(run.segment(last.segment) / "config.toml")
+    for batch in batches_after(config, Position(last.step, last.consumed, last.cursor), IN_FLIGHT):
+        if batch["step"] == step:
+            return InFlight(last.segment, batch["batch"], batch["cursor"])
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
+    config, _ = load_recorded(run.segment(segment) / "config.toml")  # the digest proves that it means the same
+    return config, open_packer(config)
+
+
+def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
+    """What differs between the data as it is now and as a checkpoint of the run remembers it."""
+    whole = [checkpoint for checkpoint in stores(run).scan() if checkpoint.problem is None]
+    if not whole:
+        return []
+    current = identity(config, packer)
+    return differences(whole[-1].train_state().identity.model_dump(), current.model_dump())
+
+
+def describe_sample(
+    step: TrainedStep, position: int, *, world: int, tokenizer: Tokenizer | None = None, ids: bool = False
+) -> ShownSample:
+    """The sample at a position of the global batch, split over `world` ranks; with text if there is a tokenizer."""
+    index, share = step.indices[position], len(step.indices) // world
+    packed = step.packer.pack(index, 1)
+    pieces = []
+    for piece in step.packer.provenance(index):
+        shown = ShownPiece(**asdict(piece), quarantined=piece in packed.quarantined)
+        if tokenizer is not None:
+            tokens = packed.tokens[0, piece.position : piece.position + piece.stop - piece.start]
+            shown.text = tokenizer.decode(tokens.tolist())
+        pieces.append(shown)
+    rank, inside = divmod(position, share)
+    return ShownSample(
+        index=index,
+        rank=rank,
+        micro_batch=inside // step.config.train.micro_batch,
+        source=step.config.data.sources[int(packed.sources[0])].name,
+        epoch=step.packer.epoch_of(index),
+        pieces=pieces,
+        **({"ids": packed.tokens[0].tolist()} if ids else {}),
+    )
+
+
+def describe_step(
+    step: TrainedStep,
+    *,
+    world: int | None = None,
+    rank: int | None = None,
+    sample: int | None = None,
+    text: bool = False,
+    ids: bool = False,
+) -> ShownStep:
+    """A step and its samples.
+
+    Args:
+        world: ranks to split the batch over; None is as it was trained.
+        rank, sample: only the samples of this rank, the sample with this index.
+        text, ids: add the text of every piece, the token ids of every sample.
+
+    Raises:
+        ConfigError: the step has no such sample or rank, or the batch does not split over `world`.
+    """
+    record, indices = step.record, step.indices
+    number, size, world = step.number, len(indices), world or step.world
+    if size % world:
+        raise ConfigError(f"the batch of step {number}, {size} samples, does not split over {world} ranks")
+    if rank is not None and not 0 <= rank < world:
+        raise ConfigError(f"there is no rank {rank}: step {number} is split over ranks 0 to {world - 1}")
+    if sample is not None and sample not in indices:
+        raise ConfigError(f"step {number} has no sample {sample}; it has {indices[0]} to {indices[-1]}")
+    share = size // world
+    chosen = [
+        position
+        for position, index in enumerate(indices)
+        if sample in (None, index) and rank in (None, position // share)
+    ]
+    tokenizer = next(iter(step.packer.corpora.values())).tokenizer() if text else None
+    return ShownStep(
+        step=number,
+        segment=record.segment,
+        replaced_by=step.replaced_by,
+        cursor=record.cursor,
+        batch=size,
+        sequence_length=step.packer.length,
+        world=world,
+        data_digest=record.data_digest if isinstance(record, StepRecord) else None,
+        samples=[describe_sample(step, at, world=world, tokenizer=tokenizer, ids=ids) for at in chosen],
+    )
+
+
+def render(shown: ShownStep) -> str:
+    """A step for people."""
+    replaced = f", replaced by segment {shown.replaced_by}" if shown.replaced_by else ""
+    digest = shown.data_digest
+    proof = f"computed again, the batch has the recorded digest {digest}"
+    if digest is None:
+        proof = "not recorded: what was due next"
+    lines = [
+        f"step {shown.step} of segment {shown.segment}{replaced}: {shown.batch} samples of "
+        f"{shown.sequence_length} tokens over {shown.world} ranks; {proof}"
+    ]
+    for sample in shown.samples:
+        lines.append(
+            f"sample {sample.index}: rank {sample.rank}, micro-batch {sample.micro_batch}, "
+            f"source {sample.source}, epoch {sample.epoch}"
+        )
+        lines += [line for piece in sample.pieces for line in piece.lines()]
+        if sample.ids:
+            lines.append("  ids " + " ".join(map(str, sample.ids)))
+    return "\n".join(lines)

@@ -1,0 +1,216 @@
+"""Going back to a checkpoint, atomically: `fsdp-pretrain rollback`.
+
+Everything is decided first and written as one file, `RUN/rollback.json`; then carried out in steps that can each be
+repeated; then the file is removed. Killed before the file exists, nothing has happened; killed after that, the same
+command, or the next start of training, finishes the work. Nothing is deleted: what is left is moved to `abandoned/`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.store import directory_name, step_of, sync_directory
+from fsdp_pretrain.errors import Exit, StorageError
+from fsdp_pretrain.record import journal, lineage, state_files, status
+from fsdp_pretrain.record.files import RunDir, now, replace_file
+from fsdp_pretrain.record.journal import who
+from fsdp_pretrain.record.lineage import DecidedRollback, Node, Report, Request
+from fsdp_pretrain.record.lock import hold
+from fsdp_pretrain.record.metrics import left_behind
+from fsdp_pretrain.units import human_count
+
+from .continuation import Branch, prepare, refuse_run_dir, sentence
+
+
+def rollback(
+    run: RunDir,
+    step: int,
+    *,
+    changes: Sequence[str] = (),
+    skip_steps: tuple[int, int] | None = None,
+    reason: str = "",
+    dry_run: bool = False,
+) -> Report:
+    """Make the checkpoint of `step` the end of the kept line, and report what that changes.
+
+    Args:
+        changes: `section.key=value`, to stay from now on.
+        skip_steps: first and last step, after `step`, whose samples shall not be trained; as recorded.
+        reason: for the chronicle.
+        dry_run: check and report only.
+
+    Raises:
+        BusyError: a job holds the run.
+        UserError: see `branch.prepare`.
+        StorageError: a file cannot be written or moved; repeat the command once it can.
+    """
+    remedy = "`fsdp-pretrain fork` makes another run"
+    refuse_run_dir(changes, "run.dir cannot be changed by a rollback", remedy)
+    request = Request(step=step, changes=list(changes), skip_steps=skip_steps)
+    if dry_run and not run.rollback.exists():
+        return _report(run, prepare(run, request)).model_copy(update={"done": "dry run"})
+    with hold(run, "rollback"):
+        return go_back(run, request, reason, dry_run=dry_run)
+
+
+def go_back(run: RunDir, request: Request, reason: str, *, dry_run: bool = False) -> Report:
+    """`rollback` by the holder of the run's lock."""
+    finish(run)
+    head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
+    if head is not None and head.report is not None and head.request == request:
+        return head.report.model_copy(update={"done": "already"})
+    branch = prepare(run, request)
+    report = _report(run, branch)
+    if dry_run:
+        return report.model_copy(update={"done": "dry run"})
+    try:
+        state_files.write(run.rollback, _decide(run, branch, report, request, reason))
+    except OSError as error:
+        raise StorageError(f"cannot write {run.rollback}: {error.strerror}", effect="nothing was changed") from None
+    finish(run)
+    return report.model_copy(update={"done": "now"})
+
+
+def _report(run: RunDir, branch: Branch) -> Report:
+    return branch.report().model_copy(update={"abandoned": _later_checkpoints(run, branch.state.step)})
+
+
+def leave_all(run: RunDir) -> list[str]:
+    """Move all checkpoints and evaluations aside, for a run that begins again at step 0 in its directory.
+
+    Returns the names of the checkpoints, or paths of those in a fallback. Raises StorageError.
+    """
+    checkpoints, evals = _later_checkpoints(run, -1), _later(run.evals, -1)
+    try:
+        _move_aside([run.checkpoints / name for name in checkpoints], mark := uuid.uuid4().hex[:8])
+        _move_aside([run.evals / name for name in evals], mark)
+    except OSError as error:
+        raise StorageError(f"cannot move the old checkpoints aside: {error}") from None
+    return checkpoints
+
+
+def _later(folder: Path, step: int) -> list[str]:
+    """Names in a folder that belong to steps after `step`."""
+    if not folder.is_dir():
+        return []
+    steps = {path.name: step_of(path.name) for path in folder.iterdir()}
+    return sorted(name for name, found in steps.items() if found is not None and found > step)
+
+
+def _later_checkpoints(run: RunDir, step: int) -> list[str]:
+    """Names of the checkpoints after `step`, or paths of those in a fallback."""
+    main, *fallbacks = stores(run).all
+    elsewhere = [str(store.directory / name) for store in fallbacks for name in _later(store.directory, step)]
+    return [*_later(main.directory, step), *elsewhere]
+
+
+def _decide(run: RunDir, branch: Branch, report: Report, request: Request, reason: str) -> DecidedRollback:
+    """Everything that `finish` needs to know."""
+    step, segments = branch.state.step, run.segments
+    said = sentence(report, reason)
+    lost = left_behind(run, step, branch.after.schedule.tokens(branch.state.consumed))
+    text = f"back to step {step:_}" + (f"; {said}" if said else "")
+    text += f"; {lost.steps:_} steps ({human_count(lost.tokens)} tokens) are left behind" if lost.steps else ""
+    moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report.abandoned)
+    return DecidedRollback(
+        id=uuid.uuid4().hex[:8],
+        time=now(),
+        segment=int(segments[-1].name) + 1 if segments else 1,
+        lineage=Node(
+            parent=branch.segment,
+            step=step,
+            kind="rollback",
+            consumed=branch.state.consumed,
+            cursor=branch.state.cursor,
+            reason=reason,
+            request=request,
+            report=report,
+        ),
+        aside=[*report.abandoned, *(f"../evals/{name}" for name in _later(run.evals, step))],
+        overrides=branch.overrides.to_toml(),
+        config=branch.after.to_toml(),
+        lost=lost._asdict(),
+        by=who(),
+        text=text + (f"; checkpoints {moved} were moved to abandoned/ beside them" if moved else ""),
+        status=status_at(branch, text),
+    )
+
+
+def status_at(branch: Branch, text: str) -> dict[str, Any]:
+    """The entries of `status.json` that a run has at a checkpoint."""
+    return {
+        **vars(branch.state),
+        "tokens": branch.after.schedule.tokens(branch.state.consumed),
+        "total_steps": branch.after.schedule.steps,
+        "loss": None,
+        "checkpoint": {"step": branch.state.step, "consumed": branch.state.consumed, "verified": True},
+        **status.ended(Exit.RESUME, text),
+        "overrides": str(branch.overrides),
+    }
+
+
+def finish(run: RunDir) -> bool:
+    """Carry out the decided rollback, if there is one; each step may have been done before. The caller holds the lock.
+
+    Returns whether there was one. Raises DamagedFileError if the decision cannot be read, StorageError if a file cannot
+    be written or moved; the rest stays decided.
+    """
+    decided = lineage.decided_rollback(run)
+    if decided is None:
+        return False
+    try:
+        _move_aside([run.checkpoints / path for path in decided.aside], decided.id)
+        replace_file(run.overrides, decided.overrides)
+        replace_file(run.config, decided.config)
+        segment = run.segment(decided.segment)
+        replace_file(segment / "config.toml", decided.config)
+        place = decided.lineage.model_dump(mode="json", exclude={"segment"}, exclude_unset=True)
+        lineage.record(segment, **place)
+        status.update(run, **{**decided.status, "segment": decided.segment})
+        _add_entry(run, decided)
+        sync_directory(run.path)
+        run.rollback.unlink()
+    except OSError as error:
+        raise StorageError(
+            f"the rollback to {directory_name(decided.lineage.step)} is not finished: {error}",
+            effect="the run is as safe as before; training will not start until it is finished",
+            remedy="repair the storage, then repeat the command",
+        ) from None
+    return True
+
+
+def _move_aside(paths: list[Path], mark: str) -> None:
+    """Move what has not been moved yet into `abandoned/` beside it, durably. Raises OSError."""
+    for path in paths:
+        if path.exists():
+            aside = path.with_name("abandoned")
+            aside.mkdir(exist_ok=True)
+            path.rename(aside / f"{path.name}-{mark}")
+    for folder in {path.parent for path in paths}:
+        if (folder / "abandoned").exists():  # a fallback may have gone away since: a resume knows what was left
+            sync_directory(folder / "abandoned")
+            sync_directory(folder)
+
+
+def _add_entry(run: RunDir, decided: DecidedRollback) -> None:
+    """The journal entry, once. Raises StorageError."""
+    if any(entry.get("rollback") == decided.id for entry in journal.read(run)):
+        return
+    report = decided.lineage.report
+    journal.tell(
+        run,
+        "rollback",
+        decided.text,
+        segment=decided.segment,
+        step=decided.lineage.step,
+        rollback=decided.id,
+        lost=decided.lost,
+        abandoned=report.abandoned if report is not None else [],
+        changes=report.changes if report is not None else [],
+        reason=decided.lineage.reason,
+        by=decided.by,
+    )

@@ -1,0 +1,65 @@
+"""One forward pass over packed samples: from a micro-batch to the loss at every position, as the configuration says."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_pretrain.config.sections import DataSection
+
+from .decoder import Decoder
+from .loss import IGNORE
+from .masks import Slots
+
+
+class MicroBatch(Protocol):
+    """What the model sees in one forward pass; see `data.packing.loader.MicroBatch`."""
+
+    tokens: Tensor
+    labels: Tensor | None
+    lengths: Tensor | None
+    sources: Tensor
+    prefix: Tensor | None
+    positions: Tensor | None
+
+
+class Losses(NamedTuple):
+    """Of one micro-batch, on the model's device: fp32 [b, S] losses (natural-log cross-entropy, zero where ignored),
+    int64 [b, S] labels, and if asked for fp32 [b, S] squared log-normalisers (zero where ignored)."""
+
+    losses: Tensor
+    labels: Tensor
+    penalties: Tensor | None
+
+
+def losses(
+    model: Decoder, micro: MicroBatch, data: DataSection, device: torch.device, *, with_penalties: bool = False
+) -> Losses:
+    """The loss at every position.
+
+    Args:
+        micro: in host memory; with lengths if `data.uses_lengths`.
+        with_penalties: also what the z-loss is made of.
+    """
+    tokens = micro.tokens.to(device, non_blocking=True)
+    labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
+    slots = positions = None
+    if micro.lengths is not None:
+        prefix = None if micro.prefix is None else micro.prefix.to(device, non_blocking=True)
+        slots = Slots(micro.lengths.to(device, non_blocking=True), prefix)
+    if micro.positions is not None:
+        positions = micro.positions.to(device, non_blocking=True)
+    elif data.positions == "document":
+        assert slots is not None
+        positions = slots.positions(tokens.shape[1] - 1)
+    if data.attention == "causal" and micro.prefix is None:
+        slots = None
+    out = model(tokens[:, :-1], labels, slots, positions, with_normalisers=with_penalties)
+    return Losses(out[0], labels, out[1].square()) if with_penalties else Losses(out, labels, None)
+
+
+def learning_samples(micro: MicroBatch) -> int:
+    """Samples of a micro-batch, in host memory, with at least one target."""
+    return len(micro.tokens) if micro.labels is None else int((micro.labels != IGNORE).any(1).sum())

@@ -1,0 +1,100 @@
+"""From a model on the meta device to a sharded one with values, in one fixed order.
+
+activation checkpointing -> compile -> fully_shard (blocks, then root) -> to_empty -> initialise by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.models.layers import Constant, Initial
+from fsdp_pretrain.models.masks import choose_backend
+
+from .mesh import World, first_row, local_part
+
+_ELEMENTS_PER_DRAW = 2**20
+
+
+def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
+    """Shard a model on the meta device over the mesh and give its parameters their initial values.
+
+    Returns:
+        The same object: parameters are fp32 DTensors (Replicate, Shard(0)); compute runs in `compute_dtype`.
+
+    Raises:
+        ConfigError: the attention kernels asked for cannot serve this model on this device.
+    """
+    model.recompute_every = config.parallel.recompute
+    model.backend = choose_backend(config.parallel.attention, config.model, world.device)
+    if config.parallel.compile:
+        for block in model.blocks:
+            block.compile()
+    dtype = compute_dtype(config, world.device)
+    # Inputs are not cast: the residual stream already has the dtype of the embedding, rotary tables stay fp32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    reshard = config.parallel.reshard_after_forward
+    for block in model.blocks:
+        fully_shard(block, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # The root holds embedding and output matrix, which the backward pass needs first: keep them gathered.
+    fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+    return materialise(model, config.run.seed, world.device)
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """dtype of the matrix products: bf16 on GPU and fp32 on CPU unless the configuration says otherwise."""
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+
+
+def materialise(model: Decoder, seed: int, device: torch.device) -> Decoder:
+    """Allocate parameters on `device` and set them to their initial values.
+
+    The values depend on (seed, parameter name, shape) alone: the same bits for any mesh, without communication.
+    """
+    model.to_empty(device=device)
+    assert not list(model.buffers()), "to_empty leaves garbage in buffers; compute such tensors in forward"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            initialise(parameter, model.initial(name), f"{seed}:{name}")
+    return model
+
+
+def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
+    """Fill `parameter` (plain, or a DTensor sharded over dim 0) with its share of the full initial tensor."""
+    if isinstance(initial, Constant):
+        parameter.fill_(initial.value)
+        return
+    local, first = local_part(parameter), first_row(parameter)
+    # Rows are drawn in blocks, each from a generator of its own, so a rank draws only the blocks it owns part of.
+    row_size = math.prod(parameter.shape[1:])
+    per_block = max(1, _ELEMENTS_PER_DRAW // row_size)
+    row, end = first, first + local.shape[0]
+    while row < end:
+        block = row // per_block
+        height = min(per_block, parameter.shape[0] - block * per_block)
+        seed = int.from_bytes(hashlib.sha256(f"{key}:{block}".encode()).digest()[:7], "little")
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(height, *parameter.shape[1:], generator=generator) * initial.std
+        stop = min(end, block * per_block + height)
+        local[row - first : stop - first] = values[row - block * per_block : stop - block * per_block]
+        row = stop
+
+
+def set_last_micro_batch(model: nn.Module, last: bool) -> None:
+    """Tell FSDP whether this backward pass ends the step.
+
+    Gradients are reduce-scattered over the shard axis after every micro-batch (so no rank ever holds a full set) and
+    all-reduced over the replicas once, after the last.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(last)
+    model.set_is_last_backward(last)

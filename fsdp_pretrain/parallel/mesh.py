@@ -1,0 +1,237 @@
+"""The process group, the 2-D HSDP mesh, and the few collective decisions the rest of the program needs.
+
+One code path for every size: the mesh always has the axes (replicate, shard), either of which may be 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_pretrain.config.sections import ParallelSection
+from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.record.environment import WorldShape
+
+T = TypeVar("T")
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others, as torchrun's environment says; a single process without torchrun."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Raises ConfigError if the environment is half-set."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        values = [os.environ.get(name) for name in names]
+        if all(value is None for value in values):
+            return cls(0, 1, 0, 1)
+        missing = [name for name, value in zip(names, values, strict=True) if value is None]
+        if missing:
+            raise ConfigError(
+                f"the environment has some of torchrun's variables but not {', '.join(missing)}",
+                remedy="start with torchrun, or unset RANK and WORLD_SIZE to run a single process",
+            )
+        return cls(*(int(value) for value in values if value is not None))
+
+
+def shard_size(parallel: ParallelSection, world: int, local_world: int) -> int:
+    """Ranks per copy of the parameters. Raises ConfigError if the world does not divide into copies."""
+    size = local_world if parallel.shard == "node" else parallel.shard
+    if world % size:
+        raise ConfigError(
+            f"parallel.shard = {size} does not divide the world size {world}",
+            remedy=f"use a divisor of {world}, or start a multiple of {size} ranks",
+        )
+    return size
+
+
+class World:
+    """All ranks: the mesh with the axes `REPLICATE` and `SHARD`, this rank's device, reductions and joint decisions."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
+        self.rank, self.size, self.device, self.mesh = ranks.rank, ranks.world, device, mesh
+        self._timeout = timeout
+        self.host_group: dist.ProcessGroup | None = self.new_group()
+        self.local_world = ranks.local_world
+        self.replicas, self.shards = mesh.shape
+
+    def on(self, host_group: dist.ProcessGroup) -> World:
+        """The same ranks, whose joint decisions go over another gloo group: for a thread of its own."""
+        other = copy.copy(self)
+        other.host_group = host_group
+        return other
+
+    @property
+    def shape(self) -> WorldShape:
+        """As checkpoints and the record have it."""
+        return WorldShape(size=self.size, replicas=self.replicas, shards=self.shards)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only one that writes the record."""
+        return self.rank == 0
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Sum over all ranks, in place, on the device; no host synchronisation on CUDA."""
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        return values
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Another gloo group of all ranks. Collective."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        return group
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """Rank 0 evaluates `choose`; every rank gets its result, or raises the UserError it raised.
+
+        So no rank can act on a view of the file system that differs from rank 0's.
+        """
+        box: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                box[0] = choose()
+            except UserError as error:
+                box[1] = error
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        if box[1] is not None:
+            raise box[1].on_all_ranks()
+        result: T = box[0]
+        return result
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Run `act` on every rank; if it raises UserError on any, raise that of the lowest such rank on all."""
+        result, error = None, None
+        try:
+            result = act()
+        except UserError as raised:
+            error = raised
+        for rank, raised_there in enumerate(self.gather(error)):
+            if raised_there is not None:
+                if rank:
+                    raised_there.cause = f"rank {rank}: {raised_there.cause}"
+                raise raised_there.on_all_ranks()
+        return result  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+
+class Alone(World):
+    """One process without process group and mesh: for commands that write a checkpoint."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.local_world, self.replicas, self.shards = 0, 1, 1, 1, 1
+        self.device, self.host_group = torch.device("cpu"), None
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        return choose()
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+
+@contextmanager
+def connect(parallel: ParallelSection) -> Iterator[World]:
+    """Join the process group and build the mesh; leave it again on a normal exit.
+
+    Raises:
+        ConfigError: the world does not fit the configuration or the machine.
+    """
+    ranks = Ranks.from_environment()
+    shards = shard_size(parallel, ranks.world, ranks.local_world)
+    device = device_of(ranks)
+    timeout = timedelta(seconds=parallel.timeout.value)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=_store(ranks, timeout),
+        rank=ranks.rank,
+        world_size=ranks.world,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    mesh = init_device_mesh(device.type, (ranks.world // shards, shards), mesh_dim_names=(REPLICATE, SHARD))
+    for axis in (REPLICATE, SHARD):  # a mesh group does not inherit the timeout of init_process_group
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
+    yield World(ranks, device, mesh, timeout)
+    # Not in a `finally`: after an error peers may be gone, and leaving the group would wait for them.
+    dist.destroy_process_group()
+
+
+def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:
+    """Where ranks find each other's addresses.
+
+    torchrun's agents keep one store over all restarts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and the c10d
+    rendezvous are used), so a restarted rank would read the addresses of dead peers. On one node the restart count
+    tells the attempts apart; between nodes that count can differ, and only the variable helps.
+    """
+    if ranks.world == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    master = ranks.rank == 0 and not shared
+    store: dist.Store = dist.TCPStore(address, port, ranks.world, master, timeout, multi_tenant=True)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if shared and ranks.local_world == ranks.world:
+        store = dist.PrefixStore(f"attempt-{restarts}", store)
+    elif shared and restarts != "0" and ranks.local_rank == 0:
+        warnings.warn(
+            "torchrun restarted this node, but its agents share one store over all restarts: the ranks may not find "
+            "each other. Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d.",
+            stacklevel=2,
+        )
+    return store
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    """The GPU of this rank, made current, or the CPU where there is none. Raises ConfigError."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {ranks.local_rank} has no GPU: {socket.gethostname()} shows {torch.cuda.device_count()}",
+            effect="the job would hang, or two ranks would share a device",
+            remedy="start as many ranks per node as there are GPUs, or check CUDA_VISIBLE_DEVICES and the driver",
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, plain or a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """The row of a tensor, plain or a DTensor sharded over dim 0, at which this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    rows = math.ceil(tensor.shape[0] / tensor.device_mesh[SHARD].size())
+    return min(tensor.device_mesh.get_local_rank(SHARD) * rows, tensor.shape[0])

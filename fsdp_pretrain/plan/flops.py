@@ -1,0 +1,145 @@
+"""What the hardware could do and what the model needs: peaks, FLOPs per token, memory in use."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel
+
+
+class _Device(NamedTuple):
+    """Dense bf16 FLOP/s, and GiB of memory."""
+
+    peak: float
+    memory: int
+
+
+_DEVICES = {
+    "NVIDIA A100-SXM4-40GB": _Device(312e12, 40),
+    "NVIDIA A100-PCIE-40GB": _Device(312e12, 40),
+    "NVIDIA A100": _Device(312e12, 80),
+    "NVIDIA A800": _Device(312e12, 80),
+    "NVIDIA A40": _Device(149.7e12, 48),
+    "NVIDIA L40S": _Device(362e12, 48),
+    "NVIDIA H100 PCIe": _Device(756e12, 80),
+    "NVIDIA H100 NVL": _Device(835e12, 94),
+    "NVIDIA H100": _Device(989e12, 80),
+    "NVIDIA H800": _Device(989e12, 80),
+    "NVIDIA H200": _Device(989e12, 140),
+    "NVIDIA GH200": _Device(989e12, 95),
+    "NVIDIA B200": _Device(2250e12, 180),
+    "NVIDIA GB200": _Device(2500e12, 185),
+    "AMD Instinct MI250X": _Device(383e12, 64),
+    "AMD Instinct MI300X": _Device(1307e12, 192),
+}
+"""By device name prefix: FLOP/s of dense bf16 matrix products from the vendors' data sheets (without sparsity); memory
+as the driver shows it, rounded, of an MI250X one of its two halves."""
+
+
+def device_name(device: torch.device) -> str:
+    """The device as its driver calls it; `cpu` for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bf16 peak of a device by name, or None if it is not one we know: an unknown peak is not guessed."""
+    device = _known(name)
+    return device.peak if device else None
+
+
+def device_memory(name: str) -> int | None:
+    """Bytes of memory of a device by name, or None if it is not one we know."""
+    device = _known(name)
+    return device.memory * 2**30 if device else None
+
+
+def _known(name: str) -> _Device | None:
+    matches = [prefix for prefix in _DEVICES if name.startswith(prefix)]
+    return _DEVICES[max(matches, key=len)] if matches else None
+
+
+def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
+    """Training FLOPs per token, 6 P + 12 L h S: the PaLM appendix B formula that the published 7B FSDP figures use.
+
+    Counts every parameter (embedding included) and full, not causal, attention; recomputation is not counted, so
+    the result measures model FLOPs (MFU), not hardware FLOPs.
+    """
+    return 6.0 * parameters + 12.0 * model.layers * model.hidden * sequence_length
+
+
+def feed_forward(model: AnyModel) -> tuple[int, int]:
+    """Width f of the feed-forward layer, and its matrices of h x f: 2, or 3 with a gate."""
+    return (model.ffn if isinstance(model, LlamaModel) else model.ffn_width), 2 if isinstance(model, GPTModel) else 3
+
+
+def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: int = 0) -> float:
+    """FLOPs per token that the hardware makes: Megatron-LM's formula (arXiv 2104.04473, eq. 3) for any f and KV heads.
+
+    Matrix products only: of the blocks k = 3 times the forward pass, 4 times where it is recomputed; of the output
+    matrix 3 times, V being the rows of the table as padded; attention over the full, not causal, square. With f = 4h
+    (or 8h/3 and a gate), as many KV heads as heads and everything recomputed this is
+    24 * 4 * L * h^2 * (1 + S/(6h) + V/(16Lh)) per token.
+
+    Args:
+        recompute: `parallel.recompute`, every n-th block; 0 is none.
+    """
+    h, (ffn, matrices) = model.hidden, feed_forward(model)
+    kv_width = (getattr(model, "kv_heads", None) or model.heads) * model.head_dim
+    block = 4 * h * h + 4 * h * kv_width + 4 * h * sequence_length + 2 * matrices * h * ffn
+    recomputed = -(-model.layers // recompute) if recompute else 0
+    return float(block * (3 * model.layers + recomputed) + 6 * h * model.rows)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a measured step comes to, of the model and of the hardware, which recomputes.
+
+    Attributes:
+        mfu, hfu: shares of the device's dense peak; None if that is unknown.
+    """
+
+    batch: int
+    seconds_per_step: float
+    devices: int
+    device: str
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    model_tflops_per_device: float
+    hardware_tflops_per_device: float
+    mfu: float | None
+    hfu: float | None
+
+
+def speed(config: Config, parameters: int, *, batch: int, seconds: float, devices: int, device: str) -> Speed:
+    """What a step of `batch` samples in `seconds` on `devices` comes to."""
+    length = config.data.sequence_length
+    tokens = batch * length / seconds
+    model = tokens * flops_per_token(parameters, config.model, length) / devices
+    hardware = tokens * hardware_flops_per_token(config.model, length, config.parallel.recompute) / devices
+    peak = peak_flops(device)
+    return Speed(
+        batch=batch,
+        seconds_per_step=seconds,
+        devices=devices,
+        device=device,
+        tokens_per_second=tokens,
+        tokens_per_second_per_device=tokens / devices,
+        model_tflops_per_device=model / 1e12,
+        hardware_tflops_per_device=hardware / 1e12,
+        mfu=model / peak if peak else None,
+        hfu=hardware / peak if peak else None,
+    )
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Peak bytes: allocated on the GPU, or resident for a CPU process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

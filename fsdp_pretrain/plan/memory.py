@@ -1,0 +1,342 @@
+"""What a rank holds in memory while it trains, before a device is touched.
+
+Parameters, gradients and optimiser are arithmetic: fp32 shards. The rest is found by making one micro-batch of the real
+model on the meta device, forward and backward: operations run on shapes alone, storages are counted as they come and
+go, and what FSDP2 gathers and reduces is added at the moments it does so. Kernels that keep less than PyTorch's generic
+code (fused attention, RMSNorm, dropout) have stand-ins that keep what they keep.
+
+Not counted: the CUDA context and NCCL (about 1 to 2 GiB outside PyTorch's allocator), fragmentation. A compiled block
+keeps less than this, which is what it keeps uncompiled.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+from data.packing.loader import MicroBatch
+from fsdp_pretrain import models
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.models import forward as packed
+from fsdp_pretrain.models.masks import choose_backend
+from fsdp_pretrain.parallel.fsdp import compute_dtype
+
+_MASTER_BYTES = 4
+"""fp32: parameters, gradients and both moments of AdamW, and what reduce-scatter sums."""
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part at one moment.
+
+    Attributes:
+        parameters, optimizer, gradients: fp32 shards.
+        gathered: copies of parameters in the dtype of compute.
+        reduce: gradients not yet sharded and what is being reduced.
+        activations: what the backward pass needs, and the working memory of blocks.
+        logits: working memory of the loss.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    reduce: int
+    activations: int
+    logits: int
+    inputs: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.device) -> Memory:
+    """What the fullest rank holds at the highest point of a step.
+
+    Args:
+        shards: ranks that share one copy of the parameters.
+        accumulates: a step has several micro-batches per rank, so gradients are there from the beginning.
+        device: `cuda` or `cpu`: decides the dtype of `train.precision = "auto"` and which kernels run.
+    """
+    model = models.build(config.model)
+    shard = sum(_padded(parameter, shards) // shards for parameter in model.parameters()) * _MASTER_BYTES
+    step = _trace(model.to(compute_dtype(config, device)), config, shards, accumulates, device)
+    return Memory(parameters=shard, optimizer=2 * shard, **step)
+
+
+def shard_padding(model: nn.Module, shards: int) -> dict[str, int]:
+    """Elements that are added to parameters whose rows do not divide by `shards`, by name."""
+    added = {name: _padded(parameter, shards) - parameter.numel() for name, parameter in model.named_parameters()}
+    return {name: count for name, count in added.items() if count}
+
+
+def _padded(parameter: Tensor, shards: int) -> int:
+    """Elements of a parameter once its rows are rounded up to a multiple of the shards, as FSDP2 does."""
+    return math.ceil(parameter.shape[0] / shards) * shards * math.prod(parameter.shape[1:])
+
+
+def _trace(
+    model: models.Decoder, config: Config, shards: int, accumulates: bool, device: torch.device
+) -> dict[str, int]:
+    """The parts of `estimate` that change during a step, at its highest point."""
+    model.recompute_every = config.parallel.recompute
+    model.train()
+    blocks = [list(block.parameters()) for block in model.blocks]
+    inside = {id(parameter) for block in blocks for parameter in block}
+    root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    micro, data = _micro_batch(config), config.data
+    if choose_backend(config.parallel.attention, config.model, device) == "flex":
+        # Block masks are small and the kernel keeps no scores: as without a mask.
+        micro.prefix, data = None, data.model_copy(update={"attention": "causal"})
+    inputs = [tensor for field in fields(micro) if (tensor := getattr(micro, field.name)) is not None]
+    meter = _Meter([*model.parameters(), *inputs])
+    fsdp = _Sharding(meter, shards, reshard=config.parallel.reshard_after_forward, accumulates=accumulates)
+    fsdp.begin(root, blocks)
+
+    def in_loss(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
+        meter.category = "logits"
+        out.register_hook(lambda _grad: setattr(meter, "category", "activations"))
+
+    model.norm.register_forward_hook(in_loss)
+    bar = tqdm(total=len(blocks), desc="tracing a step", leave=False, disable=None)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: bar.update() and None)
+    with bar, _kernels(device), meter:
+        packed.losses(model, micro, data, _META)[0].sum().backward()
+    meter.hold("inputs", sum(tensor.untyped_storage().nbytes() for tensor in inputs))
+    return {**meter.highest, "inputs": meter.live["inputs"]}
+
+
+def _micro_batch(config: Config) -> MicroBatch:
+    size, length, objective = config.train.micro_batch, config.data.sequence_length, config.data.objective
+
+    def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=_META)
+
+    glm = objective.kind == "glm"
+    slots = objective.slots if objective.kind == "glm" else 1
+    two = objective.kind == "glm" and objective.positions == "glm2d"
+    masked = glm or config.data.uses_lengths
+    return MicroBatch(
+        tokens=integers(size, length + 1),
+        labels=integers(size, length) if glm or not config.data.loss_across_documents else None,
+        lengths=integers(size, slots, dtype=torch.int32) if masked else None,
+        sources=integers(size),
+        prefix=integers(size, slots, dtype=torch.int32) if glm else None,
+        positions=(integers(size, 2, length) if two else integers(size, length)) if glm else None,
+    )
+
+
+class _Sharding:
+    """What FSDP2 holds beside the shards: gathered parameters, gradients on their way to the shards.
+
+    The root (embedding, output matrix, last norm) stays gathered until the end. A block that is resharded after its
+    forward is there twice: as one gathered buffer and as the parameters copied out of it, its own or its neighbour's.
+    When the gradients of a block are complete they are copied into one fp32 buffer, which stays until the next
+    block's; the root's wait for the end of the backward pass.
+    """
+
+    def __init__(self, meter: _Meter, shards: int, *, reshard: bool, accumulates: bool) -> None:
+        self._meter, self._shards, self._reshard, self._accumulates = meter, shards, reshard, accumulates
+        self._reducing = 0
+
+    def begin(self, root: list[nn.Parameter], blocks: list[list[nn.Parameter]]) -> None:
+        """Gather, and watch for gradients."""
+        gathered = [sum(_padded(p, self._shards) * p.element_size() for p in block) for block in blocks]
+        buffers = max(gathered, default=0) if self._shards > 1 else 0
+        held = max(gathered, default=0) if self._reshard else sum(gathered)
+        self._meter.hold("gathered", sum(_padded(p, self._shards) * p.element_size() for p in root) + buffers + held)
+        if self._accumulates:
+            everything = [*root, *(parameter for block in blocks for parameter in block)]
+            self._meter.hold("gradients", self._elements(everything) // self._shards * _MASTER_BYTES)
+        self._watch(root, release=0)
+        for block, size in zip(blocks, gathered, strict=True):
+            self._watch(block, release=0 if self._reshard else size)
+
+    def _elements(self, unit: list[nn.Parameter]) -> int:
+        return sum(_padded(parameter, self._shards) for parameter in unit)
+
+    def _watch(self, unit: list[nn.Parameter], release: int) -> None:
+        waiting = {id(parameter) for parameter in unit}
+
+        def arrived(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._meter.move(parameter.grad, "reduce")
+            waiting.discard(id(parameter))
+            if not waiting:
+                self._reduce(unit)
+                self._meter.hold("gathered", -release)
+
+        for parameter in unit:
+            parameter.register_post_accumulate_grad_hook(arrived)
+
+    def _reduce(self, unit: list[nn.Parameter]) -> None:
+        buffer = self._elements(unit) * _MASTER_BYTES
+        self._meter.hold("reduce", -self._reducing)
+        self._meter.hold("reduce", buffer)
+        self._reducing = buffer
+        for parameter in unit:
+            parameter.grad = None
+        shard = buffer // self._shards
+        self._meter.hold("gradients", shard)
+        if self._accumulates:  # added to what is there
+            self._meter.hold("gradients", -shard)
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the bytes of storages while they live, but for those of `known` tensors.
+
+    Attributes:
+        category: what tensors that are made now count as.
+        live: bytes by category, now.
+        highest: `live` when its sum was highest.
+    """
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.category = "activations"
+        parts = ("gradients", "gathered", "reduce", "activations", "logits", "inputs")
+        self.live: Counter[str] = Counter(dict.fromkeys(parts, 0))
+        self.highest: dict[str, int] = dict(self.live)
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._counted: dict[int, tuple[str, int, Any]] = {}
+
+    def hold(self, category: str, size: int) -> None:
+        self.live[category] += size
+        if size > 0 and self.live.total() > sum(self.highest.values()):
+            self.highest = dict(self.live)
+
+    def move(self, tensor: Tensor, category: str) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in self._counted:
+            before, size, reference = self._counted[key]
+            self._counted[key] = category, size, reference
+            self.live[before] -= size
+            self.live[category] += size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.logsumexp.default:  # exponentials of all its input, which the meta device leaves out
+            scratch = args[0].numel() * args[0].element_size()
+            self.hold(self.category, scratch)
+            self.hold(self.category, -scratch)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or key in self._counted:
+            return
+
+        def freed(_reference: Any) -> None:
+            category, size, _ = self._counted.pop(key)
+            self.live[category] -= size
+
+        self._counted[key] = self.category, storage.nbytes(), weakref.ref(storage, freed)
+        self.hold(self.category, storage.nbytes())
+
+
+@contextmanager
+def _kernels(device: torch.device) -> Iterator[None]:
+    """Put stand-ins in the place of operations that have fused kernels on `device`.
+
+    In the place of the functions themselves, since a TorchFunctionMode is off while blocks are recomputed backward.
+    """
+    stand_ins: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": _attention}
+    if device.type == "cuda":
+        stand_ins |= {"rms_norm": _rms_norm, "dropout": _dropout}
+    originals = {name: getattr(F, name) for name in stand_ins}
+    try:
+        for name, stand_in in stand_ins.items():
+            setattr(F, name, stand_in)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(F, name, original)
+
+
+class _Fused(torch.autograd.Function):
+    """A kernel that keeps its inputs, `kept` bytes more, and perhaps its output; and needs `scratch` bytes backward."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: int, scratch: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
+        out = torch.empty_like(inputs[0])
+        more = torch.empty(kept, dtype=torch.uint8, device=_META)
+        ctx.save_for_backward(*inputs, more, *([out] if keeps_output else []))
+        ctx.inputs, ctx.scratch = len(inputs), scratch
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scratch = torch.empty(ctx.scratch, dtype=torch.uint8, device=_META)
+        outs = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[: ctx.inputs]]
+        del scratch
+        return None, None, None, *outs
+
+
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    out: Tensor = _Fused.apply(4 * rows, 0, False, x, weight)
+    return out
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return x
+    mask = torch.empty(x.shape, dtype=torch.bool, device=_META)
+    return _Dropped.apply(x, mask)  # type: ignore[no-any-return]
+
+
+class _Dropped(torch.autograd.Function):
+    """Dropout: keeps one byte per element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(grads[0]), None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Fused attention keeps its output and one fp32 number per row; a boolean mask also as a bias for the scores.
+
+    With a mask and fewer KV heads than heads no fused kernel of PyTorch applies: all probabilities are kept.
+    """
+    batch, heads, length, size = query.shape
+    kept, scratch = 4 * batch * heads * length, 4 * batch * heads * length * size  # backward: fp32 sums for the queries
+    if attn_mask is not None and enable_gqa:
+        kept += batch * heads * length * length * query.element_size()
+        scratch = 2 * batch * heads * length * length * query.element_size()
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        kept += attn_mask.numel() * query.element_size()
+    out: Tensor = _Fused.apply(kept, scratch, True, query, key, value)
+    return out

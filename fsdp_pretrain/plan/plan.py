@@ -1,0 +1,281 @@
+"""Preflight: what a configuration means in exact numbers, on the meta device, before a GPU is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint import upcoming
+from fsdp_pretrain.checkpoint.disk_space import Need
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.parallel.mesh import shard_size
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.units import human_bytes, human_count
+
+from . import memory
+from . import warnings as advice
+from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
+
+_COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
+"""Of the schedule's preview; the ramps that a run has come after them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run on `size` ranks; bytes are those of the fullest rank.
+
+    Attributes:
+        state_bytes: parameters, gradients and optimiser.
+        memory: the highest point of a step.
+        available: memory of a device, if it is known.
+    """
+
+    size: int
+    shards: int
+    replicas: int
+    micro_batches_per_step: list[int]
+    state_bytes: int
+    memory: memory.Memory
+    available: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration comes to.
+
+    Attributes:
+        markers: where the schedules bend, see `advice.markers`.
+        schedule: rows of `Schedule.preview`.
+        world: on a given number of ranks, or None.
+    """
+
+    run: str
+    family: str
+    parameters: int
+    declared_params: int | None
+    shape: advice.Proportions
+    flops_per_token: float
+    hardware_flops_per_token: float
+    steps: int
+    samples: int
+    tokens: int
+    global_batches: list[int]
+    world_sizes: list[int]
+    checkpoint_bytes: int
+    checkpoints_kept: int
+    disk_bytes: int
+    markers: dict[str, advice.Marker]
+    schedule: list[dict[str, float | int]]
+    warnings: list[str]
+    world: Layout | None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; `world` only if there is one, with total and available memory among the parts."""
+        values = asdict(self)
+        if self.world is None:
+            del values["world"]
+        else:
+            available = values["world"].pop("available")
+            values["world"]["memory"] |= {"total": self.world.memory.total, "available": available}
+        return values
+
+
+def count_parameters(model: AnyModel) -> int:
+    """Exact parameters of a model, tied ones once; builds it on the meta device."""
+    return models.build(model).count_parameters()
+
+
+def check_declared(model: AnyModel, exact: int) -> None:
+    """Raise ConfigError if the model is not the size its configuration declares."""
+    declared = model.declared_params
+    if declared is not None and declared != exact:
+        raise ConfigError(
+            f"model.declared_params = {declared:_}, but this model has {exact:_} parameters "
+            f"({(exact - declared) / declared:+.1%})",
+            effect="you would train another model than you think",
+            remedy="correct the shape, or the declared number",
+        )
+
+
+def world_sizes(config: Config) -> Iterator[int]:
+    """World sizes up to 4096 over which every global batch of the run splits into whole micro-batches."""
+    batches = config.schedule.batches()
+    for size in range(1, min(4096, min(batches) // config.train.micro_batch) + 1):
+        if all(batch % (size * config.train.micro_batch) == 0 for batch in batches):
+            yield size
+
+
+def plan(
+    config: Config,
+    world: int | None = None,
+    *,
+    gpus_per_node: int = 8,
+    device: str | None = None,
+    available: int | None = None,
+) -> Plan:
+    """Everything `fsdp-pretrain plan` shows.
+
+    Args:
+        world: number of ranks to plan for; None: every feasible one is listed, and memory is not estimated.
+        gpus_per_node: ranks of a node, for `parallel.shard = "node"`.
+        device: name of the device, as its driver calls it; `cpu`; None is some GPU.
+        available: bytes of memory of a device; default: what is on file for `device`.
+
+    Raises:
+        ConfigError: the configuration contradicts itself or the world size.
+    """
+    model = models.build(config.model)
+    parameters = model.count_parameters()
+    check_declared(config.model, parameters)
+    schedule, sizes = config.schedule, list(world_sizes(config))
+    if world is not None and world not in sizes:
+        raise ConfigError(
+            f"the global batches {_shorten(schedule.batches())} do not split over {world} ranks "
+            f"into micro-batches of {config.train.micro_batch}",
+            remedy=f"feasible world sizes: {_shorten(sizes)}",
+        )
+    checkpoint = upcoming.first(parameters, world or 1)
+    kept = config.checkpoint.keep_last + 1
+    length = config.data.sequence_length
+    warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
+    warnings += _space_warning(config, checkpoint)
+    layout = None
+    if world is not None:
+        layout = _layout(config, world, gpus_per_node, device, available)
+        padding = memory.shard_padding(model, layout.shards)
+        warnings += advice.shard_warning(padding, parameters, layout.shards)
+        if layout.available is not None:
+            warnings += advice.memory_warning(layout.memory.total, layout.available, device or "the device")
+        elif device not in (None, "cpu"):
+            warnings.append(f"the memory of a device {device!r} is not on file: say it with --device-memory")
+    return Plan(
+        run=config.run.name,
+        family=config.model.family,
+        parameters=parameters,
+        declared_params=config.model.declared_params,
+        shape=advice.shape(config.model),
+        flops_per_token=flops_per_token(parameters, config.model, length),
+        hardware_flops_per_token=hardware_flops_per_token(config.model, length, config.parallel.recompute),
+        steps=schedule.steps,
+        samples=schedule.total,
+        tokens=schedule.tokens(schedule.total),
+        global_batches=schedule.batches(),
+        world_sizes=sizes,
+        checkpoint_bytes=checkpoint.bytes,
+        checkpoints_kept=kept,
+        disk_bytes=checkpoint.bytes * kept,
+        markers=advice.markers(schedule),
+        schedule=schedule.preview(),
+        warnings=warnings,
+        world=layout,
+    )
+
+
+def _space_warning(config: Config, first: Need) -> Iterator[str]:
+    """Whether the next checkpoint fits, where the storage of the run can be seen from here."""
+    run = RunDir(config.run.dir)
+    try:
+        fit = upcoming.next_fit(run, config, first) if run.path.parent.is_dir() else None
+    except (UserError, OSError):  # a plan needs no storage: who starts the run is told what is wrong with it
+        return
+    if fit is not None and fit.severity is not None:
+        yield fit.text
+
+
+def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, available: int | None) -> Layout:
+    shards = shard_size(config.parallel, world, min(world, gpus_per_node))
+    micro_batches = [batch // (world * config.train.micro_batch) for batch in config.schedule.batches()]
+    parts = memory.estimate(
+        config,
+        shards=shards,
+        accumulates=micro_batches[-1] > 1,
+        device=torch.device("cpu" if device == "cpu" else "cuda"),
+    )
+    available = available or (device_memory(device) if device else None)
+    state = 2 * parts.parameters + parts.optimizer
+    return Layout(world, shards, world // shards, micro_batches, state, parts, available)
+
+
+def measured(config: Config, *, seconds: float, devices: int, device: str | None) -> Speed:
+    """What a measured time per step at the full batch comes to. Raises ConfigError."""
+    parameters = count_parameters(config.model)
+    check_declared(config.model, parameters)
+    batch = config.schedule.batch.full
+    return speed(config, parameters, batch=batch, seconds=seconds, devices=devices, device=device or "unknown")
+
+
+def render(plan: Plan) -> str:
+    """The plan for people."""
+    shape = plan.shape
+    lines = [
+        f"{plan.run}: {plan.family}, {plan.parameters:_} parameters ({human_count(plan.parameters)})",
+        f"  shape       hidden/layers {shape.hidden_per_layer:.0f}, head size {shape.head_size}, "
+        f"ffn/hidden {shape.ffn_per_hidden:.2f}, {shape.rows:_} rows",
+        f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
+        f"({human_count(plan.tokens)}), {plan.tokens * plan.flops_per_token:.3g} FLOPs",
+        f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
+        f"{human_count(plan.hardware_flops_per_token)} of the hardware",
+        f"  batch       {_range(plan.global_batches)} samples",
+        f"  ranks       feasible: {_shorten(plan.world_sizes)}",
+        f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
+        f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept and being written)",
+    ]
+    if plan.world is not None:
+        lines += _render_layout(plan.world)
+    ramps = [key for key in plan.schedule[0] if key not in _COLUMNS]
+    names = "".join(f" {name:>16}" for name in ramps)
+    lines.append(f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}{names}")
+    for row in plan.schedule:
+        values = "".join(f" {row[name]:>16.4f}" for name in ramps)
+        lines.append(
+            f"  {row['step']:>10_} {row['consumed']:>14_} {human_count(row['tokens']):>8} "
+            f"{row['batch']:>6} {row['lr']:>10.3e}{values}"
+        )
+    for name, mark in plan.markers.items():
+        tokens = human_count(mark.tokens)
+        lines.append(f"  {name:<11} after step {mark.step:_}, {mark.samples:_} samples, {tokens} tokens")
+    return "\n".join(lines + [f"  warning: {warning}" for warning in plan.warnings])
+
+
+def _render_layout(layout: Layout) -> list[str]:
+    parts = vars(layout.memory).items()
+    of = f" of {human_bytes(layout.available)}" if layout.available is not None else ""
+    return [
+        f"  on {layout.size} ranks  {_range(layout.micro_batches_per_step)} micro-batches per step, "
+        f"{layout.replicas} replicas x {layout.shards} shards",
+        f"  memory      {human_bytes(layout.state_bytes)} per rank for parameters, gradients and optimiser; "
+        f"{human_bytes(layout.memory.total)}{of} at the highest point of a step:",
+        *(f"              {human_bytes(size):>9}  {part}" for part, size in parts if size >= 2**10),
+    ]
+
+
+def render_measured(speed: Speed) -> str:
+    """`measured` for people."""
+
+    def share(value: float | None) -> str:
+        return f"{value:.1%}" if value is not None else "unknown (no peak on file)"
+
+    return "\n".join(
+        [
+            f"{speed.batch:_} samples in {speed.seconds_per_step:g}s on {speed.devices} x {speed.device}",
+            f"  tokens/s    {human_count(speed.tokens_per_second)} "
+            f"({human_count(speed.tokens_per_second_per_device)} per device)",
+            f"  model       {speed.model_tflops_per_device:.2f} TFLOP/s per device, MFU {share(speed.mfu)}",
+            f"  hardware    {speed.hardware_tflops_per_device:.2f} TFLOP/s per device, HFU {share(speed.hfu)}",
+        ]
+    )
+
+
+def _range(values: list[int]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def _shorten(values: list[int]) -> str:
+    shown = [str(value) for value in values]
+    return ", ".join(shown if len(shown) <= 12 else [*shown[:11], "...", shown[-1]]) or "none"

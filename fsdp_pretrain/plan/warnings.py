@@ -1,0 +1,164 @@
+"""What a configuration looks like beside models that were trained, and what in it is legal but probably not meant.
+
+Every warning has a run behind it or a kernel; none stops anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.model import AnyModel, GLMModel
+from fsdp_pretrain.config.schedule import Schedule
+from fsdp_pretrain.units import human_bytes, human_count
+
+from .flops import feed_forward
+
+_WIDEST = 300
+"""hidden / layers of models that were trained lie between 30 and 200; the 104B that diverged five times had 512."""
+
+_LARGEST_FUSED_HEAD = 256
+"""Flash attention takes heads up to this size."""
+
+_PADDING = 1e-3
+"""Share of a model that may be padding of its shards before it is mentioned."""
+
+
+@dataclass(frozen=True)
+class Proportions:
+    """Of a model; `ffn_per_hidden_usual` is that of its family, `init_std_rules` what init_std could be by rule."""
+
+    hidden_per_layer: float
+    head_size: int
+    ffn: int
+    ffn_per_hidden: float
+    ffn_per_hidden_usual: float
+    rows: int
+    init_std: float | None
+    init_std_rules: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A point of a run."""
+
+    step: int
+    samples: int
+    tokens: int
+
+
+def shape(model: AnyModel) -> Proportions:
+    """The proportions of a model."""
+    ffn, matrices = feed_forward(model)
+    h = model.hidden
+    return Proportions(
+        hidden_per_layer=h / model.layers,
+        head_size=model.head_dim,
+        ffn=ffn,
+        ffn_per_hidden=ffn / h,
+        ffn_per_hidden_usual=4.0 if matrices == 2 else 8 / 3,
+        rows=model.rows,
+        init_std=None if isinstance(model, GLMModel) else model.std,
+        init_std_rules={"sqrt(2/(5h))": (2 / (5 * h)) ** 0.5, "sqrt(1/(3h))": (1 / (3 * h)) ** 0.5},
+    )
+
+
+def markers(schedule: Schedule) -> dict[str, Marker]:
+    """Where the schedules of a run bend: after which step, samples and tokens.
+
+    lr_peak is the end of the warm-up, batch_full of the batch ramp, lr_floor of the decay; those the run has.
+    """
+    batch = schedule.batch
+    samples = {"lr_peak": schedule.warmup, "batch_full": batch.stages[-1].consumed}
+    if schedule.decays:
+        samples["lr_floor"] = schedule.decay
+    return {
+        name: Marker(batch.step_at(at), at, schedule.tokens(at))
+        for name, at in samples.items()
+        if 0 < at <= schedule.total
+    }
+
+
+def warnings(config: Config) -> list[str]:
+    """Sentences about what is legal but probably not meant."""
+    return [*_shape_warnings(config.model), *_schedule_warnings(config)]
+
+
+def _shape_warnings(model: AnyModel) -> Iterator[str]:
+    is_ = shape(model)
+    if is_.hidden_per_layer > _WIDEST:
+        yield (
+            f"hidden / layers is {is_.hidden_per_layer:.0f}; models that were trained have 30 to 200, "
+            "and a 104B with 512 diverged at every attempt"
+        )
+    size = is_.head_size
+    if size > _LARGEST_FUSED_HEAD:
+        yield f"flash attention takes heads up to {_LARGEST_FUSED_HEAD}, not {size}"
+    elif size % 8 or (size > 64 and size % 64):
+        yield f"a head size of {size} is not a multiple of {8 if size % 8 else 64}: attention pads it"
+    usual = is_.ffn_per_hidden_usual
+    if not 0.6 < is_.ffn_per_hidden / usual < 1.6:
+        yield (
+            f"ffn / hidden is {is_.ffn_per_hidden:.2f}, where the family has about {usual:.2f}: is "
+            f"ffn = {is_.ffn} left over from another model? (One such made a 104B model of 57B parameters.)"
+        )
+    if model.rows % 64:
+        yield f"the embedding has {model.rows} rows, not a multiple of 64; model.vocab_multiple = 64 is faster on a GPU"
+    std, largest = is_.init_std, is_.init_std_rules["sqrt(2/(5h))"]
+    if std is not None and std > 3 * largest:
+        yield (
+            f"init_std = {std:g} is {std / largest:.1f} times sqrt(2/(5h)) = {largest:.4f}; at that a 104B model "
+            "diverged until it was lowered to the rule"
+        )
+
+
+def _schedule_warnings(config: Config) -> Iterator[str]:
+    schedule = config.schedule
+    batch, warmup = schedule.batch, schedule.warmup
+    steps, at_full = batch.step_at(warmup), -(-warmup // batch.full)
+    if at_full and steps >= 2 * at_full and steps - at_full > 10:
+        yield (
+            f"the warm-up of {warmup:_} samples ({human_count(schedule.tokens(warmup))} tokens) takes "
+            f"{steps:_} steps because of the batch ramp; at the full batch it would be {at_full:_}"
+        )
+    if schedule.decays and schedule.decay < 0.5 * schedule.total:
+        yield (
+            f"the learning rate is at its floor from {schedule.decay:_} of {schedule.total:_} samples on: is the run "
+            "longer than the decay was made for?"
+        )
+    if config.checkpoint.every.unit == "step" and config.checkpoint.every.value > schedule.steps:
+        yield f"checkpoint.every = {config.checkpoint.every} is longer than the run: only its end is saved"
+
+
+def ramp_warning(config: Config, largest: int) -> Iterator[str]:
+    """If the batch ramp, and not the batch, limits the world, whose largest feasible size is given."""
+    alone = config.schedule.batch.full // config.train.micro_batch
+    if config.schedule.batch.ramp is not None and largest < alone:
+        yield (
+            f"the batch ramp limits the run to {largest} ranks, where the full batch of {config.schedule.batch.full} "
+            f"would allow {alone}; larger `train.batch_ramp.first` and `by` lift that"
+        )
+
+
+def shard_warning(padding: dict[str, int], parameters: int, shards: int) -> Iterator[str]:
+    """If tensors do not divide evenly; `padding` are the elements added, by tensor."""
+    share = sum(padding.values()) / parameters
+    if share > _PADDING:
+        names = sorted(padding, key=lambda name: -padding[name])
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield f"rows of {shown} do not divide by {shards} shards: legal, but pads the model by {share:.2%}"
+
+
+def memory_warning(total: int, available: int, device: str) -> Iterator[str]:
+    """If a rank does not fit, or hardly."""
+    if total > available:
+        yield (
+            f"a rank needs {human_bytes(total)}, {device} has {human_bytes(available)}: shard over more ranks, "
+            "recompute (parallel.recompute = 1) or use a smaller micro-batch"
+        )
+    elif total > 0.9 * available:
+        yield (
+            f"a rank needs {human_bytes(total)} of the {human_bytes(available)} of {device}: little is left for NCCL, "
+            "the CUDA context and fragmentation"
+        )

@@ -1,0 +1,102 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from fsdp_pretrain.console import Parser, argument
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.units import Seconds
+
+from .files import RunDir
+
+
+def run_directory(text: str) -> RunDir:
+    """An existing run directory. Raises ArgumentTypeError."""
+    run = RunDir(Path(text))
+    try:
+        check_begun(run)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.cause) from None
+    return run
+
+
+RUN = argument("run", type=run_directory, metavar="RUN", help="run directory")
+SEGMENT = argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The argument RUN of a verb: an existing run directory."""
+    RUN(parser)
+
+
+def check_begun(run: RunDir) -> None:
+    """Raise ConfigError if a directory holds no run."""
+    if not run.begun:
+        found = "it has neither segments/ nor checkpoints/" if run.path.is_dir() else "there is no such directory"
+        raise ConfigError(f"{run.path} is not a run directory: {found}")
+
+
+def import_extra(module: str, what: str) -> ModuleType:
+    """A module of this program that needs torch; `what` says what for. Raises ConfigError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} with torch, which is not installed ({error.name})",
+            remedy="in the checkout: pip install -e '.[train]'",
+        ) from None
+
+
+def seconds(text: str) -> float:
+    """A time such as `30min`. Raises ArgumentTypeError."""
+    try:
+        return float(Seconds.parse(text).value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line of the trainer. Raises SystemExit at a mistake in it."""
+    parser = Parser(
+        prog="python -m fsdp_pretrain.train",
+        description="Train, or continue training, the run of a configuration. Start it with torchrun.",
+        epilog="example:\n"
+        "  torchrun --nproc-per-node 4 -m fsdp_pretrain.train configs/runs/quickstart.toml train.micro_batch=2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="TOML file, see docs/config.md")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="replace values of the file, e.g. train.duration='50 steps'",
+    )
+    parser.add_argument(
+        "--allow-fresh",
+        action="store_true",
+        help="start from step 0 although the run directory holds only invalid checkpoints, or its record says that it "
+        "held some; without effect on what a launcher, or torchrun, starts after the first start that trained",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY",
+        help="this change of what is learned is meant (docs/config.md marks such keys `declared`); a table allows all "
+        "its keys; repeatable, and may stay in the command",
+    )
+    parser.add_argument(
+        "--reset-optimizer",
+        type=int,
+        metavar="STEP",
+        help="when resuming from the checkpoint of STEP, keep weights, data position and schedules, and reset the "
+        "optimiser's moments; without effect after later checkpoints, so it may stay in the command",
+    )
+    parser.add_argument("--reason", default="", help="why this start differs from the last; for the chronicle")
+    return parser.parse_intermixed_args(arguments)

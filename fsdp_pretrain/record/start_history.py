@@ -1,0 +1,281 @@
+"""What the record says about every start: when it was launched, connected and ready, its steps, and how it ended.
+
+Read from the files of the trainer, the launcher and the watchdog alone, so that the same record always gives the same
+answer. `goodput` makes an account of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_pretrain.errors import UserError
+
+from . import environment, exit_intent, journal, lineage, state_files
+from .environment import Environment
+from .files import RunDir, replace_file, seconds_of
+from .metrics import METRICS, records
+from .status import Status
+from .step_record import StepRecord
+
+_CLEAN = (0, 75)
+_DECLARING = frozenset(("hang", "rank-died"))
+"""Detectors whose alarms declare that a start is over."""
+_SAVING = frozenset(("checkpoint", "checkpoint-failed"))
+_READ, _TAIL, _WORTH_KEEPING = "steps.npz", 2048, 1000
+
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Columns of a segment's metrics, one row per record, all float64; see `StepRecord`."""
+
+    step: Column
+    tokens: Column  # of the step
+    iteration: Column  # seconds, as are the next two
+    data: Column
+    checkpoint: Column
+    skipped: Column  # 1 where the update was skipped
+    batch: Column
+    length: Column  # tokens of a sample
+    mfu: Column  # NaN where it is not known
+    written: Column  # seconds since 1970
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def compute(self) -> Column:
+        """Seconds of the step itself: without waiting for data and saves."""
+        return self.iteration - self.data - self.checkpoint
+
+    @property
+    def missing(self) -> Column:
+        """Seconds before each step that no record accounts for: of lost lines, by the times of the others."""
+        lost = np.diff(self.step, prepend=self.step[:1] - 1) > 1
+        return np.where(lost, np.maximum(np.diff(self.written, prepend=self.written[:1]) - self.iteration, 0.0), 0.0)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A start of the main job. Times are seconds since 1970."""
+
+    segment: int
+    launched: float  # when its process began
+    connected: float  # when all ranks had met and the segment was opened
+    ready: float | None  # when the first step began, if it did
+    steps: Steps
+    saves: list[tuple[float, float]]  # (time, seconds it took) of completed checkpoints
+    saving: float | None  # when its last save after its last step ended, well or not
+    declared: float | None  # when its end was declared: by itself, the watchdog or the launcher
+    end: float  # the last sign of it
+    closed: bool  # it, or the launcher, recorded that it has ended
+    clean: bool  # it stopped as it was asked to, or was complete
+    code: int | None  # the exit code it recorded
+    cause: str  # why it ended, as recorded
+    host: str  # of rank 0
+    world: int  # number of ranks
+
+    @property
+    def progress(self) -> float:
+        """When the last recorded step ended; without steps, when the wait for the first began."""
+        begun = self.connected if self.ready is None else self.ready
+        return begun + float(self.steps.iteration.sum() + self.steps.missing.sum())
+
+
+@dataclass(frozen=True)
+class History:
+    """All starts of a run, oldest first, and what happened between them."""
+
+    attempts: list[Attempt]  # since the run, or the fork, began
+    nodes: list[lineage.Node]
+    launches: list[float]  # when a launcher started, or started again
+    damaged_lines: int  # of the journal and the metrics; they are skipped
+    damaged_files: list[str]  # what is wrong with small files, whose starts are left out
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A segment that was opened, and when (seconds since 1970)."""
+
+    number: int
+    path: Path
+    begun: Environment
+    connected: float
+
+
+def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[Steps, int]:
+    """The columns of a metrics file, and the number of damaged lines, which are skipped.
+
+    They are cached beside the file, so that the next call only reads what was added. `shown` may wrap the lines in a
+    progress bar.
+    """
+    table, offset, before = _read_before(path)
+    rows, damaged, among = list[tuple[float, ...]](), list[bytes](), 0
+    for record, behind in shown(records(path, offset, on_damaged=damaged.append)):
+        rows.append(_row(record))
+        offset, among = behind, len(damaged)
+    if rows:
+        table = np.concatenate([table, np.array(rows, dtype=np.float64)])
+    if len(rows) >= _WORTH_KEEPING:
+        _keep(path, table, offset, before + among)
+    return Steps(*table.T), before + len(damaged)
+
+
+def unread_bytes(run: RunDir) -> int:
+    """Bytes of metrics that `read_steps` has not read yet."""
+    files = [path / METRICS for path in run.segments if (path / METRICS).exists()]
+    return sum(path.stat().st_size - _read_before(path).offset for path in files)
+
+
+class _Cache(NamedTuple):
+    """What an earlier reading of a metrics file found, up to a byte offset."""
+
+    table: Column
+    offset: int
+    damaged: int
+
+
+def _read_before(path: Path) -> _Cache:
+    """The cache of a metrics file; an empty one if there is none or the file is no longer the same."""
+    width = len(fields(Steps))
+    with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
+        with np.load(path.with_name(_READ), allow_pickle=False) as kept:
+            found, tail = _Cache(kept["table"], int(kept["offset"]), int(kept["damaged"])), kept["tail"].tobytes()
+        if found.table.shape[1:] == (width,) and _tail(path, found.offset) == tail:
+            return found
+    return _Cache(np.zeros((0, width)), 0, 0)
+
+
+def _tail(path: Path, offset: int) -> bytes:
+    """The bytes before an offset, by which a file is recognised: its lines never change."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, offset - _TAIL))
+            return file.read(min(offset, _TAIL))
+    except OSError:
+        return b""
+
+
+def _keep(path: Path, table: Column, offset: int, damaged: int) -> None:
+    content, tail = io.BytesIO(), np.frombuffer(_tail(path, offset), dtype=np.uint8)
+    np.savez(content, table=table, offset=offset, tail=tail, damaged=damaged)
+    with contextlib.suppress(OSError):  # reading must work on a full or read-only disk too
+        replace_file(path.with_name(_READ), content.getvalue())
+
+
+def _row(record: StepRecord) -> tuple[float, ...]:
+    return (
+        record.step,
+        record.batch * record.sequence_length,
+        record.seconds.iteration,
+        record.seconds.data,
+        record.seconds.checkpoint,
+        record.skipped,
+        record.batch,
+        record.sequence_length,
+        math.nan if record.mfu is None else record.mfu,
+        seconds_of(record.time) or math.nan,
+    )
+
+
+def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> History:
+    """Everything the record of a run says about its starts; `shown` may wrap metrics lines in a progress bar."""
+    nodes = lineage.nodes(run)
+    first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # before it: the parent's
+    damaged, wrong = list[bytes](), list[str]()
+    entries = [entry for entry, _ in journal.entries(run.journal, on_damaged=damaged.append)]
+    starts = list[_Start]()
+    for path in run.segments:
+        try:
+            begun = environment.read(run, int(path.name))
+        except UserError as error:
+            wrong.append(error.cause)
+            continue
+        connected = seconds_of(begun.time) if begun is not None else None
+        if begun is not None and connected is not None and int(path.name) >= first:
+            starts.append(_Start(int(path.name), path, begun, connected))
+    status = state_files.view(run.status, Status) or Status()
+    attempts, lines = list[Attempt](), len(damaged)
+    for start, until in zip(starts, [*(later.connected for later in starts[1:]), math.inf], strict=False):
+        steps, skipped = read_steps(start.path / METRICS, shown)
+        lines += skipped
+        heartbeat = seconds_of(status.heartbeat) if status.segment == start.number else None
+        attempts.append(_attempt(start, entries, steps, heartbeat, until))
+    launches = [seconds_of(entry["time"]) or 0.0 for entry in entries if entry["kind"] in ("launch", "restart")]
+    return History(attempts, nodes, sorted(launches), lines, wrong)
+
+
+def _attempt(
+    start: _Start, entries: list[dict[str, Any]], steps: Steps, heartbeat: float | None, until: float
+) -> Attempt:
+    """One start, from the journal and its own files; `until` is when the next one connected."""
+    connected = start.connected
+    around = [(seconds_of(e["time"]) or 0.0, e) for e in entries if e.get("segment") in (start.number, None)]
+    mine = [(time, entry) for time, entry in around if entry.get("segment") == start.number]
+    ready = next((time for time, entry in mine if entry["kind"] == "ready"), None)
+    if ready is None and len(steps):  # the entry was lost
+        ready = float(steps.written[0] - steps.iteration[0])
+    stop = next((entry for _, entry in reversed(mine) if entry["kind"] == "stop"), None)
+    intent = exit_intent.read(start.path)
+    code = intent.code if intent is not None else (stop or {}).get("code")
+    progress = (ready or connected) + float(steps.iteration.sum() + steps.missing.sum())
+    end = next(((t, entry) for t, entry in around if _declares(entry) and progress <= t <= until), None)
+    declared = end[0] if end is not None else None
+    signs = [progress, *(time for time, _ in mine), heartbeat, declared, seconds_of(intent and intent.time)]
+    after = [time for time, entry in mine if entry["kind"] in _SAVING and time > progress]
+    cause = (intent and intent.reason) or (stop or {}).get("text") or (str(end[1]["text"]) if end is not None else "")
+    return Attempt(
+        segment=start.number,
+        launched=seconds_of(start.begun.launched) or connected,
+        connected=connected,
+        ready=ready,
+        steps=steps,
+        saves=[(t, e["seconds"]) for t, e in mine if e["kind"] == "checkpoint" and journal.is_whole(e)],
+        saving=after[-1] if after and stop is not None else None,
+        declared=declared,
+        end=min(max(sign for sign in signs if sign is not None), max(until, progress)),
+        closed=intent is not None or declared is not None,
+        clean=stop is not None and "step" in stop and code in _CLEAN,
+        code=code,
+        cause=cause or "ended without a word",
+        host=start.begun.host,
+        world=start.begun.world.size if start.begun.world is not None else 1,
+    )
+
+
+def _declares(entry: dict[str, Any]) -> bool:
+    if entry["kind"] == "alarm":
+        return str(entry.get("key", "")).partition("/")[0] in _DECLARING and entry.get("state") == "open"
+    return entry["kind"] in ("stop", "restart")
+
+
+def kept_steps(history: History, attempt: Attempt) -> NDArray[np.bool_]:
+    """Which steps of a start are on the kept line."""
+    parts = [part for part in lineage.line(history.nodes) if part.segment == attempt.segment]
+    kept = np.zeros(len(attempt.steps), dtype=np.bool_)
+    for part in parts:
+        kept |= (attempt.steps.step > part.after) & (attempt.steps.step <= part.until)
+    return kept
+
+
+def left_by(history: History, attempt: Attempt) -> NDArray[np.int64]:
+    """For each step of a start, the first segment that went back to before it; 0 where none did."""
+    found = np.zeros(len(attempt.steps), dtype=np.int64)
+    for node in sorted(history.nodes, key=lambda node: node.segment):
+        if node.segment <= attempt.segment:
+            continue
+        part = next((p for p in lineage.line(history.nodes, node.segment) if p.segment == attempt.segment), None)
+        gone = attempt.steps.step > (part.until if part is not None else -math.inf)
+        found[gone & (found == 0)] = node.segment
+    return found

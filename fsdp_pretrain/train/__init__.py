@@ -1,0 +1,1 @@
+"""The main job: `torchrun ... -m fsdp_pretrain.train CONFIG.toml`."""

@@ -1,0 +1,8 @@
+"""`python -m fsdp_pretrain.train`."""
+
+import sys
+
+from .main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

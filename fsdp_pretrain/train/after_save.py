@@ -1,0 +1,52 @@
+"""What follows a checkpoint: evaluation, and the user's command. Training neither waits nor fails with them."""
+
+from __future__ import annotations
+
+import subprocess
+
+from eval import jobs
+from fsdp_pretrain.checkpoint.dcp import Saved
+from fsdp_pretrain.checkpoint.manifest import Manifest
+from fsdp_pretrain.checkpoint.on_commit import CommitHook
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.recorder import Recorder
+
+
+class AfterSave:
+    """Starts what a new checkpoint makes due, and knows which of it still runs."""
+
+    def __init__(self, config: Config, recorder: Recorder) -> None:
+        self._config, self._run, self._recorder = config, RunDir(config.run.dir), recorder
+        command = config.checkpoint.on_commit
+        self._hook = None if command is None else CommitHook(command, self._run.path / "on_commit.log", recorder)
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def start(self, saved: Saved) -> None:
+        """Start what is due; on rank 0."""
+        manifest = saved.checkpoint.manifest()
+        if self._hook is not None:
+            self._hook.start(saved.checkpoint.path, saved.checkpoint.step)
+        if self._config.eval.launch and jobs.is_due(self._config, manifest):
+            self._evaluate(manifest)
+
+    def running(self) -> list[str]:
+        """Names of what runs beside training now."""
+        return [*(["evaluation"] if self._evaluating else []), *(["on_commit"] if self.steps_in_use() else [])]
+
+    def steps_in_use(self) -> list[int]:
+        """Steps whose checkpoints must not be deleted yet."""
+        return self._hook.busy() if self._hook is not None else []
+
+    @property
+    def _evaluating(self) -> bool:
+        return self._worker is not None and self._worker.poll() is None
+
+    def _evaluate(self, manifest: Manifest) -> None:
+        """Start a worker unless one runs: that one, or the next, will find the checkpoint."""
+        if self._evaluating and not manifest.final:
+            return
+        try:
+            self._worker = jobs.start_worker(self._run, self._config)
+        except OSError as error:
+            self._recorder.event("eval-failed", f"could not start the evaluation process: {error}", step=manifest.step)

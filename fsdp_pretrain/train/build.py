@@ -1,0 +1,101 @@
+"""Builds the parts of a start from its configuration; used by training and by `fsdp_pretrain.bench`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from data.corpus.mapping import now_reading
+from data.packing.loader import Loader
+from data.packing.opening import open_infilling, open_skips
+from data.packing.packer import Packer
+from data.packing.position import Position
+from data.packing.unigrams import Unigrams
+from fsdp_pretrain import models
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.parallel import fsdp, mesh, optimizer
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.recorder import Recorder, Silent
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart, Watched
+
+
+def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, torch.optim.Optimizer]:
+    """The sharded model with its first values, and its optimiser."""
+    model = fsdp.parallelize(models.build(config.model), config, world)
+    return model, optimizer.build(model, config.optimizer)
+
+
+def build_loss_scaler(config: Config, world: World, state: list[float] | None = None) -> optimizer.LossScaler | None:
+    """For fp16, continuing from `state`; None for other dtypes."""
+    if fsdp.compute_dtype(config, world.device) is not torch.float16:
+        return None
+    return optimizer.LossScaler(config.train.loss_scale, world.device, state)
+
+
+def build_data(
+    config: Config, packer: Packer, world: World, start: Position, *, unigrams: Path | None = None
+) -> Loader:
+    """This rank's batches.
+
+    Args:
+        config: the run.
+        packer: of its corpora.
+        world: all ranks.
+        start: the first batch is the one after it.
+        unigrams: file of token frequencies that batches are compared with; None: they are not compared.
+    """
+    return Loader(
+        packer,
+        config.schedule.batch,
+        rank=world.rank,
+        world=world.size,
+        micro_batch=config.train.micro_batch,
+        start=start,
+        skips=open_skips(config),
+        prefetch=config.data.prefetch,
+        with_lengths=config.data.uses_lengths,
+        across_documents=config.data.loss_across_documents,
+        infilling=open_infilling(config, packer),
+        pin=world.device.type == "cuda",
+        unigrams=None if unigrams is None else Unigrams(unigrams, config.watchdog.sentinels.learn),
+    )
+
+
+def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> Recorder:
+    """Writes the record on rank 0, and nothing on the others."""
+    if not world.is_main:
+        return Silent(run, segment)
+    recorder = Recorder(
+        run,
+        segment,
+        name=config.run.name,
+        console_every=config.record.console_every,
+        total_steps=config.schedule.steps,
+    )
+    recorder.status(force=True, state="starting")
+    return recorder
+
+
+def build_heartbeat(config: Config) -> Heart:
+    """This rank's part of the watchdog, which looks from before the ranks meet. Raises ConfigError."""
+    ranks = mesh.Ranks.from_environment()
+    if not config.watchdog.enabled:
+        return Heart()
+    try:
+        return Watched(
+            config,
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            local_ranks=ranks.local_world,
+            node=int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world)),
+            nodes=ranks.world // ranks.local_world,
+            reading=now_reading,
+        )
+    except OSError as error:
+        print(f"warning: training without a watchdog on this rank: {error}", file=sys.stderr, flush=True)
+        return Heart()

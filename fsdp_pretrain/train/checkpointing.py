@@ -1,0 +1,234 @@
+"""Making checkpoints while training goes on, and what a failed one means.
+
+A save is begun when it is due; its end is noticed through the sum that every step makes, so all ranks act after the
+same step. A failure is an alarm; the next attempts are made while training waits, with growing pauses between them,
+until there were too many in a row, or the newest verified checkpoint is too old.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from fsdp_pretrain.checkpoint.async_save import Pending
+from fsdp_pretrain.checkpoint.dcp import Saved
+from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import StorageError, UserError
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.units import human_bytes, human_time
+
+_LONGEST_PAUSE = 300.0
+_PATIENCE = 1.0
+"""Seconds of waiting for an earlier save that are worth an entry in the journal."""
+
+
+class Saver(Protocol):
+    """Makes checkpoints; see `checkpoint.manager.Manager`. Collective."""
+
+    def save(self, state: TrainState, *, final: bool) -> Saved:
+        """Make one while the caller waits. Raises StorageError on every rank."""
+
+    def begin(self, state: TrainState) -> Pending[Saved]:
+        """Make one in the background."""
+
+    def renew(self) -> None:
+        """Recover the means of saving in the background after an unexpected end."""
+
+
+class Saves:
+    """The checkpoints of one start. All ranks call its methods together, `signals` with every step.
+
+    Args:
+        config: the run.
+        world: all ranks.
+        saver: makes them.
+        after_save: called on every rank after a checkpoint was committed (evaluation, for example).
+        recorder: writes the record.
+        step: of the checkpoint that this start continues from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        saver: Saver,
+        after_save: Callable[[Saved], None],
+        recorder: Recorder,
+        step: int,
+    ) -> None:
+        self._config, self._world, self._saver = config.checkpoint, world, saver
+        self._patience = config.parallel.timeout.value
+        self._after_save, self._recorder = after_save, recorder
+        self.saved_step = step
+        self._pending: Pending[Saved] | None = None
+        self._pending_step, self._number, self._told = step, 0, False
+        self._failures, self._retry_at = 0, math.inf
+        self._safe_at = time.monotonic()
+        self._stalled = 0.0
+
+    def take_stalled(self) -> float:
+        """Seconds for which training waited since this was last asked."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is being written beside training."""
+        return self._pending is not None
+
+    # ------------------------------------------------------------------ what ranks agree on with every step
+
+    def signals(self) -> tuple[int, bool, bool]:
+        """This rank's part: the number of the save its writer has ended (or 0), try again now, stop: too long without.
+
+        The first is to be summed over the ranks and given to `ended`; the others are rank 0's clock.
+        """
+        pending, done = self._pending, 0
+        if pending is not None and pending.done:
+            done = self._number
+            if pending.error is not None and not self._told:  # the alarm does not wait for the other ranks
+                self._told = True
+                self._tell(self._failures + 1, _cause(pending.error))
+        now, limit = time.monotonic(), self._config.max_age
+        retry = self._world.is_main and now >= self._retry_at
+        overdue = self._world.is_main and limit is not None and now - self._safe_at > limit.value
+        return done, retry, overdue
+
+    def ended(self, total: int) -> bool:
+        """Whether the writers of all ranks have ended the save in flight, from the sum of their `signals`."""
+        return self._pending is not None and total == self._world.size * self._number
+
+    def refuse_to_go_on(self) -> None:
+        """Raise StorageError: the newest verified checkpoint is older than `checkpoint.max_age`."""
+        raise StorageError(
+            f"no checkpoint was verified for longer than checkpoint.max_age = {self._config.max_age}",
+            effect=f"steps after {self.saved_step} are in no checkpoint",
+            remedy="mend the storage, then start again; training continues from the last checkpoint",
+        ).on_all_ranks()
+
+    # ------------------------------------------------------------------ saving
+
+    def save(self, state: TrainState, *, final: bool = False, must_succeed: bool = False) -> None:
+        """Begin a save in the background, or make one here and now: the last, and those after a failure.
+
+        Raises:
+            StorageError: on every rank, when there were too many failures in a row.
+        """
+        start = time.perf_counter()
+        waited = self.finish()
+        if waited > _PATIENCE:
+            self._recorder.event(
+                "checkpoint-late",
+                f"training waited {human_time(waited)} for the save of step {self._pending_step}: "
+                "saves are due faster than storage takes them",
+                step=state.step,
+                seconds=waited,
+            )
+        self._recorder.status(force=True, state="saving")
+        self._pending_step, self._told = state.step, False
+        if self._config.background and not must_succeed and not self._failures:
+            self._number += 1
+            self._pending = self._saver.begin(state)
+        else:
+            self._save_now(state, final, must_succeed)
+        self._stalled += time.perf_counter() - start
+        self._recorder.status(force=True, state="running")
+
+    def _save_now(self, state: TrainState, final: bool, must_succeed: bool) -> None:
+        while True:
+            try:
+                saved = self._saver.save(state, final=final)
+            except StorageError as error:
+                self._tell(self._failures + 1, error.cause)
+                self._fail(error.cause)
+                if not must_succeed:
+                    return
+                time.sleep(min(1.0, self._config.retry.value))
+            else:
+                self._succeed(state.step, saved)
+                return
+
+    def finish(self) -> float:
+        """Wait for the save in flight, if there is one, and draw the consequences; the seconds that took.
+
+        Raises:
+            StorageError: on every rank, when there were too many failures in a row.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return 0.0
+        start = time.perf_counter()
+        ended = pending.wait(self._patience)
+        failure = _cause(pending.error) if pending.error is not None else None if ended else "its writer does not end"
+        expected = ended and (pending.error is None or isinstance(pending.error, StorageError))
+        outcomes = self._world.gather((failure, expected))
+        if not all(fine for _, fine in outcomes):
+            self._saver.renew()
+        if pending.error is not None and isinstance(pending.error, UserError) and not expected:
+            raise pending.error  # on every rank: another job took the run over, for example
+        causes = [
+            text if fine else f"rank {rank}: {text}" for rank, (text, fine) in enumerate(outcomes) if text is not None
+        ]
+        if causes:
+            if not self._told:
+                self._tell(self._failures + 1, causes[0])
+            self._fail(causes[0])
+        else:
+            self._succeed(self._pending_step, pending.result())
+        return time.perf_counter() - start
+
+    def give_up(self) -> None:
+        """Let the save in flight end, whatever becomes of it: the run ends for another reason."""
+        with suppress(UserError):
+            self.finish()
+
+    def _tell(self, failures: int, cause: str) -> None:
+        step, limit = self._pending_step, self._config.max_failures
+        self._recorder.event(
+            "checkpoint-failed", f"attempt {failures} of {limit}: {cause}", step=step, failures=failures
+        )
+
+    def _fail(self, cause: str) -> None:
+        self._failures += 1
+        pause = self._config.retry.value * 2.0 ** (self._failures - 1)
+        self._retry_at = time.monotonic() + min(_LONGEST_PAUSE, pause)
+        if self._failures >= self._config.max_failures:
+            raise StorageError(
+                f"{self._failures} saves in a row failed, the last because: {cause}",
+                effect=f"steps after {self.saved_step} are in no checkpoint",
+                remedy="mend the storage, then start again; training continues from the last checkpoint",
+            ).on_all_ranks()
+
+    def _succeed(self, step: int, saved: Saved) -> None:
+        self._failures, self._retry_at, self.saved_step = 0, math.inf, step
+        self._safe_at = time.monotonic()
+        manifest = saved.checkpoint.manifest() if self._world.is_main else None
+        consumed = manifest.consumed if manifest is not None else None
+        self._recorder.event(
+            "checkpoint",
+            f"{saved.checkpoint.path.name}: {human_bytes(saved.bytes)} in {saved.seconds:.2f}s"
+            + (", verified" if saved.checkpoint.verified else ""),
+            step=step,
+            consumed=consumed,
+            bytes=saved.bytes,
+            seconds=saved.seconds,
+            verified=saved.checkpoint.verified,
+            final=manifest.final if manifest is not None else None,
+        )
+        for kind, text in saved.notes:
+            self._recorder.event(kind, text, step=step)
+        if saved.deleted:
+            names = ", ".join(map(str, saved.deleted))
+            self._recorder.event("checkpoint-deleted", f"by the retention policy: step {names}")
+        state = {"step": step, "consumed": consumed, "verified": saved.checkpoint.verified}
+        self._recorder.status(force=True, checkpoint=state)
+        self._after_save(saved)
+
+
+def _cause(error: BaseException) -> str:
+    return error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

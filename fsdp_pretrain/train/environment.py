@@ -1,0 +1,184 @@
+"""What a start runs on and with: hosts, devices, versions, the state of the code. For the record, and to be compared.
+
+Most of what goes wrong after a restart is something that nobody meant to change. So every start writes this down, and
+the chronicle says what is not as it was at the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from pydantic import model_validator
+
+from fsdp_pretrain import __version__
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.resume_rules import changes, differences
+from fsdp_pretrain.deadline import run_program
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.plan import flops
+from fsdp_pretrain.record import environment, state_files
+from fsdp_pretrain.record.environment import ENVIRONMENT
+from fsdp_pretrain.record.files import RunDir, now, stamp
+from fsdp_pretrain.record.lease import process_start
+from fsdp_pretrain.record.lineage import LINEAGE
+from fsdp_pretrain.record.state_files import StateFile
+
+_RECORDED_VARIABLES = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "PYTORCH",
+    "OMP_",
+    "SLURM_JOB",
+    "SLURM_NODE",
+    "SLURM_PROCID",
+)
+_COMPARED = {"world", "device", "python", "torch", "cuda", "nccl", "driver", "fsdp_pretrain"}
+_ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$")
+_SHOWN_HOSTS = 20
+_CORPORA = "corpora.json"
+_GIT_SECONDS = 60.0
+
+
+class _Corpora(StateFile):
+    """Fingerprint of every source, by its name."""
+
+    corpora: dict[str, str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_release_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values if isinstance(values.get("corpora"), dict) else {"corpora": values}
+
+
+def describe(world: World, hosts: list[str]) -> dict[str, Any]:
+    """The content of a segment's `environment.json`; `hosts`: of every rank, in rank order."""
+    variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
+    return {
+        "time": now(),
+        "launched": stamp(_launched()),
+        "command": sys.argv,
+        "directory": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "hosts": dict(sorted(Counter(hosts).items())),
+        "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
+        "device": flops.device_name(world.device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": _nccl(),
+        "driver": _driver(),
+        "fsdp_pretrain": __version__,
+        "git": _git_state(),
+        "variables": variables,
+    }
+
+
+def _launched() -> float:
+    """When this process began, seconds since 1970. The time of boot that psutil adds is known to the second only."""
+    started = process_start(os.getpid())
+    if started is None or not hasattr(time, "CLOCK_BOOTTIME") or not Path("/proc/self/stat").exists():
+        return psutil.Process().create_time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+
+
+def _nccl() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA kernel driver; None without one."""
+    try:
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return match[0] if match else None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of this program's checkout and whether it was changed; None outside a checkout."""
+    # Without the locks that `git status` takes to refresh the index: a rank that is killed would leave one behind.
+    git = ["git", "-C", str(Path(__file__).resolve().parent.parent), "--no-optional-locks"]
+    try:
+        found = [
+            run_program([*git, *question], _GIT_SECONDS, output=subprocess.PIPE)
+            for question in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        ]
+    except OSError:
+        return None
+    if any(answer.returncode for answer in found):
+        return None
+    commit, changed = (answer.stdout.decode(errors="replace") for answer in found)
+    return {"commit": commit.strip(), "changed": sorted(line[3:] for line in changed.splitlines())[:50]}
+
+
+def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:
+    """What is not as it was at the last start that went through. Notes the corpora, for the next start to compare.
+
+    Args:
+        run: the run directory.
+        number: of this start's segment.
+        corpora: fingerprint of every source.
+
+    Returns:
+        (segment of the last start, `what: old -> new` each); None if this is the first.
+    """
+    with contextlib.suppress(OSError):  # a full disk must not stop a start here
+        state_files.write(run.segment(number) / _CORPORA, {"corpora": corpora})
+    went_through = (path for path in run.segments if (path / LINEAGE).exists())
+    started = [int(path.name) for path in went_through if (path / ENVIRONMENT).exists()]
+    last = max((other for other in started if other < number), default=None)
+    if last is None:
+        return None
+    before, after = (environment.view(run, n) for n in (last, number))
+    found = _configuration(run, last, number)
+    found += _hosts(before.hosts, after.hosts)
+    found += differences(before.model_dump(include=_COMPARED), after.model_dump(include=_COMPARED))
+    found += _code(before.git or {}, after.git or {})
+    found += differences(_variables(before), _variables(after), "environment")
+    known = state_files.view(run.segment(last) / _CORPORA, _Corpora)  # none if its disk was full
+    return last, found + (differences(known.corpora, corpora, "corpora") if known is not None else [])
+
+
+def _variables(begun: environment.Environment) -> dict[str, str]:
+    return {key: value for key, value in begun.variables.items() if not _ALWAYS_NEW.match(key)}
+
+
+def _configuration(run: RunDir, last: int, number: int) -> list[str]:
+    try:
+        old, new = (load(run.segment(n) / "config.toml") for n in (last, number))
+    except UserError as error:  # written by another version of this program
+        return [f"the configuration of segment {last} cannot be compared: {error.cause.splitlines()[0]}"]
+    return [change.text for change in changes(old, new)]
+
+
+def _hosts(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    found = []
+    for word, names in (("gone", [*before.keys() - after.keys()]), ("new", [*after.keys() - before.keys()])):
+        if names:
+            more = f" and {len(names) - _SHOWN_HOSTS} more" if len(names) > _SHOWN_HOSTS else ""
+            found.append(f"hosts {word}: {', '.join(sorted(names)[:_SHOWN_HOSTS])}{more}")
+    return found
+
+
+def _code(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    found = differences({"commit": before.get("commit")}, {"commit": after.get("commit")}, "code")
+    if before.get("changed") != after.get("changed"):
+        found.append(f"code changed beyond the commit: {', '.join(after.get('changed') or []) or 'nothing any more'}")
+    return found

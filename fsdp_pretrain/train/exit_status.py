@@ -1,0 +1,106 @@
+"""How a start ends, and that it says so: in the journal, in `status.json`, and to launchers by `exit_intent.json`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.errors import Exit, Interrupted, UserError
+from fsdp_pretrain.health.auto_rollback import came_back, retreat, say_end
+from fsdp_pretrain.health.monitor import Retreat
+from fsdp_pretrain.record import exit_intent, status
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.recorder import Recorder
+
+from .run_context import RunContext
+from .trainer import Trainer
+
+
+def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
+    """Train, and write down how it ended if it failed; what `train` returns or raises.
+
+    Args:
+        rank: this rank; of several that fail alike, the first to write is believed.
+        run_dir: the run directory.
+        segment: of this start.
+        recorder: closed at the end.
+        train: the run.
+    """
+    try:
+        return train()
+    except Interrupted as asked:  # no intent: torchrun sends SIGTERM too, when another rank has died of something
+        recorder.ended(str(asked), code=int(asked.exit))
+        recorder.status(force=True, state="stopped")
+        raise
+    except BaseException as error:
+        known = isinstance(error, UserError)
+        code = int(error.exit) if isinstance(error, UserError) else int(Exit.UNEXPECTED)
+        reason = error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        exit_intent.write(run_dir, segment, code, reason, rank=rank)
+        recorder.ended(f"exit {code}: {reason}" if known else f"unexpected {reason}", code=code)
+        recorder.status(force=True, **status.ended(code, reason))
+        raise
+    finally:
+        recorder.close()
+
+
+def conclude(outcome: Exit, trainer: Trainer) -> Exit:
+    """Write down how the loop ended, after a rollback if it ended for one; what to exit with. Collective.
+
+    Raises:
+        UserError: the rollback must not, or cannot, be made; see `retreat.retreat`.
+    """
+    run, asked = trainer.context, trainer.retreat
+    recorder, run_dir = run.recorder, run.recorder.run
+    if asked is None:
+        return _record_stop(outcome, trainer.state.step, run)
+    if asked.repeats is False and not run.world.decide(lambda: came_back(run_dir, asked)):
+        return _record_suspicion(asked, run)
+    if asked.repeats is not None:
+        found = "not finite again" if asked.repeats else "finite, as it was found before, and came back all the same"
+        text = f"the same step from the same batch was {found}: {asked.cause}"
+        recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
+    report = run.world.decide(lambda: retreat(run_dir, run.config, asked, recorder))
+    if run.world.is_main:
+        say_end(run_dir, report.step, asked, recorder)
+    return outcome
+
+
+def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
+    """The run is complete, or was asked to stop: COMPLETE or RESUME."""
+    asked = run.inbox.take()
+    reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({asked.reason or 'another rank'})"
+    facts: dict[str, object] = {"asked": outcome is Exit.RESUME}
+    if outcome is Exit.RESUME and asked.avoid_hosts:
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(asked.avoid_hosts)}
+    _record(outcome, f"{reason} after step {step:_}", reason, step, run, **facts)
+    return outcome
+
+
+def _record_suspicion(asked: Retreat, run: RunContext) -> Exit:
+    """Steps were not finite for a reason that is not in their data.
+
+    No sample is to be left then, and the weights are those before: the next start goes on from the last checkpoint,
+    without the host if that is known and there are others.
+    """
+    hosts = run.world.gather(socket.gethostname())
+    host = None if asked.rank is None else hosts[asked.rank]
+    who = "of one of the ranks" if host is None else f"of rank {asked.rank} on {host}"
+    reason = f"{asked.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
+    outcome, facts = Exit.RESUME, dict[str, object](restart=True)
+    if host is not None and len(set(hosts)) > 1:
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host]}
+    run.recorder.event("health-again", reason, step=asked.end, rank=asked.rank, suspect=host, repeats=False)
+    _record(outcome, reason, reason, asked.end, run, **facts)
+    return outcome
+
+
+def _record(outcome: Exit, text: str, reason: str, step: int, run: RunContext, **facts: Any) -> None:
+    """An end that was decided: `text` into the journal, `reason` into `status.json` and, with `facts`, the intent."""
+    code, recorder = int(outcome), run.recorder
+    recorder.ended(f"{text}, exit {code}", step=step, code=code)
+    recorder.status(force=True, **status.ended(code, reason))
+    if run.world.is_main:
+        exit_intent.write(recorder.run, recorder.segment, code, reason, **facts)

@@ -1,0 +1,243 @@
+"""The main job: `torchrun ... -m fsdp_pretrain.train CONFIG.toml [key=value ...]`.
+
+Parses, builds, runs, reports how it ended. The only place that knows all parts; nothing imports it. Starting it again
+continues from the newest valid checkpoint in the run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from data.packing.loader import StepBatch, check_batches
+from data.packing.opening import check_supply, open_packer
+from data.packing.position import Position
+from eval import jobs
+from fsdp_pretrain.checkpoint.dcp import Saved
+from fsdp_pretrain.checkpoint.manager import Manager
+from fsdp_pretrain.checkpoint.on_commit import refuse_path_in_text
+from fsdp_pretrain.checkpoint.resume import Resume, Resumed, Terms
+from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.checkpoint.training_objects import Subject
+from fsdp_pretrain.config import resume_rules
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import Exit, Interrupted, UserError
+from fsdp_pretrain.health.history import recall
+from fsdp_pretrain.health.journal import provenance
+from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.launch import torchrun
+from fsdp_pretrain.lineage.rollback import finish
+from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.plan import plan
+from fsdp_pretrain.record import aim, lineage, overrides, run_id
+from fsdp_pretrain.record.arguments import parse_trainer
+from fsdp_pretrain.record.files import RunDir, make_directory, replace_file
+from fsdp_pretrain.record.lock import RunLock
+from fsdp_pretrain.record.overrides import Overrides, load_run
+from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
+from fsdp_pretrain.record.run_id import Memory
+from fsdp_pretrain.watchdog.heartbeat.page import Phase
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+from fsdp_pretrain.watchdog.notify.channels import make_channels
+
+from . import start
+from .after_save import AfterSave
+from .build import build_data, build_heartbeat, build_loss_scaler, build_model_and_optimizer, build_recorder
+from .checkpointing import Saves
+from .exit_status import conclude, record_end
+from .run_context import RunContext
+from .trainer import Trainer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the job; the exit code."""
+    args = parse_trainer(sys.argv[1:] if arguments is None else arguments)
+    torchrun.die_with_launcher()
+    warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
+    try:
+        interrupt_on_signal()
+        return _start(args)
+    except Interrupted as asked:
+        print(f"stopped: {asked}", file=sys.stderr, flush=True)
+        return int(asked.exit)
+
+
+def _start(args: argparse.Namespace) -> int:
+    try:
+        allowed = resume_rules.read_allowed(args.allow)
+        config, lasting = load_run(args.config, args.overrides)
+        refuse_path_in_text(config)
+        terms = Terms(args.allow_fresh, allowed, args.reset_optimizer, args.reason)
+        memory = Memory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
+        start.recognise(RunDir(config.run.dir), memory)
+    except UserError as error:  # every rank of a node reads the same file: one message is enough
+        return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+    try:
+        heart = build_heartbeat(config)
+        with mesh.connect(config.parallel) as world:
+            return int(run(config, world, lasting, terms, heart, memory))
+    except UserError as error:
+        return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
+
+
+def _refuse(error: UserError, *, speaks: bool) -> int:
+    if speaks:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    torchrun.leave_note(int(error.exit), error.cause)
+    return int(error.exit)
+
+
+def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: Heart, memory: Memory) -> Exit:
+    """Lock the run, open a segment, train, and record how it ended, whatever the way. Raises UserError.
+
+    Args:
+        config: what to train.
+        world: all ranks.
+        lasting: what of `config` comes from the run directory.
+        terms: what the person who started it allows.
+        heart: tells the watchdog what this rank does.
+        memory: what earlier starts under the same launcher have seen.
+    """
+    run_dir = RunDir(config.run.dir)
+    world.decide(lambda: start.refuse_unwanted_restart(run_dir))
+    start.open_directory(run_dir, world, memory)
+    terms = start.agreed(terms, memory, world)
+    lock = RunLock(run_dir, "training")
+    while not world.decide(lock.attempt):  # short looks, so that no rank waits long for rank 0
+        pass
+    try:
+        finished = world.decide(lambda: finish(run_dir))
+        world.decide(lambda: len(lineage.nodes(run_dir)))  # or refuse before anything is written
+        standing = world.decide(lambda: overrides.read(run_dir))
+        world.together(lambda: start.check_overrides(run_dir, lasting, standing))
+        missing = world.decide(lambda: start.look_for_checkpoints(run_dir, terms, memory))
+        start.open_checkpoints(run_dir, world)
+        hosts = world.gather(socket.gethostname())
+        segment = world.decide(lambda: start.open_segment(run_dir, config, world, hosts))
+        heart.belongs_to(int(segment.name))
+        recorder = build_recorder(config, world, run_dir, segment)
+        if finished:
+            recorder.say("finished the rollback that had been interrupted")
+        if missing is not None and missing.newest is not None:
+            recorder.event("checkpoint-missing", missing.text, step=missing.step, newest=missing.newest)
+        start.record_overrides(recorder, lasting)
+        after_save = AfterSave(config, recorder)
+        inbox = Inbox(run_dir if world.is_main else None)
+        context = RunContext(config, world, recorder, inbox, heart, after_save.running)
+        guard = partial(_check_writer, lock if world.is_main else None)
+        train = partial(_train, context, guard, terms, memory, after_save)
+        return record_end(world.rank, run_dir, segment, recorder, train)
+    finally:
+        heart.close()
+        lock.release()
+
+
+def _check_writer(lock: RunLock | None) -> None:
+    """Before a save: raise RunGoneError if the run directory is gone, BusyError if rank 0 (`lock`) does not hold it."""
+    run_id.check()
+    if lock is not None:
+        lock.check()
+
+
+def _train(context: RunContext, guard: Callable[[], None], terms: Terms, memory: Memory, after_save: AfterSave) -> Exit:
+    """Build everything and run the loop."""
+    config, world, recorder, run_dir = context.config, context.world, context.recorder, context.recorder.run
+    context.heart.beat(Phase.LOAD)
+    world.together(lambda: _preflight(config, world))
+    packer = world.together(lambda: open_packer(config))
+    if world.is_main:
+        start.copy_tokenizer(run_dir, packer)
+    model, optimizer = build_model_and_optimizer(config, world)
+    subject = Subject(world, run_dir, model, optimizer, config, identity(config, packer))
+    start.record_start(recorder, subject, model.count_parameters())
+    resumed = Resume(subject, recorder, terms)()
+    state = resumed.state
+    if world.is_main:
+        start.record_changes(recorder, subject.identity.corpora, terms.reason)
+    world.decide(lambda: start.join_line(run_dir, recorder, resumed, fresh=terms.fresh))
+    memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
+    health = _health(subject, recorder.number, resumed)
+    world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
+    scaler = build_loss_scaler(config, world, state.loss_scale)
+    start.record_state(context, state, scaled=scaler is not None)
+    if world.is_main:
+        replace_file(run_dir.config, config.to_toml())
+    if context.inbox.discard():
+        recorder.event("control", "requests left from before this start were discarded")
+    context.inbox.listen()
+    follower = aim.start_follower(run_dir) if world.is_main and config.record.aim else None
+
+    def saved(made: Saved) -> None:
+        memory.remember(checkpoint=made.checkpoint.step)
+        if world.is_main:
+            after_save.start(made)
+
+    unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
+    if unigrams is not None:
+        make_directory(unigrams.parent)
+    manager = Manager(
+        subject,
+        segment=recorder.number,
+        guard=guard,
+        protected=lambda: {*jobs.protected_steps(run_dir, config), *after_save.steps_in_use()},
+        suspicion=lambda: health.suspicion,
+        clean_until=lambda: health.clean_until,
+    )
+    trainer = Trainer(
+        context,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        data=build_data(config, packer, world, state, unigrams=unigrams),
+        saves=Saves(config, world, manager, saved, recorder, state.step),
+        state=state,
+        health=health,
+        provenance=provenance(config, world.size),
+        reread=partial(_read_again, config, world),
+    )
+    if world.is_main:
+        start.record_ready(context, state)
+    outcome = conclude(trainer.run(), trainer)
+    if follower is not None:
+        aim.finish_follower(run_dir, follower)
+    return outcome
+
+
+def _preflight(config: Config, world: World) -> None:
+    """What can be refused before anything is built. Raises ConfigError."""
+    plan.check_declared(config.model, plan.count_parameters(config.model))
+    check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
+    if config.record.aim:
+        aim.check_installed()
+    if config.watchdog.enabled:
+        make_channels(config.watchdog.notify, os.environ)
+
+
+def _health(subject: Subject, segment: int, resumed: Resumed) -> Health:
+    """What judges the steps of this start, the same on every rank."""
+    world = subject.world
+    exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    return world.decide(
+        lambda: recall(
+            subject.run,
+            subject.config,
+            segment=segment,
+            parent=resumed.parent,
+            step=resumed.state.step,
+            whole=resumed.whole,
+            exact=exact,
+        )
+    )
+
+
+def _read_again(config: Config, world: World, before: Position) -> StepBatch:
+    """This rank's share of the batch after a position, by a packer that nobody else uses. Raises DataError."""
+    return build_data(config, open_packer(config), world, before).build(before)

@@ -1,0 +1,33 @@
+"""What the parts of a start have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.record.requests import Inbox
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One start of a run, as one rank sees it.
+
+    Attributes:
+        config: the run.
+        world: all ranks.
+        recorder: writes the record (silent on other ranks than 0).
+        inbox: requests to this rank.
+        heart: reports to the watchdog what this rank does.
+        beside: names of what runs on this node beside training just now.
+    """
+
+    config: Config
+    world: World
+    recorder: Recorder
+    inbox: Inbox
+    heart: Heart = field(default_factory=Heart)
+    beside: Callable[[], list[str]] = list

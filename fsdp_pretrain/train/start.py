@@ -1,0 +1,267 @@
+"""How a start comes to its run: the directory that is meant, its checkpoints, a segment, a place on the kept line.
+
+And what its journal says before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from data.packing.opening import open_skips
+from data.packing.packer import Packer
+from fsdp_pretrain.checkpoint.expected import Missing, missing
+from fsdp_pretrain.checkpoint.resume import Resumed, Terms
+from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.checkpoint.training_objects import Subject
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.launch.outcome import newest_segment
+from fsdp_pretrain.lineage.rollback import leave_all
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.plan import flops
+from fsdp_pretrain.record import environment as environments
+from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
+from fsdp_pretrain.record.environment import ENVIRONMENT
+from fsdp_pretrain.record.exit_intent import EXIT_INTENT
+from fsdp_pretrain.record.files import RunDir, make_directory, replace_file, seconds_of
+from fsdp_pretrain.record.metrics import left_behind
+from fsdp_pretrain.record.milestones import milestones
+from fsdp_pretrain.record.overrides import Overrides
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.record.run_id import Memory
+from fsdp_pretrain.units import human_count, human_time
+
+from . import environment
+from .run_context import RunContext
+
+_VISIBLE_WITHIN = 5.0
+"""Seconds in which a host must see what another has made in the run directory."""
+
+
+# ---------------------------------------------------------------------- the directory
+
+
+def recognise(run: RunDir, memory: Memory) -> None:
+    """Before anything is made: refuse a run directory that is not the one that earlier starts had; bind to it.
+
+    Raises:
+        RunGoneError: it is not.
+        StorageError: that cannot be seen.
+    """
+    memory.check(run.path, partial(newest_segment, run))
+    run_id.bind(run.path, run_id.read(run.path))
+
+
+def open_directory(run: RunDir, world: World, memory: Memory) -> None:
+    """Bind every rank to the run directory, which is made if no host has one. Collective.
+
+    Raises:
+        RunGoneError: some hosts see the run and others do not.
+        StorageError: it cannot be made or read.
+    """
+    found = world.gather(world.together(lambda: run_id.read(run.path)))
+    known = next((one for one in found if one is not None), None)
+    if known is None:
+        known = world.decide(lambda: run_id.give(run.path))
+    _bind_all(run.path, known, world)
+    memory.remember(run_id=known)
+
+
+def open_checkpoints(run: RunDir, world: World) -> None:
+    """The same for `checkpoints/`, which may be a mount of its own; after `look_for_checkpoints`. Collective."""
+    known = run_id.bound_to(run.path)
+    _bind_all(run.checkpoints, world.decide(lambda: run_id.give(run.checkpoints, known or "")), world)
+
+
+def _bind_all(directory: Path, known: str, world: World) -> None:
+    world.together(lambda: _see(directory, known))
+    run_id.bind(directory, known)
+
+
+def _see(directory: Path, known: str) -> None:
+    """Raise RunGoneError if this host does not see a directory with this id soon."""
+    until = time.monotonic() + _VISIBLE_WITHIN
+    while run_id.read(directory) != known:
+        if time.monotonic() > until:
+            raise run_id.gone(directory)
+        for folder in (directory.parent, directory):  # to open it makes a network file system look again
+            with contextlib.suppress(OSError):
+                os.close(os.open(folder, os.O_RDONLY))
+        time.sleep(0.1)
+
+
+def refuse_unwanted_restart(run: RunDir) -> None:
+    """torchrun restarts its ranks after any exit but 0. Do not train on if the last one was a decision to end.
+
+    Raises:
+        UserError: with the exit code that was decided; torchrun uses up its restarts on it and ends.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run.segments:
+        return
+    path = run.segments[-1] / EXIT_INTENT
+    intent = exit_intent.read(path.parent)
+    if intent is None or intent.restart or intent.code not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
+        return
+    if path.stat().st_mtime > psutil.Process(os.getppid()).create_time():  # decided under this torchrun
+        error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent.reason})")
+        error.exit = Exit(intent.code)
+        raise error
+
+
+def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
+    """Raise ConfigError if a rollback changed the overrides since this rank read them, or it saw an old file."""
+    if mine != standing:
+        raise ConfigError(
+            f"{run.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
+            effect="this start would train without what a rollback decided",
+            remedy="start again; if it persists, the nodes do not see the same run directory",
+        )
+
+
+# ---------------------------------------------------------------------- its checkpoints
+
+
+def agreed(terms: Terms, memory: Memory, world: World) -> Terms:
+    """The terms for this start: --allow-fresh is for the first one under a launcher or torchrun. Collective."""
+    return replace(terms, fresh=world.decide(lambda: terms.fresh and not (memory.seen and memory.seen.segment)))
+
+
+def look_for_checkpoints(run: RunDir, terms: Terms, memory: Memory) -> Missing | None:
+    """The newest checkpoint of the kept line, if the record has it and the directories have neither it nor a later one.
+
+    Raises:
+        CheckpointError: there is none at all, or the one that is missing was there under this launcher: to go on would
+            be to train again, without a word, what was trained. Not if `terms.fresh`.
+    """
+    found = missing(run, memory.seen)
+    if found is None or terms.fresh or not (found.newest is None or found.seen):
+        return found
+    directory = run.checkpoints
+    error = CheckpointError(
+        f"{directory} has lost checkpoints: {found.text}",
+        effect="nothing was done: training would begin again "
+        + ("at step 0" if found.newest is None else f"after step {found.newest}"),
+        remedy="see whether its file system, and that of checkpoint.fallback_dir, is mounted, or restore them; "
+        + (
+            "start by hand with --allow-fresh to begin again at step 0 in this directory"
+            if found.newest is None
+            else f"`fsdp-pretrain rollback {run.path} --to {found.newest}` goes on without them"
+        ),
+    )
+    error.exit = Exit.NEEDS_PERSON
+    raise error
+
+
+# ---------------------------------------------------------------------- its segment
+
+
+def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) -> Path:
+    """Create this start's directory with what it was started from. Raises StorageError."""
+    try:
+        segment = run.new_segment()
+        replace_file(segment / "config.toml", config.to_toml())
+        state_files.write(segment / ENVIRONMENT, environment.describe(world, hosts))
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
+    return segment
+
+
+def join_line(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
+    """Make this start the head of the lineage, before it records a step.
+
+    One that begins at step 0 although there is a record says what of it is lost. If that was allowed (`fresh`), the
+    checkpoints and evaluations of the record are moved aside: they belong to another line.
+
+    Raises:
+        StorageError: the run directory cannot be written.
+    """
+    fresh = fresh and resumed.checkpoint is None
+    steps, tokens = left_behind(run, 0, 0) if resumed.checkpoint is None else (0, 0)
+    aside = leave_all(run) if fresh else []
+    kind = "fresh" if fresh else "start"
+    try:
+        lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **vars(resumed.state))
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
+    if steps or aside:
+        why = "as --allow-fresh says" if fresh else "no checkpoint had been saved"
+        text = f"begins at step 0, {why}: {steps:_} steps ({human_count(tokens)} tokens) of the record are lost"
+        text += f"; checkpoints {', '.join(aside)} were moved to abandoned/ beside them" if aside else ""
+        recorder.event("fresh", text, step=0, lost={"steps": steps, "tokens": tokens}, abandoned=aside)
+
+
+def copy_tokenizer(run: RunDir, packer: Packer) -> None:
+    """Keep the tokenizer with the run, so that it can be judged and exported when the corpora are gone."""
+    source = next(iter(packer.corpora.values())).tokenizer().path
+    make_directory(run.tokenizer)
+    shutil.copyfile(source, run.tokenizer / source.name)
+
+
+# ---------------------------------------------------------------------- what its journal says first
+
+
+def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
+    """What the run directory adds to the configuration file."""
+    recorder.status(overrides=str(lasting))
+    if str(lasting):
+        recorder.event("overrides", f"of overrides.toml: {lasting}")
+
+
+def record_start(recorder: Recorder, subject: Subject, parameters: int) -> None:
+    """What is trained, on what."""
+    world, config, device = subject.world, subject.config, flops.device_name(subject.world.device)
+    recorder.event(
+        "start",
+        f"{config.run.name}: {config.model.family} with {human_count(parameters)} parameters "
+        f"on {world.size} x {device} ({world.replicas} replicas x {world.shards} shards), "
+        f"{config.schedule.steps:_} steps of {config.train.global_batch}",
+        parameters=parameters,
+        world=world.size,
+        replicas=world.replicas,
+        shards=world.shards,
+        device=device,
+    )
+
+
+def record_changes(recorder: Recorder, corpora: dict[str, str], reason: str) -> None:
+    """What is not as it was at the last start, and why. `corpora`: fingerprints by source."""
+    found = environment.compare(recorder.run, recorder.number, corpora)
+    if found is not None:
+        last, changed = found
+        text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])
+        recorder.event("changed", f"since start {last}: {text}", last=last, changes=changed, reason=reason)
+
+
+def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
+    """What will be skipped, what of it comes too late, and whether the checkpoint lacked what fp16 wants."""
+    if scaled and state.step and state.loss_scale is None:
+        first = run.config.train.loss_scale.first
+        text = f"the checkpoint holds no loss scale; starting from {first:g}"
+        run.recorder.event("loss-scale", text, step=state.step)
+    for first, stop in open_skips(run.config).ranges:
+        late = " (before this start's position: no effect)" if stop <= state.cursor else ""
+        run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
+
+
+def record_ready(run: RunContext, state: TrainState) -> None:
+    """How long it took to get here: the first step begins now."""
+    begun = environments.view(run.recorder.run, run.recorder.number)
+    launched, connected = seconds_of(begun.launched), seconds_of(begun.time)
+    if launched is not None and connected is not None:
+        loaded = time.time() - connected
+        run.recorder.event(
+            "ready",
+            f"{human_time(connected - launched)} until all ranks had met, {human_time(loaded)} to build and load",
+            step=state.step,
+            connect_seconds=connected - launched,
+            load_seconds=loaded,
+        )
+    run.recorder.watch_for(milestones(run.config), state.consumed)

@@ -1,0 +1,96 @@
+"""The times of a step, taken while it is issued and read once it is over: nothing here waits for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.record.step_record import Seconds
+from fsdp_pretrain.watchdog.heartbeat.page import Phase
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+
+from .device_timing import between, mark
+from .straggler_timing import OwnTime
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Of one step.
+
+    Attributes:
+        before, forward, update, end: marks: the end of the update before, the beginnings of the forward passes and of
+            the update, its end.
+        own: what `OwnTime.add` wants.
+        data, checkpoint: seconds that the host waited for data and for saves.
+    """
+
+    before: Any
+    forward: Any
+    update: Any
+    end: Any
+    own: list[Any] | None
+    data: float
+    checkpoint: float
+
+    def seconds(self) -> Seconds:
+        """Parts of the iteration, which runs from the end of the update before to the end of this one."""
+        gap = between(self.before, self.forward)
+        checkpoint = min(self.checkpoint, gap)
+        data = min(self.data, gap - checkpoint)
+        return Seconds(
+            iteration=between(self.before, self.end),
+            data=data,
+            forward_backward=between(self.forward, self.update),
+            optimizer=between(self.update, self.end),
+            checkpoint=checkpoint,
+            other=gap - checkpoint - data,
+        )
+
+
+class StepClock:
+    """Takes the times of the step that is being issued, and tells the watchdog how far it is.
+
+    Args:
+        model: sharded; see `OwnTime`.
+        device: where it computes.
+        window: steps of a window of `OwnTime`.
+        heart: is told.
+    """
+
+    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heart) -> None:
+        self._device, self._heart, self._own = device, heart, OwnTime(model, device, window, heart)
+        self._data, self._marks = 0.0, [mark(device)]
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """A step begins: the host waits for its data."""
+        self._heart.step(step)
+        start = time.perf_counter()
+        yield
+        self._data = time.perf_counter() - start
+
+    def begin_forward(self) -> None:
+        """Its first forward pass begins."""
+        self._marks.append(mark(self._device))
+        self._own.begin()
+
+    def begin_update(self) -> None:
+        """Its gradients are there: the update begins."""
+        self._marks.append(mark(self._device))
+        self._heart.beat(Phase.OPTIMIZER)
+
+    def end_update(self, checkpoint: float) -> StepTimes:
+        """Its update ends. `checkpoint`: seconds that the host waited for saves since the step before."""
+        before, forward, update, end = *self._marks, mark(self._device)
+        self._marks = [end]
+        return StepTimes(before, forward, update, end, self._own.end(), self._data, checkpoint)
+
+    def over(self, times: StepTimes) -> None:
+        """The device has come to the end of a step."""
+        self._own.add(times.own, times.data)

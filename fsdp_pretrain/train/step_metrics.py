@@ -1,0 +1,109 @@
+"""What a step measured, and the metrics record that is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.parallel import replica_check as replicas
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.plan.flops import device_name, flops_per_token, memory_in_use, peak_flops
+from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadTimes, StepRecord, number
+
+from .step_clock import StepTimes
+from .step_sums import StepCounts, StepSums
+
+
+@dataclass
+class Issued:
+    """A step that was issued to the device and whose numbers are on their way.
+
+    Attributes:
+        state: after it.
+        lr, ramps: what its schedules gave.
+        times: of it.
+        counts, sums: packed `StepCounts` and `StepSums` of all ranks.
+        ready: after which `counts` and `sums` are in host memory; None: now.
+        data: facts about its batch, for the record.
+    """
+
+    state: TrainState
+    lr: float
+    ramps: dict[str, float]
+    times: StepTimes
+    counts: Tensor
+    sums: Tensor
+    ready: torch.cuda.Event | None
+    data: dict[str, Any]
+
+
+class StepRecords:
+    """Makes the metrics records of a start.
+
+    Args:
+        config: the run.
+        world: all ranks.
+        parameters: of the model.
+        scaled: the loss is scaled, for fp16.
+    """
+
+    def __init__(self, config: Config, world: World, parameters: int, *, scaled: bool) -> None:
+        self._config, self._world, self._scaled = config, world, scaled
+        self._sources = [source.name for source in config.data.sources]
+        self._flops = flops_per_token(parameters, config.model, config.data.sequence_length)
+        self._peak = peak_flops(device_name(world.device))
+
+    def of(self, issued: Issued) -> StepRecord:
+        """The record of a step whose numbers are there."""
+        config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length
+        counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
+        losses, targets = sums.losses.tolist(), sums.targets.tolist()
+        norm, bad_losses, bad_norms = sums.norm.item(), sums.bad_losses.item(), sums.bad_norms.item()
+        clip, z_loss, rate = config.train.grad_clip, config.train.z_loss, state.batch * length / seconds.iteration
+        return StepRecord(
+            step=state.step,
+            consumed=state.consumed,
+            cursor=state.cursor,
+            tokens=config.schedule.tokens(state.consumed),
+            loss=LossSum(sum=number(sum(losses)), count=counts.targets),
+            loss_sequence=LossSum(sum=number(sums.sample_losses.item()), count=counts.samples),
+            z_loss=LossSum(sum=number(z_loss * sums.penalties.item()), count=counts.targets) if z_loss else None,
+            sources={
+                name: LossSum(sum=number(loss), count=int(count))
+                for name, loss, count in zip(self._sources, losses, targets, strict=True)
+            },
+            grad_norm=None if bad_norms else number(norm),
+            clip=min(1.0, clip / (norm + 1e-6)) if clip and not bad_norms else 1.0,
+            loss_scale=sums.loss_scale.item() if self._scaled else None,
+            skipped=bool(sums.skipped),
+            not_finite="loss" if bad_losses else "gradients" if bad_norms else None,
+            nonfinite_rank=int(sums.bad_ranks) if bad_losses == 1 else None,
+            replicas=replicas.compare(counts.checksums, world.shards) if counts.checksums else None,
+            lr=issued.lr,
+            ramps=Ramps(shares=issued.data["shares"], **issued.ramps),
+            batch=state.batch,
+            sequence_length=length,
+            mixture={
+                name: count / counts.targets if counts.targets else 0.0
+                for name, count in zip(self._sources, targets, strict=True)
+            },
+            epochs=issued.data["epochs"],
+            data_digest=f"{counts.digest % 2**64:016x}",
+            data_distance=issued.data["data_distance"],
+            documents=counts.documents,
+            separators=counts.separators,
+            adjacent_specials=counts.adjacent_specials,
+            quarantined=counts.quarantined,
+            data_read=ReadTimes(**issued.data["data_read"]),
+            beside=issued.data["beside"],
+            world=world.size,
+            seconds=seconds,
+            tokens_per_second=rate,
+            mfu=rate * self._flops / (self._peak * world.size) if self._peak else None,
+            memory_bytes=memory_in_use(world.device),
+        )

@@ -1,0 +1,73 @@
+"""How long a rank needs for itself, without waiting for the others: so a slow rank is known from its victims.
+
+Measured around each block's forward pass, after its parameters have arrived and before they are let go, plus the wait
+for data. Device times where there is a device: the host runs ahead of it and knows nothing. A recomputation that stops
+early, inside a block, has a beginning and no end, and does not count.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+
+from .device_timing import between, mark
+
+_EVERY = 10
+"""On a device one step of ten is measured."""
+
+
+class OwnTime:
+    """Measures the steps of one rank, and gives its heart the typical one of every `window` of steps.
+
+    The blocks of the model, which is sharded, get hooks.
+    """
+
+    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heart) -> None:
+        self._device, self._every = device, _EVERY if device.type == "cuda" else 1
+        self._window, self._heart = max(1, window // self._every), heart
+        self._marks: list[tuple[Any, Any]] | None = None
+        self._begun: Any = None
+        self._steps = self._number = 0
+        self._measured: list[float] = []
+        if type(heart) is Heart:
+            return  # nobody listens
+        for block in model.blocks:  # after the hooks that gather parameters, before those that free them
+            block.register_forward_pre_hook(self._before)
+            block.register_forward_hook(self._after, prepend=True)
+
+    def begin(self) -> None:
+        self._steps += 1
+        self._marks = [] if self._steps % self._every == 0 else None
+
+    def end(self) -> list[tuple[Any, Any]] | None:
+        """The step was issued; what `add` wants when the device has come so far."""
+        marks, self._marks = self._marks, None
+        return marks
+
+    def add(self, marks: list[tuple[Any, Any]] | None, waited: float) -> None:
+        """A step is over. `waited`: seconds it waited for its data."""
+        if marks is None:
+            return
+        self._measured.append(waited + sum(between(start, end) for start, end in marks))
+        if len(self._measured) == self._window:
+            self._number += 1
+            self._heart.measured(self._number, median(self._measured))
+            self._measured = []
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _before(self, module: nn.Module, args: Any) -> None:
+        del module, args
+        if self._marks is not None:
+            self._begun = mark(self._device)
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        if self._marks is not None:
+            self._marks.append((self._begun, mark(self._device)))

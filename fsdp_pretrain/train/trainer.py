@@ -1,0 +1,374 @@
+"""The training loop. It receives everything it needs and builds nothing.
+
+No step waits for the device: what a step measured (loss, norm, counts, requests) is summed over the ranks on the
+device, copied to the host asynchronously and read `LAG` steps later. Every rank reads the same sums after the same
+step, so decisions taken from them need no further communication.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from data.packing.loader import StepBatch
+from data.packing.position import Position
+from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.errors import DataError, Exit, UserError
+from fsdp_pretrain.health.journal import Provenance, tell
+from fsdp_pretrain.health.monitor import Health, Retreat
+from fsdp_pretrain.models import Decoder, forward
+from fsdp_pretrain.models.loss import IGNORE
+from fsdp_pretrain.parallel import fsdp, replica_check
+from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.watchdog.heartbeat.page import Phase
+
+from .checkpointing import Saves
+from .device_timing import to_host
+from .run_context import RunContext
+from .step_clock import StepClock
+from .step_metrics import Issued, StepRecords
+from .step_sums import StepCounts, StepSums
+
+LAG = 2
+"""Steps between issuing a step and reading its numbers on the host."""
+
+_QUARANTINE_BASE = 100_000
+"""The share of quarantined documents is judged over at least so many, or one early bad document would stop a run."""
+
+
+class DataStream(Protocol):
+    """Where steps come from; see `data.packing.loader.Loader`."""
+
+    def __next__(self) -> StepBatch: ...
+
+    def blank(self, before: Position) -> StepBatch:
+        """A batch of the shape due at this position, with nothing to learn."""
+
+
+Reread = Callable[[Position], StepBatch]
+"""The position before a batch -> this rank's share of it."""
+
+
+@dataclass
+class Verdict:
+    """What the ranks agreed on, from the sums of the steps collected since it was last acted on."""
+
+    stop: bool = False
+    save: bool = False
+    saved: int = 0
+    overdue: bool = False
+    retreat: Retreat | None = None
+
+
+class Trainer:
+    """Runs steps until the run is complete or told to stop.
+
+    Args:
+        run: what it has in common with the other parts of the start.
+        model, optimizer: sharded, with their values.
+        scaler: of the loss, for fp16.
+        data: this rank's batches, from `state` on.
+        saves: makes checkpoints.
+        state: counters to continue from.
+        health: judges the steps.
+        provenance: the documents of a batch, for the journal.
+        reread: gives a batch once more, while `data` may be preparing others.
+
+    Attributes:
+        context: as given.
+        retreat: what the run ended for, if it shall go back to an earlier checkpoint.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        *,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        scaler: optim.LossScaler | None,
+        data: DataStream,
+        saves: Saves,
+        state: TrainState,
+        health: Health,
+        provenance: Provenance | None = None,
+        reread: Reread | None = None,
+    ) -> None:
+        config, world = run.config, run.world
+        self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
+        self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
+        model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
+        self.saves, self.state, self.recorder, self._heart = saves, state, run.recorder, run.heart
+        self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
+        self._clock = StepClock(model, world.device, config.watchdog.pace.window, run.heart)
+        self._health, self._provenance, self._reread = health, provenance, reread
+        self.retreat: Retreat | None = None
+        self._first = state.step
+        self._issued: deque[Issued] = deque()
+        self._verdict = Verdict()
+        self._stretches = self._quarantined = 0
+        self._skips = scaler is not None or config.health.skip_nonfinite
+        self._data_error: DataError | None = None
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> Exit:
+        """Train to the end of the schedule, or until asked to stop; the reason to exit with.
+
+        Raises:
+            UserError: training cannot go on; the same on every rank where it concerns all.
+        """
+        try:
+            return self._run()
+        except UserError as error:
+            if error.shared:
+                self.saves.give_up()
+            raise
+
+    def _run(self) -> Exit:
+        self.model.train()
+        outcome = Exit.COMPLETE
+        while self.state.consumed < self.schedule.total:
+            self.step()
+            self.collect(keep=LAG)
+            verdict, self._verdict = self._verdict, Verdict()
+            if verdict.retreat is not None:
+                return self._end_for(verdict.retreat)
+            if verdict.overdue:
+                self.saves.refuse_to_go_on()
+            if self.saves.ended(verdict.saved):
+                self._heart.beat(Phase.SAVE)
+                self.saves.finish()
+            if self._save_due() or verdict.save:
+                self.checkpoint()
+            if verdict.stop:
+                outcome = Exit.RESUME
+                break
+        self.collect(keep=0)
+        if self._verdict.retreat is not None:
+            return self._end_for(self._verdict.retreat)
+        if self.state.consumed >= self.schedule.total:
+            outcome = Exit.COMPLETE
+        self._heart.beat(Phase.SAVE)
+        self.saves.finish()
+        if self.saves.saved_step != self.state.step:
+            self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
+        return outcome
+
+    def _end_for(self, retreat: Retreat) -> Exit:
+        """End without saving: what was trained since the incident is to be left."""
+        self.saves.give_up()
+        self.retreat = replace(retreat, repeats=self._is_spoilt_again(retreat))
+        return Exit.RESUME
+
+    def _is_spoilt_again(self, retreat: Retreat) -> bool | None:
+        """Whether the last step that was not finite is so again, from its batch; None if that cannot be found out.
+
+        Collective; changes no parameter. The parameters are those it had, but for steps that were in flight: what is in
+        the data, or in the state, shows again; what a device did wrong does not.
+        """
+        before, reread = retreat.before, self._reread
+        if before is None or reread is None:
+            return None
+        try:
+            batch = self.world.together(lambda: reread(before))
+        except DataError:
+            return None
+        self._seed_dropout(retreat.end)
+        sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world))
+        self._heart.beat(Phase.REDUCE)
+        sums.sum_over(self.world, optim.gradient_norm(self.model))
+        return bool(sums.not_finite().item())
+
+    def step(self) -> None:
+        """Issue one optimiser step: read a batch, run its micro-batches, reduce, clip, decide, apply."""
+        with self._clock.reading(self.state.step + 1):
+            batch = self._next_batch()
+        state = TrainState.at(batch.position)
+        self._seed_dropout(state.step)
+        lr, ramps = self.schedule.lr_at(state.consumed), self.schedule.ramps_at(state.consumed)
+        self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
+        counts = self._sum_counts(batch)
+        self._clock.begin_forward()
+        sums = self._accumulate(batch, counts)
+        self._clock.begin_update()
+        norm = optim.gradient_norm(self.model)
+        self._heart.beat(Phase.REDUCE)
+        sums.sum_over(self.world, norm)
+        limit, scaler = self.config.train.grad_clip, self.scaler
+        norm = optim.clip(self.model, self.optimizer, norm, limit, scaler=scaler, parts=len(batch.micro))
+        skip = sums.not_finite() if self._skips else None
+        sums.add_update(norm, None if scaler is None else scaler.scale, skip)
+        optim.apply(self.optimizer, lr=lr, skip=skip, scaler=scaler)
+        times = self._clock.end_update(self.saves.take_stalled())
+        host_counts, host_sums, ready = to_host(self.world.device, counts, sums.packed)
+        self._issued.append(Issued(state, lr, ramps, times, host_counts, host_sums, ready, self._facts(batch)))
+        self.state = state
+
+    def _next_batch(self) -> StepBatch:
+        """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.
+
+        Raises:
+            DataError: there are no other ranks.
+        """
+        if self._data_error is None:
+            try:
+                return next(self.data)
+            except DataError as error:
+                if self.world.size == 1:
+                    raise
+                self._data_error = error
+        return self.data.blank(self.state)
+
+    def _seed_dropout(self, step: int) -> None:
+        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
+        if self.config.model.uses_dropout:
+            torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+
+    def _sum_counts(self, batch: StepBatch) -> Tensor:
+        """Packed `StepCounts` of all ranks, on the device; now and then with checksums of the parameters."""
+        asked = self.context.inbox.take()
+        saved, retry, overdue = self.saves.signals()
+        counts = replace(
+            StepCounts.of(batch),
+            stop=asked.stop,
+            save=asked.save or retry,
+            without_data=self._data_error is not None,
+            saved=saved,
+            overdue=overdue,
+        )
+        for text in batch.notices:
+            self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
+        for piece in batch.quarantined:
+            self.recorder.say(f"quarantined: {piece}")
+        # Two steps apart, so that parameters which do not change are noticed too.
+        due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
+        return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
+
+    def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
+        """Run a batch's micro-batches, which leaves their gradients; what this rank measured.
+
+        Args:
+            batch: this rank's share.
+            counts: packed `StepCounts` of all ranks, on the device.
+        """
+        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
+        # size and divided by the number of targets, or of samples with targets, of all ranks.
+        divisor = StepCounts.element(counts, "samples" if self.config.data.by_sequence else "targets")
+        factor = self.world.size / divisor.float()
+        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
+            factor *= self.scaler.scale * len(batch.micro)
+        sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
+        for index, micro in enumerate(batch.micro):
+            self._heart.beat(Phase.COMPUTE)
+            fsdp.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
+            self._micro_step(micro, factor, sums)
+        return sums
+
+    def _micro_step(self, micro: forward.MicroBatch, factor: Tensor, sums: StepSums) -> None:
+        """Forward and backward of one micro-batch; adds what it measures to `sums`.
+
+        Args:
+            factor: what the loss of a target (of a sample's mean target, if samples count alike) is multiplied by.
+        """
+        device, weight = self.world.device, self.config.train.z_loss
+        measured = forward.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
+        losses, targets = measured.losses.sum(1), (measured.labels != IGNORE).sum(1)
+        objective = losses if measured.penalties is None else losses + weight * measured.penalties.sum(1)
+        means = 1 / targets.clamp(min=1)
+        (objective * (factor * means if self.config.data.by_sequence else factor)).sum().backward()
+        with torch.no_grad():
+            of = micro.sources.to(device, non_blocking=True)
+            sums.losses.index_add_(0, of, losses.double())
+            sums.targets.index_add_(0, of, targets.double())
+            sums.sample_losses.add_((losses * means).double().sum())
+            if measured.penalties is not None:
+                sums.penalties.add_(measured.penalties.double().sum())
+
+    def _facts(self, batch: StepBatch) -> dict[str, Any]:
+        """What the record says of a batch and of what runs beside it, and needs no sum."""
+        beside = [*(["save"] if self.saves.in_flight else []), *self.context.beside()]
+        facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
+        return {"shares": batch.shares, "epochs": batch.epochs, **facts}
+
+    # ------------------------------------------------------------------ what steps measured
+
+    def collect(self, *, keep: int) -> None:
+        """Read the numbers of issued steps until `keep` are outstanding; record them, add to the verdict.
+
+        Raises:
+            NumericError: loss or gradients were not finite, on every rank.
+            DataError: a rank could not read its data, or too many documents failed the packer's checks, on every rank.
+        """
+        while len(self._issued) > keep:
+            issued = self._issued.popleft()
+            if issued.ready is not None:
+                issued.ready.synchronize()
+            counts = StepCounts.read(issued.counts)
+            if counts.without_data:
+                self.world.together(self._raise_data_error)
+            self._verdict.stop |= counts.stop > 0
+            self._verdict.save |= counts.save > 0
+            self._verdict.saved = max(self._verdict.saved, counts.saved)
+            self._verdict.overdue |= counts.overdue > 0
+            self._clock.over(issued.times)
+            record = self._records.of(issued)
+            self._stretches += record.documents + record.batch  # a document may go on in many samples
+            self._quarantined += record.quarantined
+            judgement = self._health.step(record)
+            self.recorder.step(record.model_copy(update={"health": judgement.findings}), target=self._target_step())
+            tell(self.recorder, record, judgement, self._provenance)
+            self._verdict.retreat = self._verdict.retreat or judgement.retreat
+            if judgement.error is not None:
+                raise judgement.error
+            self._check_quarantined(record.step)
+
+    def _raise_data_error(self) -> None:
+        if self._data_error is not None:
+            raise self._data_error
+
+    def _check_quarantined(self, step: int) -> None:
+        """Raise DataError if too many documents fail the packer's checks."""
+        limit = self.config.data.max_quarantined * max(self._stretches, _QUARANTINE_BASE)
+        if self._quarantined > limit:
+            raise DataError(
+                f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks "
+                f"by step {step}",
+                effect="the corpus is not what its manifest says; training on would waste tokens",
+                remedy="run `fsdp-data validate` on the sources; the log names the documents",
+            ).on_all_ranks()
+
+    def _target_step(self) -> int:
+        """Number of the last step, from here on."""
+        return (
+            self.state.step
+            + self.schedule.batch.step_at(self.schedule.total)
+            - self.schedule.batch.step_at(self.state.consumed)
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _save_due(self) -> bool:
+        state = self.state
+        due = self.schedule.due(
+            self.config.checkpoint.every,
+            step=state.step,
+            before=state.consumed - state.batch,
+            after=state.consumed,
+        )
+        return due and state.consumed < self.schedule.total  # the last step is saved after the loop
+
+    def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
+        """Save what training has come to. Raises StorageError on every rank after too many failures."""
+        self.collect(keep=0)  # so that nothing spoilt is ever saved
+        if self._verdict.retreat is not None:
+            return
+        self._heart.beat(Phase.SAVE)
+        self._verdict.save = False
+        scale = None if self.scaler is None else self.scaler.state()
+        state = replace(self.state, loss_scale=scale)
+        self.saves.save(state, final=final, must_succeed=must_succeed)

@@ -1,0 +1,1 @@
+"""A node's watchdog process, and what the leading one does besides. No torch."""

@@ -1,0 +1,322 @@
+"""What the agent of one node does for the whole job, the detectors of the record, the alarms, what is sent and shown;
+and what the agents of the other nodes do. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import median
+from typing import cast
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.record import environment, exit_intent, run_id
+from fsdp_pretrain.record.files import RunDir, now, replace_file
+from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.record.lease import BEAT_SECONDS, Claim, Holder
+from fsdp_pretrain.record.metrics import METRICS, records
+from fsdp_pretrain.record.requests import send
+from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.statistics import score
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.detectors.base import Detector
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
+from fsdp_pretrain.watchdog.detectors.disk_space import Space
+from fsdp_pretrain.watchdog.detectors.slowdown import Drift, Stragglers
+from fsdp_pretrain.watchdog.hang.peers import Nodes, Relay
+from fsdp_pretrain.watchdog.hang.rank_monitor import Ranks
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.notify.formatting import Identity
+from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
+from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, keep_alarms, serve, snapshot_file
+from fsdp_pretrain.watchdog.notify.prometheus import Exporter
+from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
+
+from .goodput_job import Accounts
+from .registry import sensors
+
+_OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
+"""Detectors whose alarms end when the ranks are started again."""
+_SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
+_ATTEND = 5
+"""Passes between two looks at requests and two snapshots for others, unless an alarm changes."""
+_NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
+
+
+class Numbers(Detector):
+    """Turns the findings that the trainer writes into its record into alarms (`health`)."""
+
+    def step(self, record: StepRecord) -> None:
+        """Open and resolve what the record says. The first record of a start repeats what goes on."""
+        first = self.last is None
+        super().step(record)
+        if first:
+            going_on = {finding.key for finding in record.health}
+            for detector in _NUMBERS:
+                self.resolve_others(detector, going_on, "over since the run was started again")
+        for finding in record.health:
+            if finding.resolved:
+                self.resolve(finding.key, finding.summary)
+            else:
+                self.open(finding.key, finding.severity, finding.summary)
+
+    def is_written_by_trainer(self, alarm: Alarm) -> bool:
+        """Whether the trainer has written this transition into the journal, as kind `health`."""
+        findings = self.last.health if self.last is not None else []
+        written = any(finding.key == alarm.key and finding.severity > Severity.INFO for finding in findings)
+        return written and alarm.state != "acknowledged"
+
+
+class Leader:
+    """Speaks for a job. To be made once the number of the start is known, with a claim from `take_the_lead`.
+
+    Attributes:
+        holds: no other node's agent had taken the claim over when it was last looked at.
+    """
+
+    def __init__(self, config: Config, claim: Claim, ranks: Ranks, nodes: Nodes, segment: int) -> None:
+        self._config, self._run, self._claim = config, RunDir(config.run.dir), claim
+        self._ranks, self._nodes = ranks, nodes
+        self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
+        self._losses = deque[float](maxlen=128)
+        due, steps = 10 * config.watchdog.interval.value, config.schedule.steps
+        self._snapshot = Snapshot(config.run.name, segment, pass_due=due, total_steps=steps)
+        self._own: dict[int, float] = {}
+        self._foreign, self._avoided = set[str](), set[str]()
+        self._written = self._attended = -math.inf
+        self.holds, self._news = True, False
+        self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
+        self._notifier: Notifier | None = None
+        self._ping: Ping | None = None
+        self.alarms = Alarms(alarms_file(self._run), self._on_change)
+        self._numbers = Numbers(self.alarms)
+        section = config.watchdog.notify
+        try:
+            self._notifier = Notifier(section, self._run, Identity(config.run.name, str(self._run.path), segment))
+            self._ping = Ping(section.ping) if section.ping is not None else None
+        except ConfigError as error:  # the trainer checks it before; secrets may have gone since
+            self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent to anybody")
+        self._exporter = Exporter(section.prometheus)
+        begun = environment.view(self._run, segment)
+        for alarm in list(self.alarms):  # another agent may have opened some in this start
+            if alarm.detector in _OF_A_START and alarm.opened < (begun.time or "9"):
+                self.alarms.resolve(alarm.key, "the ranks were started again")
+        hosts = list(begun.hosts or [socket.gethostname()])
+        self._drift = Drift(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
+        self._stragglers = Stragglers(self.alarms, config.watchdog.pace)
+        self._detectors = [self._numbers, *([self._drift] if config.watchdog.pace.enabled else [])]
+        self._detectors += sensors(
+            config,
+            self.alarms,
+            segment=segment,
+            devices=len(ranks.all) if "cpu" not in (begun.device or "cpu") else 0,
+            pids=ranks.pids,
+            reached=ranks.reached,
+        )
+
+    # ------------------------------------------------------------------ a pass
+
+    def look(self) -> None:
+        """A pass: the record, the other nodes, the detectors; now and then people and what is shown to them."""
+        for record, offset in records(self._metrics, self._offset):
+            self._offset = offset
+            self._note(record)
+            for detector in self._detectors:
+                detector.step(record)
+        self._look_at_nodes()
+        now = time.monotonic()
+        for detector in self._detectors:
+            detector.tick(now)
+        if now - self._attended >= _ATTEND * self._config.watchdog.interval.value or self._news:
+            self._attended, self._news = now, False
+            self.holds = self._claim.still_mine() or run_id.lost() is not None  # gone with the run directory: nobody's
+            serve(self._run, self.alarms)
+            self._avoid_hosts()
+            self._show()
+
+    def _note(self, record: StepRecord) -> None:
+        seen = self._snapshot
+        seen.step_seconds.observe(record.seconds.iteration)
+        seen.step, seen.tokens, seen.world = record.step, record.tokens, record.world
+        seen.segment_steps = (seen.segment_steps or 0) + 1
+        seen.skipped_steps = (seen.skipped_steps or 0) + record.skipped
+        seen.grad_norm, seen.loss = record.grad_norm, record.loss.mean
+        self._losses.append(record.loss.mean)
+
+    def _look_at_nodes(self) -> None:
+        windows = {
+            beat.rank: (socket.gethostname(), beat.window, beat.own) for beat in self._ranks.beats if beat.window
+        }
+        found = set[str]()
+        for other in self._nodes.others:
+            for key, finding in other.report.findings.items() if other.report is not None else ():
+                finding.enter(self.alarms, key)
+                found.add(key)
+            for rank, (number, own) in other.report.windows.items() if other.report is not None else ():
+                if number:
+                    windows[rank] = (other.name, number, own)
+            if self._nodes.is_silent(other) and not other.ended:
+                self.open_silence(
+                    other.name, other.silence, "its node, its agent or its view of the run directory is gone"
+                )
+            elif not other.ended:
+                self.alarms.resolve(f"node/{other.name}", f"{other.name} is heard again")
+        for key in self._foreign - found:
+            self.alarms.resolve(key)
+        self._foreign = found
+        self._stragglers.look(windows)
+        self._own = {rank: own for rank, (_, _, own) in windows.items()}
+
+    def open_silence(self, host: str, seconds: float, effect: str) -> None:
+        """A node gives no sign."""
+        self.alarms.open(
+            f"node/{host}",
+            Severity.CRIT,
+            f"nothing has been heard of {host} for {human_time(seconds)}",
+            effect=effect,
+            remedy="look whether the host answers; if the run hangs it is ended, and can start without it",
+            step=self._numbers.at,
+            facts={"host": host, "seconds": round(seconds, 1)},
+        )
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds that the last recorded step took; None before the first."""
+        last = self._numbers.last
+        return None if last is None else last.seconds.iteration
+
+    def _avoid_hosts(self) -> None:
+        """A device is broken for good: save, stop, and start again elsewhere (exit 76)."""
+        broken = self.broken_hosts()
+        if not broken or broken <= self._avoided or not self._config.watchdog.hardware.act:
+            return
+        names = ", ".join(sorted(broken))
+        with contextlib.suppress(OSError):  # a full disk takes no request: asked again in the next pass
+            send(self._run, "stop", reason=f"broken hardware on {names}", avoid_hosts=sorted(broken))
+            self._avoided |= broken
+
+    def broken_hosts(self) -> set[str]:
+        """Hosts that no start should use."""
+        return {host for alarm in self.alarms if alarm.severity is Severity.CRIT for host in _avoided(alarm)}
+
+    # ------------------------------------------------------------------ what is shown and sent
+
+    def _show(self) -> None:
+        snapshot = self._fill()
+        if self._notifier is not None:
+            self._notifier.tick(self.alarms, snapshot)
+        self._exporter.show(snapshot)
+        if time.monotonic() - self._written >= _SNAPSHOT_SECONDS:
+            self._written = time.monotonic()
+            content = {"time": now(), "host": socket.gethostname(), **snapshot.to_json()}
+            with contextlib.suppress(OSError):  # for `fsdp-pretrain status`, which may be asked on any machine
+                replace_file(snapshot_file(self._run), json.dumps(content))
+        if self._exporter.problem:
+            self.alarms.open("metrics", Severity.INFO, self._exporter.problem, effect="no metrics for Prometheus")
+        else:
+            self.alarms.resolve("metrics")
+        if self._ping is not None:
+            self._ping.passed(bool(self._ranks.beats), time.monotonic())
+
+    def _fill(self) -> Snapshot:
+        record, at = self._numbers.last, time.monotonic_ns()
+        severities = Counter(alarm.severity for alarm in self.alarms)
+        shown = replace(
+            self._snapshot,
+            step_drift=self._drift.ratio,
+            heartbeat_ages={beat.rank: (at - beat.phase_at) / 1e9 for beat in self._ranks.beats},
+            own_ratios=_ratios(self._own),
+            open={severity.name: severities[severity] for severity in Severity},
+            loss_z=score(self._losses[-1], self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
+        )
+        for detector in self._detectors:
+            if isinstance(detector, Checkpoints):
+                shown.verified_step, shown.verified_age = detector.protected, detector.age
+                shown.checkpoint_failures, shown.checkpoint_bytes_per_second = detector.failures, detector.speed
+                if record is not None and detector.protected is not None:
+                    behind = max(0, record.step - detector.protected)
+                    shown.unprotected_tokens = behind * record.batch * record.sequence_length
+            elif isinstance(detector, Space):
+                shown.next_checkpoint_fits = detector.fit.get("checkpoints")
+                shown.disk_full_in = detector.seconds_to_full.get("checkpoints")
+            elif isinstance(detector, Accounts):
+                shown = replace(shown, **detector.known)
+        return shown
+
+    def _on_change(self, alarm: Alarm, before: Alarm | None) -> None:
+        self._news = True
+        self.send(alarm, before)
+        if not self._numbers.is_written_by_trainer(alarm):
+            journal_alarm(self._journal, alarm)
+
+    def send(self, alarm: Alarm, before: Alarm | None = None) -> None:
+        """Send an alarm to people without writing it down: the run directory may not answer."""
+        if self._notifier is not None:
+            self._notifier.told(alarm, before)
+
+    def report_the_end(self) -> None:
+        """All ranks are gone: if that was no end in order, somebody must know."""
+        intent = exit_intent.read(self._metrics.parent)
+        if intent is None or intent.code in (Exit.COMPLETE, Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS):
+            return
+        self.alarms.open(
+            "ended",
+            Severity.CRIT,
+            f"the run has ended with exit {intent.code}: {intent.reason}",
+            effect="nothing is trained",
+            remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
+            step=self._numbers.at,
+        )
+
+    def close(self) -> None:
+        """The watch ends, or is another's: what was to be sent waits in the spool."""
+        self._exporter.close()
+        if self._notifier is not None:
+            self._notifier.close()
+        self.alarms.close()
+        self._journal.close()
+        self._claim.release()
+
+
+class Follower:
+    """What the agent of a node does that does not lead: its own detectors; what they find travels to the leader."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self.relay = Relay()
+        self.alarms = cast(Alarms, self.relay)
+        self._detectors: list[Detector] = []
+
+    def look(self, segment: int) -> None:
+        if not self._detectors:
+            self._detectors = sensors(self._config, self.alarms, segment=segment, leads=False, pids=self._ranks.pids)
+        for detector in self._detectors:
+            detector.tick(time.monotonic())
+
+
+def take_the_lead(config: Config, holder: Holder) -> Claim | None:
+    """The right to write the alarms of a run; None while another process, which `holder` judges, has it."""
+    try:
+        run, beat = RunDir(config.run.dir), min(config.watchdog.beat.value, BEAT_SECONDS)
+        return keep_alarms(run, "watchdog", beat=beat, holder=holder)
+    except OSError:
+        return None
+
+
+def _avoided(alarm: Alarm) -> Iterable[str]:
+    hosts = alarm.facts.get("avoid_hosts")
+    return hosts if isinstance(hosts, list) else ()
+
+
+def _ratios(own: dict[int, float]) -> dict[int, float]:
+    """Own times over the median of all."""
+    known = {rank: value for rank, value in own.items() if value > 0}
+    typical = median(known.values()) if known else 0.0
+    return {rank: value / typical for rank, value in known.items()}

@@ -1,0 +1,396 @@
+"""The agent: one small process per node beside the ranks, which sees what they cannot see themselves. No torch.
+
+    python -m fsdp_pretrain.watchdog.agent RUN --pages DIR --node 0 --nodes 1 --ranks 0:8 --launcher PID < config.toml
+
+It is started by a rank of the node (`heart`), outlives it, and ends with what started the ranks. It makes a pass once a
+second: pages, processes, the record. It acts by the control inbox, by stack dumps and, as the last resort, by ending
+its own node's ranks. The agent of the first node speaks for the job; another takes over if it falls silent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import Exit, StorageError
+from fsdp_pretrain.record import exit_intent, lease, run_id
+from fsdp_pretrain.record.exit_intent import ExitIntent
+from fsdp_pretrain.record.files import RunDir, make_directory
+from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.record.lease import Holder
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.hang.monitor import Hang
+from fsdp_pretrain.watchdog.hang.peers import Nodes
+from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, Ranks, Standing, killed_for_memory
+from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
+from fsdp_pretrain.watchdog.heartbeat.rank_client import root, sweep
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.notify.operator import keeper
+
+from .leader import Follower, Leader, take_the_lead
+from .self_watch import Passes
+
+_STALLED = 0.5
+"""Seconds between two passes while nothing moves."""
+_ABSENT = 10.0
+"""Seconds for which a run directory may be gone, as when it is mounted again, before the ranks are asked to stop."""
+_GIVE_UP = 60.0
+"""Seconds in which no rank shows itself, or after a takeover the earlier agent does not end."""
+
+
+class Duty(argparse.Namespace):
+    """What an agent is started for: the arguments of its command."""
+
+    run: Path
+    pages: Path
+    node: int
+    nodes: int
+    ranks: str
+    launcher: int
+    attempt: str
+    again: int
+
+
+def main() -> int:
+    """Run an agent to its end."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp_pretrain.watchdog.agent", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--pages", type=Path, required=True, help="folder of the ranks' pages")
+    parser.add_argument("--node", type=int, required=True, help="number of this node")
+    parser.add_argument("--nodes", type=int, required=True, help="how many there are")
+    parser.add_argument("--ranks", required=True, help="of this node, first:stop")
+    parser.add_argument("--launcher", type=int, required=True, help="id of the process that started the ranks")
+    parser.add_argument("--attempt", default="", help="what all nodes of a start have in common")
+    parser.add_argument("--again", type=int, default=0, help="how often it was started before")
+    duty = parser.parse_args(namespace=Duty())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = Config.model_validate(tomllib.loads(sys.stdin.read()))
+    sweep(root(), duty.pages)
+    name = hashlib.sha256(f"{duty.run} {socket.gethostname()} {duty.node}".encode()).hexdigest()[:16]
+    with _alone(duty.pages.parent / f"{name}.lock"):
+        Agent(config, duty).live()
+    return 0
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One agent per run and node: the one of an earlier attempt ends first."""
+    with path.open("w") as file:
+        deadline = time.monotonic() + _GIVE_UP
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield
+
+
+class Agent:
+    """One node's agent."""
+
+    def __init__(self, config: Config, duty: Duty) -> None:
+        self._config, self._run, self._duty = config, RunDir(config.run.dir), duty
+        self._directory, self._segment = self._run.path / "watchdog", 0
+        self._ranks = Ranks(range(*map(int, duty.ranks.split(":"))), duty.pages, duty.launcher)
+        beat, silent = config.watchdog.beat.value, config.watchdog.silent.value
+        self._nodes = Nodes(self._directory, duty.node, duty.nodes, duty.attempt, beat=beat, silent=silent)
+        self._keeper = keeper(self._run, silent if duty.nodes > 1 else 0.0)
+        self._follower = Follower(config, self._ranks)
+        self._leader: Leader | None = None
+        self._hang = Hang(config.watchdog.hang, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks)
+        self._died: list[Rank] = []
+        self._stalled: list[Standing] = []
+        self._ended = self._asked_to_end = self._stop_asked = False
+        self._absent_since: float | None = None
+
+    def live(self) -> None:
+        """Make passes until the ranks and what started them are gone."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        interval, begun = self._config.watchdog.interval.value, time.monotonic()
+        passes = Passes(self._ranks, interval, self._hang.hard, self._send)
+        passes.make(self._begin)
+        while True:
+            start = time.monotonic()
+            if (alarm := passes.make(self._look)) is not None:  # sent; now it can be written down
+                passes.make(partial(self._write_down, alarm))
+            if self._finished(begun):
+                break
+            pause = min(interval, _STALLED) if self._hang.is_stalled else interval
+            self._died += self._ranks.wait(pause - (time.monotonic() - start))
+        passes.make(self._finish, self._nodes.patience)
+        shutil.rmtree(self._duty.pages, ignore_errors=True)
+
+    def _begin(self) -> None:
+        self._bind()
+        if self._duty.again:
+            self._log(f"the agent had ended and was started again, for the {self._duty.again}. time")
+
+    def _look(self) -> None:
+        """A pass: what is looked at, in this order."""
+        self._ranks.look()
+        self._look_at_the_start()
+        died = self._take_the_dead()
+        self._look_at_the_launcher(died)
+        self._look_at_nodes()
+        self._report_the_dead(died)
+        if not self._ended:
+            self._hang.check()
+        self._report()
+        if self._leader is not None:
+            self._leader.look()
+            if (seconds := self._leader.step_seconds) is not None:
+                self._hang.history.assume(seconds)
+        elif self._segment:
+            self._follower.look(self._segment)
+        self._look_at_the_directory()
+
+    def _finished(self, begun: float) -> bool:
+        seen = bool(self._ranks.beats)
+        if self._asked_to_end or (not seen and time.monotonic() - begun > _GIVE_UP):
+            return True
+        return seen and not self._ranks.alive and not self._died
+
+    def _finish(self) -> None:
+        """The last report, and those of the other nodes: what brought the run down may be said there."""
+        self._report(ended=True)
+        if self._leader is not None:
+            self._leader.look()
+        if self._nodes.others and self._segment and not self._asked_to_end:
+            self._wait_for_the_others()
+        if self._leader is not None:
+            self._leader.report_the_end()
+            self._leader.close()
+
+    # ------------------------------------------------------------------ this start, the run directory
+
+    def _look_at_the_start(self) -> None:
+        if run_id.bound_to(self._run.path) is None:
+            self._bind()
+        if (segment := self._ranks.segment) and segment != self._segment:
+            self._segment = segment
+            run_id.bind(self._run.checkpoints, run_id.read(self._run.checkpoints))
+
+    def _bind(self) -> None:
+        """Take the id of the run directory from the ranks; until they know it, nothing is written there."""
+        known = run_id.read(self._duty.pages)
+        run_id.bind(self._run.path, known)
+        if known is None:
+            return
+        with contextlib.suppress(OSError):
+            make_directory(self._directory)
+            with (self._directory / "agent.log").open("ab") as log:
+                for stream in (sys.stdout, sys.stderr):
+                    os.dup2(log.fileno(), stream.fileno())
+
+    def _look_at_the_directory(self) -> None:
+        """No save can succeed without the run directory: if it stays away that is an alarm, and the ranks are asked to
+        stop."""
+        try:
+            directory = run_id.lost()
+        except StorageError:  # it does not answer, which is an alarm of mounts
+            return
+        if directory is None:
+            self._absent_since = None
+            self._alarms.resolve("run-directory", f"{self._run.path} is there again")
+            return
+        if self._absent_since is None:
+            self._absent_since = time.monotonic()
+        if time.monotonic() - self._absent_since < _ABSENT:
+            return
+        act, error = self._config.watchdog.storage.act, run_id.gone(directory)
+        self._alarms.open(
+            "run-directory",
+            Severity.CRIT,
+            error.cause,
+            effect="nothing can be saved or recorded; a save that is due ends the run with exit 93",
+            remedy=error.remedy,
+            action="asked the ranks to stop" if act else "",
+        )
+        if act and not self._stop_asked and not self._ended and Phase.END not in self._ranks.phases:
+            self._stop_asked = True
+            for rank in self._ranks.alive[:1]:
+                rank.signal(signal.SIGUSR1)
+
+    # ------------------------------------------------------------------ the other nodes, and who leads
+
+    def _look_at_nodes(self) -> None:
+        """What the others report, who leads, and whether the run went on without this node, which was frozen then."""
+        leader, stalled = self._leader, bool(self._hang.stalled)
+        if self._nodes.read(all_=leader is not None or stalled, at_once=leader is not None and stalled):
+            self._look_for_a_later_start()
+        if leader is not None and not leader.holds:
+            self._log(
+                "another node's watchdog speaks for the job: this one was frozen, or cut off from the run directory"
+            )
+            leader.close()
+            self._leader = self._hang.alarms = None
+        if self._leader is None and self._segment and not self._ended:
+            if self._nodes.leads:
+                self._lead()
+            else:
+                self._watch_the_leader()
+
+    def _look_for_a_later_start(self) -> None:
+        segments = self._run.segments
+        newest = int(segments[-1].name) if segments else 0
+        if not self._segment or newest <= self._segment or self._ended:
+            return
+        self._ended = True
+        self._log(f"start {newest} went on without these ranks of start {self._segment}: they were ended")
+        self._ranks.kill()
+
+    def _watch_the_leader(self) -> None:
+        """See its claim beat, so that it need not be waited for when it has become silent."""
+        with contextlib.suppress(OSError):
+            self._keeper.lives(lease.read(self._keeper.path))
+
+    def _lead(self) -> None:
+        right = take_the_lead(self._config, self._keeper)
+        if right is None:
+            return  # of an earlier agent, or of a command, for a moment
+        self._leader = Leader(self._config, right, self._ranks, self._nodes, self._segment)
+        for key, finding in self._follower.relay.findings.items():
+            finding.enter(self._leader.alarms, key)
+        self._hang.alarms = self._leader.alarms
+        if self._nodes.before:
+            silent = ", ".join(other.name for other in self._nodes.before)
+            self._log(f"the watchdog of this node speaks for the job now: {silent} silent")
+
+    def _report(self, *, ended: bool = False) -> None:
+        windows = {beat.rank: (beat.window, beat.own) for beat in self._ranks.beats}
+        if not (ended or self._ended):  # ranks that were ended stand where they stood: the others may still ask why
+            self._stalled = self._hang.stalled
+        self._nodes.write(self._segment, self._stalled, self._follower.relay.findings, windows, ended=ended)
+
+    def _wait_for_the_others(self) -> None:
+        """For the last reports of the other nodes. One without any, when ranks just fail, is the reason."""
+        intent = self._intent()
+        if intent is not None and intent.code == Exit.COMPLETE:
+            return
+        patience, begun = self._nodes.patience, time.monotonic()
+        self._keeper = Holder(self._keeper.path, patience - self._nodes.beat)
+        while not self._nodes.all_ended and time.monotonic() - begun < patience:
+            self._watch_the_leader()
+            time.sleep(self._nodes.beat / (4 if self._leader is not None else 1))
+            self._nodes.read(all_=True, at_once=True)
+        lost = self._nodes.quiet()
+        if self._leader is None and all(other.name in lost for other in self._nodes.before):
+            self._lead()
+        if self._leader is None:
+            return
+        self._leader.look()
+        intent = self._intent()
+        if lost and (intent is None or intent.code == Exit.UNEXPECTED):
+            for host, seconds in lost.items():
+                self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
+            text = f"{', '.join(lost)} is lost: nothing has been heard of it since the ranks failed"
+            self._write_intent(Exit.RESUME, text, {"suspects": [], "hosts": list(lost), "lost": list(lost)})
+
+    # ------------------------------------------------------------------ ranks that end
+
+    def _take_the_dead(self) -> list[Beat]:
+        """The last beats of the ranks that have ended since the last pass, and did not say why."""
+        died, self._died = [(rank, rank.beat) for rank in self._died if rank.beat is not None], []
+        return [
+            beat
+            for rank, beat in died
+            if beat.segment != 0 and beat.phase is not Phase.END and not self._is_explained(rank)
+        ]
+
+    def _is_explained(self, rank: Rank) -> bool:
+        """Whether the run has said why it ends, other than by what its death did to another rank."""
+        intent = self._intent()
+        return intent is not None and (intent.code != Exit.UNEXPECTED or intent.rank == rank.number)
+
+    def _look_at_the_launcher(self, died: list[Beat]) -> None:
+        """The kernel kills the ranks of a torchrun that is killed, and all may be seen at once. When one dies by
+        itself, the others fail and say so."""
+        all_ = len(died) == len(self._ranks.all)
+        if self._ranks.launcher_gone and not self._ended and (self._ranks.alive or all_):
+            reason = "what started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
+            self._end_ranks(reason, {}, restart=False)
+
+    def _report_the_dead(self, died: list[Beat]) -> None:
+        """Ranks that ended without saying why: an alarm, and the run's intent is to be resumed."""
+        if self._ended or not died:
+            return
+        host, ranks, text = socket.gethostname(), [beat.rank for beat in died], _deaths(died)
+        broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
+        code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
+        facts = {"suspects": ranks, "hosts": [host], **({"avoid_hosts": broken} if broken else {})}
+        self._write_intent(code, text, facts)
+        self._alarms.open(
+            "rank-died",
+            Severity.CRIT,
+            text + killed_for_memory(),
+            effect="the other ranks cannot go on",
+            remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
+            step=max(beat.step for beat in died),
+            facts={"ranks": ranks, "host": host},
+        )
+
+    def _intent(self) -> ExitIntent | None:
+        return exit_intent.read(self._run.segment(self._segment)) if self._segment else None
+
+    def _write_intent(self, code: Exit, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
+        if self._segment:
+            segment, more = self._run.segment(self._segment), {"by": "watchdog", "restart": restart, **facts}
+            exit_intent.write(self._run, segment, int(code), reason, is_cause=True, **more)
+
+    def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
+        """Write down why, let stopped ranks write where they stand, and end all of this node."""
+        self._ended = True
+        self._write_intent(Exit.RESUME, reason, facts, restart=restart)
+        self._hang.take_last_stacks()
+        self._ranks.kill()
+
+    def _keep_stack(self, rank: int, text: str) -> None:
+        path = self._directory / "stacks" / f"{self._segment:04d}-rank-{rank:05d}.txt"
+        with contextlib.suppress(OSError):
+            make_directory(path.parent)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
+
+    # ------------------------------------------------------------------ what is written and sent
+
+    @property
+    def _alarms(self) -> Alarms:
+        """Where what is found on this node goes."""
+        return (self._leader or self._follower).alarms
+
+    def _log(self, text: str) -> None:
+        Journal(self._run, self._segment or None).write("watchdog", f"{socket.gethostname()}: {text}")
+
+    def _send(self, alarm: Alarm) -> None:
+        if self._leader is not None:
+            self._leader.send(alarm)
+
+    def _write_down(self, alarm: Alarm) -> None:
+        self._alarms.open(alarm.key, alarm.severity, alarm.summary, effect=alarm.effect, remedy=alarm.remedy)
+        self._alarms.resolve(alarm.key, "the run directory answers again")
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        del number, frame
+        self._asked_to_end = True
+
+
+def _deaths(died: list[Beat]) -> str:
+    host = socket.gethostname()
+    return "; ".join(
+        f"rank {beat.rank} ({host}, pid {beat.pid}) died in step {beat.step} without a word" for beat in died
+    )

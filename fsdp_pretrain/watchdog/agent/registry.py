@@ -1,0 +1,122 @@
+"""The detectors of storage, data and hardware of a run, put together. No torch."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from fsdp_pretrain.checkpoint.locations import fallback, stores
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.metrics import find_step
+from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.detectors.base import Detector
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
+from fsdp_pretrain.watchdog.detectors.data_invariants import Sentinels
+from fsdp_pretrain.watchdog.detectors.disk_space import Space
+from fsdp_pretrain.watchdog.detectors.evaluations import Evaluations
+from fsdp_pretrain.watchdog.detectors.gpu import Devices
+from fsdp_pretrain.watchdog.detectors.host import Host
+from fsdp_pretrain.watchdog.detectors.mounts import Mounts, Waits
+from fsdp_pretrain.watchdog.detectors.nvml import resolve
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.probes.client import Looks
+
+from .goodput_job import Accounts
+
+_SHM = Path("/dev/shm")
+
+
+def sensors(
+    config: Config,
+    alarms: Alarms,
+    *,
+    segment: int,
+    leads: bool = True,
+    devices: int = 0,
+    pids: Callable[[], list[int]] = list,
+    reached: Callable[[], int] = int,
+) -> list[Detector]:
+    """The detectors of one node.
+
+    Args:
+        leads: this node watches what the whole run has in common: checkpoints, the data, the run directory.
+        devices: GPUs that ranks use on this node; 0 if unknown.
+        pids: processes of the ranks on this node, now.
+        reached: the newest step that a rank of this node has begun.
+    """
+    run, host, section, looks = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, Looks()
+    corpora = {source.name: source.path for source in config.data.sources}
+    mounts = Mounts(alarms, section, looks, [run.checkpoints] if leads else [], corpora)
+    found: list[Detector] = [mounts, Host(alarms, host=host, pids=pids)]
+    local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
+    if not leads:
+        found.append(Space(alarms, section, looks, local))
+    else:
+        directories = [store.directory for store in stores(run).all]
+        places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
+        if (other := fallback(config)) is not None:
+            places.append(("fallback", other.directory, True))
+            directories += [] if other.directory in directories else [other.directory]
+        checkpoints = Checkpoints(
+            alarms,
+            section,
+            looks,
+            run=run.path,
+            segment=segment,
+            stores=directories,
+            every=config.checkpoint.every,
+            verify=config.checkpoint.verify,
+            prune=config.checkpoint.prune,
+            pids=pids,
+            reached=reached,
+        )
+        found += [
+            checkpoints,
+            Space(alarms, section, looks, [*places, *local], checkpoints),
+            Waits(alarms),
+            _sentinels(config, run, alarms, mounts),
+        ]
+        if config.eval.every is not None:
+            found.append(Evaluations(alarms, section, looks, run.path))
+        shown = config.watchdog.notify.prometheus
+        if shown.port is not None or shown.textfile is not None:
+            found.append(Accounts(alarms, looks, run.path))
+    if (gpus := _devices(config, run, alarms, host, devices)) is not None:
+        found.append(gpus)
+    return found
+
+
+def _sentinels(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> Sentinels:
+    def before(step: int) -> StepRecord | None:
+        kept = [record for record, left_by in find_step(run, step) if left_by is None] if step else []
+        return kept[-1] if kept else None
+
+    return Sentinels(
+        alarms,
+        config.watchdog.sentinels,
+        rates=mounts.rates,
+        row=config.data.row,
+        causal=config.data.objective.kind == "causal",
+        max_quarantined=config.data.max_quarantined,
+        before=before,
+    )
+
+
+def _devices(config: Config, run: RunDir, alarms: Alarms, host: str, expected: int) -> Devices | None:
+    section = config.watchdog.hardware
+    try:
+        provider = resolve(section.provider)
+    except ConfigError as error:
+        if section.provider != "auto":
+            raise
+        alarms.open(f"gpu-blind/{host}", Severity.INFO, error.cause, effect=error.effect, remedy=error.remedy)
+        return None
+    if provider is None:
+        return None
+    memory = section.hosts or run.path / "watchdog/hosts.json"
+    return Devices(alarms, section, host=host, memory=memory, expected=expected, provider=provider)

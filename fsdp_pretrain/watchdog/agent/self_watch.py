@@ -1,0 +1,92 @@
+"""Passes of the agent that may hang: a run directory that does not answer must not make it blind and mute. No torch.
+
+A pass reads and writes the run directory, and blocks with it. So it is made in a thread, while the main thread, which
+touches nothing but memory, sees that it does not end: it says so on the channels, which have threads of their own, and
+ends ranks that make no progress meanwhile, as the pass would have done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+from fsdp_pretrain.deadline import NoAnswerError, Worker
+from fsdp_pretrain.record.files import now
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.hang.rank_monitor import Ranks
+from fsdp_pretrain.watchdog.notify.alarms import Alarm
+
+_LEAST = 15.0
+"""Seconds that a pass may always take."""
+_PASSES = 10
+
+
+class Passes:
+    """Makes the passes.
+
+    Args:
+        ranks: of this node.
+        interval: seconds between two passes.
+        deadline: seconds without progress after which ranks are ended now; None: never.
+        send: sends an alarm without touching the disk.
+    """
+
+    def __init__(
+        self, ranks: Ranks, interval: float, deadline: Callable[[], float | None], send: Callable[[Alarm], None]
+    ) -> None:
+        self._ranks, self._interval, self._deadline, self._send = ranks, interval, deadline, send
+        self._allowed = max(_LEAST if interval >= 0.5 else 5.0, _PASSES * interval)
+        self._worker = Worker("pass")
+
+    def make(self, act: Callable[[], None], more: float = 0.0) -> Alarm | None:
+        """Make a pass; the alarm that was sent because it took too long, if it did. What it raises is printed.
+
+        Args:
+            act: the pass.
+            more: seconds that this one may take beyond what one may always take.
+        """
+        begun, alarm = time.monotonic(), None
+        with contextlib.suppress(NoAnswerError):
+            self._worker.call(partial(_attempt, act), self._allowed + more)
+            return None
+        while True:
+            alarm = alarm or self._open(time.monotonic() - begun)
+            for rank in self._ranks.alive:
+                rank.look()
+            limit = self._deadline()
+            if limit is not None and self._ranks.still() > max(limit, self._allowed):
+                self._ranks.kill()
+            with contextlib.suppress(NoAnswerError):
+                self._worker.call(bool, self._interval)  # the thread is free again when this comes back
+                return alarm
+            time.sleep(self._interval)
+
+    def _open(self, seconds: float) -> Alarm:
+        host, time_ = socket.gethostname(), now()
+        alarm = Alarm(
+            f"blind/{host}",
+            Severity.CRIT,
+            "open",
+            f"the watchdog of {host} has waited for {human_time(seconds)}: the run directory does not answer",
+            effect="nothing can be written there: no record, no checkpoint; ranks that stop are still ended",
+            remedy="see whether the file system of the run directory is well on that host",
+            opened=time_,
+            changed=time_,
+            facts={"host": host},
+        )
+        self._send(alarm)
+        return alarm
+
+
+def _attempt(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except Exception:  # a defect in one pass must not end the watch
+        traceback.print_exc()
+        sys.stderr.flush()

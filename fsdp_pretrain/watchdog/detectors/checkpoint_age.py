@@ -1,0 +1,337 @@
+"""Checkpoints as they are seen from outside: how old the newest proved one is, and how saving goes. No torch.
+
+The trainer retries, prunes and gives up by itself. This looks at what is on storage, whatever the trainer believes:
+a run whose saves fail silently, or whose writer hangs, is reported and made to save or stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fsdp_pretrain.checkpoint import upcoming
+from fsdp_pretrain.checkpoint.disk_space import Need
+from fsdp_pretrain.checkpoint.upcoming import Late, Unprotected
+from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.statistics import score
+from fsdp_pretrain.units import Progress, human_bytes, human_count, human_time
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.probes.client import Look, Looks
+
+from .base import Detector
+
+_LEAST_HISTORY = 5
+_SLOW_SCORE, _SLOW_TIMES, _SLOWEST_NOISE = -4.0, 3.0, 0.15
+_NO_MATTER = 1.0
+"""Seconds: shorter saves are never called slow."""
+_STILL_FIRST = 5
+"""Before any save was timed, a writer may stand still this many times longer."""
+_AUDIT_DEADLINE = 3600.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A save in flight.
+
+    Attributes:
+        begun: when it was first seen, monotonic seconds.
+        bytes: so far.
+        grown: when it was first seen to have that many.
+    """
+
+    begun: float
+    bytes: int
+    grown: float
+
+
+class Checkpoints(Detector):
+    """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`,
+    `checkpoint-fallback` and `checkpoint-damaged/NAME`.
+
+    Args:
+        stores: directories with checkpoints, the run's own first.
+        every: `checkpoint.every`.
+        verify: checkpoints are verified after they were written (`checkpoint.verify`); else whole ones count.
+        prune: old ones may be deleted to make room (`checkpoint.prune`).
+        pids: processes of the ranks on this node, now.
+        reached: the newest step that a rank of this node has begun; known also when the record cannot be written.
+
+    Attributes:
+        need: what the next checkpoint takes; None before anything is known.
+        prunable: what may be deleted to make room for it.
+        completed: how often a newer proved checkpoint was seen.
+        protected: step of the newest proved checkpoint, or at which this start began.
+        failures: saves of this start that failed.
+        speed: bytes per second of the last save.
+        age: seconds for which training has gone on without a newer one.
+    """
+
+    def __init__(
+        self,
+        alarms: Alarms,
+        section: StorageSection,
+        looks: Looks,
+        *,
+        run: Path,
+        segment: int,
+        stores: list[Path],
+        every: Progress,
+        verify: bool = True,
+        prune: bool = True,
+        pids: Callable[[], list[int]] = list,
+        reached: Callable[[], int] = int,
+    ) -> None:
+        super().__init__(alarms)
+        self._pids, self._reached = pids, reached
+        self._section, self._looks, self._run, self._segment = section, looks, run, segment
+        self._main, self._every, self._prune = stores[0], every, prune
+        self._which = "verified" if verify else "newest"
+        deadline, interval, audit = section.deadline.value, section.interval.value, section.audit.value
+        places: dict[str, Any] = {"directories": [str(path) for path in stores]}
+        journal = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
+        self._look = Look(looks, "checkpoints", every=interval, deadline=deadline, **places, **journal)
+        self._audit = Look(looks, "checksum", every=audit, deadline=max(_AUDIT_DEADLINE, deadline), **places)
+        self.need: Need | None = None
+        self.prunable: Need | None = None
+        self.completed = self.failures = 0
+        self.protected: int | None = None
+        self.speed: float | None = None
+        self.age = 0.0
+        self._protected_tokens, self._since, self._world = 0, math.inf, 1
+        self._steps: deque[float] = deque(maxlen=64)
+        self._saves: deque[tuple[float, float]] = deque(maxlen=upcoming.SAVES)
+        self._attempts: dict[str, Attempt] = {}
+        self._bad: dict[str, str] = {}
+        self._asked: set[str] = set()
+        self._requests: dict[str, int] = {}
+
+    def step(self, record: StepRecord) -> None:
+        """Look at a record."""
+        self._steps.append(record.seconds.iteration)
+        if self.protected is None:  # what this start continues from is protected, or nothing
+            self.protected = record.step - 1
+            self._protected_tokens = record.tokens - record.batch * record.sequence_length
+        super().step(record)
+
+    def tick(self, now: float) -> None:
+        """Look, and judge what earlier looks found."""
+        answer = self._look.tick(now)
+        if answer is not None and answer.error is None:
+            self._see(answer.value, now)
+            self._judge_age(now)  # only after a look: what is between two looks is not known
+        self._see_to_requests(now)
+        audit = self._audit.tick(now)
+        if audit is not None and audit.value.get("wrong"):
+            self._bad[audit.value["name"]] = "; ".join(audit.value["wrong"])
+            self._look.soon()
+
+    def _see(self, found: dict[str, Any], now: float) -> None:
+        self._look.arguments["offset"] = found["offset"]
+        for entry in found["entries"]:
+            self._read(entry, mine=entry.get("segment") == self._segment)
+        if found["newest"] is not None:
+            self.need = upcoming.like(found["newest"]["bytes"], found["newest"]["files"])
+        self.prunable = Need(**found["prunable"]) if self._prune else None
+        newest = found[self._which]
+        if newest is not None and self.last and (self.protected is None or newest["step"] > self.protected):
+            self.protected, self._protected_tokens = newest["step"], newest["tokens"] or 0
+            self.completed, self._since = self.completed + 1, now
+            self._judge_place(Path(newest["path"]), newest["step"])
+        self._judge_damage(found)
+        self._judge_writers(found["writing"], now)
+        self._look.every = self._section.interval.value / (4 if found["writing"] else 1)
+
+    # ------------------------------------------------------------------ how old the newest is
+
+    def _judge_age(self, now: float) -> None:
+        """From the first step that no proved checkpoint holds."""
+        record = self.last
+        if record is None or self.protected is None:
+            return
+        if record.step <= self.protected:
+            self._since = now
+        self._since = min(self._since, now)
+        self.age = now - self._since
+        steps = max(record.step, self._reached()) - self.protected
+        samples = steps * record.batch
+        made = Unprotected(
+            self._every,
+            steps=steps,
+            samples=samples,
+            tokens=samples * record.sequence_length,
+            age=self.age,
+            step_seconds=median(self._steps),
+            save_seconds=upcoming.longest_save([seconds for _, seconds in self._saves]),
+        )
+        late = made.late(self._section)
+        if late is Late.NO:
+            self._asked.clear()
+            self.resolve("checkpoint-age", f"step {self.protected} is verified")
+            return
+        verb = {Late.VERY_LATE: "save", Late.TOO_LATE: "stop"}.get(late)
+        tokens = record.tokens - self._protected_tokens
+        causes = {
+            key
+            for key in self.alarms.open_keys()
+            if key.startswith(("disk/", "checkpoint-failed", "checkpoint-writer"))
+        }
+        self.open(
+            "checkpoint-age",
+            Severity.CRIT if verb else Severity.WARN,
+            f"{made}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
+            f"{steps} steps, {human_count(tokens)} tokens and "
+            f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
+            "mend the storage, or name another (checkpoint.fallback_dir)",
+            action=self._ask(verb) if verb else "",
+            facts={"age_seconds": self.age, "verified_step": self.protected, "tokens": tokens},
+        )
+
+    def _ask(self, verb: str) -> str:
+        """Leave a request in the run's inbox, once per incident; what to say of it."""
+        if not self._section.act:
+            return ""
+        if verb not in self._asked:
+            self._asked.add(verb)
+            self._requests[verb] = self._looks.ask("request", {"run": str(self._run), "verb": verb})
+        return f"asked the run to {verb}"
+
+    def _see_to_requests(self, now: float) -> None:
+        """A full disk takes no request: a stop goes to a rank as a signal then, a save is asked for again."""
+        for verb, ticket in list(self._requests.items()):
+            answer = self._looks.take(ticket, now)
+            if answer is None:
+                continue
+            del self._requests[verb]
+            if answer.error is None:
+                continue
+            self._asked.discard(verb)
+            for pid in self._pids()[:1] if verb == "stop" else []:
+                self._asked.add(verb)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+
+    # ------------------------------------------------------------------ what the journal says
+
+    def _read(self, entry: dict[str, Any], *, mine: bool) -> None:
+        """An entry of the journal; `mine`: of this start."""
+        kind, step = entry["kind"], entry.get("step")
+        if kind == "start" and mine:
+            self._world = entry.get("world") or 1
+            if self.need is None and entry.get("parameters"):
+                self.need = upcoming.first(entry["parameters"], self._world)
+        elif kind == "checkpoint" and entry["seconds"]:
+            self.speed = entry["bytes"] / entry["seconds"]
+            self._judge_speed(entry["bytes"], entry["seconds"], step if mine else None)
+            if mine:
+                for key in ("checkpoint-failed", "checkpoint-missing"):
+                    self.resolve(key, f"step {step} was saved", step=step)
+        elif kind == "checkpoint-missing" and mine:
+            self.open(
+                kind,
+                Severity.CRIT,
+                entry["text"],
+                "what was trained after the older one is trained again",
+                "see whether a mount is missing (checkpoint.fallback_dir?), or somebody deleted checkpoints",
+                step=step,
+            )
+        elif kind == "checkpoint-failed" and mine:
+            self.failures += 1
+            self.open(
+                kind,
+                Severity.CRIT,
+                f"step {step} could not be saved, {entry['text']}",
+                "training goes on; what it does now is in no checkpoint",
+                "mend the storage; the save is tried again by itself",
+                step=step,
+                facts={"failures": entry.get("failures")},
+            )
+
+    def _judge_speed(self, size: float, seconds: float, step: int | None) -> None:
+        """`step`: None for saves of earlier starts, which are only learned from."""
+        speed = math.log(max(1.0, size) / seconds)
+        typical = self._typical_save()
+        if step is not None and typical is not None:
+            away, text = score(speed, [known for known, _ in self._saves], _SLOWEST_NOISE), human_time(seconds)
+            if seconds > _NO_MATTER and (away < _SLOW_SCORE or seconds > _SLOW_TIMES * typical):
+                self._open_slow(f"the save of step {step} took {text}", typical, step)
+                return  # a slow one is not learned from, or slowness would become the rule
+            self.resolve("checkpoint-speed", f"the save of step {step} took {text}", step=step)
+        self._saves.append((speed, seconds))
+
+    def _typical_save(self) -> float | None:
+        """Median seconds of a save; None before there were a few."""
+        return median(seconds for _, seconds in self._saves) if len(self._saves) >= _LEAST_HISTORY else None
+
+    def _open_slow(self, what: str, typical: float, step: int | None = None) -> None:
+        self.open(
+            "checkpoint-speed",
+            Severity.WARN,
+            f"{what}; {human_time(typical)} is typical",
+            "checkpoints come late; a save that is not done delays the next",
+            "see whether something else uses the storage",
+            step=step,
+        )
+
+    # ------------------------------------------------------------------ what is on storage
+
+    def _judge_place(self, path: Path, step: int) -> None:
+        if path.parent == self._main:
+            self.resolve("checkpoint-fallback", f"{path} is in the run directory", step=step)
+            return
+        self.open(
+            "checkpoint-fallback",
+            Severity.WARN,
+            f"{path} was written to the fallback: the run directory did not take it",
+            "the run goes on from there when it is started again",
+            "mend the storage of the run directory",
+            step=step,
+        )
+
+    def _judge_damage(self, found: dict[str, Any]) -> None:
+        self._bad = {name: why for name, why in self._bad.items() if name in found["names"]}
+        damaged = {f"checkpoint-damaged/{name}": (name, why) for name, why in (found["problems"] | self._bad).items()}
+        for key, (name, why) in damaged.items():
+            self.open(
+                key,
+                Severity.CRIT,
+                f"{name} is damaged: {why}",
+                "it cannot be used; a start goes on from an older one",
+                f"see `fsdp-pretrain checkpoints {self._run} list`; keep the older ones until there is a newer",
+            )
+        self.resolve_others("checkpoint-damaged", damaged, "it is gone, or whole")
+
+    def _judge_writers(self, writing: dict[str, int], now: float) -> None:
+        """Whether the save in flight grows, and how long it takes."""
+        seen = {}
+        for name, size in writing.items():
+            attempt = self._attempts.get(name, Attempt(now, size, now))
+            seen[name] = attempt if size == attempt.bytes else replace(attempt, bytes=size, grown=now)
+        self._attempts = seen
+        typical, least = self._typical_save(), self._section.still.value
+        allowed = _STILL_FIRST * least if typical is None else max(least, typical)
+        still = [(now - attempt.grown, name) for name, attempt in seen.items() if now - attempt.grown > allowed]
+        if still:
+            seconds, name = max(still)
+            self.open(
+                "checkpoint-writer",
+                Severity.CRIT,
+                f"{name} has not grown for {human_time(seconds)}, at {human_bytes(seen[name].bytes)}",
+                "its writer hangs, and the next save waits for it",
+                "see whether the storage answers; training is not affected yet",
+            )
+            return
+        self.resolve("checkpoint-writer", "the writer writes, or has ended")
+        for name, attempt in seen.items():
+            lasted = now - attempt.begun
+            if typical is not None and lasted > max(_NO_MATTER, _SLOW_TIMES * typical):
+                self._open_slow(f"{name} is being written for {human_time(lasted)}", typical)

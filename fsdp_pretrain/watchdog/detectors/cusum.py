@@ -1,0 +1,144 @@
+"""Has the run become slower? Block medians of step times, summed up against a frozen baseline. No torch.
+
+Step times have heavy tails and wander: charts of single steps (mean and deviation, EWMA, plain CUSUM) raise false
+alarms every few thousand steps, and whatever compares with the recent past is blind to a slow decline. A one-sided
+CUSUM (Page 1954) of the medians of blocks, against a baseline that is learned once, has neither weakness. What a step
+is planned to cost is no drift: another phase of the schedule has a baseline of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from fsdp_pretrain.statistics import spread
+
+_LEAST_NOISE = 0.0015
+"""Deviation of block medians below which nothing is believed; as a logarithm, like all bounds here."""
+_SLACK, _LIMIT = (0.015, 1.0), (0.045, 5.0)
+"""Allowance and limit of the CUSUM: at least the first, and this many deviations."""
+_LARGEST = 0.10
+"""What a block adds at most: one long stall is not a drift."""
+_SKIPPED, _SETTLING = 2, 8
+"""Blocks that are not learned from at the beginning; blocks after an alarm that show the new level."""
+_BACK, _BACK_BLOCKS = 0.01, 4
+_FASTER, _FASTER_BLOCKS = 0.02, 30
+
+
+@dataclass(frozen=True)
+class Change:
+    """The pace changed.
+
+    Attributes:
+        kind: `slower` opens an incident, `slower still` worsens it, `back` ends it; `faster` is a new baseline.
+        ratio: step time over that of the baseline at the beginning.
+        step: the last step that was looked at.
+        since: the first step of the block in which it began.
+    """
+
+    kind: Literal["slower", "slower still", "back", "faster"]
+    ratio: float
+    step: int
+    since: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some steps; `above`: their median, over the baseline."""
+
+    first: int
+    last: int
+    above: float
+
+
+class Pace:
+    """Watches the step times of one start in one phase after the other.
+
+    Give it clean steps only: not the first twenty of a start, not those with a save, an evaluation or a compilation in
+    them or right after.
+
+    Attributes:
+        ratio: step time over the baseline's, from the last blocks; None while it is being learned.
+        slow: an incident is open.
+    """
+
+    def __init__(self) -> None:
+        self.ratio: float | None = None
+        self.slow = False
+        self._phase: Hashable = None
+        self._size = self._wanted = 0
+        self._steps: list[tuple[int, float]] = []
+        self._learned: list[float] = []
+        self._baseline: float | None = None
+        self._noise = self._level = self._sum = 0.0
+        self._begun = self._settling = 0
+        self._recent: list[_Block] = []
+
+    def add(self, step: int, seconds: float, phase: Hashable = None) -> Change | None:
+        """A clean step.
+
+        Args:
+            phase: what it was planned to cost, in any form: batch, sequence length. The baseline of another one is
+                learned from the beginning.
+        """
+        if phase != self._phase or not self._size:
+            self._phase, self._steps, self._learned = phase, [], []
+            self._baseline, self.ratio, self.slow = None, None, False
+            # (steps of a block, blocks of the baseline): long steps vary less
+            self._size, self._wanted = (16, 30) if seconds < 5 else (8, 30) if seconds <= 20 else (5, 60)
+        self._steps.append((step, math.log(seconds)))
+        if len(self._steps) < self._size:
+            return None
+        first, value = self._steps[0][0], median(value for _, value in self._steps)
+        self._steps = []
+        if self._baseline is None:
+            self._learned.append(value)
+            if len(self._learned) == _SKIPPED + self._wanted:
+                self._adopt(self._learned[_SKIPPED:])
+            return None
+        self._recent = [*self._recent, _Block(first, step, value - self._baseline)][-_FASTER_BLOCKS:]
+        self.ratio = math.exp(median(block.above for block in self._recent[-_BACK_BLOCKS:]))
+        return self._judge(self._recent[-1], self._baseline)
+
+    def _adopt(self, values: list[float]) -> None:
+        """The baseline, and how much blocks vary about it."""
+        self._baseline, deviation = spread(values)
+        self._noise = max(deviation, _LEAST_NOISE)
+        self._level, self._sum, self._recent, self._settling, self.ratio = 0.0, 0.0, [], 0, 1.0
+
+    def _judge(self, block: _Block, baseline: float) -> Change | None:
+        above = [recent.above for recent in self._recent]
+        if self.slow and len(above) >= _BACK_BLOCKS and max(above[-_BACK_BLOCKS:]) < _BACK:
+            return self._end(block)
+        if self._settling:
+            self._settling -= 1
+            if not self._settling:
+                level = median(above[-_SETTLING:])
+                if level < _BACK:
+                    return self._end(block)
+                self._level = max(self._level, level)
+            return None
+        if not self.slow and len(above) == _FASTER_BLOCKS and max(above) < -_FASTER:
+            since = self._recent[0].first
+            self._adopt([baseline + value for value in above])
+            return Change("faster", math.exp(median(above)), block.last, since)
+        slack, limit = (max(least, times * self._noise) for least, times in (_SLACK, _LIMIT))
+        if self._sum == 0.0:
+            self._begun = block.first
+        self._sum = max(0.0, self._sum + min(block.above - self._level, _LARGEST) - slack)
+        if self._sum <= limit:
+            return None
+        since_begun = [recent.above for recent in self._recent if recent.first >= self._begun]
+        change = Change(
+            "slower still" if self.slow else "slower", math.exp(median(since_begun)), block.last, self._begun
+        )
+        self.slow, self._sum, self._settling = True, 0.0, _SETTLING
+        return change
+
+    def _end(self, block: _Block) -> Change:
+        assert self.ratio is not None
+        self.slow, self._sum, self._settling, self._level = False, 0.0, 0, 0.0
+        return Change("back", self.ratio, block.last, self._recent[-_BACK_BLOCKS:][0].first)

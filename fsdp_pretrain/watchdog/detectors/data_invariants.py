@@ -1,0 +1,172 @@
+"""What must hold of the data that is trained, step by step, from the metrics records. No torch.
+
+Invariants are exact, and a defect present from the first step is found by them alone; comparisons find what changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from fsdp_pretrain.config.operations import SentinelSection
+from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
+
+from .base import Detector
+
+_TOLERATED = 0.01
+"""Share of the documents that may break an invariant in one step."""
+_RATE_TOKENS = 1_000_000
+_SHARE_STEPS, _SHARE_SCORE = 100, 6.0
+_REMEMBERED = 100_000
+_FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
+_EFFECTS = {
+    "data-specials": "the model learns doubled separators",
+    "data-separators": "the model does not learn where documents end",
+    "data-cursor": "samples are trained twice or left out",
+    "data-repeated": "samples are trained twice",
+    "data-separator-rate": "documents are cut, joined or chosen otherwise than was prepared",
+    "data-share": "the mixture is not the one that was configured",
+    "data-quarantined": "they are left out of the loss; at {most:.2g} of all stretches the run stops",
+    "data-distance": "the ids may be shifted, or the text is of another kind",
+}
+
+
+class Sentinels(Detector):
+    """Alarms `data-specials`, `data-separators`, `data-separator-rate`, `data-share/SOURCE`, `data-repeated`,
+    `data-cursor`, `data-quarantined` and `data-distance`.
+
+    Args:
+        rates: documents per packed token of every source; filled while the watchdog runs.
+        row: tokens of text in a sample (`data.row`).
+        causal: every token of a text is learned, so targets are spread over the sources as samples are.
+        max_quarantined: share of the documents at which the trainer stops.
+        before: the kept record of a step, to continue from after a restart; None if there is none.
+    """
+
+    def __init__(
+        self,
+        alarms: Alarms,
+        section: SentinelSection,
+        *,
+        rates: Mapping[str, float],
+        row: int,
+        causal: bool,
+        max_quarantined: float,
+        before: Callable[[int], StepRecord | None] = lambda step: None,
+    ) -> None:
+        super().__init__(alarms)
+        self._section, self._rates, self._row, self._causal = section, rates, row, causal
+        self._max_quarantined, self._before = max_quarantined, before
+        self._digests: dict[str, int] = {}
+        self._tokens = self._separators = 0
+        self._expected = 0.0
+        self._shares: deque[tuple[float, dict[str, float], dict[str, float]]] = deque(maxlen=_SHARE_STEPS)
+        self._stretches = self._quarantined = 0
+        self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
+
+    def step(self, record: StepRecord) -> None:
+        """Judge a record, and compare it with those before."""
+        last = self._before(record.step - 1) if self.last is None else self.last
+        super().step(record)
+        self._judge_separators(record)
+        self._judge_rate(record)
+        if last is not None:
+            self._judge_cursor(record, last)
+            self._digests.setdefault(last.data_digest, last.step)
+        self._judge_repeats(record)
+        self._judge_shares(record)
+        self._judge_quarantined(record)
+        self._judge_distance(record)
+
+    def _wrong(self, severity: Severity, key: str, summary: str) -> None:
+        effect = _EFFECTS[key.partition("/")[0]].format(most=self._max_quarantined)
+        remedy = f"see `fsdp-pretrain where RUN --step {self.at} --text`, and run `fsdp-data validate` on the sources"
+        self.open(key, severity, f"step {self.at}: {summary}", effect, remedy)
+
+    # ------------------------------------------------------------------ invariants
+
+    def _judge_separators(self, record: StepRecord) -> None:
+        documents, separators, adjacent = record.documents, record.separators, record.adjacent_specials
+        if adjacent > _TOLERATED * documents:
+            text = f"{adjacent} special tokens stand right beside another, where {documents} documents end"
+            self._wrong(Severity.CRIT, "data-specials", text)
+        if abs(separators - documents) > _TOLERATED * max(1, documents):
+            self._wrong(Severity.CRIT, "data-separators", f"{separators} separators in {documents} documents")
+
+    def _judge_cursor(self, record: StepRecord, last: StepRecord) -> None:
+        """The cursor goes on by at least the batch: samples that are skipped make it more."""
+        continues = record.step == last.step + 1 and record.consumed == last.consumed + record.batch
+        if not continues or record.cursor - record.batch < last.cursor:
+            text = (
+                f"{record.batch} samples up to {record.cursor:_} ({record.consumed:_} consumed), after step "
+                f"{last.step} had come to {last.cursor:_} ({last.consumed:_} consumed)"
+            )
+            self._wrong(Severity.CRIT, "data-cursor", text)
+
+    def _judge_repeats(self, record: StepRecord) -> None:
+        known = self._digests.get(record.data_digest, record.step)
+        if known != record.step:
+            self._wrong(Severity.CRIT, "data-repeated", f"the same batch as in step {known}")
+        self._digests[record.data_digest] = record.step
+        if len(self._digests) > _REMEMBERED:
+            del self._digests[next(iter(self._digests))]
+
+    # ------------------------------------------------------------------ comparisons
+
+    def _judge_rate(self, record: StepRecord) -> None:
+        """Separators per token against the manifests, over at least a million tokens."""
+        shares = {name: share for name, share in record.ramps.shares.items() if share}
+        if not shares or not shares.keys() <= self._rates.keys():
+            return
+        tokens = record.batch * self._row
+        self._tokens += tokens
+        self._separators += record.separators
+        self._expected += tokens * sum(share * self._rates[name] for name, share in shares.items())
+        if self._tokens < _RATE_TOKENS or self._expected == 0:
+            return
+        ratio = self._separators / self._expected
+        self._tokens, self._separators, self._expected = 0, 0, 0.0
+        text = f"{ratio:.2f} times as many separators as the manifests promise"
+        if abs(ratio - 1) > self._section.separator_rate:
+            self._wrong(Severity.WARN, "data-separator-rate", text)
+        else:
+            self.resolve("data-separator-rate", text)
+
+    def _judge_shares(self, record: StepRecord) -> None:
+        """Targets of every source against the plan, over 100 steps."""
+        if not self._causal:
+            return
+        self._shares.append((record.batch, record.mixture, record.ramps.shares))
+        samples = sum(batch for batch, _, _ in self._shares)
+        for name in record.ramps.shares:
+            planned = sum(batch * plan.get(name, 0.0) for batch, _, plan in self._shares) / samples
+            found = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
+            allowed = max(self._section.share, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
+            text = f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned were {planned:.1%}"
+            if abs(found - planned) > allowed + record.batch / samples:  # a plan may change inside a batch
+                self._wrong(Severity.WARN, f"data-share/{name}", text)
+            elif len(self._shares) == _SHARE_STEPS:
+                self.resolve(f"data-share/{name}", text)
+
+    def _judge_quarantined(self, record: StepRecord) -> None:
+        self._stretches += record.documents + record.batch  # a document may go on in many samples
+        self._quarantined += record.quarantined
+        if record.quarantined:
+            share = self._quarantined / max(1, self._stretches)
+            severity = Severity.WARN if share > self._max_quarantined / 10 else Severity.INFO
+            text = f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks"
+            self._wrong(severity, "data-quarantined", text)
+
+    def _judge_distance(self, record: StepRecord) -> None:
+        far = record.data_distance
+        if far is None:
+            return
+        self._far.append(far > _FAR)
+        if sum(self._far) >= _FAR_LEAST:
+            text = f"its tokens are {far:.0f} deviations away from those of the run's first steps"
+            self._wrong(Severity.WARN, "data-distance", text)
+        elif not any(self._far):
+            self.resolve("data-distance", "tokens are as in the run's first steps again")

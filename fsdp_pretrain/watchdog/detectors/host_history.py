@@ -1,0 +1,43 @@
+"""Which hosts had incidents, over many starts and runs: those with several are proposed for exclusion. No torch.
+
+The file holds `{"node-7": [{"time": ..., "kind": ...}]}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import now, replace_file, seconds_of
+
+_WINDOW = 14 * 86400.0
+"""Seconds for which an incident counts."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that happened on a host: when, and of what kind."""
+
+    time: str
+    kind: str
+
+
+def remember(path: Path, host: str, kind: str) -> dict[str, int]:
+    """Add an incident of a host; how many every host has had in the last two weeks. Never raises OSError.
+
+    Runs may share the file. An incident that two processes add at the same moment may be lost.
+    """
+    known = state_files.view(path, dict[str, list[Incident]]) or {}
+    known.setdefault(host, []).append(Incident(now(), kind))
+    content = {name: [asdict(incident) for incident in incidents] for name, incidents in known.items()}
+    with contextlib.suppress(OSError):
+        replace_file(path, json.dumps(content, indent=1) + "\n")
+    oldest = time.time() - _WINDOW
+    return {
+        name: sum((seconds_of(incident.time) or 0.0) > oldest for incident in incidents)
+        for name, incidents in known.items()
+    }

@@ -1,0 +1,182 @@
+"""The state of GPUs, read by a helper process that may hang.
+
+    python -m fsdp_pretrain.watchdog.detectors.nvml PROVIDER
+
+For every line of input it writes one: `{"devices": [...]}` or `{"error": "..."}`. Providers are NVIDIA's library, and
+a JSON file, for other vendors' tools and for tests. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """What a look at a GPU showed. None: not known, or not supported by it.
+
+    Attributes:
+        index: on its host.
+        name: of the model.
+        lost: why it cannot be reached any more.
+        xids: numbers of the driver's error reports since the last look.
+        recovery: the driver's recommendation; 0 none, 1 and more a reset or worse.
+        ecc: uncorrectable memory errors since it was last reset.
+        remap_failed, remap_pending: bad memory rows could not be, or wait to be, replaced.
+        throttle: reasons for a lower clock, as bits of NVML.
+        clock: of the multiprocessors, MHz.
+        power: W.
+        busy: share of the time in which something ran, 0 to 1.
+        temperature, slowdown: degrees Celsius now, and from which on it slows down.
+        pcie: generation and width of the link.
+        nvlink: active links, and errors since the driver was loaded.
+    """
+
+    index: int
+    name: str = ""
+    lost: str | None = None
+    xids: list[int] | None = None
+    recovery: int | None = None
+    ecc: int | None = None
+    remap_failed: bool = False
+    remap_pending: bool = False
+    throttle: int | None = None
+    clock: float | None = None
+    power: float | None = None
+    busy: float | None = None
+    temperature: float | None = None
+    slowdown: float | None = None
+    pcie: list[int] | None = None
+    nvlink: list[int] | None = None
+
+
+class Nvml:
+    """NVIDIA's management library, through the package `nvidia-ml-py`. May hang, and may raise anything."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = importlib.import_module("pynvml")  # optional, and without types
+        self._nvml.nvmlInit()
+        self._events: Any = None
+        with contextlib.suppress(self._nvml.NVMLError):  # not on every device, and not in every container
+            events = self._nvml.nvmlEventSetCreate()
+            for index in range(self._nvml.nvmlDeviceGetCount()):
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
+            self._events = events
+
+    def look(self) -> list[DeviceState]:
+        """Every GPU there is now."""
+        xids = self._take_xids()
+        return [self._device(index, xids.get(index, [])) for index in range(self._nvml.nvmlDeviceGetCount())]
+
+    def _take_xids(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        if self._events is not None:
+            with contextlib.suppress(self._nvml.NVMLError):  # a time-out: there are no more
+                while True:
+                    event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+                    index = self._nvml.nvmlDeviceGetIndex(event.device)
+                    found.setdefault(index, []).append(int(event.eventData))
+        return found
+
+    def _device(self, index: int, xids: list[int]) -> DeviceState:
+        nvml = self._nvml
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = nvml.nvmlDeviceGetName(handle)
+            nvml.nvmlDeviceGetPowerState(handle)
+        except nvml.NVMLError as error:
+            return DeviceState(index, lost=str(error), xids=xids)
+
+        def ask(name: str, *arguments: Any) -> Any:
+            try:
+                return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *arguments)
+            except (nvml.NVMLError, AttributeError):  # this device, driver or library has no such thing
+                return None
+
+        reasons = ask("CurrentClocksEventReasons")
+        power, rates = ask("PowerUsage"), ask("UtilizationRates")
+        rows = ask("RemappedRows") or (0, 0, False, False)
+        link = [ask("CurrPcieLinkGeneration"), ask("CurrPcieLinkWidth")]
+        return DeviceState(
+            index,
+            name=name if isinstance(name, str) else name.decode(),
+            xids=xids,
+            recovery=self._recovery(ask),
+            ecc=ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
+            remap_failed=bool(rows[3]),
+            remap_pending=bool(rows[2]),
+            throttle=ask("CurrentClocksThrottleReasons") if reasons is None else reasons,
+            clock=ask("ClockInfo", nvml.NVML_CLOCK_SM),
+            power=None if power is None else power / 1000,
+            busy=None if rates is None else rates.gpu / 100,
+            temperature=ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
+            slowdown=ask("TemperatureThreshold", nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+            pcie=None if None in link else link,
+            nvlink=self._links(ask),
+        )
+
+    def _recovery(self, ask: Callable[..., Any]) -> int | None:
+        field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+        values = None if field is None else ask("FieldValues", [field])
+        if not values or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
+            return None
+        return int(values[0].value.uiVal)
+
+    def _links(self, ask: Callable[..., Any]) -> list[int] | None:
+        """Active links, and the replay and recovery errors of all."""
+        nvml = self._nvml
+        states = {link: ask("NvLinkState", link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)}
+        active = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
+        counters = nvml.NVML_NVLINK_ERROR_DL_REPLAY, nvml.NVML_NVLINK_ERROR_DL_RECOVERY
+        errors = sum(ask("NvLinkErrorCounter", link, counter) or 0 for link in active for counter in counters)
+        return None if set(states.values()) == {None} else [len(active), errors]
+
+
+def _read_file(path: Path) -> list[DeviceState]:
+    """The GPUs that a file names, `{"devices": [{"index": 0, ...}]}` with the fields of `DeviceState`."""
+    return [DeviceState(**device) for device in json.loads(path.read_text())["devices"]]
+
+
+def resolve(name: str) -> str | None:
+    """What a configured provider means on this host: `auto` is `nvml` where there is a driver, `none` is None.
+
+    Raises:
+        ConfigError: `nvml` was asked for by name, or there is a driver, and the package is missing.
+    """
+    if name == "auto":
+        name = "nvml" if Path("/proc/driver/nvidia/version").exists() else "none"
+    if name == "nvml" and importlib.util.find_spec("pynvml") is None:
+        raise ConfigError(
+            "NVIDIA's management library cannot be asked: the package nvidia-ml-py is not installed",
+            effect="broken or slow GPUs would not be noticed",
+            remedy='pip install nvidia-ml-py, or set watchdog.hardware.provider = "none"',
+        )
+    return None if name == "none" else name
+
+
+def serve(name: str) -> None:
+    """Answer every line of input with a look by `nvml` or `file:PATH`, until the input ends."""
+    look: Callable[[], list[DeviceState]] | None = None
+    kind, _, path = name.partition(":")
+    for _ in sys.stdin:
+        try:
+            look = look or (Nvml().look if kind == "nvml" else lambda: _read_file(Path(path)))
+            answer: dict[str, Any] = {"devices": [asdict(device) for device in look()]}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,214 @@
+"""Has the run become slower, in itself or since an earlier start? Step times of the record, without the planned bumps.
+
+The first steps of a start, and those with a save, an evaluation or anything else beside them, do not count; batch and
+sequence length are planned, and another value of them is a new beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from fsdp_pretrain.config.operations import PaceSection
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import replace_file
+from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.statistics import spread
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
+
+from .base import Detector
+from .cusum import Change, Pace
+
+_AFTER = 3
+"""Steps after a disturbed one that are not judged either."""
+_AMONG, _OVER_TIME, _KNOWN, _KEPT = 6, 3, 7, 16
+"""Deviations among ranks, and from window to window, that a straggler is above the others; independent changes from
+which the latter is known, and windows it is taken from."""
+_FIRST, _BEST = 64, 512
+"""Steps after a restart that are compared, and those whose median is the best of a start."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best median of step times, in seconds, of the starts of one size, and the hosts it was reached on."""
+
+    seconds: float
+    hosts: list[str]
+
+
+class Drift(Detector):
+    """Opens `pace` when the run is slower than at the start's beginning, `pace/restart` when slower than before it.
+
+    Args:
+        path: `pace.json`, the best medians of earlier starts.
+        hosts: of this start.
+    """
+
+    def __init__(self, alarms: Alarms, section: PaceSection, path: Path, hosts: Sequence[str]) -> None:
+        super().__init__(alarms)
+        self._section, self._path, self._hosts = section, path, sorted(set(hosts))
+        self._pace = Pace()
+        self._steps = self._wait = 0
+        self._clean = deque[float](maxlen=_BEST)
+        self._shape = ""
+        self._best = state_files.view(path, dict[str, Best]) or {}
+        self._slow_since: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Present step time over that of the start's beginning; None while that is being learned."""
+        return self._pace.ratio
+
+    def step(self, record: StepRecord) -> None:
+        """Judge a step if it is clean."""
+        super().step(record)
+        self._steps += 1
+        disturbed = record.seconds.checkpoint > 0 or record.beside or record.skipped
+        self._wait = _AFTER if disturbed else max(0, self._wait - 1)
+        if self._steps <= self._section.settle or disturbed or self._wait:
+            return
+        shape = f"{record.world or 0} ranks, {record.batch} x {record.sequence_length}"
+        if shape != self._shape:
+            self._shape, self._slow_since = shape, None
+            self._clean.clear()
+            self.resolve("pace", "another batch or sequence length: compared from here on")
+        change = self._pace.add(record.step, record.seconds.iteration, shape)
+        if change is not None:
+            self._report(change, record)
+        self._remember(record.seconds.iteration)
+
+    def tick(self, now: float) -> None:
+        """A slowdown that lasts gets worse."""
+        if not self._pace.slow:
+            self._slow_since = None
+            return
+        self._slow_since = self._slow_since or now
+        ratio = self._pace.ratio or 1.0
+        if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
+            self.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to")
+
+    def _report(self, change: Change, record: StepRecord) -> None:
+        if change.kind == "back":
+            self.resolve("pace", "steps take as long as at the beginning again")
+        elif change.kind == "faster":
+            self.resolve("pace", "steps have become faster")
+        else:
+            seconds = record.seconds
+            parts = {"data": seconds.data, "computing": seconds.forward_backward, "optimiser": seconds.optimizer}
+            shares = ", ".join(f"{name} {part / seconds.iteration:.0%}" for name, part in parts.items())
+            self.open(
+                "pace",
+                Severity.WARN,
+                f"steps take {change.ratio - 1:.1%} longer than at the beginning of this start, since about step "
+                f"{change.since:_} (now {shares})",
+                "the run will end later; nothing is lost",
+                "look for an alarm `straggler`, other jobs on the storage or the network, and the clocks of the "
+                "devices; `fsdp-pretrain doctor` compares nodes when the job stands",
+                facts={"ratio": change.ratio, "since": change.since},
+            )
+
+    # ------------------------------------------------------------------ earlier starts
+
+    def _remember(self, seconds: float) -> None:
+        """Compare the first clean steps with the best of earlier starts; keep the best of this one."""
+        self._clean.append(seconds)
+        if len(self._clean) < _FIRST:
+            return
+        typical, best = median(self._clean), self._best.get(self._shape)
+        if best is not None and len(self._clean) == _FIRST:
+            self._compare(typical / best.seconds, best)
+        if self._steps % _FIRST == 0 and (best is None or typical < best.seconds):
+            self._best[self._shape] = Best(typical, self._hosts)
+            with contextlib.suppress(OSError):
+                known = {shape: asdict(value) for shape, value in self._best.items()}
+                replace_file(self._path, json.dumps(known, indent=1) + "\n")
+
+    def _compare(self, ratio: float, best: Best) -> None:
+        if ratio - 1 < self._section.restart:
+            self.resolve("pace/restart", "as fast as before the restart")
+            return
+        new = sorted(set(self._hosts) - set(best.hosts))
+        self.open(
+            "pace/restart",
+            Severity.WARN,
+            f"steps take {ratio - 1:.1%} longer than in the best earlier start of this size, "
+            + (f"new since then: {', '.join(new)}" if new else "on the same hosts"),
+            "the run will end later; nothing is lost",
+            "`fsdp-pretrain doctor` compares nodes when the job stands",
+            facts={"ratio": ratio, "new": new, "gone": sorted(set(best.hosts) - set(self._hosts))},
+        )
+
+
+class Stragglers(Detector):
+    """Opens `straggler/...` for a rank, or a whole host, that keeps needing more time of its own than the others.
+
+    Wall time says nothing: all ranks wait for the slowest. Their own time does: in three of the last four windows so
+    far over the median of all that neither the differences among ranks nor those from window to window explain it. The
+    latter are all there is on few ranks; they are taken from changes, so that one that stays slow does not hide itself.
+    """
+
+    def __init__(self, alarms: Alarms, section: PaceSection) -> None:
+        super().__init__(alarms)
+        self._section = section
+        self._ratios: dict[int, list[float]] = {}
+        self._window = 0
+
+    def look(self, windows: dict[int, tuple[str, int, float]]) -> None:
+        """What the ranks measured: {rank: (host, number of the window, own seconds of a typical step)}."""
+        numbers = {number for _, number, _ in windows.values()}
+        if len(windows) < 2 or len(numbers) != 1 or numbers == {self._window}:
+            return
+        self._window = numbers.pop()
+        own = {rank: value for rank, (_, _, value) in windows.items() if value > 0}
+        if len(own) < 2:
+            return
+        typical = median(own.values())
+        ratios = {rank: value / typical - 1 for rank, value in own.items()}
+        self._ratios = {rank: [*self._ratios.get(rank, []), ratio][-_KEPT:] for rank, ratio in ratios.items()}
+        among = spread(list(ratios.values()))[1] if len(own) > 2 else 0.0
+        slow = self._slow(max(self._section.straggler, _AMONG * among))
+        if slow is not None:
+            self._report(slow, {rank: host for rank, (host, _, _) in windows.items()}, ratios)
+
+    def _slow(self, bound: float) -> set[int] | None:
+        """The ranks that were above the bound, and above the noise of time, in three of the last four windows; None
+        while that noise is not known."""
+        changes = {rank: [b - a for a, b in pairwise(known)] for rank, known in self._ratios.items()}
+        pooled = [change for each in changes.values() for change in each]
+        if len(pooled) * (len(changes) - 1) < _KNOWN * len(changes):  # the ratios of n ranks have n - 1 degrees
+            return None
+        noise = {rank: max(spread(pooled)[1], spread(each)[1] if each else 0.0) for rank, each in changes.items()}
+        return {
+            rank
+            for rank, known in self._ratios.items()
+            if sum(ratio > max(bound, _OVER_TIME * noise[rank] / math.sqrt(2)) for ratio in known[-4:]) >= 3
+        }
+
+    def _report(self, slow: set[int], hosts: dict[int, str], ratios: dict[int, float]) -> None:
+        found: dict[str, tuple[str, float]] = {}
+        for host in {hosts[rank] for rank in slow}:
+            here = [rank for rank, name in hosts.items() if name == host]
+            guilty = sorted(slow.intersection(here))
+            if len(here) > 1 and 2 * len(guilty) >= len(here) and len(set(hosts.values())) > 1:
+                worst = max(ratios[rank] for rank in guilty)
+                found[f"straggler/{host}"] = (f"{len(guilty)} of {len(here)} ranks of {host} need", worst)
+            else:
+                found |= {f"straggler/rank-{r}": (f"rank {r} ({host}) needs", ratios[r]) for r in guilty}
+        for key, (who, ratio) in found.items():
+            self.open(
+                key,
+                Severity.CRIT if ratio >= 0.10 else Severity.WARN,
+                f"{who} {ratio:.1%} more time of its own for a step than the others, in three of four windows",
+                "all ranks wait for the slowest",
+                "look at clocks, temperature and other processes there; take the host out at the next stop",
+                facts={"ratio": ratio, "window": self._window},
+            )
+        self.resolve_others("straggler", found, "as fast as the others again")

@@ -1,0 +1,84 @@
+"""Is the run hanging? How long each phase may take, from what it took so far. No torch.
+
+A deadline is a multiple of the median, never of the largest of a few: step times have tails that make such a bound
+either useless or a source of false alarms. The soft deadline collects evidence and opens the alarm; the hard one ends
+the run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from fsdp_pretrain.config.operations import HangSection
+from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
+
+_HISTORY = 512
+_FEW = 3
+_LONG_PHASES = (Phase.LOAD, Phase.SAVE)
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds without any progress of any rank after which something is wrong.
+
+    Attributes:
+        soft: collect evidence, alarm.
+        hard: end the run, so that it can be started again.
+    """
+
+    soft: float
+    hard: float
+
+
+class History:
+    """How long steps, saves and loads took; `section` has the least times."""
+
+    def __init__(self, section: HangSection) -> None:
+        self._section = section
+        self._steps: deque[float] = deque(maxlen=_HISTORY)
+        self._long: dict[Phase, deque[float]] = {phase: deque(maxlen=_HISTORY) for phase in _LONG_PHASES}
+        self._last: Beat | None = None
+        self._under_way: dict[Phase, int] = {}
+
+    def assume(self, step_seconds: float) -> None:
+        """How long a step takes by the record: it counts as long as none was seen."""
+        if not self._steps:
+            self._steps.append(step_seconds)
+
+    def see(self, beat: Beat, phases: set[Phase]) -> None:
+        """Learn from the page of the first rank. A step with a save or a load in it, of any rank, does not count."""
+        last, long = self._last, self._under_way or phases.intersection(_LONG_PHASES)
+        if last is None or beat.step > last.step:
+            if last is not None and last.step > 0 and not long:
+                self._steps.append((beat.step_at - last.step_at) / 1e9 / (beat.step - last.step))
+            self._last = beat
+        for phase in _LONG_PHASES:
+            if beat.phase is phase:
+                self._under_way[phase] = beat.phase_at
+            elif phase in self._under_way:
+                self._long[phase].append((beat.phase_at - self._under_way.pop(phase)) / 1e9)
+
+    def deadlines(self, phases: set[Phase]) -> Deadlines:
+        """Of ranks that are in these phases: the latest of each."""
+        found = [self._deadlines(phase) for phase in phases]
+        return Deadlines(max(each.soft for each in found), max(each.hard for each in found))
+
+    def _deadlines(self, phase: Phase) -> Deadlines:
+        section = self._section
+        unknown = Deadlines(section.unknown_soft.value, section.unknown_hard.value)
+        if phase in _LONG_PHASES:
+            known = self._long[phase]
+            if len(known) < _FEW:
+                return unknown
+            typical = median(known)
+            return Deadlines(max(section.save_soft.value, 3 * typical), max(section.save_hard.value, 6 * typical))
+        if phase is Phase.START:
+            return Deadlines(section.connect.value / 2, section.connect.value)
+        if phase is Phase.END or not self._steps:
+            return unknown
+        typical = median(self._steps)
+        soft = max(section.soft.value, 8 * typical, 2 * max(self._steps))
+        hard = min(max(section.hard.value, 30 * typical), section.longest.value)
+        return Deadlines(soft, max(hard, soft + section.soft.value))

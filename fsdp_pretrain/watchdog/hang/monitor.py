@@ -1,0 +1,211 @@
+"""The run makes no progress: find out why, open the alarm, and at last end it, so that it starts again. No torch.
+
+Progress is any beat of any rank. At the soft deadline all stacks are collected and the suspect is named; a while later
+they are collected again; at the hard deadline, if the suspects have not moved meanwhile, the ranks are ended. A hung
+step is never saved.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdp_pretrain.config.operations import HangSection
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.heartbeat.page import Phase
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
+
+from .deadlines import History
+from .diagnosis import Verdict, judge
+from .peers import Nodes
+from .rank_monitor import Ranks, Standing
+
+_BETWEEN_DUMPS = 30.0
+_DUMP_SECONDS = 3.0
+"""For ranks to write where they stand before they are ended; they take milliseconds."""
+
+
+@dataclass
+class _Stall:
+    """A stall under way. Times are seconds without progress, but for `began`, of `time.monotonic()`.
+
+    Attributes:
+        dumped, dumps: when stacks were last asked for, and how often they were.
+        read: when the first of them could be read; None before.
+        reported: the alarm was opened.
+        seen: where each rank first stood.
+        patience: beyond the hard deadline.
+    """
+
+    began: float
+    dumped: float
+    dumps: int = 1
+    read: float | None = None
+    reported: bool = False
+    seen: dict[int, Any] = field(default_factory=dict)
+    patience: float = 0.0
+
+
+class Hang:
+    """Watches the ranks of this node.
+
+    Args:
+        keep: called with a rank and the text of its dump, to be kept in the run directory.
+        end: ends the ranks of this node, after the reason and facts were written down.
+
+    Attributes:
+        alarms: of the run; None on nodes whose standings another node's agent judges.
+    """
+
+    def __init__(
+        self,
+        section: HangSection,
+        ranks: Ranks,
+        nodes: Nodes,
+        *,
+        keep: Callable[[int, str], None],
+        end: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._section, self._ranks, self._nodes = section, ranks, nodes
+        self._keep, self._end = keep, end
+        self.alarms: Alarms | None = None
+        self.history = History(section)
+        self._progress = 0
+        self._stall: _Stall | None = None
+        self._verdict: Verdict | None = None
+
+    @property
+    def stalled(self) -> list[Standing]:
+        """Where this node's ranks stand while there is a stall, once their stacks could be read; else empty."""
+        return self._ranks.standings() if self._stall is not None and self._stall.read is not None else []
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the soft deadline has passed without progress since."""
+        return self._stall is not None
+
+    def hard(self) -> float | None:
+        """Seconds without progress after which the ranks are ended; None: they are not."""
+        phases = self._ranks.phases
+        return self.history.deadlines(phases).hard if phases and self._section.act else None
+
+    def check(self) -> None:
+        """Once a pass."""
+        progress, phases = self._ranks.progress, self._ranks.phases
+        if progress == self._progress:
+            if phases:
+                self._look_at_the_stall(phases, self._ranks.still())
+            return
+        self._progress = progress
+        if self._stall is not None and Phase.END in phases:
+            return  # a rank that lost its peers, which were ended a moment earlier: the hang is not over
+        if (beat := self._ranks.all[0].beat) is not None:
+            self.history.see(beat, phases)
+        if self._stall is not None:
+            self._stall, self._verdict = None, None
+            if self.alarms is not None:
+                self.alarms.resolve("hang", "the ranks go on", step=self._ranks.reached())
+
+    # ------------------------------------------------------------------ no progress
+
+    def _look_at_the_stall(self, phases: set[Phase], seconds: float) -> None:
+        due, stall = self.history.deadlines(phases), self._stall
+        if stall is None:
+            # An agent that began a moment ago has seen no step, and does not know how long they take: the leader does.
+            if seconds >= due.soft or (self._nodes.leader_stalls and seconds >= self._section.soft.value):
+                for rank in self._ranks.all:
+                    rank.stack = None  # of an earlier stall
+                self._dump()
+                self._stall = _Stall(began=time.monotonic() - seconds, dumped=seconds)
+            return
+        self._read()
+        if stall.read is None:  # the pass after the dumps were asked for
+            stall.read = seconds
+        if stall.dumps == 1:
+            stall.seen = self._signatures() | stall.seen
+        if not stall.reported:
+            patience = min(self._nodes.patience, (due.hard - due.soft) / 3)
+            is_known = not self._judge(stall).unknown or seconds - stall.read > patience
+            stall.reported = self.alarms is not None and is_known
+            if stall.reported:
+                self._open(stall, seconds, "stacks of all ranks are in watchdog/stacks/")
+        elif self._verdict is not None and (self._verdict.unknown or not self._verdict.suspects):
+            self._open(stall, seconds)  # more may be known by now
+        if stall.dumps == 1 and seconds - stall.dumped >= min(_BETWEEN_DUMPS, (due.hard - due.soft) / 2):
+            stall.dumps, stall.dumped = 2, seconds
+            self._dump()
+        elif seconds >= due.hard + stall.patience:
+            self._last_resort(stall, seconds, due.hard)
+
+    def _last_resort(self, stall: _Stall, seconds: float, hard: float) -> None:
+        now, verdict = self._signatures(), self._judge(stall)
+        guilty = [rank for rank in stall.seen if rank in verdict.suspects] or list(stall.seen)
+        moved = stall.dumps >= 2 and any(now.get(rank) != stall.seen[rank] for rank in guilty)
+        if moved and seconds < self._section.longest.value:
+            stall.seen = now  # something moves although no beat comes: once more, and longer
+            stall.patience += hard
+            stall.dumps, stall.dumped = 1, seconds
+        elif not self._section.act:
+            self._open(stall, seconds, "not ended: watchdog.hang.act is off")
+            stall.patience += hard
+        else:
+            self._open(stall, seconds, "ended the ranks, to be started again")
+            facts = verdict.facts | ({"lost": list(verdict.silent)} if verdict.silent else {})
+            self._end(f"no progress for {human_time(seconds)}: {verdict.text}", facts)
+
+    def _open(self, stall: _Stall, seconds: float, action: str = "") -> None:
+        verdict = self._verdict = self._judge(stall)
+        if self.alarms is None:
+            return
+        phases, step = "/".join(sorted(phase.name.lower() for phase in self._ranks.phases)), self._ranks.reached()
+        known = next((alarm.facts for alarm in self.alarms if alarm.key == "hang"), verdict.facts)
+        self.alarms.open(
+            "hang",
+            Severity.CRIT,
+            f"no progress for {human_time(seconds)} in step {step} ({phases}): {verdict.text}",
+            revised={**known, **verdict.facts} != known,
+            effect="nothing is trained",
+            remedy="the ranks are ended at the hard deadline and start again from the last checkpoint; "
+            "if it comes back, look at the stacks and take the named host out",
+            step=step,
+            **({"action": action} if action else {}),
+            facts=verdict.facts | {"seconds": round(seconds, 1), "ranks": list(map(asdict, self._everywhere(stall)))},
+        )
+
+    def _judge(self, stall: _Stall) -> Verdict:
+        return judge(self._everywhere(stall), self._nodes.quiet(), self._nodes.untold(stall.began))
+
+    def _everywhere(self, stall: _Stall) -> list[Standing]:
+        return [*self._ranks.standings(), *self._nodes.standings(stall.began)]
+
+    def _dump(self) -> None:
+        for rank in self._ranks.alive:
+            rank.ask_stack()
+
+    def take_last_stacks(self) -> None:
+        """Let all ranks write where they stand before they are ended, stopped ones too, which must not get far."""
+        self._dump()
+        for rank in self._ranks.alive:
+            rank.signal(signal.SIGCONT)
+        until = time.monotonic() + _DUMP_SECONDS
+        waiting = {rank.number for rank in self._ranks.alive}
+        while waiting and time.monotonic() < until:
+            time.sleep(0.005)
+            waiting -= set(self._read())
+
+    def _read(self) -> list[int]:
+        """Take in the dumps that have been written since they were asked for; whose there were."""
+        found = []
+        for rank in self._ranks.all:
+            if (stack := rank.dumps.latest()) is not None:
+                rank.stack = stack
+                self._keep(rank.number, rank.dumps.text)
+                found.append(rank.number)
+        return found
+
+    def _signatures(self) -> dict[int, Any]:
+        return {rank.number: rank.stack.signature for rank in self._ranks.all if rank.stack is not None}

@@ -1,0 +1,229 @@
+"""What the agents of a job's nodes report to each other, by a file each in the run directory. No torch.
+
+Agents see one another only there: it is what all nodes share. A file that does not change for a while means that its
+agent, its node or its mount is gone. Silence is measured on the reader's own clock, so clocks need not agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import now, replace_file
+from fsdp_pretrain.severity import Severity, SeverityName
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
+
+from .rank_monitor import Standing
+
+_QUIET = 3
+"""Beats without a sign after which a node that should say something is not waited for."""
+
+
+class Finding(BaseModel):
+    """An open alarm of a node that does not lead: what `Alarms.open` takes, and only what it was given."""
+
+    model_config = ConfigDict(frozen=True)
+
+    severity: SeverityName
+    summary: str
+    effect: str = ""
+    remedy: str = ""
+    action: str = ""
+    step: int | None = None
+    facts: dict[str, Any] = {}
+    revised: bool = False
+
+    def enter(self, alarms: Alarms, key: str) -> None:
+        """Open the alarm where alarms are kept."""
+        more = self.model_dump(exclude_unset=True, exclude={"severity", "summary"})
+        alarms.open(key, self.severity, self.summary, **more)
+
+
+class Relay:
+    """Takes the place of `Alarms` on nodes that do not lead: what is open travels to the leader with the next beat."""
+
+    def __init__(self) -> None:
+        self.findings: dict[str, Finding] = {}
+
+    def open_keys(self) -> list[str]:
+        """Of what is open."""
+        return list(self.findings)
+
+    def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
+        self.findings[key] = Finding(severity=severity, summary=summary, **more)
+
+    def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
+        del summary, step
+        self.findings.pop(key, None)
+
+
+class Report(BaseModel):
+    """`RUN/watchdog/nodes/N.json`: what the agent of a node reports with every beat.
+
+    Attributes:
+        time, attempt, host, pid: of the agent; the attempt is what all nodes of a start have in common.
+        segment: number of the start; 0 until it is known.
+        stalled: where its ranks stand if they make no progress; else empty.
+        findings: open alarms by key, if it does not lead.
+        windows: by rank, the number of the last window of steps and the rank's own seconds of a typical step.
+        ended: its ranks have ended, and nothing follows.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    time: str
+    attempt: str
+    host: str
+    pid: int
+    segment: int
+    stalled: list[Standing]
+    findings: dict[str, Finding]
+    windows: dict[int, tuple[int, float]]
+    ended: bool
+
+
+class Node:
+    """Another node, as its reports show it."""
+
+    def __init__(self, number: int, directory: Path) -> None:
+        self.number = number
+        self._path, self._heard = directory / f"{number}.json", time.monotonic()
+        self.report: Report | None = None
+
+    def read(self, attempt: str) -> None:
+        """Look at its file; one of another attempt is of no interest."""
+        report, before = state_files.view(self._path, Report), self.report
+        if report is None or report.attempt != attempt:
+            return
+        if before is None or (report.time, report.pid) != (before.time, before.pid):
+            self._heard = time.monotonic()
+        self.report = report
+
+    @property
+    def silence(self) -> float:
+        """Seconds since its agent gave a sign, or since this one began if it never did."""
+        return time.monotonic() - self._heard
+
+    @property
+    def name(self) -> str:
+        """Its host, or its number if it never reported."""
+        return self.report.host if self.report is not None else f"node-{self.number}"
+
+    @property
+    def ended(self) -> bool:
+        return self.report is not None and self.report.ended
+
+    def standings(self, since: float = -math.inf) -> list[Standing]:
+        """Where its ranks stand that make no progress; empty unless it has said so since then (`time.monotonic()`)."""
+        return self.report.stalled if self.report is not None and self._heard >= since else []
+
+
+class Nodes:
+    """All nodes of a job as the agent of one, number `node` of `count`, sees them.
+
+    Args:
+        beat, silent: seconds between two signs of life; without any, after which an agent counts as gone.
+    """
+
+    def __init__(self, directory: Path, node: int, count: int, attempt: str, *, beat: float, silent: float) -> None:
+        self._directory, self.node, self._attempt = directory / "nodes", node, attempt
+        self.beat, self._silent = beat, silent
+        self._written = self._read = -math.inf
+        self._news: Any = None
+        self.others = [Node(number, self._directory) for number in range(count) if number != node]
+        self.before = self.others[:node]
+        """Those of lower number: the first of a job that is not silent speaks for it."""
+
+    def write(
+        self,
+        segment: int,
+        stalled: list[Standing],
+        findings: dict[str, Finding],
+        windows: dict[int, tuple[int, float]],
+        *,
+        ended: bool = False,
+    ) -> None:
+        """This node's report (see `Report`), when a beat is due or there is news."""
+        news = (segment, bool(stalled), set(findings), ended)
+        if not self.others or (news == self._news and time.monotonic() - self._written < self.beat):
+            return
+        self._written, self._news = time.monotonic(), news
+        report = Report(
+            time=now(),
+            attempt=self._attempt,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            segment=segment,
+            stalled=stalled,
+            findings=findings,
+            windows=windows,
+            ended=ended,
+        )
+        with contextlib.suppress(OSError):
+            text = json.dumps(report.model_dump(mode="json", exclude_unset=True))
+            replace_file(self._directory / f"{self.node}.json", text)
+
+    def read(self, *, all_: bool, at_once: bool = False) -> bool:
+        """Look at the other nodes' files, once a beat; whether it was done.
+
+        Args:
+            all_: at those of all; else only at those of lower number, up to one that is not silent: with many nodes,
+                only few need to know all.
+            at_once: although they were read a moment ago.
+        """
+        if not self.others or (not at_once and time.monotonic() - self._read < self.beat):
+            return False
+        self._read = time.monotonic()
+        for other in self.others if all_ else self.before:
+            other.read(self._attempt)
+            if not all_ and not self.is_silent(other):
+                break
+        return True
+
+    def is_silent(self, other: Node) -> bool:
+        return other.silence > self._silent
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node speaks for the job: the first whose agent is not silent."""
+        return all(map(self.is_silent, self.before))
+
+    # ------------------------------------------------------------------ a stall, an end
+
+    @property
+    def leader_stalls(self) -> bool:
+        """Whether the node that speaks for the job says that its ranks make no progress."""
+        leader = next((other for other in self.before if not self.is_silent(other)), None)
+        return leader is not None and bool(leader.standings())
+
+    def standings(self, since: float) -> list[Standing]:
+        """Where the ranks of the other nodes stand that make no progress, as far as they have said so since then."""
+        return [standing for other in self.others for standing in other.standings(since)]
+
+    def untold(self, since: float) -> list[str]:
+        """Hosts that give signs, and have not said since then where their ranks stand, or that they have ended."""
+        heard = [other for other in self.others if other.silence <= _QUIET * self.beat and not other.ended]
+        return [other.name for other in heard if not other.standings(since)]
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which it is known of every other node whether it still gives signs."""
+        return (_QUIET + 1) * self.beat
+
+    def quiet(self) -> dict[str, float]:
+        """Hosts that have not ended and have given no sign for some beats, and for how many seconds."""
+        silences = {other.name: other.silence for other in self.others if not other.ended}
+        return {name: silence for name, silence in silences.items() if silence > _QUIET * self.beat}
+
+    @property
+    def all_ended(self) -> bool:
+        return all(other.ended for other in self.others)

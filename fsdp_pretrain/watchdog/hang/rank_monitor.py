@@ -1,0 +1,229 @@
+"""The ranks of one node as its agent sees them: pages, processes, stacks. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic_ns
+
+from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase, Reader, is_exiting, process_state, start_ticks
+
+from .stacks import Dumps, Stack
+
+_WEDGED_AFTER = 5.0
+"""Seconds without a sign of the thread beside the main one: it beats every second."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands that makes no progress; travels between nodes.
+
+    Attributes:
+        step, phase, beats: of its page.
+        still: seconds since its last beat.
+        state: of the process, a letter of `ps`.
+        wedged: its interpreter runs no other thread either.
+        collective: name of the collective operation it waits in, if any.
+        place: innermost frame, in words.
+        group: what ranks that wait for the same thing have in common.
+        reading: the file of data that it is in the middle of reading, if any.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    beats: int
+    still: float
+    state: str
+    wedged: bool
+    collective: str | None
+    place: str
+    group: tuple[str, ...]
+    reading: str = ""
+
+
+class Rank:
+    """One rank of this node; `pages` is the folder of its page."""
+
+    def __init__(self, number: int, pages: Path) -> None:
+        self.number = number
+        self._path = pages / f"rank-{number}.page"
+        self._reader: Reader | None = None
+        self.descriptor: int | None = None
+        self.beat: Beat | None = None
+        self.gone = False
+        self.dumps = Dumps(pages / f"rank-{number}.stacks")
+        self.stack: Stack | None = None
+
+    def look(self) -> None:
+        """Read its page; the first time, hold on to its process."""
+        if self._reader is None:
+            try:
+                self._reader = Reader(self._path)
+            except OSError:
+                return
+        self.beat = self._reader.look() or self.beat
+        if self.descriptor is None and self.beat is not None and not self.gone:
+            self._hold(self.beat)
+
+    def _hold(self, beat: Beat) -> None:
+        try:
+            self.descriptor = os.pidfd_open(beat.pid)
+        except OSError:
+            self.gone = True
+            return
+        if start_ticks(beat.pid) != beat.started:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Its process has ended."""
+        self.gone = True
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def signal(self, number: int) -> None:
+        """Signal its process, and no other that has its number now."""
+        if self.descriptor is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self.descriptor, number)
+
+    def ask_stack(self) -> None:
+        """Have it write down where it stands."""
+        self.dumps.skip()
+        self.signal(signal.SIGUSR2)
+
+    def _reading(self, stack: Stack) -> str:
+        try:
+            files = json.loads(self._reader.note()) if self._reader is not None else {}
+        except ValueError:
+            files = {}
+        return next((files[f"{thread:x}"] for thread in stack.readers if f"{thread:x}" in files), "")
+
+    def standing(self) -> Standing | None:
+        """Where it stands, with the latest stack; None if it never showed itself."""
+        beat, stack = self.beat, self.stack
+        if beat is None:
+            return None
+        now, state = monotonic_ns(), "X" if self.gone else process_state(beat.pid)
+        return Standing(
+            rank=self.number,
+            host=socket.gethostname(),
+            pid=beat.pid,
+            step=beat.step,
+            phase=beat.phase.name.lower(),
+            beats=beat.beats,
+            still=round((now - beat.phase_at) / 1e9, 1),
+            state=state,
+            wedged=state not in "TX" and (now - beat.alive_at) / 1e9 > _WEDGED_AFTER,
+            collective=None if stack is None else stack.collective,
+            place="" if stack is None else stack.place,
+            group=() if stack is None else stack.group,
+            reading="" if stack is None else self._reading(stack),
+        )
+
+
+class Ranks:
+    """All ranks of this node, and `launcher`, the id of the process that started them."""
+
+    def __init__(self, numbers: range, pages: Path, launcher: int) -> None:
+        self.all = [Rank(number, pages) for number in numbers]
+        self._poll = select.poll()
+        self._known: dict[int, Rank] = {}
+        self._launcher_pid: int | None = launcher  # None: it has ended
+        self._launcher: int | None = None
+        try:
+            self._launcher = os.pidfd_open(launcher)
+            self._poll.register(self._launcher, select.POLLIN)
+        except OSError:
+            self._launcher_pid = None
+
+    @property
+    def launcher_gone(self) -> bool:
+        """Whether what started the ranks has ended, or is about to."""
+        return self._launcher_pid is None or is_exiting(self._launcher_pid)
+
+    def look(self) -> None:
+        for rank in self.all:
+            rank.look()
+            if rank.descriptor is not None and rank.descriptor not in self._known:
+                self._known[rank.descriptor] = rank
+                self._poll.register(rank.descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> list[Rank]:
+        """Sleep, but not longer than until a rank or the launcher ends; the ranks that ended."""
+        ended = []
+        for descriptor, _ in self._poll.poll(max(0.0, seconds) * 1000):
+            self._poll.unregister(descriptor)
+            if descriptor == self._launcher:
+                self._launcher_pid = None
+                continue
+            rank = self._known.pop(descriptor)
+            rank.look()
+            rank.let_go()
+            ended.append(rank)
+        return ended
+
+    @property
+    def alive(self) -> list[Rank]:
+        return [rank for rank in self.all if rank.descriptor is not None]
+
+    @property
+    def beats(self) -> list[Beat]:
+        """The last beats of those that have shown themselves."""
+        return [rank.beat for rank in self.all if rank.beat is not None]
+
+    def pids(self) -> list[int]:
+        return [rank.beat.pid for rank in self.alive if rank.beat is not None]
+
+    def reached(self) -> int:
+        """The newest step that any has begun; 0 before."""
+        return max((beat.step for beat in self.beats), default=0)
+
+    @property
+    def segment(self) -> int:
+        """Number of the start they belong to; 0 as long as it is not known."""
+        return max((beat.segment for beat in self.beats), default=0)
+
+    @property
+    def progress(self) -> int:
+        """The beats of all together."""
+        return sum(beat.beats for beat in self.beats)
+
+    def still(self) -> float:
+        """Seconds since the last phase of any began; 0 before the first."""
+        since = max((beat.phase_at for beat in self.beats), default=0)
+        return (monotonic_ns() - since) / 1e9 if since else 0.0
+
+    @property
+    def phases(self) -> set[Phase]:
+        return {beat.phase for beat in self.beats}
+
+    def standings(self) -> list[Standing]:
+        return [standing for rank in self.all if (standing := rank.standing()) is not None]
+
+    def kill(self) -> None:
+        """End all at once: SIGKILL ends stopped and wedged processes too. Stopped first, so that none lives to see the
+        end of another and to say something else about it."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for rank in self.alive:
+                rank.signal(number)
+
+
+def killed_for_memory() -> str:
+    """What to say if the kernel has killed something in this container for its memory; else empty."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^oom_kill ([1-9]\d*)$", Path(path).read_text(), re.MULTILINE)
+            if found is not None:
+                return f" (the kernel has killed {found[1]} processes here for lack of memory)"
+    return ""

@@ -1,0 +1,115 @@
+"""Where ranks stand: stack dumps made by a signal at C level, and what they say about who waits for whom. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+_OURS = re.compile(r"^(?!.*site-packages/torch).*/(?:fsdp_pretrain|data|eval)/")
+_NEAR = 6
+"""Innermost frames that are looked at."""
+
+
+class Frame(NamedTuple):
+    """A line of a stack dump; `name` is the function's."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line} {self.name}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The main thread of a rank, innermost frame first; `readers`: identities of threads that are reading data."""
+
+    frames: tuple[Frame, ...]
+    readers: tuple[int, ...] = ()
+
+    @property
+    def collective(self) -> str | None:
+        """Name of the collective operation it is in; None if it is in none."""
+        names = [frame.name for frame in self.signature if "/torch/distributed/" in frame.file]
+        return names[-1] if names else None
+
+    @property
+    def _own(self) -> Frame | None:
+        """The innermost frame of this project."""
+        return next((frame for frame in self.frames if _OURS.match(frame.file)), None)
+
+    @property
+    def place(self) -> str:
+        """Where it is in words: the innermost frame, and the innermost one of this project if that is another."""
+        if not self.frames:
+            return "unknown"
+        inner, own = self.frames[0], self._own
+        return str(inner) if own in (None, inner) else f"{inner} (from {own})"
+
+    @property
+    def signature(self) -> tuple[Frame, ...]:
+        """What tells one place from another, and stays the same while it stands still."""
+        return self.frames[:_NEAR]
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """What ranks that wait for the same thing have in common: collective and caller of ours, without lines."""
+        own = self._own
+        return (self.collective or "", "" if own is None else f"{Path(own.file).name}:{own.name}")
+
+
+class Dumps:
+    """The dumps of one rank, as they are added to its file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self._main: str | None = None
+        self.text = ""
+
+    def skip(self) -> None:
+        """Pass over what is there."""
+        self.text = ""
+        try:
+            self._offset = self._path.stat().st_size
+        except OSError:
+            self._offset = 0
+
+    def latest(self) -> Stack | None:
+        """The main thread in the dump made since `skip`; None if nothing new is there. The dump is in `text`."""
+        try:
+            with self._path.open(encoding="utf-8", errors="replace") as file:
+                if self._main is None:
+                    self._main = file.readline().removeprefix("main ").strip()
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
+            return None
+        if text == self.text or not self._main:
+            return None
+        self.text = text
+        threads = _threads(text)
+        main = threads.get(int(self._main, 16))
+        readers = [thread for thread, frames in threads.items() if any(map(_reads_data, frames))]
+        return None if main is None else Stack(tuple(main), tuple(readers))
+
+
+def _reads_data(frame: Frame) -> bool:
+    """Whether the thread reads: while it waits for the next read it is not in this function."""
+    return frame.file.endswith("data/corpus/reading.py") and frame.name == "_read"
+
+
+def _threads(text: str) -> dict[int, list[Frame]]:
+    """Frames of each thread of the last dump in a text."""
+    found: dict[int, list[Frame]] = {}
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            frames = found[int(thread[1], 16)] = []
+        elif frame := _FRAME.match(line):
+            frames.append(Frame(frame[1], int(frame[2]), frame[3]))
+    return found

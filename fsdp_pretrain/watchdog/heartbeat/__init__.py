@@ -1,0 +1,1 @@
+"""What a rank reports of itself, through shared memory. No torch."""

@@ -1,0 +1,187 @@
+"""A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent process. No torch.
+
+Nothing here can make a rank wait or fail: a rank without a working watchdog trains on. The agent is started before the
+ranks meet, so that a rendezvous that hangs is seen too, and started again when it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.deadline import Worker
+from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.record import run_id
+from fsdp_pretrain.record.files import make_directory
+
+from .page import Page, Phase, is_alive, read
+
+_INTERVAL = 1.0
+_OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_LOG_SECONDS = 5.0
+_RESTARTS = 10
+"""An agent that ends more often by itself is broken: training goes on without it."""
+
+
+class Heart:
+    """What the training loop says about itself; this one is for runs without a watchdog and does nothing."""
+
+    def beat(self, phase: Phase) -> None:
+        """Another phase begins."""
+
+    def step(self, step: int) -> None:
+        """A step begins, with reading data."""
+
+    def measured(self, window: int, own: float) -> None:
+        """What the steps of a window typically needed of this rank's own time, seconds."""
+
+    def belongs_to(self, segment: int) -> None:
+        """The number of this start has become known."""
+
+    def close(self) -> None:
+        """The rank ends in order: what it does from here on is no hang, its end no death."""
+
+
+class Watched(Heart):
+    """The heart of a watched rank; `reading`: the file that each thread reads, or read last, by thread identity."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        local_rank: int,
+        local_ranks: int,
+        node: int,
+        nodes: int,
+        reading: Mapping[int, Path],
+    ) -> None:
+        self._reading = reading
+        pages = folder(config.run.dir)
+        pages.mkdir(parents=True, exist_ok=True)
+        self._stacks = (pages / f"rank-{rank}.stacks").open("w", encoding="utf-8")
+        self._stacks.write(f"main 0x{threading.main_thread().ident:016x}\n")
+        self._stacks.flush()
+        # Before the page is there: who sees it may send the signal. At C level, so a wedged interpreter dumps too.
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
+        self._page = Page(pages / f"rank-{rank}.page", rank=rank, segment=0)
+        # No call in between, so a beat is under 1 us.
+        self.beat, self.measured = self._page.beat, self._page.measured  # type: ignore[method-assign]
+        threading.Thread(target=self._stay_alive, name="watchdog-alive", daemon=True).start()
+        self._agent: Agent | None = None
+        if local_rank == 0:
+            self._agent = Agent(config, pages, node=node, nodes=nodes, ranks=range(rank, rank + local_ranks))
+        self._tended = time.monotonic()
+
+    def _stay_alive(self) -> None:
+        while True:
+            self._page.alive(
+                json.dumps({f"{key:x}": str(path) for key, path in [*self._reading.items()][-20:]}).encode()
+            )
+            time.sleep(_INTERVAL)
+
+    def step(self, step: int) -> None:
+        self._page.step(step)
+        if self._agent is not None and time.monotonic() - self._tended > _INTERVAL:
+            self._tended = time.monotonic()
+            self._agent.tend()
+
+    def belongs_to(self, segment: int) -> None:
+        if self._agent is not None:
+            self._agent.pass_id()
+        self._page.belongs_to(segment)
+
+    def close(self) -> None:
+        self._page.beat(Phase.END)
+
+
+class Agent:
+    """The agent process of this node, as the rank sees it that starts it; `process` is the one started last."""
+
+    def __init__(self, config: Config, pages: Path, *, node: int, nodes: int, ranks: range) -> None:
+        self._config, self._run, self._pages = config.to_toml(), config.run.dir, pages
+        self._command = ["fsdp_pretrain.watchdog.agent", str(config.run.dir)]
+        self._command += ["--pages", str(pages), "--node", str(node), "--nodes", str(nodes)]
+        self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
+        self._command.append("--attempt=" + ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES))
+        self._starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pass_id()
+        self.tend()
+
+    def pass_id(self) -> None:
+        """Leave the id of the run directory beside the pages, if it is known: it writes nothing there before."""
+        known = run_id.bound_to(self._run)
+        if known is not None:
+            with contextlib.suppress(StorageError):
+                run_id.give(self._pages, known)
+
+    def tend(self) -> None:
+        """Start it if it does not run."""
+        if self._starts > _RESTARTS or (self.process is not None and self.process.poll() is None):
+            return
+        again = ["--again", str(self._starts)] if self._starts else []
+        self._starts += 1
+        try:
+            with Worker("agent-log").call(self._open_log, _LOG_SECONDS) as output:
+                self.process = self._spawn(again, output.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):  # the run directory is full, away, hangs, or is not made yet
+                self.process = self._spawn(again, subprocess.DEVNULL)
+
+    def _open_log(self) -> BinaryIO:
+        log = self._run / "watchdog" / "agent.log"
+        make_directory(log.parent)
+        return log.open("ab")
+
+    def _spawn(self, again: list[str], output: int) -> subprocess.Popen[bytes]:
+        process = start_module(*self._command, *again, stdin=subprocess.PIPE, stdout=output, stderr=output)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(self._config.encode())
+            process.stdin.close()
+        return process
+
+
+def folder(run: Path) -> Path:
+    """Where the pages of this attempt are: in memory, the same for all ranks of a node, another for every attempt."""
+    names = (*_OF_ALL_NODES, "TORCHELASTIC_RESTART_COUNT")
+    attempt = [str(run), socket.gethostname(), str(os.getppid()), *(os.environ.get(name, "") for name in names)]
+    if "MASTER_PORT" not in os.environ:
+        attempt.append(str(os.getpid()))
+    digest = hashlib.sha256("\n".join(attempt).encode()).hexdigest()[:16]
+    return root() / digest
+
+
+def root() -> Path:
+    """Where pages of all runs of this user are: file systems in memory first."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"fsdp-pretrain-{os.getuid()}"
+
+
+def sweep(base: Path, spare: Path) -> None:
+    """Remove what agents that were killed left behind: folders whose ranks are all gone."""
+    for found in base.iterdir() if base.is_dir() else ():
+        try:
+            beats = [read(path) for path in found.glob("*.page")]
+            old = time.time() - found.stat().st_mtime > 60
+        except OSError:  # another agent removes it
+            continue
+        if found != spare and old and not any(beat is not None and is_alive(beat) for beat in beats):
+            shutil.rmtree(found, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""From an alarm to a person: throttling, messages, channels, operators, Prometheus. No torch."""

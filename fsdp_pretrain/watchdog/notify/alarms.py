@@ -1,0 +1,156 @@
+"""Alarms: one incident, one key; opened, raised in severity, acknowledged, resolved. No torch.
+
+Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open ones are found again after the process
+that keeps them was killed. What is *sent* is decided elsewhere (see `storm`): an incident that comes and goes, or that
+follows from a worse one, is written down each time and sent once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from fsdp_pretrain.record.files import AppendFile, json_object, now, read_lines, seconds_of
+from fsdp_pretrain.severity import Severity
+
+State = Literal["open", "acknowledged", "resolved"]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An incident as it stands.
+
+    Attributes:
+        key: `detector` or `detector/scope`, e.g. `hang` or `straggler/rank-3`: the same incident has the same key.
+        severity: the highest it has had since it was opened.
+        state: open; acknowledged: a person knows; resolved.
+        summary: what, in one line with the numbers.
+        effect, remedy: what it means, what to do.
+        opened, changed: times, ISO 8601.
+        step: of the run when it last changed.
+        count: how often it was opened.
+        action: what the watchdog did, if anything.
+        facts: further values.
+    """
+
+    key: str
+    severity: Severity
+    state: State
+    summary: str
+    effect: str = ""
+    remedy: str = ""
+    opened: str = ""
+    changed: str = ""
+    step: int | None = None
+    count: int = 1
+    action: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def detector(self) -> str:
+        """The part of the key before the scope."""
+        return self.key.partition("/")[0]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "severity": self.severity.name}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Alarm:
+        """The inverse of `to_json`. Raises ValueError, KeyError."""
+        found = _schema().validate_python({**content, "severity": Severity[content["severity"]]})
+        if seconds_of(found.opened) is None:
+            raise ValueError(f"it was opened at {found.opened!r}")
+        return found
+
+
+class Alarms:
+    """All alarms of a run. One process writes them.
+
+    Args:
+        path: `alarms.jsonl`; read if it exists. What a full disk does not take is written once there is room.
+        told: called with every transition: the alarm, and what it was before (None: new). It comes before the write:
+            the file may be on a mount that hangs, and that has to be reported too.
+    """
+
+    def __init__(self, path: Path, told: Callable[[Alarm, Alarm | None], None]) -> None:
+        self._file, self._told = AppendFile(path, durable=True), told
+        self._known = {alarm.key: alarm for alarm in read_alarms(path)}
+
+    def __iter__(self) -> Iterator[Alarm]:
+        return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
+
+    def open_keys(self) -> list[str]:
+        """Of the alarms that are open."""
+        return [alarm.key for alarm in self]
+
+    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> Alarm:
+        """Open an incident, or bring it up to date. It is reported when it is new, its severity rises, or it is
+        `revised`: more is known than was reported."""
+        before, time = self._known.get(key), now()
+        if before is None or before.state == "resolved":
+            count = 1 if before is None else before.count + 1
+            alarm = Alarm(key, severity, "open", summary, opened=time, changed=time, count=count, **more)
+        else:
+            worst = max(severity, before.severity)
+            state: State = "open" if worst > before.severity else before.state
+            alarm = replace(before, severity=worst, state=state, summary=summary, **more)
+            if worst == before.severity and not revised:
+                self._known[key] = alarm  # the same incident with newer numbers: nothing to write or report
+                return alarm
+            alarm = replace(alarm, changed=time)
+        self._enter(alarm, before)
+        return alarm
+
+    def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
+        """An incident has ended; nothing happens if there is none."""
+        before = self._known.get(key)
+        if before is not None and before.state != "resolved":
+            summary = summary or before.summary
+            self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step), before)
+
+    def acknowledge(self, key: str, by: str = "") -> bool:
+        """A person (`by`) takes it: no more reminders. Whether there is such an open alarm."""
+        before = self._known.get(key)
+        if before is None or before.state == "resolved":
+            return False
+        facts = {**before.facts, "acknowledged_by": by} if by else before.facts
+        self._enter(replace(before, state="acknowledged", changed=now(), facts=facts), before)
+        return True
+
+    def _enter(self, alarm: Alarm, before: Alarm | None) -> None:
+        self._known[alarm.key] = alarm
+        self._told(alarm, before)
+        self._file.write(json.dumps(alarm.to_json()))
+
+    def close(self) -> bool:
+        """Write what waits, if it can be, and close the file. Whether all is written."""
+        return self._file.close()
+
+
+def read_alarms(path: Path) -> list[Alarm]:
+    """Every alarm there has been, as it stands, in the order of their first opening; damaged lines are left out."""
+    known: dict[str, Alarm] = {}
+    with contextlib.suppress(OSError):
+        for alarm, _ in read_lines(path, _alarm):
+            known[alarm.key] = alarm
+    return list(known.values())
+
+
+def _alarm(line: bytes) -> Alarm | None:
+    content = json_object(line)
+    try:
+        return None if content is None else Alarm.from_json(content)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+@functools.cache
+def _schema() -> TypeAdapter[Alarm]:
+    return TypeAdapter(Alarm)

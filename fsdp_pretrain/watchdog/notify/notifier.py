@@ -1,0 +1,210 @@
+"""Alarms reach people: every channel has a thread that decides, spools and sends. No torch.
+
+The watchdog hands over and goes on. A message is on disk before it is sent and leaves the disk when it has arrived, so
+an endpoint that is down and a watchdog that is killed lose nothing. A kill between the arrival and the note of it makes
+a message arrive twice; its `id` shows that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_pretrain.config.notify import NotifySection, PingSection
+from fsdp_pretrain.record.files import RunDir, age
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+
+from .alarms import Alarm, Alarms, read_alarms
+from .channels import Channel, DeliveryError, fetch, make_channels, secret
+from .formatting import Identity, Note, make_note
+from .operator import alarms_file, muted_until
+from .outbox import Spool
+from .snapshot import Snapshot
+from .throttle import Storm
+
+RETRIES = (1.0, 5.0, 30.0, 120.0)
+"""Seconds to wait after a failure, the last one again and again."""
+_LOOK_SECONDS = 1.0
+
+
+class Notifier:
+    """Notifies people of the alarms of a run. One process of a run has one: the watchdog that leads.
+
+    Raises:
+        ConfigError: a channel cannot work: a variable that is not set, a file that others can read, no such program.
+    """
+
+    def __init__(
+        self,
+        section: NotifySection,
+        run: RunDir,
+        identity: Identity,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._run = run
+        channels = make_channels(section, environment)
+        known = read_alarms(alarms_file(run)) if channels else []
+        muted = muted_until(run)
+        self._outboxes = [_Outbox(channel, run.path, identity, known, muted) for channel in channels]
+
+    def told(self, alarm: Alarm, before: Alarm | None) -> None:
+        """An alarm changed. Returns at once."""
+        del before
+        for outbox in self._outboxes:
+            outbox.put(alarm)
+
+    def tick(self, alarms: Alarms, snapshot: Snapshot | None = None) -> None:
+        """A pass of the watchdog: hand over what is known of the run, open and resolve the alarms of channels."""
+        until = muted_until(self._run)
+        for outbox in self._outboxes:
+            outbox.snapshot, outbox.muted_until = snapshot, until
+            problem, tries = outbox.problem, outbox.tries
+            if problem:
+                alarms.open(
+                    outbox.key,
+                    Severity.WARN if tries > len(RETRIES) else Severity.INFO,
+                    f"messages do not get through: {problem}",
+                    effect=f"{len(outbox.spool)} messages wait; they are kept and sent when it works again",
+                    remedy="check the endpoint and its secret; `fsdp-pretrain notify RUN --test` shows what happens",
+                )
+            elif problem is None:
+                alarms.resolve(outbox.key, "messages get through again")
+            if outbox.refused:
+                alarms.open(
+                    f"{outbox.key}-refused",
+                    Severity.WARN,
+                    f"the receiver refused a message: {outbox.refused}",
+                    effect="nobody was notified of it on this channel",
+                    remedy=f"read it in {outbox.spool.refused}",
+                )
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Send what can be sent in this many seconds; the rest waits on disk for the next process."""
+        deadline = time.monotonic() + seconds
+        for outbox in self._outboxes:
+            outbox.put(None)
+        for outbox in self._outboxes:
+            outbox.join(max(0.0, deadline - time.monotonic()))
+
+
+class _Outbox(threading.Thread):
+    """A channel's thread. It begins with what an earlier process left: messages, and transitions it did not get to.
+
+    Args:
+        known: the alarms of the run as they stand.
+        muted_until: end of the maintenance window.
+
+    Attributes:
+        key: of the alarm that it fails.
+        problem: why it fails; empty before the first message, None when it works.
+        tries: how often it has failed since it last worked.
+        refused: title of the last message that the receiver would not take; empty if there is none.
+    """
+
+    def __init__(self, channel: Channel, run: Path, identity: Identity, known: list[Alarm], muted_until: float) -> None:
+        super().__init__(name=f"notify {channel.name}", daemon=True)
+        self.key = f"notify/{channel.name}"
+        self.snapshot: Snapshot | None = None
+        self.muted_until = muted_until
+        self.problem: str | None = ""
+        self.tries = 0
+        self.refused = ""
+        self.spool = Spool(run, channel.name)
+        self._channel, self._identity = channel, identity
+        self._storm = Storm(channel.least, channel.digest_every, self.spool.memory)
+        self._events: queue.SimpleQueue[Alarm | None] = queue.SimpleQueue()
+        self._next_try, self._closing = 0.0, False
+        for alarm in known:
+            if not self._storm.has_seen(alarm):
+                self.put(alarm)
+        self.start()
+
+    def put(self, alarm: Alarm | None) -> None:
+        """Hand over an alarm that changed; None: end. That this channel fails is not reported through it."""
+        if alarm is None or alarm.key != self.key:
+            self._events.put(alarm)
+
+    def run(self) -> None:
+        """Until `None` comes and everything is sent, or the process ends."""
+        while not (self._closing and (self.tries or not len(self.spool))):
+            try:
+                self._pass()
+            except Exception as error:  # a defect of ours must not end the only way out; it is visible as an alarm
+                self.problem, self.tries = f"defect: {type(error).__name__}", self.tries + 1
+                time.sleep(_LOOK_SECONDS)
+
+    def _pass(self) -> None:
+        pause = self._next_try - time.monotonic() if len(self.spool) else _LOOK_SECONDS
+        changed = [] if self._closing else self._changed(min(max(0.0, pause), _LOOK_SECONDS))
+        at = time.time()
+        self._storm.muted = at < self.muted_until
+        messages = [message for alarm in changed for message in self._storm.transition(alarm, at)]
+        messages += self._storm.tick(at)
+        for message in messages:
+            self.spool.add(make_note(message, self._identity, self.snapshot))
+        if changed or messages:
+            self.spool.keep()
+        oldest = self.spool.oldest()
+        if oldest is not None and time.monotonic() >= self._next_try:
+            self._send(oldest)
+
+    def _changed(self, pause: float) -> list[Alarm]:
+        """The alarms that have changed, waiting this many seconds for the first."""
+        found: list[Alarm] = []
+        with contextlib.suppress(queue.Empty):
+            event = self._events.get(timeout=pause) if pause > 0 else self._events.get_nowait()
+            while event is not None:
+                found.append(event)
+                event = self._events.get_nowait()
+            self._closing, self.tries, self._next_try = True, 0, 0.0
+        return found
+
+    def _send(self, oldest: Note) -> None:
+        try:
+            self._channel.send(_late(oldest))
+        except DeliveryError as error:
+            self.tries += 1
+            self.problem = str(error)
+            self._next_try = time.monotonic() + RETRIES[min(self.tries, len(RETRIES)) - 1]
+            if error.refused and self.tries > len(RETRIES):
+                self.refused = oldest.title
+                self.spool.refuse()
+        else:
+            self.tries, self.problem = 0, None
+            self.spool.delivered()
+
+
+def _late(note: Note) -> Note:
+    """A message that waited says so."""
+    waited = age(note.time)
+    return note if waited < 60 else replace(note, lines=[f"(sent {human_time(waited)} late)", *note.lines])
+
+
+class Ping:
+    """The dead man's switch: a URL that is fetched while the watchdog really observes."""
+
+    def __init__(self, section: PingSection, environment: Mapping[str, str] = os.environ) -> None:
+        self._url = secret(section.url_env, section.url_file, environment)
+        self._interval, self._pinged = section.interval.value, -float("inf")
+        self._due = threading.Event()
+        threading.Thread(target=self._work, name="ping", daemon=True).start()
+
+    def passed(self, observed: bool, now: float) -> None:
+        """A pass ended. `observed`: it saw the ranks and the record; a blind one must not look healthy."""
+        if observed and now - self._pinged >= self._interval:
+            self._pinged = now
+            self._due.set()
+
+    def _work(self) -> None:
+        while True:
+            self._due.wait()
+            self._due.clear()
+            with contextlib.suppress(DeliveryError):  # whoever waits for it notices
+                fetch(self._url)

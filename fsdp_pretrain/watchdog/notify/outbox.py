@@ -1,0 +1,134 @@
+"""Messages on their way, on disk, to outlive the process: in the run directory, or else on this node. No torch.
+
+The run directory may be full, read-only or on a mount that hangs, and that may be the very thing to report. So every
+access to it has a time limit, and the messages also stand in memory: a disk that fails delays nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic_core import to_json
+
+from fsdp_pretrain.deadline import Worker
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import replace_file
+
+from .formatting import Note
+from .throttle import Memory
+
+_LIMIT = 5.0
+_MEMORY = "state.json"
+
+
+class Spool:
+    """What one channel has not delivered yet, oldest first, and the memory of what decides for it.
+
+    Args:
+        run: the run directory.
+        channel: name of the channel.
+
+    Attributes:
+        memory: what `keep` wrote last, in this process or one before it.
+    """
+
+    def __init__(self, run: Path, channel: str) -> None:
+        self._run, self._local = run / "watchdog/spool" / channel, local_folder(run) / channel
+        self._disk = Worker("disk")
+        self._notes: dict[str, Note] = {}
+        """By the name of the file."""
+        self.memory = Memory()
+        with contextlib.suppress(OSError):
+            self._load(*self._disk.call(lambda: _contents(self._run), _LIMIT))
+        with contextlib.suppress(OSError):
+            self._load(*_contents(self._local))
+
+    def _load(self, notes: dict[str, Note], memory: Memory | None) -> None:
+        self._notes |= notes
+        if memory is not None and memory.saved > self.memory.saved:
+            self.memory = memory
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def add(self, note: Note) -> None:
+        """One more to deliver; one with the same id is the same."""
+        if all(note.id != other.id for other in self._notes.values()):
+            name = f"{time.time_ns():020d}-{note.id[:8]}.json"
+            self._notes[name] = note
+            self._write(name, note)
+
+    def oldest(self) -> Note | None:
+        """The next to deliver."""
+        return next(iter(self._notes.values()), None)
+
+    def delivered(self) -> None:
+        """The oldest has arrived."""
+        self._remove_oldest(lambda path: path.unlink(missing_ok=True))
+
+    @property
+    def refused(self) -> Path:
+        """Folder of what was refused."""
+        return self._run / "refused"
+
+    def refuse(self) -> None:
+        """The receiver will never take the oldest: set aside for a person, out of the way of the others."""
+
+        def aside(path: Path) -> None:
+            folder = path.parent / self.refused.name
+            folder.mkdir(exist_ok=True)
+            path.rename(folder / path.name)
+
+        self._remove_oldest(aside)
+
+    def keep(self) -> None:
+        """Write the memory for the next process."""
+        self.memory.saved = time.time()
+        self._write(_MEMORY, self.memory)
+
+    def _remove_oldest(self, remove: Callable[[Path], None]) -> None:
+        """From both folders: a write that hung may have come through after all."""
+        name = next(iter(self._notes))
+        del self._notes[name]
+        with contextlib.suppress(OSError):
+            self._disk.call(lambda: remove(self._run / name), _LIMIT)
+        with contextlib.suppress(OSError):
+            remove(self._local / name)
+
+    def _write(self, name: str, content: Note | Memory) -> None:
+        """Into the run directory, or else on this node, or else it stands in memory alone."""
+        text = to_json(content).decode() + "\n"
+        try:
+            self._disk.call(lambda: replace_file(self._run / name, text), _LIMIT)
+        except OSError:
+            with contextlib.suppress(OSError):
+                _own(self._local.parent)
+                replace_file(self._local / name, text)
+
+
+def local_folder(run: Path) -> Path:
+    """Where messages of a run wait on this node if its directory cannot be written."""
+    name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"fsdp-pretrain-{os.getuid()}" / name
+
+
+def _own(folder: Path) -> None:
+    """Make a folder in a place where everybody can write, and refuse one that another user has put there."""
+    for path in (folder.parent, folder):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(f"{path} belongs to another user")
+
+
+def _contents(folder: Path) -> tuple[dict[str, Note], Memory | None]:
+    notes = {path.name: state_files.view(path, Note) for path in sorted(folder.glob("[0-9]*.json"))}
+    return {name: note for name, note in notes.items() if note}, state_files.view(folder / _MEMORY, Memory)

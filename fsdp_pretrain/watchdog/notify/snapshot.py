@@ -1,0 +1,115 @@
+"""What the watchdog knows of a run at one instant, as plain values: for metrics, for messages. No torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
+from typing import Any
+
+from fsdp_pretrain.severity import Severity
+
+_BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+
+
+@dataclass
+class Histogram:
+    """Seconds, counted by size.
+
+    Attributes:
+        counts: how many were at most as long as each of `bounds`, and longer than the one before; the last: longer.
+        total: sum of all, seconds.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(_BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """(upper bound as Prometheus writes it, how many were at most as long)."""
+        return list(zip((*map(str, _BOUNDS), "+Inf"), accumulate(self.counts), strict=True))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How Prometheus sees an attribute of a snapshot: name (a counter's ends in `_total`), help, and the label that
+    tells the values of a dictionary apart."""
+
+    name: str
+    help: str
+    label: str | None = None
+
+
+def _metric(name: str, text: str, label: str | None = None) -> dict[str, Metric]:
+    """The metadata of an attribute."""
+    return {"metric": Metric(name, text, label)}
+
+
+def _scalar(name: str, text: str) -> Any:
+    return field(default=None, metadata=_metric(name, text))
+
+
+@dataclass
+class Snapshot:
+    """A run at one instant. None and empty: not known, and then not shown. Ages and times are seconds.
+
+    Attributes:
+        segment, segment_steps: number of the present start, and its steps.
+        pass_due: age from which a pass of the watchdog is overdue.
+        world: ranks.
+    """
+
+    run: str
+    segment: int | None = None
+    pass_age: float = field(
+        default=0.0, metadata=_metric("watchdog_pass_age_seconds", "Since the watchdog's last full pass.")
+    )
+    pass_due: float = 60.0
+    step: int | None = _scalar("train_step", "Optimiser steps of the run.")
+    total_steps: int | None = _scalar("train_steps_planned", "Optimiser steps that the run will have.")
+    segment_steps: int | None = None
+    tokens: int | None = _scalar("train_tokens_total", "Tokens trained.")
+    step_seconds: Histogram = field(default_factory=Histogram)
+    """`train_step_seconds`: Time of a step of the present start."""
+    step_drift: float | None = _scalar("train_step_drift_ratio", "Step time over its baseline.")
+    world: int | None = None
+    verified_step: int | None = _scalar("ckpt_last_verified_step", "Step of the newest verified checkpoint.")
+    verified_age: float | None = _scalar("ckpt_last_verified_age_seconds", "Age of the newest verified checkpoint.")
+    unprotected_tokens: int | None = _scalar("ckpt_unprotected_tokens", "Tokens trained since it.")
+    checkpoint_failures: int | None = _scalar("ckpt_failures_total", "Failed saves.")
+    checkpoint_bytes_per_second: float | None = _scalar("ckpt_write_bytes_per_second", "Speed of the last save.")
+    next_checkpoint_fits: float | None = _scalar("disk_next_checkpoint_fits", "How many more checkpoints fit.")
+    disk_full_in: float | None = _scalar("disk_seconds_to_full", "Forecast of a full disk.")
+    heartbeat_ages: dict[int, float] = field(
+        default_factory=dict, metadata=_metric("rank_heartbeat_age_seconds", "Since a rank's last beat.", "rank")
+    )
+    own_ratios: dict[int, float] = field(
+        default_factory=dict, metadata=_metric("rank_own_ratio", "A rank's own time over the median of all.", "rank")
+    )
+    loss: float | None = _scalar("loss", "Training loss of the last step read.")
+    loss_z: float | None = _scalar("loss_zscore", "Its distance from what was expected, robust deviations.")
+    grad_norm: float | None = _scalar("grad_norm", "Gradient norm before clipping.")
+    skipped_steps: int | None = _scalar("skipped_steps_total", "Steps whose update was skipped.")
+    goodput: float | None = _scalar("goodput_ratio", "Share of the wall clock spent on steps that were kept.")
+    ettr: float | None = _scalar("ettr_ratio", "Productive time over available time.")
+    badput_seconds: dict[str, float] = field(
+        default_factory=dict, metadata=_metric("badput_seconds_total", "Wall clock lost, by state.", "state")
+    )
+    open: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(Severity.__members__, 0),
+        metadata=_metric("incidents_open", "Open alarms, by severity.", "severity"),
+    )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; what is not known is left out, and so is what JSON cannot say (a loss that is no number)."""
+        known = {key: value for key, value in asdict(self).items() if value is not None and value != {}}
+        return {key: value for key, value in known.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+METRICS: dict[Metric, str] = {each.metadata["metric"]: each.name for each in fields(Snapshot) if each.metadata}
+"""Attribute of a snapshot by metric."""

@@ -1,0 +1,378 @@
+"""One look at a run from outside, from its record alone: works on any machine that sees the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from fsdp_pretrain.checkpoint import upcoming
+from fsdp_pretrain.checkpoint.expected import missing
+from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, Unprotected, longest_save
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.console import row
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.record import goodput, journal, lineage, state_files
+from fsdp_pretrain.record.environment import ENVIRONMENT, Environment
+from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
+from fsdp_pretrain.record.files import RunDir, age, now
+from fsdp_pretrain.record.goodput import Damaged
+from fsdp_pretrain.record.lease import Held
+from fsdp_pretrain.record.lock import is_held
+from fsdp_pretrain.record.start_history import unread_bytes
+from fsdp_pretrain.record.state_files import StateFile
+from fsdp_pretrain.record.status import Status
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_bytes, human_count, human_time
+from fsdp_pretrain.watchdog.notify.alarms import read_alarms
+from fsdp_pretrain.watchdog.notify.operator import alarms_file, snapshot_file
+
+OK, WARN, ALERT = 0, 1, 2
+_ENDED = ("complete", "incomplete", "stopped", "failed")
+_SILENT_AT_LEAST = 120.0
+_LAST_LOOK = "status-last-look.json"
+_LARGEST_RECORD = 32 * 2**20
+"""Bytes of new metrics that are read for one line: a second or two."""
+_RATIOS = {"goodput", "runtime_goodput", "ettr", "tokens_per_day"}
+
+
+class _LastLook(StateFile):
+    """When somebody last asked, and at which step the run was."""
+
+    step: int
+    time: str
+
+
+class _Seen(StateFile):
+    """What is shown of the watchdog's snapshot, and how old that is."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    time: str | None = None
+    step_drift: float | None = None
+    disk_full_in: float | None = None
+    age_seconds: float = math.inf
+
+
+class Verified(BaseModel):
+    """The newest verified checkpoint."""
+
+    step: int
+    age_seconds: float
+    steps_behind: int
+    bytes: int
+    path: str
+
+
+class SinceLastLook(BaseModel):
+    """Since the last time somebody asked; negative after a rollback."""
+
+    steps: int
+    seconds: float
+
+
+class Goodput(BaseModel):
+    """Where the time went, in one line and, if that is soon read, in numbers."""
+
+    line: str
+    goodput: float = 0.0
+    runtime_goodput: float = 0.0
+    ettr: float = 0.0
+    tokens_per_day: float = 0.0
+
+
+class Report(BaseModel):
+    """What `status` found; what it could not find out is not set.
+
+    Attributes:
+        status: what the job said last.
+        state: starting, running, saving, complete, incomplete (it was complete, and its last checkpoint is missing),
+            stopped, failed, or unknown.
+        running: whether a job seems to be alive.
+        problems: (level, text).
+        verified_checkpoint: the newest; None without one.
+        no_segments: other files in `segments/`.
+    """
+
+    status: Status = Status()
+    state: str = "unknown"
+    running: bool = False
+    problems: list[tuple[int, str]] = []
+    heartbeat_age_seconds: float | None = None
+    verified_checkpoint: Verified | None = None
+    disk_free_bytes: int = 0
+    checkpoints_that_fit: int = 0
+    since_last_look: SinceLastLook | None = None
+    alarms: list[dict[str, Any]] = []
+    watchdog: _Seen | None = None
+    damaged: Damaged | None = None
+    goodput: Goodput | None = None
+    no_segments: list[str] = []
+
+    @property
+    def level(self) -> int:
+        """The worst problem's level: 0 ok, 1 warning, 2 alert."""
+        return max((level for level, _ in self.problems), default=OK)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`: what the job said, and what was found."""
+        return {
+            **self.status.said(),
+            **self.model_dump(exclude_unset=True, exclude={"status"}),
+            "state": self.state,
+            "running": self.running,
+            "level": self.level,
+            "problems": [{"level": level, "text": text} for level, text in self.problems],
+        }
+
+
+def inspect(run: RunDir) -> Report:
+    """Look at a run directory."""
+    report = Report()
+    try:
+        found = state_files.read(run.status, Status)
+        if found is None:
+            text = f"{run.status} is missing: no job was started here, or none came far"
+            report.problems.append((ALERT, text))
+        else:
+            report.status, report.state = found, found.state
+            _look_at_life(report, found)
+    except UserError as error:
+        report.running = is_held(run)
+        report.problems.append((WARN, f"{error.cause}; a job that runs writes it again"))
+    if run.rollback.exists():
+        report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
+    _look_at_checkpoints(report, run, report.status)
+    _look_at_the_next(report, run, report.status)
+    for look in (_look_at_progress, _look_at_alarms, _look_at_watchdog, _look_at_goodput, _look_at_files):
+        look(report, run)
+    return report
+
+
+def _look_at_life(report: Report, status: Status) -> None:
+    silent = age(status.heartbeat)
+    report.heartbeat_age_seconds = round(silent, 1)
+    if report.state in _ENDED:
+        code, reason = (status.exit_intent.code, status.exit_intent.reason) if status.exit_intent else (None, None)
+        if report.state == "failed":
+            report.problems.append((ALERT, f"ended with exit {code}: {reason}"))
+        elif report.state == "stopped":
+            report.problems.append((WARN, f"stopped before its end: {reason}"))
+        return
+    if status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1):
+        report.problems.append((ALERT, f"its process {status.pid} is gone without saying why"))
+        return
+    report.running = True
+    allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
+    if silent > 3 * allowed:
+        report.running = False
+        report.problems.append((ALERT, f"no sign of life for {human_time(silent)}"))
+    elif silent > allowed:
+        report.problems.append((WARN, f"no sign of life for {human_time(silent)}"))
+
+
+def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
+    found = stores(run)
+    try:
+        lost = None if run.rollback.exists() else missing(run)
+        checkpoints = found.scan()
+    except UserError as error:
+        report.problems.append((ALERT, error.cause))
+        return
+    if lost is not None:
+        report.state = "incomplete" if report.state == "complete" else report.state
+        report.problems.append((ALERT, f"{lost.text}: is a mount missing, or were checkpoints deleted?"))
+    good = [checkpoint for checkpoint in checkpoints if checkpoint.problem is None and checkpoint.verified]
+    for checkpoint in checkpoints:
+        if checkpoint.problem is not None:
+            report.problems.append((WARN, f"{checkpoint.path.name} is damaged: {checkpoint.problem}"))
+    if not good:
+        report.verified_checkpoint = None
+        return
+    manifest = good[-1].manifest()
+    report.verified_checkpoint = Verified(
+        step=good[-1].step,
+        age_seconds=round(age(manifest.committed), 1),
+        steps_behind=(status.step or 0) - good[-1].step,
+        bytes=sum(entry.bytes for entry in manifest.files),
+        path=str(good[-1].path),
+    )
+    if found.elsewhere(good[-1]):
+        report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
+
+
+def _look_at_the_next(report: Report, run: RunDir, status: Status) -> None:
+    """Whether the next checkpoint fits, and whether it is late: by the rules of the watchdog."""
+    if not run.config.exists() and not report.verified_checkpoint:
+        return  # it has not begun
+    try:
+        config, _ = load_recorded(run.config)
+    except UserError as error:
+        report.problems.append((WARN, f"{run.config} cannot be read: {error.cause.splitlines()[0]}"))
+        return
+    try:
+        fit, late = upcoming.next_fit(run, config), _unprotected(run, config, status)
+    except (UserError, OSError) as error:
+        cause = error.cause if isinstance(error, UserError) else error
+        report.problems.append((WARN, f"whether the next checkpoint fits is not known: {cause}"))
+        return
+    if fit is not None:
+        report.disk_free_bytes, report.checkpoints_that_fit = fit.room.free, fit.count
+    if report.state in _ENDED:
+        return
+    if fit is not None and fit.severity is not None:
+        report.problems.append((int(fit.severity), fit.text))
+    if level := late.late(config.watchdog.storage):
+        report.problems.append((WARN if level is Late.LATE else ALERT, str(late)))
+
+
+def _unprotected(run: RunDir, config: Config, status: Status) -> Unprotected:
+    """What the run has trained since its newest proved checkpoint, or without any since it began."""
+    whole = [item for item in stores(run).scan() if item.problem is None]
+    proved = [item for item in whole if item.verified or not config.checkpoint.verify]
+    newest = proved[-1].manifest() if proved else None
+    step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
+    saves = journal.of_kind(journal.read(run), "checkpoint")
+    return Unprotected(
+        config.checkpoint.every,
+        steps=(status.step or 0) - step,
+        samples=(status.consumed or 0) - consumed,
+        tokens=(status.tokens or 0) - tokens,
+        age=min(age(newest.committed if newest is not None else None), age(status.started)),
+        step_seconds=status.iteration_seconds or 0.0,
+        save_seconds=longest_save([entry["seconds"] for entry in saves[-SAVES:]]),
+    )
+
+
+def _look_at_alarms(report: Report, run: RunDir) -> None:
+    """What the watchdog has found and is not over."""
+    open_ = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
+    report.alarms = [alarm.to_json() for alarm in open_]
+    for alarm in open_:
+        if alarm.severity is not Severity.INFO:
+            known = alarm.state == "acknowledged"
+            level = ALERT if alarm.severity is Severity.CRIT and not known else WARN
+            since = f"since {human_time(age(alarm.opened))}{', acknowledged' if known else ''}"
+            report.problems.append((level, f"{alarm.key}: {alarm.summary} ({since})"))
+
+
+def _look_at_watchdog(report: Report, run: RunDir) -> None:
+    """Whether anybody watches, and what was seen last."""
+    seen = state_files.view(snapshot_file(run), _Seen)
+    silent = age(seen.time) if seen is not None else math.inf
+    if seen is not None:
+        report.watchdog = seen.model_copy(update={"age_seconds": round(silent, 1)})
+    if not report.running or age(report.status.started) < _SILENT_AT_LEAST:
+        return
+    try:
+        wanted = load_recorded(run.config)[0].watchdog.enabled
+    except UserError:
+        return  # said elsewhere
+    if wanted and silent > _SILENT_AT_LEAST:
+        ago = f"has not looked for {human_time(silent)}" if seen is not None else "has never looked"
+        report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
+
+
+def _look_at_progress(report: Report, run: RunDir) -> None:
+    """Steps since the last time somebody asked."""
+    last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), report.status.step or 0
+    if last is not None:
+        report.since_last_look = SinceLastLook(steps=step - last.step, seconds=round(age(last.time), 1))
+    with contextlib.suppress(OSError):  # looking must work on a full or read-only disk too
+        state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
+
+
+def _look_at_goodput(report: Report, run: RunDir) -> None:
+    """Where the time went, if that is soon read."""
+    size = unread_bytes(run)
+    if size > _LARGEST_RECORD:
+        line = f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
+        report.goodput = Goodput(line=line)
+        return
+    try:
+        found = goodput.goodput(run)
+    except UserError as error:  # of the lineage: what the run is made of is not known
+        report.problems.append((ALERT, error.cause))
+        return
+    if found is not None:
+        report.damaged = found.damaged
+        report.goodput = Goodput(line=goodput.headline(found), **found.model_dump(include=_RATIOS))
+
+
+def _look_at_files(report: Report, run: RunDir) -> None:
+    """Small files that are damaged: what reads them does without, or refuses; and what is called like no segment."""
+    for path, schema in _small_files(run):
+        try:
+            state_files.read(path, schema)
+        except UserError as error:
+            report.problems.append((WARN, error.cause))
+    known = {path.name for path in run.segments}
+    if strange := sorted(path.name for path in (run.path / "segments").glob("*") if path.name not in known):
+        report.no_segments = strange
+
+
+def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
+    yield run.rollback, lineage.DecidedRollback
+    yield run.lock, Held
+    for segment in run.segments:
+        yield segment / EXIT_INTENT, ExitIntent
+        yield segment / ENVIRONMENT, Environment
+
+
+def _watchdog_line(seen: _Seen) -> str:
+    """What the watchdog saw last, in short."""
+    parts = [f"looked {human_time(seen.age_seconds)} ago"]
+    if seen.step_drift is not None:
+        parts.append(f"steps {seen.step_drift - 1:+.1%} of the baseline")
+    if seen.disk_full_in is not None:
+        parts.append(f"disk full in {human_time(seen.disk_full_in)}")
+    return ", ".join(parts)
+
+
+def render(report: Report) -> str:
+    """The report on one screen."""
+    names = {WARN: "WARN", ALERT: "ALERT"}
+    rows = [*_rows(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
+    return "\n".join([f"{report.status.run}: {report.state.upper()}", *(row(*each) for each in rows)])
+
+
+def _rows(report: Report) -> Iterator[tuple[str, str]]:
+    status = report.status
+    if status.step is not None and status.total_steps is not None:
+        loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
+        yield "step", f"{status.step:_} of {status.total_steps:_}, {human_count(status.tokens or 0)} tokens{loss}"
+        if pace := status.iteration_seconds:
+            left = f", {human_time((status.total_steps - status.step) * pace)} to go" if report.running else ""
+            yield "pace", f"{pace:.3g}s a step, {human_count(status.tokens_per_second or 0)} tokens/s{left}"
+    if (since := report.since_last_look) is not None:
+        done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
+        yield "progress", f"{done} in the {human_time(since.seconds)} since the last look"
+    if report.heartbeat_age_seconds is not None:
+        process = f" pid {status.pid}" if status.pid else ""
+        yield "heartbeat", f"{human_time(report.heartbeat_age_seconds)} ago, {status.host}{process}"
+    if (checkpoint := report.verified_checkpoint) is not None:
+        ago = f"verified {human_time(checkpoint.age_seconds)} ago"
+        yield "checkpoint", f"step {checkpoint.step:_} {ago}, {checkpoint.steps_behind:_} steps behind"
+    elif "verified_checkpoint" in report.model_fields_set:
+        yield "checkpoint", "none verified yet"
+    if "disk_free_bytes" in report.model_fields_set:
+        room = f"room for {report.checkpoints_that_fit:_} checkpoints"
+        yield "disk", f"{human_bytes(report.disk_free_bytes)} free, {room}"
+    if report.watchdog is not None and report.running:
+        yield "watchdog", _watchdog_line(report.watchdog)
+    if report.goodput is not None:
+        yield "time", report.goodput.line
+    if status.overrides:
+        yield "overrides", status.overrides
+    if report.damaged is not None and report.damaged.lines:
+        yield "record", f"damaged lines, passed over: {report.damaged.lines:_}"
+    if report.no_segments:
+        yield "segments/", f"no segment of the run, passed over: {', '.join(report.no_segments)}"
