@@ -11,13 +11,13 @@ from typing import Any
 
 from data.corpus.corpus import MAX_VOCABULARY, Corpus, Vocabulary
 from data.prepare.jobs import default_workers
-from data.prepare.prepare import Options, prepare, summary
+from data.prepare.prepare import PrepareOptions, prepare, summary
 from data.prepare.train_tokenizer import train_tokenizer
 from data.text.tokenizer import Tokenizer
 from data.validate.report import decode_any, render
 from data.validate.validate import check_against, validate
 from fsdp_pretrain.config import config
-from fsdp_pretrain.console import JSON, Command, argument, byte_count, positive, row, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.units import Progress
 
@@ -27,7 +27,7 @@ from .prepare import import_corpus, quickstart
 
 def main() -> int:
     """Entry point of the console script."""
-    command = Command("fsdp-data", "Tokenisers, token shards and their validation.")
+    command = CommandLine("fsdp-data", "Tokenisers, token shards and their validation.")
     command.add(_prepare, _import, _train_tokenizer, _validate, _inspect, _bench, _quickstart_corpus)
     return command.run()
 
@@ -95,8 +95,8 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace, **more: Any) -> Options:
-    return Options(args.text_field, args.split == "lines", tuple(args.suffix), **more)
+def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
+    return PrepareOptions(args.text_field, args.split == "lines", tuple(args.suffix), **more)
 
 
 @verb(
@@ -128,7 +128,7 @@ def _import(args: argparse.Namespace) -> int:
         args.sources,
         Tokenizer.load(args.tokenizer, args.eod),
         args.out,
-        import_corpus.Options(args.format, args.separators, args.copy, args.dtype),
+        import_corpus.ImportOptions(args.format, args.separators, args.copy, args.dtype),
         workers=args.workers,
         overwrite=args.overwrite,
         quiet=args.quiet,

@@ -78,22 +78,22 @@ class RefusedError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class EvaluationLimits:
     """Seconds after which the stack of an evaluation is kept and the watchdog raises an alarm, and it is ended."""
 
     deadline: float
     end: float
 
 
-def limits(run: RunDir, tasks: str, least: float) -> Limits:
+def limits(run: RunDir, tasks: str, least: float) -> EvaluationLimits:
     """From what earlier evaluations of the same task set took; `least` is `eval.deadline` in seconds."""
     found = [state_files.view(path, Results) for path in run.evals.glob(f"step-*/{tasks}/results.json")]
     took = [results.seconds for results in found if results is not None]
     deadline = max(least, _TIMES_TYPICAL * median(took) if took else 0.0)
-    return Limits(deadline, _TIMES_DEADLINE * deadline)
+    return EvaluationLimits(deadline, _TIMES_DEADLINE * deadline)
 
 
-def apart(work: Callable[[], Results], limit: Limits, stacks: Path, late: Callable[[str], None]) -> Results:
+def apart(work: Callable[[], Results], limit: EvaluationLimits, stacks: Path, late: Callable[[str], None]) -> Results:
     """Do `work` in a forked child; the caller must not have used a device.
 
     Args:

@@ -16,7 +16,7 @@ from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, step_of
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_compatible
-from fsdp_pretrain.console import JSON, Command, argument, positive, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
 from fsdp_pretrain.record import run_id, state_files
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, check_begun, import_extra
@@ -31,7 +31,7 @@ _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.dev
 
 def main() -> int:
     """Entry point of the console script."""
-    command = Command("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
+    command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
     command.add(_run, _watch, _samples, _report)
     return command.run()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from fsdp_pretrain.checkpoint.locations import stores
-from fsdp_pretrain.checkpoint.manifest import Manifest
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
 from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
@@ -26,9 +26,9 @@ from fsdp_pretrain.record import lease as claims
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir, make_directory, now
 from fsdp_pretrain.record.journal import Journal, read
-from fsdp_pretrain.record.lease import BEAT_SECONDS, Claim, is_alive, take_away
+from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, is_alive, take_away
 
-from .attempt import EvaluationError, Limits, RefusedError, Results, apart, limits
+from .attempt import EvaluationError, EvaluationLimits, RefusedError, Results, apart, limits
 
 _SILENT_SECONDS = 120.0
 
@@ -67,7 +67,7 @@ def task_set(tasks: list[str]) -> str:
     return name if len(name) <= 100 else f"{name[:80]}+{xxhash.xxh3_64_hexdigest(name.encode())[:8]}"
 
 
-def is_due(config: Config, manifest: Manifest) -> bool:
+def is_due(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether the run's configuration wants a checkpoint with this manifest evaluated."""
     if config.eval.every is None:
         return False
@@ -102,12 +102,12 @@ def protected_steps(run: RunDir, config: Config) -> set[int]:
 
 
 @contextmanager
-def claim(job: Job, limit: Limits | None = None) -> Iterator[Work | None]:
+def claim(job: Job, limit: EvaluationLimits | None = None) -> Iterator[Work | None]:
     """Hold a job for the block, and say how long it may take; None if another worker holds it or it is done."""
     make_directory(job.folder)
     path = job.folder / "claim.json"
     _drop_if_stale(path)
-    mine = Claim.take(path, **({} if limit is None else {"deadline": limit.deadline}))
+    mine = Lease.take(path, **({} if limit is None else {"deadline": limit.deadline}))
     if mine is None:
         yield None
         return
@@ -123,7 +123,7 @@ class Work:
     """A job that this process has claimed."""
 
     job: Job
-    claim: Claim
+    claim: Lease
 
     def publish(self, results: Results) -> bool:
         """Write the results, unless the claim was lost meanwhile. Whether they were written."""
@@ -176,7 +176,7 @@ def _evaluate(
     evaluate: Callable[[Checkpoint], Results],
     journal: Journal,
     attempts: int,
-    limit: Limits,
+    limit: EvaluationLimits,
 ) -> bool:
     job, step = held.job, held.job.checkpoint.step
     start = time.perf_counter()

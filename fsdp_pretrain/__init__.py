@@ -13,10 +13,10 @@ __version__ = "0.1.0"
 def _check_siblings() -> None:
     """Raise ImportError if a foreign `data` or `eval` hides ours (a `data.py` in the working directory, say)."""
     root = Path(__file__).resolve().parent.parent
-    for package, module in (("data", "packer"), ("eval", "harness")):
+    for package, module in (("data", "packing"), ("eval", "harness")):
         found = find_spec(package)
         # A mere folder called `data` has no origin, and hides nothing. A foreign package or module does, even where
-        # an editable installation would still find our `data.packing.packer` under it.
+        # an editable installation would still find our `data.packing` under it.
         ours = found is not None and (found.origin is None or Path(found.origin).resolve().is_relative_to(root))
         if ours and find_spec(f"{package}.{module}") is not None:
             continue

@@ -100,7 +100,7 @@ def verb(name: str, example: str, *arguments: Argument) -> Callable[[Handler], V
     return lambda handler: Verb(handler, name, example, arguments)
 
 
-class Command:
+class CommandLine:
     """A console command with verbs."""
 
     def __init__(self, name: str, description: str) -> None:

@@ -26,7 +26,7 @@ from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.record.requests import Inbox
-from fsdp_pretrain.train.checkpointing import Saves
+from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.run_context import RunContext
 from fsdp_pretrain.train.trainer import Trainer
 
@@ -114,7 +114,7 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
         optimizer=optimizer,
         scaler=optim.LossScaler(config.train.loss_scale, world.device) if fp16 else None,
         data=Given(world.rank, world.size, config.train.micro_batch, case == "poison"),
-        saves=Saves(config, world, NoSaver(), never, records, 0),
+        saves=Checkpointing(config, world, NoSaver(), never, records, 0),
         state=TrainState(),
         health=Health(config),
     )

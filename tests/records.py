@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.checkpoint.manifest import Manifest
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file
 from fsdp_pretrain.record.environment import WorldShape
-from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadTimes, Replicas, Seconds, StepRecord, parse
+from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadSeconds, Replicas, StepRecord, StepSeconds, parse
 
-_PARTS = {"loss": LossSum, "seconds": Seconds, "ramps": Ramps, "replicas": Replicas, "data_read": ReadTimes}
+_PARTS = {"loss": LossSum, "seconds": StepSeconds, "ramps": Ramps, "replicas": Replicas, "data_read": ReadSeconds}
 WORLD = WorldShape(size=1, replicas=1, shards=1)
 
 
@@ -47,7 +47,7 @@ def parsed(line: dict[str, Any]) -> StepRecord:
     return record
 
 
-def manifest(step: int, attempt: Path, *, batch: int = 8, length: int = 32, **changes: Any) -> Manifest:
+def manifest(step: int, attempt: Path, *, batch: int = 8, length: int = 32, **changes: Any) -> CheckpointManifest:
     """What a trainer promises of a checkpoint that is completely written into `attempt`."""
     consumed = step * batch
     values: dict[str, Any] = {
@@ -56,7 +56,7 @@ def manifest(step: int, attempt: Path, *, batch: int = 8, length: int = 32, **ch
         "state_digest": "0" * 16, "committed": "2026-06-01T12:00:00.000Z",
         "files": [describe_file(path) for path in sorted(attempt.iterdir())], **changes,
     }  # fmt: skip
-    return Manifest(**values)
+    return CheckpointManifest(**values)
 
 
 WEIGHTS = "__0_0.distcp"

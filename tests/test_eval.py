@@ -24,7 +24,7 @@ pytest.importorskip("lm_eval")
 import torch
 
 from eval import jobs
-from eval.attempt import Limits, RefusedError, Results, limits
+from eval.attempt import EvaluationLimits, RefusedError, Results, limits
 from eval.checkpoints import read_checkpoint
 from eval.harness import CheckpointLM
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
@@ -499,10 +499,10 @@ def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
 @pytest.mark.quick
 def test_deadlines_grow_with_what_evaluations_take(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert limits(run, "a", 100.0) == Limits(100.0, 300.0)
+    assert limits(run, "a", 100.0) == EvaluationLimits(100.0, 300.0)
     for step, seconds in enumerate((10, 50, 2000)):
         folder = run.evals / f"step-{step:08d}/a"
         folder.mkdir(parents=True)
         (folder / "results.json").write_text(json.dumps(records.results(seconds=float(seconds))))
-    assert limits(run, "a", 100.0) == Limits(150.0, 450.0)  # three times the median
-    assert limits(run, "b", 100.0) == Limits(100.0, 300.0)
+    assert limits(run, "a", 100.0) == EvaluationLimits(150.0, 450.0)  # three times the median
+    assert limits(run, "b", 100.0) == EvaluationLimits(100.0, 300.0)

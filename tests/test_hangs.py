@@ -19,7 +19,7 @@ from processes import TORCHRUN, spawn
 from sight import CALM, PATIENCE, PATIENT, WATCHED, agents, family, hang, steps, until
 
 from fsdp_pretrain.watchdog.hang.diagnosis import judge
-from fsdp_pretrain.watchdog.hang.rank_monitor import Ranks, Standing
+from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor, RankSnapshot
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
 
@@ -110,13 +110,13 @@ def test_hangs_are_told_apart(
     assert helpers.intent(run)["code"] == 75 and helpers.intent(run)["verdict"] == verdict
 
 
-def standing(rank: int, host: str, **changes: Any) -> Standing:
+def standing(rank: int, host: str, **changes: Any) -> RankSnapshot:
     """Where a rank stands; as long as nothing is changed, it waits in the operation in which all do."""
     known: dict[str, Any] = {
         "collective": "all_reduce", "place": "distributed_c10d.py:9 all_reduce", "group": ("all_reduce", "mesh.py:sum_"),
         **changes,
     }  # fmt: skip
-    return Standing(rank, host, 100 + rank, 30, "reduce", 999, 5.0, known.pop("state", "S"), False, **known)
+    return RankSnapshot(rank, host, 100 + rank, 30, "reduce", 999, 5.0, known.pop("state", "S"), False, **known)
 
 
 NO_STACK: dict[str, Any] = {"collective": None, "place": "", "group": ()}
@@ -144,7 +144,7 @@ OTHER = {"group": ("all_gather", "parallel.py:gather")}
     ],
 )
 def test_a_verdict_is_as_good_as_what_is_known(
-    standings: list[Standing],
+    standings: list[RankSnapshot],
     quiet: dict[str, float],
     untold: list[str],
     kind: str,
@@ -256,7 +256,7 @@ def test_a_launcher_that_is_about_to_end_is_gone(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdin is not None and launcher.stdout is not None
         launcher.stdout.readline()
-        ranks = Ranks(range(0), tmp_path, launcher.pid)
+        ranks = RankMonitor(range(0), tmp_path, launcher.pid)
         assert not ranks.launcher_gone
         launcher.stdin.write(b"\n")
         launcher.stdin.flush()

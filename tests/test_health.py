@@ -16,7 +16,7 @@ from records import step_record
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import NumericError
 from fsdp_pretrain.health.auto_rollback import retreat
-from fsdp_pretrain.health.monitor import Expected, Health, Judgement, Retreat
+from fsdp_pretrain.health.monitor import ExpectedSteps, Health, HealthOutcome, RollbackRequest
 from fsdp_pretrain.parallel.replica_check import compare
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Silent
@@ -53,13 +53,13 @@ def bad(step: int, **changes: Any) -> StepRecord:
     return record(step, norm=None, **{"skipped": True, "not_finite": "gradients", **changes})
 
 
-def judge(health: Health, records: Iterable[StepRecord]) -> list[tuple[int, Judgement]]:
+def judge(health: Health, records: Iterable[StepRecord]) -> list[tuple[int, HealthOutcome]]:
     """Verdicts that say anything, by step."""
     all_ = [(entry.step, health.step(entry)) for entry in records]
-    return [(step, judgement) for step, judgement in all_ if judgement != Judgement()]
+    return [(step, judgement) for step, judgement in all_ if judgement != HealthOutcome()]
 
 
-def told(verdicts: list[tuple[int, Judgement]], key: str, severity: str, resolved: bool = False) -> list[int]:
+def told(verdicts: list[tuple[int, HealthOutcome]], key: str, severity: str, resolved: bool = False) -> list[int]:
     """Steps with a finding."""
     return [
         step
@@ -69,7 +69,7 @@ def told(verdicts: list[tuple[int, Judgement]], key: str, severity: str, resolve
     ]
 
 
-def retreats(verdicts: list[tuple[int, Judgement]]) -> list[tuple[int, Retreat]]:
+def retreats(verdicts: list[tuple[int, HealthOutcome]]) -> list[tuple[int, RollbackRequest]]:
     return [(step, judgement.retreat) for step, judgement in verdicts if judgement.retreat is not None]
 
 
@@ -327,7 +327,9 @@ def test_which_replicas_differ(sums: list[int], shards: int, differing: list[int
 )
 def test_repeated_steps(config: Config, exact: bool, change: dict[str, Any], severity: str | None) -> None:
     before = {step: record(step) for step in (11, 12, 13)}
-    verdicts = judge(Health(config, [], Expected(before, 3, exact)), [record(11), record(12, **change), record(13)])
+    verdicts = judge(
+        Health(config, [], ExpectedSteps(before, 3, exact)), [record(11), record(12, **change), record(13)]
+    )
     errors = [judgement.error for _, judgement in verdicts if judgement.error is not None]
     if severity is None:
         assert not verdicts
@@ -364,7 +366,7 @@ def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[st
     ]
     run.segment(1).mkdir(parents=True)
     run.journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    asked = Retreat(key, "it went wrong", 5000, 5050, 0, 10, 4950)
+    asked = RollbackRequest(key, "it went wrong", 5000, 5050, 0, 10, 4950)
     with pytest.raises(NumericError, match=refused) as caught:
         retreat(run, config, asked, Silent(run, run.segment(1)))
     assert caught.value.exit == 93 and "optimizer.lr" in caught.value.remedy

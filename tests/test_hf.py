@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.packing.opening import open_packer
-from data.prepare.prepare import Options
+from data.prepare.prepare import PrepareOptions
 from data.prepare.train_tokenizer import train_tokenizer
 from data.text.tokenizer import Tokenizer
 from eval.checkpoints import read_checkpoint
@@ -98,7 +98,7 @@ def assert_other_logits(folder: Path, copy: Path, name: str) -> None:
 
 
 def learn(text: Path, out: Path, kind: str = "bpe") -> Tokenizer:
-    return train_tokenizer([str(text)], out, kind=kind, vocab_size=400, options=Options(), max_bytes=10**6)
+    return train_tokenizer([str(text)], out, kind=kind, vocab_size=400, options=PrepareOptions(), max_bytes=10**6)
 
 
 def write_text(path: Path) -> Path:

@@ -1,8 +1,10 @@
-"""The house: which module may import which, what runs without torch, and what a clash of names does."""
+"""The house: which package may import which, what runs without torch, and what a clash of names does."""
 
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,137 +15,8 @@ import pytest
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
 
-# Level by level: a module may import modules of lower levels, and of its own level where listed in SIDEWAYS.
-LEVELS = [
-    [
-        "fsdp_pretrain.errors",
-        "fsdp_pretrain.units",
-        "fsdp_pretrain.config.base",
-        "fsdp_pretrain.severity",
-        "fsdp_pretrain.child_process",
-        "fsdp_pretrain.deadline",
-        "fsdp_pretrain.atomic",
-        "fsdp_pretrain.statistics",
-    ],
-    ["fsdp_pretrain.config.notify"],
-    [
-        "fsdp_pretrain.config.schedule",
-        "fsdp_pretrain.config.sections",
-        "fsdp_pretrain.config.model",
-        "fsdp_pretrain.config.operations",
-        "fsdp_pretrain.console",
-        "fsdp_pretrain.config.toml_file",
-    ],
-    ["fsdp_pretrain.config.config"],
-    ["fsdp_pretrain.config.resume_rules"],
-    [
-        "data.text.splitting",
-        "fsdp_pretrain.config.reference",
-        "fsdp_pretrain.record",
-        "data.corpus.mapping",
-        "data.corpus.hashing",
-        "data.corpus.shards",
-        "data.corpus.reading",
-        "data.text.tokenizer",
-        "data.text.files",
-    ],
-    [
-        "fsdp_pretrain.checkpoint.disk_space",
-        "data.text.inputs",
-        "fsdp_pretrain.checkpoint.manifest",
-        "fsdp_pretrain.checkpoint.store",
-        "fsdp_pretrain.checkpoint.locations",
-        "fsdp_pretrain.record.arguments",
-        "fsdp_pretrain.record.requests",
-        "fsdp_pretrain.watchdog",
-        "data.corpus.corpus",
-        "data.packing.mixture",
-        "data.skip",
-        "data.packing.position",
-        "data.prepare.quickstart",
-    ],
-    ["fsdp_pretrain.checkpoint.locations", "fsdp_pretrain.checkpoint.expected", "fsdp_pretrain.checkpoint.upcoming"],
-    [
-        "fsdp_pretrain.watchdog.status",
-        "fsdp_pretrain.watchdog.probes.worker",
-        "fsdp_pretrain.watchdog.detectors.checkpoint_age",
-        "fsdp_pretrain.watchdog.detectors.disk_space",
-        "fsdp_pretrain.watchdog.agent.registry",
-        "data.packing.unigrams",
-        "data.packing.source",
-        "data.packing.pairs",
-        "data.packing.packer",
-        "data.packing.objectives",
-        "data.prepare.jobs",
-        "data.corpus.formats",
-    ],
-    ["fsdp_pretrain.watchdog.agent.leader", "fsdp_pretrain.watchdog.agent"],
-    [
-        "data.text.documents",
-        "data.validate.findings",
-        "data.validate.measure",
-        "data.validate.meter",
-        "data.validate.report",
-        "data.validate.totals",
-        "data.validate.validate",
-    ],
-    [
-        "data.bench",
-        "data.prepare.prepare",
-        "data.prepare.import_corpus",
-        "data.simulate",
-        "data.packing.opening",
-        "fsdp_pretrain.checkpoint.state",
-        "fsdp_pretrain.record.overrides",
-        "data.prepare.train_tokenizer",
-        "fsdp_pretrain.health.rules",
-        "data.packing.loader",
-        "fsdp_pretrain.models",
-        "fsdp_pretrain.parallel.mesh",
-        "fsdp_pretrain.plan.flops",
-        "fsdp_pretrain.train.device_timing",
-    ],
-    [
-        "data.cli",
-        "fsdp_pretrain.lineage.provenance",
-        "fsdp_pretrain.lineage.continuation",
-        "fsdp_pretrain.parallel.fsdp",
-        "fsdp_pretrain.parallel.optimizer",
-        "fsdp_pretrain.parallel.replica_check",
-        "fsdp_pretrain.health.monitor",
-        "fsdp_pretrain.plan.warnings",
-        "fsdp_pretrain.train.environment",
-    ],
-    ["fsdp_pretrain.plan.memory"],
-    ["fsdp_pretrain.plan.plan"],
-    ["fsdp_pretrain.checkpoint", "fsdp_pretrain.lineage.rollback", "fsdp_pretrain.lineage.fork"],
-    [
-        *(
-            "fsdp_pretrain.train.checkpointing",
-            "fsdp_pretrain.launch",
-            "fsdp_pretrain.train.straggler_timing",
-            "fsdp_pretrain.train.run_context",
-        ),
-        *("fsdp_pretrain.train.step_metrics", "fsdp_pretrain.train.step_sums", "fsdp_pretrain.train.step_clock"),
-        *(
-            "fsdp_pretrain.health.journal",
-            "fsdp_pretrain.train.exit_status",
-            "fsdp_pretrain.health.history",
-            "fsdp_pretrain.health.auto_rollback",
-        ),
-    ],
-    [
-        "fsdp_pretrain.train.trainer",
-        "fsdp_pretrain.train.start",
-        "fsdp_pretrain.cli.checkpoints",
-        "fsdp_pretrain.cli.alarms",
-    ],
-    ["fsdp_pretrain.cli"],
-    ["eval", "fsdp_pretrain.bench.checkpoints", "fsdp_pretrain.bench.watchdog"],
-    ["fsdp_pretrain.train", "fsdp_pretrain.bench", "fsdp_pretrain.launch.doctor"],
-]
 TORCH_FREE = [
-    "fsdp_pretrain.cli",
+    "fsdp_pretrain.cli.main",
     "fsdp_pretrain.watchdog.status",
     "fsdp_pretrain.lineage.provenance",
     "fsdp_pretrain.lineage.rollback",
@@ -155,7 +28,7 @@ TORCH_FREE = [
     "fsdp_pretrain.record.aim",
     "fsdp_pretrain.record.goodput",
     "fsdp_pretrain.record.recorder",
-    "fsdp_pretrain.watchdog.agent",
+    "fsdp_pretrain.watchdog.agent.main",
     "fsdp_pretrain.watchdog.heartbeat.rank_client",
     "fsdp_pretrain.watchdog.detectors.base",
     "fsdp_pretrain.watchdog.notify.notifier",
@@ -170,6 +43,7 @@ TORCH_FREE = [
 ]
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     found = {}
     for package in ("fsdp_pretrain", "data", "eval"):
@@ -177,17 +51,6 @@ def modules() -> dict[str, Path]:
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
-
-
-def level_of(module: str) -> int | None:
-    """The level of the longest listed prefix."""
-    named = [
-        (len(name), level)
-        for level, names in enumerate(LEVELS)
-        for name in names
-        if (module + ".").startswith(name + ".")
-    ]
-    return max(named)[1] if named else None
 
 
 def imports(module: str, path: Path) -> set[str]:
@@ -206,49 +69,50 @@ def imports(module: str, path: Path) -> set[str]:
     return {name for name in found if name.partition(".")[0] in ("fsdp_pretrain", "data", "eval")}
 
 
-def test_every_module_has_a_level() -> None:
-    unplaced = [name for name in modules() if level_of(name) is None and name not in ("fsdp_pretrain", "data", "eval")]
-    assert not unplaced
+def package(module: str) -> str:
+    """The package that a module is in; a package is in itself."""
+    path = modules()[module]
+    return module if path.name == "__init__.py" else module.rpartition(".")[0]
 
 
-def test_arrows_point_down() -> None:
+def floors_of_the_docs() -> dict[str, int]:
+    """Floor of every package, from the table of docs/architecture.md; 0 is the ground."""
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    return {name: int(floor) for floor, names in rows for name in re.findall(r"`([\w.]+)`", names)}
+
+
+def test_imports_between_packages_point_down() -> None:
+    """So they form no circle. The floors are those that docs/architecture.md shows."""
+    floors = floors_of_the_docs()
+    assert set(floors) == {package(module) for module in modules()} and max(floors.values()) < 10
     wrong = []
     for module, path in modules().items():
-        if module in ("fsdp_pretrain", "data", "eval"):
-            continue
-        for target in imports(module, path) - {"fsdp_pretrain"}:
-            related = module.rpartition(".")[0] == target.rpartition(".")[0] or target.startswith(module + ".")
-            if not (related and level_of(module) == level_of(target)) and level_of(target) >= level_of(module):
+        for target in imports(module, path):
+            if package(target) != package(module) and floors[package(target)] >= floors[package(module)]:
                 wrong.append(f"{module} -> {target}")
     assert not wrong
 
 
-def test_nothing_imports_the_composition_roots() -> None:
-    roots = {"fsdp_pretrain.train", "fsdp_pretrain.bench", "fsdp_pretrain.launch.doctor"}
-    assert not [name for name, path in modules().items() if imports(name, path) & roots]
+def test_nothing_imports_what_is_only_run() -> None:
+    roots = {"fsdp_pretrain.train.main", "fsdp_pretrain.bench.steps", "fsdp_pretrain.launch.doctor"}
+    importers = [name for name, path in modules().items() if imports(name, path) & roots]
+    assert [name for name in importers if not name.endswith("__main__")] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
 def test_data_knows_only_configuration_of_the_trainer() -> None:
-    allowed = {
-        f"fsdp_pretrain.{name}"
-        for name in (
-            "atomic",
-            "config",
-            "deadline",
-            "statistics",
-            "section",
-            "sections",
-            "model_sections",
-            "schedule",
-            "errors",
-            "units",
-            "console",
-        )
-    }
     for name, path in modules().items():
         if name.startswith("data."):
-            outside = {target for target in imports(name, path) if target.startswith("fsdp_pretrain")}
-            assert outside <= allowed, name
+            outside = {package(target) for target in imports(name, path) if target.startswith("fsdp_pretrain")}
+            assert outside <= {"fsdp_pretrain", "fsdp_pretrain.config"}, name
 
 
 def test_only_the_loader_uses_torch_in_data_and_torchdata_anywhere() -> None:

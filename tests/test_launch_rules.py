@@ -15,15 +15,15 @@ import records
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
-from fsdp_pretrain.launch.outcome import Outcome, avoid, segment_of
-from fsdp_pretrain.launch.policy import Ended, decide
+from fsdp_pretrain.launch.outcome import StartOutcome, avoid, segment_of
+from fsdp_pretrain.launch.policy import EndedStart, decide
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import Seconds
 
 
-def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> Ended:
-    return Ended(at, Outcome(code, "why", verified=verified, **facts), before)
+def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> EndedStart:
+    return EndedStart(at, StartOutcome(code, "why", verified=verified, **facts), before)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int =
         ([ended(76, avoid=("other",))], 76),
     ],
 )
-def test_what_follows_an_end(history: list[Ended], code: int | None) -> None:
+def test_what_follows_an_end(history: list[EndedStart], code: int | None) -> None:
     decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
     assert decision.code == code
     asked = decide(history, LaunchSection(), asked=True, host="here", elastic=False)
@@ -53,7 +53,7 @@ def test_what_follows_an_end(history: list[Ended], code: int | None) -> None:
 
 
 def test_pauses_grow_and_progress_shortens_them() -> None:
-    def pause(history: list[Ended]) -> float:
+    def pause(history: list[EndedStart]) -> float:
         settings = LaunchSection(attempts=9, restarts=99)
         return decide(history, settings, asked=False, host="here", elastic=False).pause
 
@@ -64,10 +64,10 @@ def test_pauses_grow_and_progress_shortens_them() -> None:
 def test_nodes_that_do_not_meet_are_no_failed_start() -> None:
     """All try for `join_timeout` in total, then 75; starts before and after count as if these had not been."""
 
-    def unmet(at: float, seconds: float) -> Ended:
-        return Ended(at, Outcome(None, "why", met=False), 0, seconds=seconds)
+    def unmet(at: float, seconds: float) -> EndedStart:
+        return EndedStart(at, StartOutcome(None, "why", met=False), 0, seconds=seconds)
 
-    def code(*history: Ended) -> int | None:
+    def code(*history: EndedStart) -> int | None:
         return decide(history, LaunchSection(), asked=False, host="here", elastic=False).code
 
     assert code(unmet(300, 300)) == code(*(unmet(70.0 * n, 60) for n in range(1, 6))) == 75

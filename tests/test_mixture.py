@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.packing.loader import Loader
-from data.packing.mixture import CHUNK, GRID, Mixture, Weight
+from data.packing.mixture import CHUNK, GRID, Mixture, MixtureWeight
 from data.packing.packer import Packer
 from data.packing.position import Position
 from fsdp_pretrain.config.schedule import BatchSchedule
@@ -31,7 +31,7 @@ def sequence(mixture: Mixture, first: int, stop: int) -> list[tuple[str, int]]:
 
 
 def constant(*weights: float) -> Mixture:
-    return Mixture({f"source-{number}": Weight(((0, weight),)) for number, weight in enumerate(weights)})
+    return Mixture({f"source-{number}": MixtureWeight(((0, weight),)) for number, weight in enumerate(weights)})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_constant_shares_are_exact(weights: list[float]) -> None:
 
 
 weight_strategy = st.builds(
-    lambda points, start, length, limit: Weight(
+    lambda points, start, length, limit: MixtureWeight(
         tuple(sorted(points, key=lambda point: point[0])), start, None if length is None else start + length, limit
     ),
     st.lists(st.tuples(st.integers(0, 9000), st.sampled_from([0.0, 0.1, 1.0, 3.0])), min_size=1, max_size=4),
@@ -67,9 +67,9 @@ weight_strategy = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(weights=st.lists(weight_strategy, max_size=3), base=st.sampled_from([0.01, 1.0]), seed=st.integers(0, 99))
-def test_any_mixture_deals_every_source_in_order(weights: list[Weight], base: float, seed: int) -> None:
+def test_any_mixture_deals_every_source_in_order(weights: list[MixtureWeight], base: float, seed: int) -> None:
     """Random access equals sequential access; numbers count up per source; limits, starts and stops hold."""
-    named = {f"s{number}": weight for number, weight in enumerate(weights)} | {"base": Weight(((0, base),))}
+    named = {f"s{number}": weight for number, weight in enumerate(weights)} | {"base": MixtureWeight(((0, base),))}
     mixture = Mixture(named)
     dealt, next_of = sequence(mixture, 0, 7000), Counter[str]()
     for index, (name, number) in enumerate(dealt):
@@ -88,9 +88,9 @@ def test_ramped_shares_follow_the_schedule() -> None:
     """Within 0.5 points over any 10,000 samples, 0.01 points over a million."""
     total = 3_000_000
     named = {
-        "web": Weight(((0, 8.0), (1_000_000, 8.0), (2_000_000, 2.0))),
-        "code": Weight(((0, 1.0), (500_000, 1.0), (2_500_000, 5.0))),
-        "books": Weight(((0, 1.0), (700_000, 1.0), (700_000, 2.0))),
+        "web": MixtureWeight(((0, 8.0), (1_000_000, 8.0), (2_000_000, 2.0))),
+        "code": MixtureWeight(((0, 1.0), (500_000, 1.0), (2_500_000, 5.0))),
+        "books": MixtureWeight(((0, 1.0), (700_000, 1.0), (700_000, 2.0))),
     }
     mixture = Mixture(named)
     positions = np.arange(0, total, 100)
@@ -110,9 +110,11 @@ def test_ramped_shares_follow_the_schedule() -> None:
 def test_what_happens_later_does_not_touch_what_was_before() -> None:
     """Adding C at S, and dropping A at T, leaves everything before untouched and the order of the others as it was."""
     added, dropped = 5000, 9001
-    named = {"a": Weight(((0, 3.0), (8000, 1.0))), "b": Weight(((0, 2.0),))}
+    named = {"a": MixtureWeight(((0, 3.0), (8000, 1.0))), "b": MixtureWeight(((0, 2.0),))}
     before = Mixture(named)
-    after = Mixture({"0": Weight(((0, 1.0),), start=added), **named, "a": Weight(named["a"].points, stop=dropped)})
+    after = Mixture(
+        {"0": MixtureWeight(((0, 1.0),), start=added), **named, "a": MixtureWeight(named["a"].points, stop=dropped)}
+    )
     assert sequence(before, 0, added) == sequence(after, 0, added)
     assert after.past(added) == before.past(added) and after.past(added + 1) != before.past(added + 1)
     for name in ("a", "b"):
@@ -123,14 +125,14 @@ def test_what_happens_later_does_not_touch_what_was_before() -> None:
 
 
 def test_order_of_the_tables_in_the_file_does_not_matter() -> None:
-    a, b = Weight(((0, 0.7),)), Weight(((0, 0.3),))
+    a, b = MixtureWeight(((0, 0.7),)), MixtureWeight(((0, 0.3),))
     assert sequence(Mixture({"a": a, "b": b}), 0, 500) == sequence(Mixture({"b": b, "a": a}), 0, 500)
 
 
 def test_a_source_that_is_used_up_leaves_its_share_to_the_others() -> None:
-    mixture = Mixture({"small": Weight(limit=777), "large": Weight()})
+    mixture = Mixture({"small": MixtureWeight(limit=777), "large": MixtureWeight()})
     assert mixture.counts(100_000) == [777, 99_223] and mixture.capacity is None
-    both = Mixture({"small": Weight(limit=777), "large": Weight(limit=1000)})
+    both = Mixture({"small": MixtureWeight(limit=777), "large": MixtureWeight(limit=1000)})
     assert both.capacity == 1777 and both.counts(1777) == [777, 1000]
     with pytest.raises(DataError, match="ends after 1_777 samples"):
         both.source_of(1777)
@@ -140,7 +142,7 @@ def test_nothing_to_read_is_refused() -> None:
     with pytest.raises(DataError, match="any weight at its beginning"):
         constant(0.0, 0.0)
     with pytest.raises(DataError, match="check the units"):
-        Mixture({"a": Weight(((0, 1.0), (10**13 * GRID, 2.0)))})
+        Mixture({"a": MixtureWeight(((0, 1.0), (10**13 * GRID, 2.0)))})
 
 
 @settings(max_examples=200, deadline=None)
@@ -218,7 +220,10 @@ def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
 ) -> None:
     """A ramped mixture with skips: global batches do not depend on ranks, threads or restarts."""
     corpus = shared_corpus / "corpus"
-    sources = [("a", corpus, Weight(((0, 1.0), (400, 3.0)))), ("b", corpus, Weight(((0, 2.0),), start=100))]
+    sources = [
+        ("a", corpus, MixtureWeight(((0, 1.0), (400, 3.0)))),
+        ("b", corpus, MixtureWeight(((0, 2.0),), start=100)),
+    ]
     reference, skips = packer(shared_corpus, sources=sources), Skips([(40, 77), (203, 204)])
     cursor = consumed = 0
     position = Position()

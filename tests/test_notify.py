@@ -30,7 +30,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.notify import channels, notifier, operator, outbox
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.notify.formatting import Identity, make_note
+from fsdp_pretrain.watchdog.notify.formatting import MessageSender, make_note
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
 from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 from fsdp_pretrain.watchdog.notify.throttle import Message
@@ -52,7 +52,7 @@ class Watch:
 
     def __init__(self, run: Path, environment: dict[str, str], **tables: Any) -> None:
         section = NotifySection.model_validate(tables)
-        self.notifier = Notifier(section, RunDir(run), Identity("llama-7b", str(run), 3, "n1"), environment)
+        self.notifier = Notifier(section, RunDir(run), MessageSender("llama-7b", str(run), 3, "n1"), environment)
         self.alarms = Alarms(run / "watchdog/alarms.jsonl", told=self.notifier.told)
 
     def until(self, condition: Callable[[], Any]) -> Any:
@@ -241,7 +241,7 @@ def test_a_proxy_of_the_environment_is_used(
 
 def test_a_digest_of_a_flood_fits_a_message() -> None:
     held = tuple((Alarm(f"gpu/{n:03}", WARN, "open", "hot", changed="t"), 2) for n in range(300))
-    digest = make_note(Message("digest", held=held), Identity("llama-7b", "/runs/7b"))
+    digest = make_note(Message("digest", held=held), MessageSender("llama-7b", "/runs/7b"))
     assert digest.title.startswith("[digest] llama-7b · 600 messages held back, about 300 alarms")
     assert len(digest.lines) == 51 and digest.lines[-1] == "and 250 more: fsdp-pretrain alarms /runs/7b --all"
 

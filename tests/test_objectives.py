@@ -22,7 +22,7 @@ from pyarrow import parquet
 from data.corpus.corpus import Corpus, build_blocks
 from data.corpus.hashing import hashes, uniforms
 from data.packing.loader import Loader, StepBatch
-from data.packing.objectives import IGNORE, Infilled, Infilling, Slot, Spans, Specials, continue_text, fill_blanks
+from data.packing.objectives import IGNORE, Infilled, Infilling, Slot, SpanSampler, Specials, continue_text, fill_blanks
 from data.packing.opening import open_infilling, open_packer
 from data.packing.packer import Packed, Packer
 from data.packing.position import Position
@@ -122,7 +122,7 @@ def rebuilt(slot: Slot) -> list[int]:
 def test_every_draw_rebuilds_the_text(key: int, piece: int, budget: float, mean: float, overflow: str) -> None:
     slot = max(8, piece + piece // 20)
     options = objective(piece, mask_budget=budget, span_mean=mean, overflow=overflow, single_span=0.1, short=0.1)
-    size, starts, lengths, order = Spans(options, piece, slot).draw(key)
+    size, starts, lengths, order = SpanSampler(options, piece, slot).draw(key)
     assert 1 <= size <= piece
     assert lengths.min() >= 1 and lengths.max() <= 39 and sorted(order.tolist()) == list(range(len(starts)))
     assert len(starts) == 1 or lengths.sum() >= int(budget * size) or lengths.sum() >= size - len(starts)
@@ -141,7 +141,7 @@ def test_chance_is_the_one_of_every_other_version() -> None:
     # Golden values: blanks are part of a run's identity and must never change silently.
     assert hashes(7, 3).tolist() == [7191089600892374487, 309689372594955804, 16616101746815609346]
     assert uniforms(7, 3).tolist() == [0.3898297483912715, 0.01678829452815611, 0.9007606806068834]
-    size, starts, lengths, order = Spans(objective(160, slots=4), 40, 48).draw(2**63 + 1)
+    size, starts, lengths, order = SpanSampler(objective(160, slots=4), 40, 48).draw(2**63 + 1)
     assert (size, starts.tolist(), lengths.tolist(), order.tolist()) == (40, [22, 28], [3, 3], [0, 1])
 
 
@@ -155,7 +155,7 @@ def test_hashed_chance_is_uniform() -> None:
 def drawn() -> dict[str, list[tuple[int, Any, Any, Any]]]:
     """2,000 pieces of the published size: 500 tokens for slots of 512, in both modes of overflow."""
     return {
-        mode: [Spans(objective(2000, overflow=mode), 500, 512).draw(hash_ * 2**32 + 1) for hash_ in range(2000)]
+        mode: [SpanSampler(objective(2000, overflow=mode), 500, 512).draw(hash_ * 2**32 + 1) for hash_ in range(2000)]
         for mode in ("truncate", "shrink")
     }
 

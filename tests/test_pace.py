@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fsdp_pretrain.watchdog.detectors.cusum import Change, Pace
+from fsdp_pretrain.watchdog.detectors.cusum import Pace, PaceChange
 
 
 def noise(seed: int, steps: int, sd: float = 0.01) -> np.ndarray:
@@ -30,7 +30,7 @@ def noise(seed: int, steps: int, sd: float = 0.01) -> np.ndarray:
     return 1.6 * np.exp(ar + wander + outlier + stall)
 
 
-def changes(times: np.ndarray, phases: list[int] | None = None) -> list[Change]:
+def changes(times: np.ndarray, phases: list[int] | None = None) -> list[PaceChange]:
     pace = Pace()
     found = [pace.add(n, float(t), phases[n] if phases else None) for n, t in enumerate(times)]
     return [change for change in found if change]

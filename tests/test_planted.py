@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from data.corpus.corpus import Vocabulary
-from data.prepare.prepare import Options
+from data.prepare.prepare import PrepareOptions
 from data.prepare.train_tokenizer import train_tokenizer
 from data.text.tokenizer import Tokenizer
 from data.validate.report import SpecialPlaces
@@ -81,7 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> dict[str,
     path = tmp_path_factory.mktemp("tokenizers")
     source = str(helpers.jsonl(path / "text.jsonl", texts()))
     for kind in ("bpe", "sentencepiece"):
-        train_tokenizer([source], path / kind, kind=kind, vocab_size=600, options=Options(), max_bytes=10**9)
+        train_tokenizer([source], path / kind, kind=kind, vocab_size=600, options=PrepareOptions(), max_bytes=10**9)
     model = Model.from_file(str(path / "bpe/tokenizer.json"))
     model.add_special_tokens(["<|begin|>"])
     model.save(str(path / "bpe/tokenizer.json"))

@@ -414,17 +414,19 @@ def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
 ) -> None:
     """With a tokenizer whose second special is spelt by text, such documents are left out; too many are an error."""
-    from data.prepare.prepare import Options, prepare
+    from data.prepare.prepare import PrepareOptions, prepare
 
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     (spelt,) = set(tokenizer.encode(["state"])[0][:1])
     tokenizer.specials[spelt] = "state-like"
     texts = ["the run"] * 3000 + ["state"] * 2
     source = helpers.jsonl(tmp_path / "a.jsonl", texts)
-    manifest = prepare([str(source)], tokenizer, tmp_path / "few", Options(), workers=1, quiet=True)
+    manifest = prepare([str(source)], tokenizer, tmp_path / "few", PrepareOptions(), workers=1, quiet=True)
     assert manifest is not None and manifest.statistics["quarantined"] == 2 and manifest.documents == 3000
     with pytest.raises(DataError, match="documents contain special tokens"):
-        prepare([str(source)], tokenizer, tmp_path / "many", Options(max_quarantined=0.0001), workers=1, quiet=True)
+        prepare(
+            [str(source)], tokenizer, tmp_path / "many", PrepareOptions(max_quarantined=0.0001), workers=1, quiet=True
+        )
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [(["--eod", "<nope>"], "has no token '<nope>'"), ([], "several")])

@@ -24,11 +24,11 @@ from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT
 from fsdp_pretrain.record.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
 from fsdp_pretrain.record.journal import Journal, entries, read
-from fsdp_pretrain.record.lease import Claim
+from fsdp_pretrain.record.lease import Lease
 from fsdp_pretrain.record.metrics import find_step, read_metrics
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.requests import send
-from fsdp_pretrain.record.run_id import Memory
+from fsdp_pretrain.record.run_id import LauncherMemory
 from fsdp_pretrain.record.status import ended
 from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, inspect, render
 
@@ -148,7 +148,7 @@ WRITERS: dict[str, Callable[[RunDir], object]] = {
     "segment": lambda run: run.new_segment(),
     "lineage": lambda run: lineage.record(run.segment(1), parent=None, step=0, kind="start"),
     "journal": lambda run: Journal(run).write("note", "not lost: it waits"),
-    "lock": lambda run: Claim.take(run.lock),
+    "lock": lambda run: Lease.take(run.lock),
     "request": lambda run: send(run, "stop"),
     "checkpoint": lambda run: Store(run.checkpoints).begin(5),
 }
@@ -187,12 +187,12 @@ def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
 def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> None:
     """A run directory that has gone back to an earlier state, as a snapshot does, is as bad as one that is gone."""
     run, note = RunDir(tmp_path / "run"), tmp_path / "notes/seen.json"
-    first = Memory(note)
+    first = LauncherMemory(note)
     first.check(run.path, lambda: 0)  # nothing was seen
     first.remember(run_id=run_id.give(run.path))
     first.remember(segment=3, checkpoint=40)
-    Memory(note, active=False).remember(segment=9)
-    second = Memory(note)
+    LauncherMemory(note, active=False).remember(segment=9)
+    second = LauncherMemory(note)
     assert second.seen == first.seen
     second.check(run.path, lambda: 3)
     with pytest.raises(RunGoneError, match="its newest segment is 2, but segment 3 has been there"):
@@ -202,7 +202,7 @@ def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> No
         second.check(run.path, lambda: 3)
     note.write_text("{")
     with pytest.raises(StorageError, match="cannot read"):
-        Memory(note)
+        LauncherMemory(note)
 
 
 def test_restarts_make_one_curve(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_pretrain.checkpoint.async_save import Stager
-from fsdp_pretrain.checkpoint.disk_space import Ballast, Need, make_room
+from fsdp_pretrain.checkpoint.disk_space import Ballast, SpaceNeeded, make_room
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import StorageError
@@ -39,21 +39,21 @@ def test_what_is_given_up_and_in_which_order(small_disk: Callable[[str], Path]) 
         ("dear", lambda: (disk / "dear").unlink() or True),
     ]
     free = shutil.disk_usage(disk).free
-    assert list(make_room(disk, Need(free, 1), acts)) == []
-    assert list(make_room(disk, Need(free + 1_000_000, 1), acts)) == ["cheap"] and (disk / "dear").exists()
+    assert list(make_room(disk, SpaceNeeded(free, 1), acts)) == []
+    assert list(make_room(disk, SpaceNeeded(free + 1_000_000, 1), acts)) == ["cheap"] and (disk / "dear").exists()
     with pytest.raises(StorageError, match=r"needs 19\.1 MiB in 1 files, .* free"):
-        list(make_room(disk, Need(20_000_000, 1), acts[:1]))
+        list(make_room(disk, SpaceNeeded(20_000_000, 1), acts[:1]))
 
 
 @pytest.mark.quick
 def test_names_can_run_out_before_bytes(small_disk: Callable[[str], Path]) -> None:
     """Fault matrix 39: before a save is begun."""
     disk = small_disk("8m,nr_inodes=12")
-    assert list(make_room(disk, Need(1000, 5), [])) == []
+    assert list(make_room(disk, SpaceNeeded(1000, 5), [])) == []
     for n in range(9):
         (disk / str(n)).touch()
     with pytest.raises(StorageError, match=r"in 5 files, .* room for"):
-        list(make_room(disk, Need(1000, 5), []))
+        list(make_room(disk, SpaceNeeded(1000, 5), []))
 
 
 @pytest.mark.quick

@@ -15,7 +15,7 @@ from endpoint import Endpoint
 from records import step_record
 
 from fsdp_pretrain.config.operations import PaceSection
-from fsdp_pretrain.watchdog.detectors.slowdown import Drift, Stragglers
+from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, Stragglers
 from fsdp_pretrain.watchdog.heartbeat import page, rank_client
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
@@ -164,7 +164,7 @@ def told_of(tmp_path: Path, changes: Callable[[int], dict[str, Any]], steps: int
     """(state, step) of what a run of steps around 100 ms is told of; `changes` may slow, tag or reshape a step."""
     told = list[tuple[str, int]]()
     alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.state, alarm.step or 0)))
-    drift = Drift(alarms, PaceSection(), tmp_path / "pace.json", [HOST])
+    drift = SlowdownDetector(alarms, PaceSection(), tmp_path / "pace.json", [HOST])
     noise = random.Random(5)
     for step in range(1, steps + 1):
         change = dict(changes(step))

@@ -28,10 +28,10 @@ from fsdp_pretrain.units import Progress, Seconds
 from fsdp_pretrain.watchdog.agent.registry import sensors
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
-from fsdp_pretrain.watchdog.detectors.disk_space import Space
-from fsdp_pretrain.watchdog.detectors.mounts import Mounts, Waits
+from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
+from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, Mounts
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.probes.client import Answer, Look, Looks
+from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeAnswer, ProbeServer
 
 pytestmark = pytest.mark.quick
 Disk = Callable[[str], Path]
@@ -43,7 +43,7 @@ class Watch:
     def __init__(self, path: Path) -> None:
         self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.told.append(alarm))
         self.told: list[Alarm] = []
-        self.looks, self.now = Looks(), 1000.0
+        self.looks, self.now = ProbeServer(), 1000.0
         self.detectors: list[Detector] = []
 
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
@@ -110,9 +110,9 @@ def write_journal(run: Path, *entries: dict[str, Any]) -> None:
 class Answers(Detector):
     """Collects what becomes of a look."""
 
-    def __init__(self, alarms: Alarms, look: Look) -> None:
+    def __init__(self, alarms: Alarms, look: PeriodicProbe) -> None:
         super().__init__(alarms)
-        self.look, self.found = look, list[Answer]()
+        self.look, self.found = look, list[ProbeAnswer]()
 
     def tick(self, now: float) -> None:
         if (answer := self.look.tick(now)) is not None:
@@ -122,8 +122,8 @@ class Answers(Detector):
 def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
     """A FIFO in place of a file hangs whoever opens it, like a mount whose server went away."""
     os.mkfifo(tmp_path / "fifo")
-    hangs = Look(watch.looks, "read", every=60, deadline=15, paths=[str(tmp_path / "fifo")])
-    fine = Look(watch.looks, "space", every=60, deadline=15, path=str(tmp_path))
+    hangs = PeriodicProbe(watch.looks, "read", every=60, deadline=15, paths=[str(tmp_path / "fifo")])
+    fine = PeriodicProbe(watch.looks, "space", every=60, deadline=15, path=str(tmp_path))
     watch.detectors = [first := Answers(watch.alarms, hangs), second := Answers(watch.alarms, fine)]
     watch.advance(hanging=1)
     assert second.found[0].value["free"] > 0 and not first.found
@@ -138,7 +138,7 @@ def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
 
 
 def test_a_helper_that_stopped_is_replaced(watch: Watch, tmp_path: Path) -> None:
-    look = Look(watch.looks, "space", every=60, deadline=15, path=str(tmp_path))
+    look = PeriodicProbe(watch.looks, "space", every=60, deadline=15, path=str(tmp_path))
     watch.detectors = [answers := Answers(watch.alarms, look)]
     watch.advance()
     assert answers.found.pop().error is None
@@ -164,7 +164,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     section = StorageSection(interval=Seconds(60))
     checkpoints = saves(watch, run)
     places = [("checkpoints", store.directory, True), ("run", run, False)]
-    space = Space(watch.alarms, section, watch.looks, places, checkpoints)
+    space = DiskSpaceDetector(watch.alarms, section, watch.looks, places, checkpoints)
     watch.detectors = [checkpoints, space]
     watch.advance()
     watch.advance(61)
@@ -188,7 +188,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
 def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
     """Fault matrix 35: the file system of the record, on which no checkpoint is."""
     run = small_disk("4m")
-    watch.detectors = [Space(watch.alarms, StorageSection(), watch.looks, [("run", run, False)])]
+    watch.detectors = [DiskSpaceDetector(watch.alarms, StorageSection(), watch.looks, [("run", run, False)])]
     watch.advance()
     assert watch.said() == []
     for size in (4_170_000, 4_194_304):
@@ -208,9 +208,9 @@ class Scripted:
     def __init__(self, free: list[float]) -> None:
         self._free = iter(free)
 
-    def tick(self, now: float) -> Answer:
+    def tick(self, now: float) -> ProbeAnswer:
         found = {"path": "/data", "free": int(next(self._free)), "total": 10**14, "files": 0, "files_free": 0}
-        return Answer({**found, "writing": 0, "device": 1})
+        return ProbeAnswer({**found, "writing": 0, "device": 1})
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,9 @@ def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float,
     hours = np.arange(0, 12, 0.5)
     noise = np.where(rng.random(len(hours)) < 0.1, 30e9, 0) + rng.normal(0, 2e9, len(hours))
     checkpoints = saves(watch, tmp_path)
-    space = Space(watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints)
+    space = DiskSpaceDetector(
+        watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints
+    )
     space.places[0].look = Scripted(list(3e12 - per_hour * hours + noise))  # type: ignore[assignment]
     for hour in hours:
         checkpoints.completed += 1
@@ -240,7 +242,9 @@ def test_what_seconds_show_says_nothing_of_tomorrow(
 ) -> None:
     """A checkpoint every second and 40 GB free: full in half a minute is told, a trend towards half a day is not."""
     checkpoints = saves(watch, tmp_path)
-    space = Space(watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints)
+    space = DiskSpaceDetector(
+        watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints
+    )
     space.places[0].look = Scripted([40e9 - per_second * second for second in range(12)])  # type: ignore[assignment]
     for second in range(12):
         checkpoints.completed += 1
@@ -534,7 +538,7 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
 
 def test_steps_that_wait_for_data(watch: Watch) -> None:
     """Three long waits in fifty steps are told, with the file; one is not, nor is a first step."""
-    waits = Waits(watch.alarms)
+    waits = DataWaitDetector(watch.alarms)
     for step in range(1, 200):
         waits.step(record(step, data=6.0 if step == 1 else 0.02))
     waits.step(record(200, data=8.0))

@@ -11,23 +11,27 @@ from pydantic_core import to_json
 
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.notify.throttle import Memory, Message, Storm
+from fsdp_pretrain.watchdog.notify.throttle import AlertThrottle, ChannelState, Message
 
 pytestmark = pytest.mark.quick
 HOUR = 3600.0
 INFO, WARN, CRIT = Severity
 
 
-def written_and_read(memory: Memory) -> Memory:
+def written_and_read(memory: ChannelState) -> ChannelState:
     """What another watchdog goes on from."""
-    return TypeAdapter(Memory).validate_json(to_json(memory))
+    return TypeAdapter(ChannelState).validate_json(to_json(memory))
 
 
 class Life:
     """Alarms of a run and one channel, with a clock that is turned by hand."""
 
     def __init__(self, least: Severity = WARN) -> None:
-        self.storm, self.time, self.sent = Storm(least, HOUR, Memory()), 1e6, list[tuple[float, Message]]()
+        self.storm, self.time, self.sent = (
+            AlertThrottle(least, HOUR, ChannelState()),
+            1e6,
+            list[tuple[float, Message]](),
+        )
         self.alarms = Alarms(Path("/dev/null/nowhere"), told=lambda alarm, before: self._send(alarm))
 
     def _send(self, alarm: Alarm) -> None:
@@ -256,7 +260,7 @@ def test_it_goes_on_after_the_watchdog_was_killed() -> None:
         life, said = Life(), list[str]()
         for n in range(12):
             if n == die_after:
-                life.storm = Storm(WARN, HOUR, written_and_read(life.storm.memory))
+                life.storm = AlertThrottle(WARN, HOUR, written_and_read(life.storm.memory))
             if n % 2:
                 life.alarms.resolve("pace")
             else:
@@ -275,5 +279,5 @@ def test_it_goes_on_after_the_watchdog_was_killed() -> None:
 def test_transitions_that_were_seen_are_known(life: Life) -> None:
     opened = life.alarms.open("disk/run", WARN, "two fit")
     assert life.storm.has_seen(opened)
-    assert Storm(WARN, HOUR, written_and_read(life.storm.memory)).has_seen(opened)
-    assert not Storm(WARN, HOUR, Memory()).has_seen(opened)
+    assert AlertThrottle(WARN, HOUR, written_and_read(life.storm.memory)).has_seen(opened)
+    assert not AlertThrottle(WARN, HOUR, ChannelState()).has_seen(opened)

@@ -118,7 +118,7 @@ def test_numbers_become_alarms(lab: Any, case: str) -> None:
     from fsdp_pretrain.config.config import load
     from fsdp_pretrain.health.monitor import Health
     from fsdp_pretrain.severity import Severity
-    from fsdp_pretrain.watchdog.agent.leader import Numbers
+    from fsdp_pretrain.watchdog.agent.leader import HealthAlarms
     from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 
     records, expected = CASES[case]
@@ -131,7 +131,7 @@ def test_numbers_become_alarms(lab: Any, case: str) -> None:
             assert numbers.is_told_by_trainer(alarm)  # whose line in the journal is the only one
 
     alarms = Alarms(lab.path / "alarms.jsonl", tell)
-    numbers = Numbers(alarms)
+    numbers = HealthAlarms(alarms)
     for entry in records:
         found = entry.model_copy(update={"health": health.step(entry).findings})
         numbers.step(parsed(json.loads(found.to_line())))

@@ -23,7 +23,7 @@ from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.detectors.disk_space import Space
+from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.status import inspect
 
 pytestmark = pytest.mark.quick
@@ -97,7 +97,7 @@ def test_whether_it_fits(
 
     checkpoints = saves(watch, run.path, prune=state.prune)
     places = [("checkpoints", run.checkpoints, True)]
-    watch.detectors = [checkpoints, Space(watch.alarms, StorageSection(), watch.looks, places, checkpoints)]
+    watch.detectors = [checkpoints, DiskSpaceDetector(watch.alarms, StorageSection(), watch.looks, places, checkpoints)]
     watch.advance()
     watch.advance(61)
     said = {alarm.summary: alarm.severity for alarm in watch.alarms}

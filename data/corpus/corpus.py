@@ -30,7 +30,7 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .reading import READ_TIMEOUT, Places
+from .reading import READ_TIMEOUT, MirroredPlaces
 from .shards import Part, Shard
 
 BLOCK_TOKENS = 4_000_000
@@ -93,7 +93,7 @@ class ShardEntry:
         return directory / (self.path or f"shards/{self.name}")
 
 
-class Manifest(BaseModel):
+class CorpusManifest(BaseModel):
     """Contents of `manifest.json`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -124,7 +124,7 @@ class Manifest(BaseModel):
         return xxhash.xxh3_128("\n".join(parts).encode()).hexdigest()
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> CorpusManifest:
     """The manifest of a corpus. Raises DataError if it is absent, damaged or of another format."""
     path = directory / "manifest.json"
     try:
@@ -141,7 +141,7 @@ def read_manifest(directory: Path) -> Manifest:
     collecting = gc.isenabled()
     gc.disable()  # tens of thousands of entries appear at once: looking through them for garbage doubles the time
     try:
-        return Manifest.model_validate_json(text)
+        return CorpusManifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -185,7 +185,7 @@ def write_corpus(
     *,
     pairs: bool = False,
     blocks: npt.NDArray[np.int64] | None = None,
-) -> Manifest:
+) -> CorpusManifest:
     """Write block table, tokenizer copy and, last and atomically, the manifest of shards already in place.
 
     The block table is made from the shards unless it is given.
@@ -199,7 +199,7 @@ def write_corpus(
     description = tokenizer.describe()
     description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
     replace_file(directory / description["file"], tokenizer.path.read_bytes())
-    manifest = Manifest.model_validate(
+    manifest = CorpusManifest.model_validate(
         {
             "format": 1,
             "dtype": dtype.name,
@@ -232,7 +232,7 @@ class Corpus:
 
     def __init__(self, directory: Path, mirror: Path | None = None, *, read_timeout: float = READ_TIMEOUT) -> None:
         self.directory = directory
-        self.places = Places([directory, mirror] if mirror is not None else [directory], read_timeout)
+        self.places = MirroredPlaces([directory, mirror] if mirror is not None else [directory], read_timeout)
         self.manifest = self.places.read("manifest.json", read_manifest)
         self._entries = {directory: self.manifest.shards}
         if mirror is not None:
@@ -244,7 +244,7 @@ class Corpus:
 
     def _check_mirror(self, mirror: Path, timeout: float) -> list[ShardEntry]:
         """The mirror's shards: the same, perhaps under other paths."""
-        found = Places([mirror], timeout).read("manifest.json", read_manifest)
+        found = MirroredPlaces([mirror], timeout).read("manifest.json", read_manifest)
         if found.fingerprint != self.manifest.fingerprint:
             raise DataError(
                 f"{mirror} is no copy of {self.directory}: their manifests have different fingerprints "

@@ -52,7 +52,7 @@ def _read(path: Path, act: Callable[[], T]) -> T:
     return act()
 
 
-class Places:
+class MirroredPlaces:
     """Directories with the same content, the first of which is used as long as it can be.
 
     Every read is made in another thread and waited for at most `timeout` seconds. What fails in one place is read from

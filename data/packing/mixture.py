@@ -37,7 +37,7 @@ _MOST_CELLS = 4_000_000
 
 
 @dataclass(frozen=True)
-class Weight:
+class MixtureWeight:
     """Weight of one source along the data: 0 before sample `start` and from `stop` on."""
 
     points: tuple[tuple[int, float], ...] = ((0, 1.0),)
@@ -52,7 +52,7 @@ class Weight:
         return {**asdict(self), "points": [list(point) for point in self.points]}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Weight:
+    def from_json(cls, content: Mapping[str, Any]) -> MixtureWeight:
         return cls(**{**content, "points": tuple((int(p), float(v)) for p, v in content["points"])})
 
     def at(self, positions: Ints) -> npt.NDArray[np.float64]:
@@ -94,13 +94,13 @@ class Mixture:
         DataError: no source has any weight at the beginning, or a ramp is absurdly long.
     """
 
-    def __init__(self, weights: Mapping[str, Weight]) -> None:
+    def __init__(self, weights: Mapping[str, MixtureWeight]) -> None:
         self.weights, self.names = dict(weights), list(weights)
         self._order = sorted(range(len(weights)), key=lambda i: self.names[i])
         sources = [weights[self.names[i]] for i in self._order]
         while (used_up := self._build(sources)) is not None:
             position, column = used_up
-            sources[column] = Weight(sources[column].points, sources[column].start, position, None)
+            sources[column] = MixtureWeight(sources[column].points, sources[column].start, position, None)
         empty = np.flatnonzero(self._rates.sum(axis=1) == 0)
         self.capacity = int(self._counts_at(int(self._starts[empty[0]])).sum()) if len(empty) else None
         if self.capacity == 0:
@@ -108,7 +108,7 @@ class Mixture:
         self._chunk, self._base = -1, np.zeros(len(weights), np.int64)
         self._sources = self._source_indices = np.empty(0, np.int64)
 
-    def _build(self, sources: list[Weight]) -> tuple[int, int] | None:
+    def _build(self, sources: list[MixtureWeight]) -> tuple[int, int] | None:
         """Fill the tables; (sample index, column) of the first source to be used up, or None."""
         starts = np.unique(np.concatenate([source.knots() for source in sources]))
         values = np.stack([source.at(starts) for source in sources], axis=1)

@@ -165,7 +165,7 @@ def continue_text(context: Ints, rest: Ints, targets: Ints, mask: int, sop: int,
     return Slot(inputs, labels, prefix, place, inside)
 
 
-class Spans:
+class SpanSampler:
     """Draws the spans of pieces of text: of `piece` tokens, that may become `slot` tokens."""
 
     def __init__(self, objective: GLMObjective, piece: int, slot: int) -> None:
@@ -241,7 +241,7 @@ class Infilling:
         self._separator, self._ids, self.length = separator, ids, sequence_length
         self._slots, self._flat = objective.slots, objective.positions == "glm1d"
         self._slot, self._piece = sequence_length // self._slots, objective.row // self._slots
-        self._spans = Spans(objective, self._piece, self._slot)
+        self._spans = SpanSampler(objective, self._piece, self._slot)
         self._shortest = max(1, int(objective.ending_min * objective.row))
 
     def empty(self, count: int) -> Infilled:

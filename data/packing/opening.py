@@ -7,11 +7,11 @@ from typing import Any
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.schedule import Schedule
-from fsdp_pretrain.config.sections import GLMObjective, Source
+from fsdp_pretrain.config.sections import GLMObjective, SourceSection
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.errors import ConfigError, DataError
 
-from .mixture import Mixture, Weight
+from .mixture import Mixture, MixtureWeight
 from .objectives import Infilling, Specials
 from .packer import Packer
 
@@ -88,14 +88,14 @@ def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) 
         )
 
 
-def _weight(source: Source, schedule: Schedule) -> Weight:
+def _weight(source: SourceSection, schedule: Schedule) -> MixtureWeight:
     """A source's weight by sample index."""
     if isinstance(source.weight, list):
         points = tuple((schedule.samples(point.at), point.value) for point in source.weight)
     else:
         points = ((0, source.weight),)
     stop = None if source.stop is None else schedule.samples(source.stop)
-    return Weight(points, schedule.samples(source.start), stop)
+    return MixtureWeight(points, schedule.samples(source.start), stop)
 
 
 def _read_exclusions(path: Path) -> set[tuple[str, str, int]]:

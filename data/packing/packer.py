@@ -32,9 +32,9 @@ from data.corpus.corpus import Corpus
 from data.corpus.reading import READ_TIMEOUT
 from fsdp_pretrain.errors import DataError
 
-from .mixture import Mixture, Weight
+from .mixture import Mixture, MixtureWeight
 from .pairs import Pairs
-from .source import Ints, Source, Span
+from .source import Ints, SourceStream, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Packer:
 
     def __init__(
         self,
-        sources: Sequence[tuple[str, Path, float | Weight]],
+        sources: Sequence[tuple[str, Path, float | MixtureWeight]],
         sequence_length: int,
         *,
         seed: int,
@@ -136,16 +136,16 @@ class Packer:
         slots: tuple[int, int] | None = None,
     ) -> None:
         self.length, self._excluded = sequence_length, frozenset(exclude)
-        self._sources: list[Source] = []
-        weights: dict[str, Weight] = {}
+        self._sources: list[SourceStream] = []
+        weights: dict[str, MixtureWeight] = {}
         for name, path, given in sources:
             corpus = Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout)
             if corpus.manifest.pairs:
-                source: Source = _paired(name, corpus, seed, lanes, slots)
+                source: SourceStream = _paired(name, corpus, seed, lanes, slots)
             else:
-                source = Source(name, corpus, sequence_length, seed, lanes)
+                source = SourceStream(name, corpus, sequence_length, seed, lanes)
             self._sources.append(source)
-            weight = given if isinstance(given, Weight) else Weight(((0, given),))
+            weight = given if isinstance(given, MixtureWeight) else MixtureWeight(((0, given),))
             if max_epochs and name in max_epochs:
                 weight = replace(weight, limit=int(max_epochs[name] * source.epoch_length / source.length))
             weights[name] = weight
@@ -212,7 +212,7 @@ class Packer:
         return packed
 
     def _fill(self, source: int, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
-        """See `Source.fill`; a text leaves the rest of a wider row as it is."""
+        """See `SourceStream.fill`; a text leaves the rest of a wider row as it is."""
         room = row if source in self.pairs else row[: self.length + 1]
         return self._sources[source].fill(source_index, room, spans)
 
@@ -260,7 +260,7 @@ class Packer:
                 if document in self._excluded and stretch not in packed.ignore:
                     packed.ignore.append(stretch)
 
-    def _spans(self, sample_index: int) -> tuple[Source, list[Span]]:
+    def _spans(self, sample_index: int) -> tuple[SourceStream, list[Span]]:
         """A sample's source and the stretches it is made of."""
         source, source_index = self.mixture.source_of(sample_index)
         spans: list[Span] = []
@@ -286,7 +286,7 @@ class Packer:
         }
 
 
-def _piece(source: Source, span: Span) -> Piece:
+def _piece(source: SourceStream, span: Span) -> Piece:
     manifest, document = source.corpus.manifest, span.document
     shard, name = source.corpus.shard(span.block.shard), manifest.shards[span.block.shard].name
     first = int(shard.pointers[document]) // shard.dtype.itemsize + (manifest.separators == "leading")

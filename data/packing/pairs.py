@@ -13,10 +13,10 @@ from data.corpus.corpus import Corpus
 from data.corpus.hashing import key_of, permutation
 from fsdp_pretrain.errors import DataError
 
-from .source import Ints, Source, Span
+from .source import Ints, SourceStream, Span
 
 
-class Pairs(Source):
+class Pairs(SourceStream):
     """One corpus of prompts with answers: `slots` pairs in a sample, each in `slot` tokens of it.
 
     Raises:

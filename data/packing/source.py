@@ -76,7 +76,7 @@ class Span(NamedTuple):
         return int(self.block.documents[self.at])
 
 
-class Source:
+class SourceStream:
     """One corpus as an endless line of windows.
 
     Attributes:

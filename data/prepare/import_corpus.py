@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus.corpus import Manifest, Separators, Vocabulary, write_corpus
+from data.corpus.corpus import CorpusManifest, Separators, Vocabulary, write_corpus
 from data.corpus.formats import Format, detect_format, find_token_files, open_file
 from data.corpus.shards import Shard, ShardWriter, file_checksum, token_dtype
 from data.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from .jobs import Task, claim, describe, gather, make_all, release, write_record
 
 
 @dataclass(frozen=True)
-class Options:
+class ImportOptions:
     """What decides how files are adopted."""
 
     format: Format | None
@@ -47,12 +47,12 @@ def adopt(
     sources: Sequence[Path],
     tokenizer: Tokenizer,
     out: Path,
-    options: Options,
+    options: ImportOptions,
     *,
     workers: int,
     overwrite: bool = False,
     quiet: bool = False,
-) -> Manifest:
+) -> CorpusManifest:
     """Make the corpus directory `out` from token files.
 
     Args:
@@ -117,7 +117,7 @@ def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
     return first.dtype
 
 
-def _job(files: list[Path], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
+def _job(files: list[Path], tokenizer: Tokenizer, options: ImportOptions) -> dict[str, Any]:
     """What decides the content of the shards, JSON values."""
     assert options.format is not None
     stamps = [_stat(file, options.format) for file in files]
@@ -144,7 +144,9 @@ def _names(files: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
 
 
-def adopt_file(prefix: Path, source: Path, options: Options, size: int, tokenizer: Tokenizer, report: Any) -> None:
+def adopt_file(
+    prefix: Path, source: Path, options: ImportOptions, size: int, tokenizer: Tokenizer, report: Any
+) -> None:
     """Measure one file, copy it if asked to, and write its `.json` record, which marks it done.
 
     Args:
@@ -192,7 +194,7 @@ def _entry(name: str, source: Path, judge: Judge, bin_xxh3: str) -> dict[str, An
     }
 
 
-def summary(manifest: Manifest, out: Path) -> str:
+def summary(manifest: CorpusManifest, out: Path) -> str:
     """What `import` prints at its end."""
     numbers = manifest.statistics
     where = "in place" if any(entry.path for entry in manifest.shards) else "copied"

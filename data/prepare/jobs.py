@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from data.corpus.corpus import Manifest, load_json
+from data.corpus.corpus import CorpusManifest, load_json
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
@@ -95,7 +95,7 @@ def gather(out: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict
     return [record["entry"] for record in records if record["entry"]["documents"]], counts
 
 
-def describe(manifest: Manifest) -> str:
+def describe(manifest: CorpusManifest) -> str:
     """What a corpus holds, in one line."""
     return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards"
 

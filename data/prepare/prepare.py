@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from data.corpus.corpus import Manifest, write_corpus
+from data.corpus.corpus import CorpusManifest, write_corpus
 from data.corpus.shards import ShardWriter, token_dtype
 from data.text.files import find_files
 from data.text.inputs import Document, Unit, plan_shards, read_documents
@@ -30,7 +30,7 @@ _ROUND_TRIPS_PER_SHARD = 32
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """What decides the content of the shards."""
 
     text_field: str = "text"
@@ -46,13 +46,13 @@ def prepare(
     inputs: Sequence[str],
     tokenizer: Tokenizer,
     out: Path,
-    options: Options,
+    options: PrepareOptions,
     *,
     workers: int,
     part: tuple[int, int] = (1, 1),
     overwrite: bool = False,
     quiet: bool = False,
-) -> Manifest | None:
+) -> CorpusManifest | None:
     """Tokenise `inputs` into the corpus directory `out`.
 
     Args:
@@ -91,7 +91,7 @@ def prepare(
     return write_corpus(out, tokenizer, full, dtype, statistics, pairs=pairs)
 
 
-def _job(shards: list[list[Unit]], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
+def _job(shards: list[list[Unit]], tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
     """What decides the content of the shards, JSON values."""
     stamps = {unit.path: os.stat(unit.path) for shard in shards for unit in shard}  # noqa: PTH116
     return {
@@ -126,7 +126,7 @@ class _Counts:
         self.utf8_bytes += sum(len(text.encode("utf-8")) for text in document.texts)
 
 
-def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tokenizer, report: Report) -> None:
+def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokenizer: Tokenizer, report: Report) -> None:
     """Tokenise `units` into the shard at `prefix` and write its `.json`, which marks it done.
 
     Raises:
@@ -169,7 +169,7 @@ def make_shard(prefix: Path, units: list[Unit], options: Options, tokenizer: Tok
 
 
 def _encoded(
-    unit: Unit, options: Options, tokenizer: Tokenizer, report: Report
+    unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, report: Report
 ) -> Iterator[tuple[Document, list[list[int]]]]:
     """Each document with the ids of its texts. Progress is shown by characters, a few less than the unit's bytes."""
     left = unit.size
@@ -187,7 +187,7 @@ def _encoded(
     show(left)
 
 
-def _batches(unit: Unit, options: Options) -> Iterator[list[Document]]:
+def _batches(unit: Unit, options: PrepareOptions) -> Iterator[list[Document]]:
     batch: list[Document] = []
     characters = 0
     for document in read_documents(unit, options.text_field, lines=options.lines, answer_field=options.answer_field):
@@ -200,7 +200,7 @@ def _batches(unit: Unit, options: Options) -> Iterator[list[Document]]:
         yield batch
 
 
-def summary(manifest: Manifest, out: Path) -> str:
+def summary(manifest: CorpusManifest, out: Path) -> str:
     """What `prepare` prints at its end."""
     numbers = manifest.statistics
     ratio = numbers["utf8_bytes"] / max(1, manifest.tokens)

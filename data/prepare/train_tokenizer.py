@@ -17,11 +17,11 @@ from data.text.tokenizer import EOD, Tokenizer
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .prepare import Options
+from .prepare import PrepareOptions
 
 
 def train_tokenizer(
-    inputs: Sequence[str], out: Path, *, kind: str, vocab_size: int, options: Options, max_bytes: int
+    inputs: Sequence[str], out: Path, *, kind: str, vocab_size: int, options: PrepareOptions, max_bytes: int
 ) -> Tokenizer:
     """Train a tokenizer and store it in the directory `out`.
 
@@ -44,7 +44,7 @@ def train_tokenizer(
     return Tokenizer.load(out / name)
 
 
-def _sample(inputs: Sequence[str], options: Options, max_bytes: int) -> Iterator[str]:
+def _sample(inputs: Sequence[str], options: PrepareOptions, max_bytes: int) -> Iterator[str]:
     shards = plan_shards(find_files(inputs, options.suffixes), None, lines=options.lines)
     units = [unit for shard in shards for unit in shard]
     every = max(1, -(-sum(unit.size for unit in units) // max_bytes))

@@ -11,7 +11,7 @@ EXAMPLES = 3
 """Located examples that a finding keeps."""
 
 
-class Kind(NamedTuple):
+class FindingKind(NamedTuple):
     """One entry of the catalogue: what was found, and what to do."""
 
     severity: Literal["error", "warning"]
@@ -22,15 +22,15 @@ class Kind(NamedTuple):
     remedy: str
 
 
-def _error(meaning: str, remedy: str, unit: Unit = "documents") -> Kind:
-    return Kind("error", unit, meaning, remedy)
+def _error(meaning: str, remedy: str, unit: Unit = "documents") -> FindingKind:
+    return FindingKind("error", unit, meaning, remedy)
 
 
-def _warning(meaning: str, remedy: str, unit: Unit = "documents") -> Kind:
-    return Kind("warning", unit, meaning, remedy)
+def _warning(meaning: str, remedy: str, unit: Unit = "documents") -> FindingKind:
+    return FindingKind("warning", unit, meaning, remedy)
 
 
-CATALOGUE: dict[str, Kind] = {
+CATALOGUE: dict[str, FindingKind] = {
     "unreadable": _error(
         "a file is missing, truncated or not what its name says", "restore it, or prepare the shard again", unit="files"
     ),
@@ -148,7 +148,7 @@ class Finding:
     examples: list[Example] = field(default_factory=list)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> FindingKind:
         return CATALOGUE[self.code]
 
     def as_dict(self, rate: float | None) -> dict[str, Any]:

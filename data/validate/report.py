@@ -43,7 +43,7 @@ class SpecialPlaces:
 
 
 @dataclass
-class Report:
+class ValidationReport:
     """Result of validating one corpus.
 
     Attributes:
@@ -96,7 +96,7 @@ class Report:
         return finding.count / total if total else None
 
 
-def render(report: Report, write: Callable[[str], None] = print) -> None:
+def render(report: ValidationReport, write: Callable[[str], None] = print) -> None:
     """The report for people."""
     carry, because = report.separators
     write(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens in {len(report.files)} files")

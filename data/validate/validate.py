@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.corpus.corpus import Manifest, Separators, ShardEntry, Vocabulary, read_manifest
+from data.corpus.corpus import CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
 from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, detect_format, find_token_files, open_file
 from data.corpus.shards import Shard, file_checksum
 from data.packing.objectives import Specials
@@ -27,7 +27,7 @@ from fsdp_pretrain.errors import DataError
 from .findings import EXAMPLES, Example, Findings
 from .measure import Judge
 from .meter import Measurement, Meter
-from .report import Report, add_texts
+from .report import ValidationReport, add_texts
 from .totals import Totals
 
 _PART_BYTES = 256_000_000
@@ -68,7 +68,7 @@ class _Subject:
 
     files: list[_File]
     rules: _Rules
-    manifest: Manifest | None
+    manifest: CorpusManifest | None
     because: str
     fingerprint: str | None
 
@@ -95,7 +95,7 @@ def validate(
     workers: int = 1,
     checksums: bool = True,
     quiet: bool = False,
-) -> Report:
+) -> ValidationReport:
     """Look at every document of a corpus, or of token files without a manifest.
 
     Args:
@@ -178,7 +178,7 @@ def _bare(
 
 
 def _compare(
-    directory: Path, manifest: Manifest, tokenizer: Tokenizer | None, checksums: bool, findings: Findings
+    directory: Path, manifest: CorpusManifest, tokenizer: Tokenizer | None, checksums: bool, findings: Findings
 ) -> Tokenizer | None:
     """The manifest against the files beside it and the tokenizer asked for; the tokenizer of the corpus, if any."""
     entry, stored = manifest.tokenizer, None
@@ -328,10 +328,10 @@ def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, 
                 findings.note("checksum", file.name + suffix, "")
 
 
-def _report(directory: Path, subject: _Subject, totals: Totals) -> Report:
+def _report(directory: Path, subject: _Subject, totals: Totals) -> ValidationReport:
     """Put the report together and decode what its examples point at."""
     rules, tokenizer = subject.rules, _load(subject.rules.tokenizer)
-    report = Report(
+    report = ValidationReport(
         directory=str(directory),
         documents=totals.documents,
         tokens=totals.tokens,
@@ -354,7 +354,7 @@ def _report(directory: Path, subject: _Subject, totals: Totals) -> Report:
     return report
 
 
-def check_against(report: Report, run: Config) -> Findings:
+def check_against(report: ValidationReport, run: Config) -> Findings:
     """Whether a run can train on the validated corpus together with its other sources.
 
     The run's `model.vocab` must hold the vocabulary and the objective's special tokens, and its sources must share the

@@ -73,7 +73,7 @@ def _round(
 ) -> _Round:
     state, facts = state_dict(trainer.model, trainer.optimizer), make_facts(trainer.config, world, trainer.state)
 
-    def save(where: World, step: int, tensors: dict[str, Any], *, read_back: bool = True) -> dcp.Saved:
+    def save(where: World, step: int, tensors: dict[str, Any], *, read_back: bool = True) -> dcp.SaveResult:
         now = facts.model_copy(update={"step": 3 * number + step})
         store = Store(place)
         return dcp.save(where, store, now, state=tensors, train_state="{}\n", config="", read_back=read_back)

@@ -29,13 +29,13 @@ from fsdp_pretrain.plan import flops as throughput
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record.recorder import Silent
 from fsdp_pretrain.record.requests import Inbox
-from fsdp_pretrain.record.step_record import Seconds, StepRecord
+from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
-from fsdp_pretrain.train.checkpointing import Saves
+from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.run_context import RunContext
 from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from . import checkpoints, watchdog
 
@@ -93,18 +93,18 @@ class Records(Silent):
         self.records.append(record)
 
 
-def build(config: Config, world: World, heart: Heart | None = None) -> tuple[Trainer, Records]:
+def build(config: Config, world: World, heart: Heartbeat | None = None) -> tuple[Trainer, Records]:
     """The run's trainer on random tokens, with nowhere to save, and what will hold its records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
     records = Records()
     trainer = Trainer(
-        RunContext(config, world, records, Inbox(None), heart or Heart()),
+        RunContext(config, world, records, Inbox(None), heart or Heartbeat()),
         model=model,
         optimizer=optimizer,
         scaler=build_loss_scaler(config, world),
         data=RandomSteps(config, world),
-        saves=Saves(config, world, _NoSaver(), _no_save, records, 0),
+        saves=Checkpointing(config, world, _NoSaver(), _no_save, records, 0),
         state=TrainState(),
         health=Health(config),
     )
@@ -146,7 +146,8 @@ def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str,
         "mfu": rate * flops / (peak * world.size) if peak else None,
         "memory_bytes": max(world.gather(throughput.memory_in_use(world.device))),
         "seconds": {
-            part: statistics.median(getattr(record.seconds, part) for record in timed) for part in Seconds.model_fields
+            part: statistics.median(getattr(record.seconds, part) for record in timed)
+            for part in StepSeconds.model_fields
         },
         "iteration_seconds_min_max": [
             min(record.seconds.iteration for record in timed),

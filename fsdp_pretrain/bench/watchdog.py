@@ -27,13 +27,13 @@ from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.watchdog.heartbeat.page import Page, Phase
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Agent, Heart, Watched
+from fsdp_pretrain.watchdog.heartbeat.rank_client import AgentProcess, Heartbeat, PageHeartbeat
 
 _BEATS, _RANKS, _STEP, _STARTS = 200_000, 8, 3.0, 10.0
 
 
 def measure(
-    build: Callable[[Config, World, Heart], tuple[Trainer, Any]],
+    build: Callable[[Config, World, Heartbeat], tuple[Trainer, Any]],
     config: Config,
     world: World,
     directory: Path,
@@ -59,7 +59,7 @@ def measure(
         run_id.give(place)
     world.barrier()
     run_id.bind(place, run_id.read(place))
-    heart = Watched(
+    heart = PageHeartbeat(
         config,
         rank=world.rank,
         local_rank=world.rank % world.local_world,
@@ -70,7 +70,7 @@ def measure(
     )
     heart.belongs_to(1)
     try:
-        without, _ = build(config, world, Heart())
+        without, _ = build(config, world, Heartbeat())
         watched, records = build(config, world, heart)
         pairs = [_pair((without, watched), (n % 2, 1 - n % 2)) for n in range(warmup + steps)][warmup:]
         heart.close()
@@ -126,7 +126,7 @@ def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> d
     """Processor time and memory of an agent of eight ranks, its helpers included."""
     pages = place / "pages"
     own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=1) for rank in range(_RANKS)]
-    process = Agent(config, pages, node=0, nodes=1, ranks=range(_RANKS)).process
+    process = AgentProcess(config, pages, node=0, nodes=1, ranks=range(_RANKS)).process
     assert process is not None
     metrics, before = RunDir(place).segment(1) / "metrics.jsonl", dict[int, float]()
     beginning, started = time.monotonic(), 0.0

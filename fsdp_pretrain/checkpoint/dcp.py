@@ -31,9 +31,9 @@ from fsdp_pretrain.record.journal import Kind
 from fsdp_pretrain.units import human_bytes
 
 from .digest import StateDigest, state_digest
-from .disk_space import GiveUp, Need, make_room
+from .disk_space import GiveUp, SpaceNeeded, make_room
 from .loading import flatten, root_cause, verify
-from .manifest import Facts, FileEntry, Manifest
+from .manifest import CheckpointManifest, Facts, FileEntry
 from .metadata import wrong_metadata
 from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file, sync_directory
 
@@ -98,7 +98,7 @@ class _Delivering(DefaultSavePlanner):
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A committed and, if so configured, verified checkpoint, and what it took.
 
     Attributes:
@@ -127,7 +127,7 @@ def save(
     give_up: GiveUp = (),
     guard: Callable[[], None] = lambda: None,
     fetch: Fetch | None = None,
-) -> Saved:
+) -> SaveResult:
     """Write, commit and verify a checkpoint. All ranks call it together.
 
     Args:
@@ -136,7 +136,7 @@ def save(
             weights are known (the manifest says so).
         train_state, config: contents of `train_state.json` and `config.toml`.
         read_back: verify every byte afterwards.
-        give_up: what may go if the checkpoint does not fit, see `space.make_room`; used on rank 0.
+        give_up: what may go if the checkpoint does not fit, see `disk_space.make_room`; used on rank 0.
         guard: called on rank 0 before the commit; what it raises ends the save on every rank.
         fetch: values of the tensors of `state`, which is then on the meta device, by flat name (`model.NAME`); called
             for one after the other, so that the whole is never in memory.
@@ -148,7 +148,7 @@ def save(
     tensors = flatten(state)
     # Every tensor once, over all ranks, and what DCP adds to its chunks.
     size = sum(each.numel() * each.element_size() + _CHUNK_OVERHEAD * world.shards for each in tensors.values())
-    need = Need(size, world.size + _FILES_BESIDE)
+    need = SpaceNeeded(size, world.size + _FILES_BESIDE)
     attempt, given_up = world.decide(lambda: _begin(store, facts.step, need, give_up))
     try:
         files, digest = _write(world, attempt, state, fetch)
@@ -156,7 +156,7 @@ def save(
         def commit() -> tuple[Checkpoint, int]:
             guard()
             every = [*files, *_write_texts(attempt, {TRAIN_STATE: train_state, CONFIG: config})]
-            manifest = Manifest(
+            manifest = CheckpointManifest(
                 **facts.model_dump(exclude_unset=True),
                 optimizer="optim" in state,
                 state_digest=digest,
@@ -180,10 +180,10 @@ def save(
             )
         checkpoint = world.decide(checkpoint.mark_verified)
     notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
-    return Saved(checkpoint, written, time.perf_counter() - start, notes=notes)
+    return SaveResult(checkpoint, written, time.perf_counter() - start, notes=notes)
 
 
-def _begin(store: Store, step: int, need: Need, give_up: GiveUp) -> tuple[Path, list[str]]:
+def _begin(store: Store, step: int, need: SpaceNeeded, give_up: GiveUp) -> tuple[Path, list[str]]:
     """Make sure that the checkpoint fits before a byte of it is written; the attempt, and what was given up for it."""
     try:
         make_directory(store.directory)

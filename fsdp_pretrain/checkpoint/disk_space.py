@@ -53,7 +53,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Need:
+class SpaceNeeded:
     """What checkpoints take: bytes, and names in the file system."""
 
     bytes: int
@@ -83,14 +83,14 @@ def _bytes(path: Path) -> int:
         return 0
 
 
-def prunable(checkpoints: Iterable[Checkpoint]) -> Need:
+def prunable(checkpoints: Iterable[Checkpoint]) -> SpaceNeeded:
     """What `checkpoint.prune` may delete of a store, at the most: `keep_every` may name some of it."""
     verified = [item for item in checkpoints if item.problem is None and item.verified]
     files = [entry for item in verified[:-2] if not item.pinned for entry in item.files()]
-    return Need(sum(entry.bytes for entry in files), len(files))
+    return SpaceNeeded(sum(entry.bytes for entry in files), len(files))
 
 
-def make_room(directory: Path, need: Need, give_up: GiveUp) -> Iterator[str]:
+def make_room(directory: Path, need: SpaceNeeded, give_up: GiveUp) -> Iterator[str]:
     """Give things up in order until a checkpoint fits; yields what was given up.
 
     Raises:

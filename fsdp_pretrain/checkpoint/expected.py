@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fsdp_pretrain.record import journal, lineage, state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.run_id import Seen
+from fsdp_pretrain.record.run_id import SeenRun
 from fsdp_pretrain.record.status import Status
 
 from .locations import stores
@@ -18,7 +18,7 @@ from .store import directory_name
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingCheckpoint:
     """A checkpoint of the kept line that was committed and is not there, nor one of a later step.
 
     Attributes:
@@ -36,7 +36,7 @@ class Missing:
         return f"the record says that a checkpoint of step {self.step} was saved, and {left}"
 
 
-def missing(run: RunDir, seen: Seen | None = None) -> Missing | None:
+def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | None:
     """The newest checkpoint of the kept line, if neither it nor a later one is there; None if all is well.
 
     If others are left, one that was moved to `abandoned/` is not missed. A damaged one is there.
@@ -62,7 +62,7 @@ def missing(run: RunDir, seen: Seen | None = None) -> Missing | None:
     if there and any(any(store.directory.glob(aside)) for store in found.all):
         return None
     newest = max((item.step for item in there), default=None)
-    return Missing(expected, newest, known > (-1 if newest is None else newest))
+    return MissingCheckpoint(expected, newest, known > (-1 if newest is None else newest))
 
 
 def recorded(run: RunDir) -> set[int]:

@@ -25,7 +25,7 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes
 
 from .hf_folder import INDEX, Folder
-from .hf_layout import Weight, read_model, to_hf, weights
+from .hf_layout import HFTensor, read_model, to_hf, weights
 from .loading import Weights
 from .locations import stores
 from .store import CONFIG, Checkpoint, sync_directory, verify_files
@@ -54,7 +54,7 @@ class Exported:
 class _Piece:
     """A tensor to be written, with its final shape and bytes."""
 
-    weight: Weight
+    weight: HFTensor
     shape: tuple[int, ...]
     bytes: int
 
@@ -110,7 +110,7 @@ def _verify(checkpoint: Checkpoint) -> None:
         )
 
 
-def _piece(weight: Weight, stored: Weights, dtype: torch.dtype) -> _Piece:
+def _piece(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> _Piece:
     shapes = [stored.shapes[name] for name in weight.ours]
     shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     count = torch.Size(shape).numel()
@@ -189,7 +189,7 @@ def _write_file(
         os.fsync(file.fileno())
 
 
-def _to_theirs(weight: Weight, stored: Weights, dtype: torch.dtype) -> Tensor:
+def _to_theirs(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
     """One tensor as the folder has it, flat."""
     parts = [stored[name].to(dtype) for name in weight.ours]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)

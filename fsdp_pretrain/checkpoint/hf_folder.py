@@ -14,7 +14,7 @@ from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.errors import DataError, shortened
 from fsdp_pretrain.units import human_bytes
 
-from .hf_layout import JSON_BYTES, Weight, is_computed, read_json_object, weights, without_base
+from .hf_layout import JSON_BYTES, HFTensor, is_computed, read_json_object, weights, without_base
 
 INDEX = "model.safetensors.index.json"
 _WHOLE, _HEAD = "model.safetensors", "lm_head.weight"
@@ -49,7 +49,7 @@ class Folder:
         self._extra_head = ours.tied_head and _HEAD in files  # some writers store the table twice
         known = {*found.values(), *([_HEAD] if self._extra_head else [])}
         problems += [f"{name} is unknown" for name in files if name not in known and not is_computed(name)]
-        self._places: dict[str, tuple[Path, str, Weight, int]] = {}
+        self._places: dict[str, tuple[Path, str, HFTensor, int]] = {}
         for weight in table:
             name = found[weight.theirs]
             if name is None:
@@ -66,7 +66,7 @@ class Folder:
     def _is_padded(self, name: str) -> bool:
         return self.padded > 0 and name in ("embedding.weight", "head.weight")
 
-    def _wanted(self, weight: Weight) -> tuple[int, ...]:
+    def _wanted(self, weight: HFTensor) -> tuple[int, ...]:
         shapes = [tuple(self.parameters[name].shape) for name in weight.ours]
         rows = self._rows if self._is_padded(weight.ours[0]) else sum(shape[0] for shape in shapes)
         shape = (rows, *shapes[0][1:])

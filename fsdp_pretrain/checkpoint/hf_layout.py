@@ -31,7 +31,7 @@ JSON_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Weight:
+class HFTensor:
     """One tensor of a Hugging Face folder: its name, and our parameters, stacked along their first dimension.
 
     `transposed`: the folder has it with inputs first (GPT-2's Conv1D).
@@ -42,32 +42,32 @@ class Weight:
     transposed: bool = False
 
 
-def _both(theirs: str, *ours: str, transposed: bool = False) -> tuple[Weight, Weight]:
+def _both(theirs: str, *ours: str, transposed: bool = False) -> tuple[HFTensor, HFTensor]:
     """Weight and bias of a layer."""
     return (
-        Weight(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed),
-        Weight(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
+        HFTensor(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed),
+        HFTensor(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
     )
 
 
 # `{}` is the number of the block.
 _LLAMA = (
-    Weight("model.embed_tokens.weight", ("embedding.weight",)),
-    Weight("model.layers.{}.input_layernorm.weight", ("blocks.{}.attention_norm.weight",)),
-    Weight("model.layers.{}.self_attn.q_proj.weight", ("blocks.{}.attention.query.weight",)),
-    Weight("model.layers.{}.self_attn.k_proj.weight", ("blocks.{}.attention.key.weight",)),
-    Weight("model.layers.{}.self_attn.v_proj.weight", ("blocks.{}.attention.value.weight",)),
-    Weight("model.layers.{}.self_attn.o_proj.weight", ("blocks.{}.attention.out.weight",)),
-    Weight("model.layers.{}.post_attention_layernorm.weight", ("blocks.{}.mlp_norm.weight",)),
-    Weight("model.layers.{}.mlp.gate_proj.weight", ("blocks.{}.mlp.gate.weight",)),
-    Weight("model.layers.{}.mlp.up_proj.weight", ("blocks.{}.mlp.up.weight",)),
-    Weight("model.layers.{}.mlp.down_proj.weight", ("blocks.{}.mlp.down.weight",)),
-    Weight("model.norm.weight", ("norm.weight",)),
-    Weight("lm_head.weight", ("head.weight",)),
+    HFTensor("model.embed_tokens.weight", ("embedding.weight",)),
+    HFTensor("model.layers.{}.input_layernorm.weight", ("blocks.{}.attention_norm.weight",)),
+    HFTensor("model.layers.{}.self_attn.q_proj.weight", ("blocks.{}.attention.query.weight",)),
+    HFTensor("model.layers.{}.self_attn.k_proj.weight", ("blocks.{}.attention.key.weight",)),
+    HFTensor("model.layers.{}.self_attn.v_proj.weight", ("blocks.{}.attention.value.weight",)),
+    HFTensor("model.layers.{}.self_attn.o_proj.weight", ("blocks.{}.attention.out.weight",)),
+    HFTensor("model.layers.{}.post_attention_layernorm.weight", ("blocks.{}.mlp_norm.weight",)),
+    HFTensor("model.layers.{}.mlp.gate_proj.weight", ("blocks.{}.mlp.gate.weight",)),
+    HFTensor("model.layers.{}.mlp.up_proj.weight", ("blocks.{}.mlp.up.weight",)),
+    HFTensor("model.layers.{}.mlp.down_proj.weight", ("blocks.{}.mlp.down.weight",)),
+    HFTensor("model.norm.weight", ("norm.weight",)),
+    HFTensor("lm_head.weight", ("head.weight",)),
 )
 _GPT2 = (
-    Weight("transformer.wte.weight", ("embedding.weight",)),
-    Weight("transformer.wpe.weight", ("positions.weight",)),
+    HFTensor("transformer.wte.weight", ("embedding.weight",)),
+    HFTensor("transformer.wpe.weight", ("positions.weight",)),
     *_both("transformer.h.{}.ln_1", "blocks.{}.attention_norm"),
     *_both(
         "transformer.h.{}.attn.c_attn",
@@ -81,7 +81,7 @@ _GPT2 = (
     *_both("transformer.h.{}.mlp.c_fc", "blocks.{}.mlp.up", transposed=True),
     *_both("transformer.h.{}.mlp.c_proj", "blocks.{}.mlp.down", transposed=True),
     *_both("transformer.ln_f", "norm"),
-    Weight("lm_head.weight", ("head.weight",)),
+    HFTensor("lm_head.weight", ("head.weight",)),
 )
 _TABLES = {"llama": _LLAMA, "gpt": _GPT2}
 _BASE = re.compile(r"^(model|transformer)\.")
@@ -89,18 +89,18 @@ _COMPUTED = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)$")
 """Buffers that old versions of transformers stored: masks and frequencies, no weights."""
 
 
-def weights(model: AnyModel, names: Collection[str]) -> list[Weight]:
+def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
     """The tensors of a folder, in the order of the model, whose parameters have these names.
 
     Raises ConfigError if the layout has no place for a parameter.
     """
     if isinstance(model, GLMModel):
-        return [Weight(name, (name,)) for name in names]
+        return [HFTensor(name, (name,)) for name in names]
     table = _TABLES[model.family]
     found = [weight for weight in table if "{}" not in weight.theirs]
     inside = [weight for weight in table if "{}" in weight.theirs]
     blocks = [
-        Weight(weight.theirs.format(n), tuple(name.format(n) for name in weight.ours), weight.transposed)
+        HFTensor(weight.theirs.format(n), tuple(name.format(n) for name in weight.ours), weight.transposed)
         for n in range(model.layers)
         for weight in inside
     ]

@@ -29,7 +29,7 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import state_by_name
 
 from .digest import state_digest
-from .manifest import Manifest
+from .manifest import CheckpointManifest
 from .metadata import StoredTensor, read_metadata, wrong_metadata
 from .store import Checkpoint, verify_files
 
@@ -66,7 +66,9 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     return wrong or world.decide(lambda: wrong_metadata(checkpoint.path))
 
 
-def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
+def load(
+    world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> CheckpointManifest:
     """Load a checkpoint, of any mesh, into a model and optimiser. All ranks call it together.
 
     The optimiser's hyperparameters are not stored; those of the configuration stay in force. If the checkpoint has no

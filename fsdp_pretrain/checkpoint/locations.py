@@ -16,10 +16,10 @@ import xxhash
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record.files import RunDir
 
-from .store import Checkpoint, Shelf, Store
+from .store import Checkpoint, CheckpointReader, Store
 
 
-class Stores(Shelf):
+class Stores(CheckpointReader):
     """The checkpoints of a run, in `RUN/checkpoints` (`main`) and on other storage."""
 
     def __init__(self, main: Store, fallbacks: list[Store]) -> None:
@@ -51,7 +51,7 @@ def stores(run: RunDir) -> Stores:
     return Stores(Store(run.checkpoints), [Store(place) for place in places])
 
 
-def newest_clean(shelf: Shelf, until: float) -> Checkpoint | None:
+def newest_clean(shelf: CheckpointReader, until: float) -> Checkpoint | None:
     """The newest verified checkpoint of step `until` or earlier that was not made during an incident, or None."""
     found = [item for item in shelf.scan() if item.problem is None and item.verified and item.step <= until]
     return next((item for item in reversed(found) if not item.manifest().suspect), None)

@@ -18,13 +18,13 @@ from .async_save import Pending, Stager
 from .disk_space import Ballast, GiveUp
 from .loading import state_dict
 from .locations import fallback, newest_clean, stores
-from .manifest import Facts, Manifest
+from .manifest import CheckpointManifest, Facts
 from .state import TrainState
 from .store import Checkpoint, Store
-from .training_objects import Subject
+from .training_objects import TrainingObjects
 
 
-class Manager:
+class CheckpointManager:
     """Saves one run. All ranks call its methods together.
 
     Args:
@@ -38,7 +38,7 @@ class Manager:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: TrainingObjects,
         *,
         segment: int,
         guard: Callable[[], None],
@@ -54,7 +54,7 @@ class Manager:
         if self._config.checkpoint.background:
             self.renew()
 
-    def save(self, state: TrainState, *, final: bool) -> dcp.Saved:
+    def save(self, state: TrainState, *, final: bool) -> dcp.SaveResult:
         """Write, commit and verify a checkpoint, then apply the retention policy.
 
         Raises:
@@ -63,7 +63,7 @@ class Manager:
         self._world.together(self._guard)
         return self._save(self._world, state, self._tensors(), self._facts(state, final))
 
-    def begin(self, state: TrainState) -> Pending[dcp.Saved]:
+    def begin(self, state: TrainState) -> Pending[dcp.SaveResult]:
         """Copy the state, and do the same as `save` in the background; training may go on when this returns.
 
         Raises:
@@ -89,10 +89,10 @@ class Manager:
     def _tensors(self) -> dict[str, Any]:
         return state_dict(self._subject.model, self._subject.optimizer)
 
-    def _save(self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts) -> dcp.Saved:
+    def _save(self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts) -> dcp.SaveResult:
         config = self._config
 
-        def save(store: Store, give_up: GiveUp) -> dcp.Saved:
+        def save(store: Store, give_up: GiveUp) -> dcp.SaveResult:
             world.decide(store.sweep)  # of an attempt whose writers did not end together
             return dcp.save(
                 world,
@@ -116,7 +116,7 @@ class Manager:
             saved = replace(saved, notes=(("checkpoint-fallback", text), *saved.notes))
         return self._tidy(saved) if world.is_main else saved
 
-    def _tidy(self, saved: dcp.Saved) -> dcp.Saved:
+    def _tidy(self, saved: dcp.SaveResult) -> dcp.SaveResult:
         """What follows a checkpoint on rank 0. The checkpoint is there, so a failure here is only a note."""
         policy = self._config.checkpoint
         try:
@@ -149,7 +149,7 @@ class Manager:
         return tuple(item.step for item in deleted)
 
 
-def kept_for_ever(config: Config, manifest: Manifest) -> bool:
+def kept_for_ever(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether a checkpoint stays however many newer ones there are: a final one, or one named by `keep_every`."""
     before, after = manifest.consumed - manifest.batch, manifest.consumed
     due = (

@@ -39,7 +39,7 @@ class TokenizerIdentity(StateFile):
     eod: int
 
 
-class Identity(StateFile):
+class RunIdentity(StateFile):
     """What no resume may change, see `state.identity`. Each part is what a later start compares its own with."""
 
     model: dict[str, Any]
@@ -54,7 +54,7 @@ class SavedState(Counters):
     """`train_state.json`: the counters of the run, and what no resume may change."""
 
     written: str | None = None
-    identity: Identity
+    identity: RunIdentity
 
 
 class Facts(Counters):
@@ -78,7 +78,7 @@ class Facts(Counters):
     suspect: str | None = None
 
 
-class Manifest(Facts):
+class CheckpointManifest(Facts):
     """`manifest.json`: what a checkpoint is, and what its files are.
 
     Attributes:

@@ -29,11 +29,11 @@ from .locations import stores
 from .manifest import SavedState
 from .state import TrainState, forbidden
 from .store import CONFIG, Checkpoint, Store
-from .training_objects import Subject
+from .training_objects import TrainingObjects
 
 
 @dataclass(frozen=True)
-class Terms:
+class ResumeOptions:
     """What the start command allows.
 
     Attributes:
@@ -72,7 +72,7 @@ class Resume:
     All ranks call it together.
     """
 
-    def __init__(self, subject: Subject, recorder: Recorder, terms: Terms) -> None:
+    def __init__(self, subject: TrainingObjects, recorder: Recorder, terms: ResumeOptions) -> None:
         self._world, self._run = subject.world, subject.run
         self._model, self._optimizer = subject.model, subject.optimizer
         self._config, self._identity, self._recorder, self._terms = subject.config, subject.identity, recorder, terms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 
-from data.packing.mixture import SCALE, Mixture, Weight
+from data.packing.mixture import SCALE, Mixture, MixtureWeight
 from data.packing.objectives import VERSION
 from data.packing.packer import Packer
 from data.packing.position import Position
@@ -15,7 +15,7 @@ from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.files import now
 
-from .manifest import Identity, SavedState, TokenizerIdentity
+from .manifest import RunIdentity, SavedState, TokenizerIdentity
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TrainState(Position):
         """Of a run that stands there."""
         return cls(position.step, position.consumed, position.cursor, position.batch)
 
-    def to_json(self, *, identity: Identity, tokens: int, world: WorldShape) -> str:
+    def to_json(self, *, identity: RunIdentity, tokens: int, world: WorldShape) -> str:
         """Contents of a checkpoint's `train_state.json`."""
         saved = SavedState(**vars(self), tokens=tokens, world=world, written=now(), identity=identity)
         return state_files.seal(saved.model_dump())
@@ -44,14 +44,14 @@ class TrainState(Position):
         return cls(**{field.name: getattr(saved, field.name) for field in fields(cls)})
 
 
-def identity(config: Config, packer: Packer) -> Identity:
+def identity(config: Config, packer: Packer) -> RunIdentity:
     """What defines the model, the order of the data and what is learned from it: no resume may change it."""
     data, mixture = config.data, packer.mixture
     objective = data.objective.model_dump(mode="json")
     if data.objective.kind != "causal":
         objective["version"] = VERSION
     fixed = ("sequence_length", "seed", "lanes", "attention", "positions", "loss_across_documents")
-    return Identity(
+    return RunIdentity(
         model=config.model.model_dump(mode="json", exclude={"declared_params"}),
         data={**{key: getattr(data, key) for key in fixed}, "objective": objective},
         mixture={name: weight.to_json() for name, weight in mixture.weights.items()},
@@ -61,7 +61,7 @@ def identity(config: Config, packer: Packer) -> Identity:
     )
 
 
-def forbidden(stored: Identity, current: Identity, cursor: int) -> list[str]:
+def forbidden(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[str]:
     """How a resume would change the model, or the data before sample `cursor`: `key: old -> new` each.
 
     What the mixture does from `cursor` on may change: other weights, sources added or dropped, a reshuffle.
@@ -70,12 +70,12 @@ def forbidden(stored: Identity, current: Identity, cursor: int) -> list[str]:
     return differences(was, is_) + _changed_past(stored, current, cursor)
 
 
-def _changed_past(stored: Identity, current: Identity, cursor: int) -> list[str]:
+def _changed_past(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[str]:
     """Differences in the data before sample `cursor`."""
     before, now_ = (sorted(place for place in side.reshuffle if place < cursor) for side in (stored, current))
     changed = differences({"reshuffle": before}, {"reshuffle": now_}, "data")
     pasts = [
-        Mixture({name: Weight.from_json(weight) for name, weight in side.mixture.items()}).past(cursor)
+        Mixture({name: MixtureWeight.from_json(weight) for name, weight in side.mixture.items()}).past(cursor)
         for side in (stored, current)
     ]
     for (start, old), (other, new) in zip_longest(*pasts, fillvalue=(cursor, {})):

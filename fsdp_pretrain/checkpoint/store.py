@@ -23,7 +23,7 @@ from fsdp_pretrain.errors import CheckpointError, StorageError, UserError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import make_directory, now
 
-from .manifest import FileEntry, Manifest, SavedState
+from .manifest import CheckpointManifest, FileEntry, SavedState
 
 MANIFEST, VERIFIED, TRAIN_STATE, CONFIG = "manifest.json", "verified.json", "train_state.json", "config.toml"
 PINNED = "pinned.json"
@@ -49,10 +49,10 @@ class Checkpoint:
     verified: bool
     pinned: bool = False
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> CheckpointManifest:
         """Raises CheckpointError."""
         try:
-            manifest = state_files.read(self.path / MANIFEST, Manifest)
+            manifest = state_files.read(self.path / MANIFEST, CheckpointManifest)
         except UserError as error:
             raise CheckpointError(error.cause) from None
         if manifest is None:
@@ -110,7 +110,7 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class Shelf(ABC):
+class CheckpointReader(ABC):
     """Checkpoints wherever they are; `directory` is where they should be."""
 
     directory: Path
@@ -136,7 +136,7 @@ class Shelf(ABC):
         return next((checkpoint for checkpoint in reversed(self.scan()) if checkpoint.problem is None), None)
 
 
-class Store(Shelf):
+class Store(CheckpointReader):
     """The checkpoints of a run in one directory: `RUN/checkpoints`, or the run's directory in a fallback."""
 
     def __init__(self, directory: Path) -> None:
@@ -168,7 +168,7 @@ class Store(Shelf):
             raise StorageError(f"cannot create {path}: {error.strerror}") from None
         return path
 
-    def commit(self, attempt: Path, manifest: Manifest) -> Checkpoint:
+    def commit(self, attempt: Path, manifest: CheckpointManifest) -> Checkpoint:
         """Make a completely written attempt a checkpoint.
 
         Args:

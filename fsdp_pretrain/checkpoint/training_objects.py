@@ -11,11 +11,11 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.files import RunDir
 
-from .manifest import Identity
+from .manifest import RunIdentity
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingObjects:
     """A run that is trained; `model` and `optimizer` are sharded."""
 
     world: World
@@ -23,4 +23,4 @@ class Subject:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     config: Config
-    identity: Identity
+    identity: RunIdentity

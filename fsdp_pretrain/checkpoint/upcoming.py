@@ -1,7 +1,7 @@
 """The next checkpoint: does it fit, and is it late? No torch.
 
 One rule each. `plan`, `launch`, `status` and the watchdog all ask here, so that they cannot contradict each other. The
-trainer alone, which knows the size of a save to the byte, also uses the margin and the reserve (`space.make_room`).
+trainer alone, which knows the size of a save to the byte, also uses the margin and the reserve (`disk_space.make_room`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, human_time
 
-from .disk_space import Need, Room, attempts, prunable
+from .disk_space import Room, SpaceNeeded, attempts, prunable
 from .locations import stores
 
 BYTES_PER_PARAMETER = 12
@@ -33,14 +33,14 @@ _LATE, _VERY_LATE, _TOO_LATE = 1.5, 2.5, 4.0
 """Intervals without a verified checkpoint."""
 
 
-def like(size: int, files: int) -> Need:
+def like(size: int, files: int) -> SpaceNeeded:
     """What the next checkpoint takes if the manifest of the newest one lists that many bytes and files."""
-    return Need(size, files + _FILES_BESIDE)
+    return SpaceNeeded(size, files + _FILES_BESIDE)
 
 
-def first(parameters: int, world: int) -> Need:
+def first(parameters: int, world: int) -> SpaceNeeded:
     """What the first checkpoint of a model takes, on `world` ranks."""
-    return Need(BYTES_PER_PARAMETER * parameters, world + 1)
+    return SpaceNeeded(BYTES_PER_PARAMETER * parameters, world + 1)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Fit:
     room: Room
 
 
-def fit(need: Need, room: Room, *, reserve: float, writing: int = 0, old: Need | None = None) -> Fit:
+def fit(need: SpaceNeeded, room: Room, *, reserve: float, writing: int = 0, old: SpaceNeeded | None = None) -> Fit:
     """How many more checkpoints fit.
 
     Args:
@@ -69,13 +69,13 @@ def fit(need: Need, room: Room, *, reserve: float, writing: int = 0, old: Need |
         old: what may be deleted to make room.
     """
 
-    def count(more: Need) -> int:
+    def count(more: SpaceNeeded) -> int:
         found = (room.free + writing + more.bytes - room.reserved(reserve)) // (_MARGIN * need.bytes)
         if room.files:
             found = min(found, (room.files_free + more.files - _SPARE_FILES) // need.files)
         return max(0, int(found))
 
-    now, pruned, compared = count(Need(0, 0)), count(old or Need(0, 0)), need.compare(room)
+    now, pruned, compared = count(SpaceNeeded(0, 0)), count(old or SpaceNeeded(0, 0)), need.compare(room)
     if not pruned:
         return Fit(now, Severity.CRIT, f"the next checkpoint does not fit: {compared}", room)
     if not now:
@@ -84,7 +84,7 @@ def fit(need: Need, room: Room, *, reserve: float, writing: int = 0, old: Need |
     return Fit(now, Severity.WARN if now < FEW else None, text, room)
 
 
-def next_fit(run: RunDir, config: Config, need: Need | None = None) -> Fit | None:
+def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fit | None:
     """Whether the next checkpoint of a run fits in its directory.
 
     Args:
@@ -118,7 +118,7 @@ class Late(IntEnum):
 
 
 @dataclass(frozen=True)
-class Unprotected:
+class UnsavedTraining:
     """Training that no verified checkpoint holds.
 
     Attributes:

@@ -18,7 +18,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.resume_rules import differences, load_compatible
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError, shortened
-from fsdp_pretrain.parallel.mesh import Alone
+from fsdp_pretrain.parallel.mesh import SingleProcess
 from fsdp_pretrain.record import journal, run_id
 from fsdp_pretrain.record.files import RunDir
 
@@ -32,7 +32,7 @@ from .store import CONFIG, Checkpoint, Store, verify_files
 _TABLES = ("embedding.weight", "head.weight")
 
 
-class Source(Protocol):
+class WeightsSource(Protocol):
     """Weights under our names, whose `parameters` are fp32 tensors on the meta device.
 
     `padded` rows of the embedding table are not in the source.
@@ -52,7 +52,7 @@ class Source(Protocol):
 class Imported:
     """What an import made; `padded` rows of the embedding table were not in the source."""
 
-    saved: dcp.Saved
+    saved: dcp.SaveResult
     padded: int
     tokenizer: str
 
@@ -83,7 +83,7 @@ def refuse_another_model(source: Path, theirs: AnyModel, ours: AnyModel) -> None
         )
 
 
-def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Path, said: str) -> Imported:
+def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, where: Path, said: str) -> Imported:
     """Write the checkpoint and the first line of the journal.
 
     Args:
@@ -98,7 +98,7 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
     _refuse_not_finite(source, where)
     known = run_id.give(run.path)
     run_id.give(run.checkpoints, known)
-    state, world = TrainState(), Alone()
+    state, world = TrainState(), SingleProcess()
     facts = make_facts(config, world, state, imported=str(where.resolve()))
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
     with tqdm(total=total, desc="importing", unit="B", unit_scale=True, delay=2, disable=None) as bar:
@@ -129,7 +129,7 @@ def begin(run: RunDir, config: Config, packer: Packer, source: Source, where: Pa
     return Imported(saved, source.padded, said)
 
 
-def _refuse_not_finite(source: Source, where: Path) -> None:
+def _refuse_not_finite(source: WeightsSource, where: Path) -> None:
     """Raise DataError, naming all tensors with NaN or infinite values; everything is read for it."""
     bar = tqdm(source.parameters, desc="checking values", unit="tensors", delay=2, disable=None)
     wrong = sorted({source.called(name) for name in bar if not source.read(name).isfinite().all()})
@@ -182,7 +182,7 @@ def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
 
 
 class _Checkpoint:
-    """The weights of a checkpoint, for a model that may have more rows. Raises CheckpointError, see `Source`."""
+    """The weights of a checkpoint, for a model that may have more rows. Raises CheckpointError, see `WeightsSource`."""
 
     def __init__(self, checkpoint: Checkpoint, theirs: AnyModel, ours: AnyModel) -> None:
         self.parameters: dict[str, Tensor] = models.build(ours).state_dict()

@@ -9,7 +9,7 @@ import time
 from tqdm import tqdm
 
 from fsdp_pretrain.config.resume_rules import load_recorded
-from fsdp_pretrain.console import Command
+from fsdp_pretrain.console import CommandLine
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import add_run, seconds
 from fsdp_pretrain.record.files import age
@@ -17,14 +17,14 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, read_alarms
 from fsdp_pretrain.watchdog.notify.channels import Channel, DeliveryError, make_channels
-from fsdp_pretrain.watchdog.notify.formatting import Identity, test_note
+from fsdp_pretrain.watchdog.notify.formatting import MessageSender, test_note
 from fsdp_pretrain.watchdog.notify.operator import acknowledge, alarms_file, mute, muted_until
 
 _LONGEST_WINDOW = 366 * 86_400.0
 _EXAMPLE = "runs/quickstart/run"
 
 
-def add(command: Command) -> None:
+def add(command: CommandLine) -> None:
     """Add the verbs."""
     parser = command.verb(
         "alarms",
@@ -121,7 +121,7 @@ def _notify(args: argparse.Namespace) -> int:
         raise ConfigError("no channel is configured", remedy="add a [watchdog.notify.slack] table, see docs/alarms.md")
     problems: list[str | None] = [None] * len(channels)
     if args.test:
-        identity = Identity(config.run.name, str(args.run.path))
+        identity = MessageSender(config.run.name, str(args.run.path))
         problems = [_try(channel, identity) for channel in tqdm(channels, desc="sending", delay=2, disable=None)]
     for channel, problem in zip(channels, problems, strict=True):
         row = {"channel": channel.name, "least": channel.least.name, "problem": problem}
@@ -130,7 +130,7 @@ def _notify(args: argparse.Namespace) -> int:
     return int(any(problems))
 
 
-def _try(channel: Channel, identity: Identity) -> str | None:
+def _try(channel: Channel, identity: MessageSender) -> str | None:
     try:
         channel.send(test_note(identity, "open"))
         channel.send(test_note(identity, "resolved"))

@@ -18,7 +18,7 @@ from fsdp_pretrain.checkpoint.metadata import wrong_metadata
 from fsdp_pretrain.checkpoint.store import CONFIG, MANIFEST, Checkpoint, verify_files
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.resume_rules import load_compatible
-from fsdp_pretrain.console import JSON, Command, argument, byte_count, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, verb
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.arguments import check_begun, import_extra
@@ -58,7 +58,7 @@ class Row(BaseModel):
         return line.rstrip()
 
 
-def add(command: Command) -> None:
+def add(command: CommandLine) -> None:
     """Add the verb `checkpoints` with its actions."""
     parser = command.add(_checkpoints)
     actions = parser.add_subparsers(metavar="ACTION", required=True)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data.packing.opening import data_at
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.reference import reference
-from fsdp_pretrain.console import JSON, Command, argument, byte_count, positive, row, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.launch import command as launch
 from fsdp_pretrain.launch import doctor_command
@@ -37,7 +37,7 @@ from . import alarms, checkpoints
 
 def main() -> int:
     """Entry point of the console script."""
-    command = Command("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
+    command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
     command.add(_plan, _status)
     checkpoints.add(command)
     alarms.add(command)

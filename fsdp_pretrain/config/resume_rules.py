@@ -75,7 +75,7 @@ def class_of(key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """A value that differs: `key` is of the schema, as `--allow` takes it, `text` is `place: old -> new`."""
 
     key: str
@@ -86,13 +86,13 @@ class Change:
     """How to avoid it, if that is not obvious."""
 
 
-def changes(old: Config, new: Config) -> list[Change]:
+def changes(old: Config, new: Config) -> list[ConfigChange]:
     """How two configurations of a run differ, in what they mean from here on; forbidden changes included."""
     found = [*_decay(old, new), *_duration(old, new)]
     for path, was, is_ in leaves(_tree(old), _tree(new)):
         key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
         if key not in ("optimizer.decay", "train.duration"):
-            found.append(Change(key, _line(".".join(path), was, is_), class_of(key)))
+            found.append(ConfigChange(key, _line(".".join(path), was, is_), class_of(key)))
     order = list(schema_keys())
     return sorted(found, key=lambda change: order.index(change.key))
 
@@ -104,22 +104,22 @@ def _tree(config: Config) -> dict[str, Any]:
     return tree
 
 
-def _duration(old: Config, new: Config) -> Iterator[Change]:
+def _duration(old: Config, new: Config) -> Iterator[ConfigChange]:
     """A longer run does what the shorter one would have done, and goes on."""
     was, is_ = old.train.duration, new.train.duration
     if was != is_:
         longer = new.schedule.samples(is_) >= old.schedule.samples(was)
-        yield Change("train.duration", f"train.duration: {was} -> {is_}", FREE if longer else DECLARED)
+        yield ConfigChange("train.duration", f"train.duration: {was} -> {is_}", FREE if longer else DECLARED)
 
 
-def _decay(old: Config, new: Config) -> Iterator[Change]:
+def _decay(old: Config, new: Config) -> Iterator[ConfigChange]:
     """Where the learning rate's curve ends: by default with the run, so that another duration bends the curve."""
     was, is_ = (config.optimizer.decay or config.train.duration for config in (old, new))
     if was == is_ or not new.schedule.decays or old.schedule.decay == new.schedule.decay:
         return
     advice = "" if new.optimizer.decay else f'optimizer.decay="{was}" keeps the curve of the learning rate as it was'
     end = "" if new.optimizer.decay else ", the end of the run"
-    yield Change("optimizer.decay", f"optimizer.decay: {was} -> {is_}{end}", DECLARED, advice)
+    yield ConfigChange("optimizer.decay", f"optimizer.decay: {was} -> {is_}{end}", DECLARED, advice)
 
 
 def leaves(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -149,13 +149,15 @@ def _short(value: Any) -> str:
 # ------------------------------------------------------------------------ what other versions recorded
 
 
-def load_recorded(path: Path) -> tuple[Config, list[Change]]:
+def load_recorded(path: Path) -> tuple[Config, list[ConfigChange]]:
     """A configuration that a start recorded, whatever version it was of, and the keys that this version does not know.
 
     For what only shows, or proves its result by other means; else `load_compatible`. Raises ConfigError.
     """
     config, unknown = load_known(path)
-    return config, [Change(key, f"{key}: {_short(value)}", _class_of_unknown(key)) for key, value in unknown.items()]
+    return config, [
+        ConfigChange(key, f"{key}: {_short(value)}", _class_of_unknown(key)) for key, value in unknown.items()
+    ]
 
 
 def load_compatible(path: Path) -> Config:
@@ -165,7 +167,7 @@ def load_compatible(path: Path) -> Config:
     return config
 
 
-def refuse_unknown(path: Path, unknown: Iterable[Change]) -> None:
+def refuse_unknown(path: Path, unknown: Iterable[ConfigChange]) -> None:
     """Raise ConfigError if keys of a recorded configuration, not known to this version, may matter."""
     wrong = [change.text for change in unknown if change.kind != FREE]
     if wrong:
@@ -208,13 +210,13 @@ def _covers(name: str, key: str) -> bool:
     return f"{key}.".startswith(f"{name}.")
 
 
-def undeclared(found: Iterable[Change], allowed: Collection[str]) -> list[Change]:
+def undeclared(found: Iterable[ConfigChange], allowed: Collection[str]) -> list[ConfigChange]:
     """The changes that must be declared and are not."""
     declared = (change for change in found if change.kind == DECLARED)
     return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
 
 
-def refuse(where: str, forbidden: Sequence[str], declared: Sequence[Change], cursor: int) -> None:
+def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange], cursor: int) -> None:
     """Raise ConfigError, with every change in one report, if there are any.
 
     Args:

@@ -57,7 +57,7 @@ class WeightPoint(Section):
     """Weight at that place."""
 
 
-class Source(Section):
+class SourceSection(Section):
     """One corpus of the training mixture."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -76,7 +76,7 @@ class Source(Section):
     """How many times the source may be read; then the other sources share its weight. Default: no limit."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Source:
+    def _ordered(self) -> SourceSection:
         points = self.weight if isinstance(self.weight, list) else []
         if any(a.at.unit == b.at.unit and a.at.value > b.at.value for a, b in pairwise(points)):
             raise ValueError("the points of `weight` are not in order")
@@ -139,7 +139,7 @@ class DataSection(Section):
 
     sequence_length: Positive
     """Tokens per sample."""
-    sources: Annotated[list[Source], Field(min_length=1)]
+    sources: Annotated[list[SourceSection], Field(min_length=1)]
     """The mixture: one `[[data.sources]]` table per source."""
     seed: int = 1234
     """Seed of the data order, independent of `run.seed`."""
@@ -184,7 +184,7 @@ class DataSection(Section):
 
     @field_validator("sources")
     @classmethod
-    def _unique_names(cls, sources: list[Source]) -> list[Source]:
+    def _unique_names(cls, sources: list[SourceSection]) -> list[SourceSection]:
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(f"source names must differ, got {names}")

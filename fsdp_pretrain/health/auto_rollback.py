@@ -16,12 +16,12 @@ from fsdp_pretrain.errors import CheckpointError, Exit, NumericError, StorageErr
 from fsdp_pretrain.lineage.rollback import go_back
 from fsdp_pretrain.record import exit_intent, journal, state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lineage import Report, Request
+from fsdp_pretrain.record.lineage import BranchReport, BranchRequest
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.status import Status
 from fsdp_pretrain.units import SampleRange
 
-from .monitor import Retreat
+from .monitor import RollbackRequest
 
 _SAME, _NEARBY = 500, 1000
 """Steps within which an incident is the same one again, and within which rollbacks are counted together."""
@@ -33,7 +33,7 @@ _SUGGESTIONS = (
 )
 
 
-def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> Report:
+def retreat(run: RunDir, config: Config, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
     """Go back. The caller holds the run's lock and no longer trains.
 
     Raises NumericError if a person has to decide, StorageError as `rollback.go_back`.
@@ -48,7 +48,7 @@ def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> 
         facts = {"key": asked.key, "start": asked.start, "end": asked.end, "to": checkpoint.step, "skip": str(skip)}
         recorder.event("health-rollback", text, step=asked.end, repeats=repeats, **facts)
         try:
-            request = Request(step=checkpoint.step, changes=[], skip_steps=None, skip_samples=skip)
+            request = BranchRequest(step=checkpoint.step, changes=[], skip_steps=None, skip_samples=skip)
             return go_back(run, request, reason=f"automatic: {asked.cause}")
         except CheckpointError as error:
             recorder.event("checkpoint-rejected", f"passed over {error.cause}", step=checkpoint.step)
@@ -59,13 +59,13 @@ def retreat(run: RunDir, config: Config, asked: Retreat, recorder: Recorder) -> 
     raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
 
 
-def came_back(run: RunDir, asked: Retreat) -> bool:
+def came_back(run: RunDir, asked: RollbackRequest) -> bool:
     """Whether nearby steps were taken for a device's fault before: what comes back at one place is not."""
     entries = journal.of_kind(journal.read(run), "health-again")
     return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
 
 
-def say_end(run: RunDir, step: int, asked: Retreat, recorder: Recorder) -> None:
+def say_end(run: RunDir, step: int, asked: RollbackRequest, recorder: Recorder) -> None:
     """Record the end of a start that was rolled back to `step`: the next one is to start at once."""
     reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)
     for segment in (recorder.segment, run.segments[-1]):
@@ -75,7 +75,7 @@ def say_end(run: RunDir, step: int, asked: Retreat, recorder: Recorder) -> None:
     recorder.status(force=True, **left.said())  # as the rollback left it
 
 
-def _check_budget(config: Config, asked: Retreat, before: list[dict[str, Any]], repeats: int) -> None:
+def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:
     """Raise NumericError if there were too many rollbacks already."""
     health, since = config.health, datetime.now(UTC) - timedelta(hours=24)
     today = sum(datetime.fromisoformat(entry["time"]) >= since for entry in before)
@@ -89,7 +89,7 @@ def _check_budget(config: Config, asked: Retreat, before: list[dict[str, Any]], 
         raise _needs_person(asked, f"{today} rollbacks within 24 hours (health.rollbacks_a_day)")
 
 
-def _candidates(run: RunDir, asked: Retreat) -> list[Checkpoint]:
+def _candidates(run: RunDir, asked: RollbackRequest) -> list[Checkpoint]:
     """Checkpoints to go back to, best first: those far enough before the incident, then the last ones before it."""
     found, until = list[Checkpoint](), float(asked.target)
     for bound in (until, asked.start - 1.0):
@@ -99,13 +99,13 @@ def _candidates(run: RunDir, asked: Retreat) -> list[Checkpoint]:
     return found
 
 
-def _skipped(asked: Retreat, repeats: int, cursor: int) -> SampleRange:
+def _skipped(asked: RollbackRequest, repeats: int, cursor: int) -> SampleRange:
     """The samples not to train again: twice as many if skipping did not help before."""
     more = (asked.stop - asked.first) // 2 if repeats else 0
     return SampleRange(max(cursor, asked.first - more), asked.stop + more)
 
 
-def _needs_person(asked: Retreat, why: str) -> NumericError:
+def _needs_person(asked: RollbackRequest, why: str) -> NumericError:
     return NumericError(
         f"{asked.cause}; no automatic rollback: {why}",
         effect=f"nothing after step {asked.start - 1} should be trusted; nothing was changed",

@@ -10,7 +10,7 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import last_metrics, tail
 from fsdp_pretrain.record.step_record import StepRecord
 
-from .monitor import HISTORY, Expected, Health
+from .monitor import HISTORY, ExpectedSteps, Health
 
 REPEATED = 3
 """Number of repeated steps that are compared with their earlier records."""
@@ -35,7 +35,9 @@ def recall(
     return Health(config, last_metrics(run, step, HISTORY), repeated)
 
 
-def _expected(run: RunDir, config: Config, segment: int, parent: int | None, step: int, exact: bool) -> Expected | None:
+def _expected(
+    run: RunDir, config: Config, segment: int, parent: int | None, step: int, exact: bool
+) -> ExpectedSteps | None:
     """What the newest start that continued from the same state recorded of the steps after it.
 
     None if there is no such start, or a change since then changes what is learned.
@@ -61,5 +63,5 @@ def _expected(run: RunDir, config: Config, segment: int, parent: int | None, ste
         then, now = (environment.view(run, number) for number in (node.segment, segment))
         same = all(getattr(then, key) == getattr(now, key) for key in _MACHINES)
         same &= not any(change.key.startswith(_NUMERIC) for change in differences)
-        return Expected(records, node.segment, exact and same)
+        return ExpectedSteps(records, node.segment, exact and same)
     return None

@@ -13,13 +13,13 @@ from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 
-from .monitor import Judgement
+from .monitor import HealthOutcome
 
 Provenance = Callable[[StepRecord], dict[str, Any]]
 """Record of a step -> facts of a journal entry that name its samples and documents."""
 
 
-def tell(recorder: Recorder, record: StepRecord, judgement: Judgement, provenance: Provenance | None) -> None:
+def tell(recorder: Recorder, record: StepRecord, judgement: HealthOutcome, provenance: Provenance | None) -> None:
     """Report what was found at a step, and that it was skipped, if so.
 
     The documents of a batch are named once per incident: looking them up takes a moment, while training waits.

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import NumericError, UserError
-from fsdp_pretrain.record.step_record import Finding, LossSum, StepRecord
+from fsdp_pretrain.record.step_record import HealthFinding, LossSum, StepRecord
 from fsdp_pretrain.severity import Severity
 
-from .rules import Incident, Level, Norm, Scale, Spike
+from .rules import GradientNormRule, HealthIncident, Level, Scale, Spike
 
 HISTORY = 640
 """Records before a start that its first verdicts need."""
@@ -41,7 +41,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Retreat:
+class RollbackRequest:
     """Go back to before an incident, and do not train its samples again."""
 
     key: str  # of the incident
@@ -57,11 +57,11 @@ class Retreat:
 
 
 @dataclass
-class Judgement:
+class HealthOutcome:
     """The verdict on a record: findings to report, and whether to go back or to end the run with an error."""
 
-    findings: list[Finding] = field(default_factory=list)
-    retreat: Retreat | None = None
+    findings: list[HealthFinding] = field(default_factory=list)
+    retreat: RollbackRequest | None = None
     error: UserError | None = None
 
     def fail(self, text: str, effect: str, remedy: str) -> None:
@@ -70,7 +70,7 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedSteps:
     """What the previous start recorded of the steps that this one repeats."""
 
     records: Mapping[int, StepRecord]  # by step
@@ -85,21 +85,27 @@ class Health:
     to come, if they were trained before.
     """
 
-    def __init__(self, config: Config, history: Iterable[StepRecord] = (), expected: Expected | None = None) -> None:
+    def __init__(
+        self, config: Config, history: Iterable[StepRecord] = (), expected: ExpectedSteps | None = None
+    ) -> None:
         self._config, self._schedule = config.health, config.schedule
-        self._spike, self._level, self._norm = Spike(config.health), Level(config.health), Norm(config.health)
+        self._spike, self._level, self._norm = (
+            Spike(config.health),
+            Level(config.health),
+            GradientNormRule(config.health),
+        )
         self._scale = Scale(config.health, config.train.loss_scale.min)
-        self._nonfinite, self._zero = Incident("loss/nonfinite"), Incident("learning/gradient")
-        self._stuck, self._still = Incident("learning/loss"), Incident("learning/parameters")
-        self._rate = Incident("learning/rate")
-        self._replicas, self._replay = Incident("replicas/parameters"), Incident("replay/step")
+        self._nonfinite, self._zero = HealthIncident("loss/nonfinite"), HealthIncident("learning/gradient")
+        self._stuck, self._still = HealthIncident("learning/loss"), HealthIncident("learning/parameters")
+        self._rate = HealthIncident("learning/rate")
+        self._replicas, self._replay = HealthIncident("replicas/parameters"), HealthIncident("replay/step")
         self._skipped: deque[int] = deque()
         self._cursors: deque[tuple[int, int]] = deque(maxlen=2 * HISTORY)  # (step, samples read)
         self._losses: deque[LossSum] = deque(maxlen=3)
         self._digest: str | None = None  # of the parameters, at the last comparison
         self._updates = 0  # optimiser steps since then
-        self._expected: Expected | None = None
-        self._carried: list[Finding] = []
+        self._expected: ExpectedSteps | None = None
+        self._carried: list[HealthFinding] = []
         for record in history:
             self.step(record)
         # Losses and norms have a past; what led to the end of the last start is over.
@@ -125,10 +131,10 @@ class Health:
             return (math.inf,)
         return self._spike.start - self._config.distance.value, self._spike.start - 1
 
-    def step(self, record: StepRecord) -> Judgement:
+    def step(self, record: StepRecord) -> HealthOutcome:
         """Judge a step by its record; in order, once each."""
         self._cursors.append((record.step, record.cursor))
-        verdict, self._carried = Judgement(self._carried), []
+        verdict, self._carried = HealthOutcome(self._carried), []
         self._judge_finite(record, verdict)
         if record.loss_scale is not None:
             verdict.findings += self._scale.step(record.step, record.loss_scale, record.overflow)
@@ -143,7 +149,7 @@ class Health:
             verdict.retreat = None
         return verdict
 
-    def _judge_loss(self, record: StepRecord, verdict: Judgement) -> None:
+    def _judge_loss(self, record: StepRecord, verdict: HealthOutcome) -> None:
         loss, norm = record.loss.mean, record.grad_norm
         verdict.findings += self._level.step(record.step, loss)
         verdict.findings += self._norm.step(record.step, norm) if norm else []
@@ -153,13 +159,13 @@ class Health:
         if lasts and self._config.rollback:
             verdict.retreat = self._retreat(self._spike.incident.key, spike[-1].summary, self._spike.start)
 
-    def _retreat(self, key: str, cause: str, start: int) -> Retreat:
+    def _retreat(self, key: str, cause: str, start: int) -> RollbackRequest:
         """From the incident that began at step `start` and lasts until now."""
         step, cursor = self._cursors[-1]
         margin, earlier = self._config.margin.value, dict(self._cursors)
         batch = cursor - earlier.get(step - 1, cursor)
         first = max(min(earlier), start - margin - 1)
-        return Retreat(
+        return RollbackRequest(
             key=key,
             cause=cause,
             start=start,
@@ -171,7 +177,7 @@ class Health:
 
     # ------------------------------------------------------------------ numbers that are not finite
 
-    def _judge_finite(self, record: StepRecord, verdict: Judgement) -> None:
+    def _judge_finite(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Steps whose loss or gradients were not finite; fp16 overflows with a finite loss are left to the scale."""
         step = record.step
         if record.is_finite or (record.overflow and math.isfinite(record.loss.mean)):
@@ -203,7 +209,7 @@ class Health:
         before = None if cursor is None else Position(cursor=cursor, consumed=record.consumed - record.batch)
         verdict.retreat = replace(retreat, before=before, rank=rank)
 
-    def _judge_scale(self, record: StepRecord, verdict: Judgement) -> None:
+    def _judge_scale(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Overflows that go on although the loss scale is at its minimum."""
         if self._scale.at_min >= _MAX_OVERFLOWS_AT_MIN:
             verdict.fail(
@@ -214,7 +220,7 @@ class Health:
 
     # ------------------------------------------------------------------ nothing is learned
 
-    def _judge_learning(self, record: StepRecord, verdict: Judgement) -> None:
+    def _judge_learning(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """The same loss again and again, no gradient, another learning rate than planned."""
         step = record.step
         self._losses.append(record.loss)
@@ -236,7 +242,7 @@ class Health:
         else:
             verdict.findings += self._rate.settle(step, "the learning rate is as planned")
 
-    def _judge_change(self, record: StepRecord, verdict: Judgement) -> None:
+    def _judge_change(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Parameters that are the same although the optimiser took steps."""
         sums = record.replicas
         if sums is not None:
@@ -251,7 +257,7 @@ class Health:
 
     # ------------------------------------------------------------------ what must be equal
 
-    def _judge_replicas(self, record: StepRecord, verdict: Judgement) -> None:
+    def _judge_replicas(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Replicas that hold different parameters at the beginning of a step."""
         if record.replicas is None or not record.replicas.differing:
             return
@@ -267,7 +273,7 @@ class Health:
             verdict=verdict,
         )
 
-    def _judge_replay(self, record: StepRecord, verdict: Judgement) -> None:
+    def _judge_replay(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Steps that a start repeats must give what was recorded of them."""
         step = record.step
         if self._expected is None or (old := self._expected.records.get(step)) is None:
@@ -302,7 +308,7 @@ class Health:
             verdict.findings += self._replay.seen(Severity.WARN, step, text)
 
     def _mismatch(
-        self, incident: Incident, step: int, text: str, *, effect: str, remedy: str, verdict: Judgement
+        self, incident: HealthIncident, step: int, text: str, *, effect: str, remedy: str, verdict: HealthOutcome
     ) -> None:
         verdict.findings += incident.seen(Severity.CRIT, step, text)
         if self._config.stop_on_mismatch:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fsdp_pretrain import statistics
 from fsdp_pretrain.config.operations import HealthSection
-from fsdp_pretrain.record.step_record import Finding
+from fsdp_pretrain.record.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
 
 _LAST, _ENOUGH = 5, 3
@@ -32,7 +32,7 @@ _NORM_FLOOR = 0.05
 _BLOWN_UP, _BLOWN_NORM = 10.0, 20.0
 
 
-class Incident:
+class HealthIncident:
     """The incident of one key, if there is one. It is over after `quiet` steps without a new occurrence."""
 
     def __init__(self, key: str, quiet: int = 0) -> None:
@@ -45,29 +45,29 @@ class Incident:
         """Whether there is one above INFO."""
         return self.severity is not None and self.severity > Severity.INFO
 
-    def seen(self, severity: Severity, step: int, summary: str) -> list[Finding]:
+    def seen(self, severity: Severity, step: int, summary: str) -> list[HealthFinding]:
         """It occurs: a finding if that is new or worse than before."""
         self.last = step
         if self.severity is not None and severity <= self.severity:
             return []
         self.severity = severity
-        return [Finding(key=self.key, severity=severity, summary=summary)]
+        return [HealthFinding(key=self.key, severity=severity, summary=summary)]
 
-    def carried(self) -> list[Finding]:
+    def carried(self) -> list[HealthFinding]:
         """A finding, for the beginning of a start, if there is an incident."""
         if self.severity is None:
             return []
-        return [Finding(key=self.key, severity=self.severity, summary=f"goes on since step {self.last}")]
+        return [HealthFinding(key=self.key, severity=self.severity, summary=f"goes on since step {self.last}")]
 
-    def settle(self, step: int, summary: str) -> list[Finding]:
+    def settle(self, step: int, summary: str) -> list[HealthFinding]:
         """It does not occur: a finding if it is over now."""
         if self.severity is None or step - self.last < self._quiet:
             return []
-        ended, self.severity = Finding(key=self.key, severity=self.severity, summary=summary, resolved=True), None
+        ended, self.severity = HealthFinding(key=self.key, severity=self.severity, summary=summary, resolved=True), None
         return [ended]
 
 
-class Window:
+class RecentValues:
     """The last `size` values that were not outliers; `floor` is the smallest spread."""
 
     def __init__(self, size: int, floor: float) -> None:
@@ -100,9 +100,9 @@ class Level:
         self._block: list[float] = []
         self._medians: deque[float] = deque(maxlen=_BLOCKS)
         self._changes: deque[float] = deque(maxlen=_CHANGES)
-        self.incident = Incident("loss/level")
+        self.incident = HealthIncident("loss/level")
 
-    def step(self, step: int, loss: float) -> list[Finding]:
+    def step(self, step: int, loss: float) -> list[HealthFinding]:
         """Add the loss of a step."""
         self._block.append(loss)
         if len(self._block) < _BLOCK:
@@ -126,17 +126,17 @@ class Level:
         return []
 
 
-class Norm:
+class GradientNormRule:
     """Gradient norms that stand out: `gradient/norm`. A single one is benign, so it is INFO."""
 
     def __init__(self, config: HealthSection) -> None:
         self._limit = config.norm
-        self._past = Window(config.window.value, _NORM_FLOOR)
+        self._past = RecentValues(config.window.value, _NORM_FLOOR)
         self._recent: deque[tuple[float, bool]] = deque(maxlen=config.patience.value)
-        self.incident = Incident("gradient/norm", config.quiet.value)
+        self.incident = HealthIncident("gradient/norm", config.quiet.value)
         self.ratio = 1.0  # of the last norm to the usual one
 
-    def step(self, step: int, norm: float) -> list[Finding]:
+    def step(self, step: int, norm: float) -> list[HealthFinding]:
         """Add the norm of a step, which must be finite and not 0."""
         value = math.log(norm)
         deviation = self._past.deviation(value)
@@ -172,15 +172,15 @@ class Spike:
 
     def __init__(self, config: HealthSection) -> None:
         self._config = config
-        self._past = Window(config.window.value, config.floor)
+        self._past = RecentValues(config.window.value, config.floor)
         self._last: deque[_Recent] = deque(maxlen=_LAST)
         self._since: deque[float] = deque(maxlen=_BLOCK)
-        self.incident = Incident("loss/spike", config.quiet.value)
+        self.incident = HealthIncident("loss/spike", config.quiet.value)
         self.start = 0  # the step at which it began
         self._warned: int | None = None
         self._before = math.nan
 
-    def step(self, step: int, loss: float, level: Level, norm: Norm) -> list[Finding]:
+    def step(self, step: int, loss: float, level: Level, norm: GradientNormRule) -> list[HealthFinding]:
         """Add the loss of a step, after `norm` got its gradient norm."""
         deviation = self._past.deviation(loss)
         if deviation is None:
@@ -201,7 +201,7 @@ class Spike:
             self._warned = None
         return found + ended
 
-    def _high(self, step: int, loss: float, deviation: float) -> list[Finding]:
+    def _high(self, step: int, loss: float, deviation: float) -> list[HealthFinding]:
         high = [recent for recent in self._last if recent.deviation > self._config.spike]
         text = f"loss {loss:.4f}, {deviation:.1f} spreads above the median {self._past.median:.4f}"
         if len(high) >= _ENOUGH and self._warned is None:
@@ -214,7 +214,7 @@ class Spike:
             self.start = step
         return self.incident.seen(Severity.INFO, step, text) if deviation > self._config.outlier else []
 
-    def _judge(self, step: int, level: Level, norm: Norm) -> list[Finding]:
+    def _judge(self, step: int, level: Level, norm: GradientNormRule) -> list[HealthFinding]:
         """After the warning: whether the loss has recovered within its time."""
         assert self._warned is not None
         waited, now = step - self._warned, median(self._since)
@@ -241,9 +241,9 @@ class Scale:
         self._scales: deque[float] = deque(maxlen=_BLOCKS * _BLOCK)
         self._good, self._settled = 0, False
         self.at_min = 0  # steps in a row that overflowed at the smallest scale
-        self.incident = Incident("scale/collapse", config.quiet.value)
+        self.incident = HealthIncident("scale/collapse", config.quiet.value)
 
-    def step(self, step: int, scale: float, overflow: bool) -> list[Finding]:
+    def step(self, step: int, scale: float, overflow: bool) -> list[HealthFinding]:
         """Add the scale of a step, and whether it overflowed."""
         self.at_min = self.at_min + 1 if overflow and scale <= self._smallest else 0
         self._good = 0 if overflow else self._good + 1

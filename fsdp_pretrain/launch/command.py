@@ -19,27 +19,27 @@ from pathlib import Path
 from types import FrameType
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.console import Command
+from fsdp_pretrain.console import CommandLine
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.arguments import parse_trainer, seconds
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.journal import Journal, Kind
 from fsdp_pretrain.record.overrides import load_run
-from fsdp_pretrain.record.run_id import Memory
+from fsdp_pretrain.record.run_id import LauncherMemory
 from fsdp_pretrain.units import human_time
 
 from . import limit, outcome, torchrun
-from .outcome import Outcome
-from .policy import Decision, Ended, decide, same_place
+from .outcome import StartOutcome
+from .policy import EndedStart, RestartDecision, decide, same_place
 from .preflight import preflight
 from .torchrun import Torchrun
-from .watch import Watch
+from .watch import TorchrunWatch
 
 _POLL, _LOOK = 0.1, 1.0
 
 
-def add(command: Command) -> None:
+def add(command: CommandLine) -> None:
     """Add the verb `launch`."""
     parser = command.verb(
         "launch",
@@ -111,7 +111,7 @@ class Launcher:
         self._signals: list[int] = []
         self._grace = limit.grace(self._run, self._settings.grace)
         self._asked, self._reported = "", 0
-        self._history: list[Ended] = []
+        self._history: list[EndedStart] = []
 
     def run(self) -> int:
         """Start until there is a reason to end; the exit code. Raises UserError from the checks around a start."""
@@ -120,7 +120,7 @@ class Launcher:
             signal.signal(number, self._on_signal)
         known = run_id.read(self._run.path)
         if known is not None:  # no start may find another run directory in its place
-            Memory(self._seen).remember(run_id=known)
+            LauncherMemory(self._seen).remember(run_id=known)
         while True:
             self._check_place()
             if not self._args.no_preflight:
@@ -135,25 +135,27 @@ class Launcher:
             self._wait_for(lambda: False, decision.pause, _POLL)
             if self._signals:
                 name = signal.Signals(self._signals[0]).name
-                return self._end(Decision(int(Exit.RESUME), f"asked to stop before it was started again: {name}"))
+                return self._end(
+                    RestartDecision(int(Exit.RESUME), f"asked to stop before it was started again: {name}")
+                )
 
     def _check_place(self) -> None:
         """Raise RunGoneError if the run directory is not what the starts so far have seen."""
-        memory = Memory(self._seen)
+        memory = LauncherMemory(self._seen)
         if memory.seen is not None:
             run_id.bind(self._run.path, memory.seen.run_id)
         memory.check(self._run.path, lambda: outcome.newest_segment(self._run))
 
-    def _start_once(self) -> Decision:
+    def _start_once(self) -> RestartDecision:
         """One start to its end, and what follows."""
         before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
         note = self._notes / f"{len(self._history)}.json"
         child = Torchrun(self._command, torchrun.environment(self._environment, note, self._seen))
         host, begun = self._host if self._many else None, time.monotonic()
-        watch = Watch(self._run, self._settings, child, before, host=host)
+        watch = TorchrunWatch(self._run, self._settings, child, before, host=host)
         code = watch.run(self._take_signal, self._on_look)
 
-        def read() -> Outcome:
+        def read() -> StartOutcome:
             return outcome.read_outcome(self._run, before, note, code, host=host, met=child.met or not self._many)
 
         ended = read()
@@ -163,7 +165,7 @@ class Launcher:
             self._wait_for_others(ended.segment)
             ended = read()
         now = time.monotonic()
-        self._history.append(Ended(now, ended, verified, seconds=now - begun))
+        self._history.append(EndedStart(now, ended, verified, seconds=now - begun))
         if ended.code == Exit.RESUME_AVOIDING_HOSTS and self._first:
             _try_to_write(lambda: outcome.avoid(self._run, ended.avoid))
         elastic = ":" in self._args.nnodes
@@ -184,7 +186,7 @@ class Launcher:
 
     # ------------------------------------------------------------------ the chronicle
 
-    def _report_restart(self, decision: Decision) -> None:
+    def _report_restart(self, decision: RestartDecision) -> None:
         last, number = self._history[-1].outcome, len(self._history) + 1
         code = "no code" if last.code is None else f"exit {last.code}"
         text = f"start {number} follows in {human_time(decision.pause)}: {code}, {decision.reason}"
@@ -214,9 +216,9 @@ class Launcher:
             text = f"since the last start new: {', '.join(new) or 'none'}; gone: {', '.join(gone) or 'none'}"
             self._journal("hosts", text, new=new, gone=gone)
 
-    def _end(self, decision: Decision) -> int:
+    def _end(self, decision: RestartDecision) -> int:
         assert decision.code is not None
-        last = self._history[-1].outcome if self._history else Outcome(None, "")
+        last = self._history[-1].outcome if self._history else StartOutcome(None, "")
         _say(f"exit {decision.code}: {decision.reason}")
         if decision.overruled:
             if self._first:

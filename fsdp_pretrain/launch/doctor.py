@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_pretrain.console import Parser, run_guarded
-from fsdp_pretrain.parallel.mesh import Ranks, device_of
+from fsdp_pretrain.parallel.mesh import RankInfo, device_of
 from fsdp_pretrain.units import human_bytes
 
 from . import torchrun
@@ -68,7 +68,7 @@ class GroupSum:
 
 
 @dataclass
-class Findings:
+class DoctorFindings:
     """What the check found; `problems` are texts that name host and rank."""
 
     hosts: list[str]
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    ranks = Ranks.from_environment()
+    ranks = RankInfo.from_environment()
     device = device_of(ranks)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
@@ -106,7 +106,7 @@ def _check(args: argparse.Namespace) -> int:
 class Checker:
     """The measurements. All ranks call its methods together."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, args: argparse.Namespace) -> None:
+    def __init__(self, ranks: RankInfo, device: torch.device, args: argparse.Namespace) -> None:
         self._ranks, self._device, self._slow, self._slow_sum = ranks, device, args.slow, args.slow_sum
         self._cuda = device.type == "cuda"
         megabytes = args.megabytes or (256 if self._cuda else 1)
@@ -117,7 +117,7 @@ class Checker:
         for one in self._all:
             self._nodes.setdefault(one.node, []).append(one.rank)
 
-    def run(self) -> Findings:
+    def run(self) -> DoctorFindings:
         """Every check."""
         problems = self._look_at_devices()
         self._time_products()
@@ -135,7 +135,7 @@ class Checker:
             problems += [*self._judge(everyone), *self._judge_pairs(pairs)]
             sums += [*everyone, *pairs]
         hosts = sorted({one.host for one in self._all})
-        return Findings(hosts, self._all, sums, list(dict.fromkeys(problems)))
+        return DoctorFindings(hosts, self._all, sums, list(dict.fromkeys(problems)))
 
     # ------------------------------------------------------------------ measurements
 
@@ -300,7 +300,7 @@ def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def render(found: Findings) -> str:
+def render(found: DoctorFindings) -> str:
     """What the check found, for people."""
     lines = [f"{'host':24} {'node':>4} {'rank':>4} {'device':28} {'memory':>9} {'free':>9} {'matmul':>9}"]
     lines += [

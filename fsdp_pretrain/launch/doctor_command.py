@@ -8,7 +8,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from fsdp_pretrain.console import Command
+from fsdp_pretrain.console import CommandLine
 from fsdp_pretrain.errors import BusyError, Exit
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.arguments import run_directory
@@ -20,7 +20,7 @@ from .preflight import check_devices
 from .torchrun import Torchrun
 
 
-def add(command: Command) -> None:
+def add(command: CommandLine) -> None:
     """Add the verb `doctor`."""
     parser = command.verb(
         "doctor",

@@ -26,7 +26,7 @@ _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StartOutcome:
     """How one start ended.
 
     Attributes:
@@ -36,7 +36,7 @@ class Outcome:
         avoid: hosts not to use again.
         segment: number of its segment; None if it did not come so far.
         step: last step in its record, or the one it resumed from; None if it did not come so far.
-        ahead: the steps after that, of which one was being trained: see `where.batches_after`.
+        ahead: the steps after that, of which one was being trained: see `provenance.batches_after`.
         verified: newest step with a verified checkpoint, or 0.
         met: whether the nodes found each other, so that there were ranks.
     """
@@ -85,7 +85,7 @@ def verified_step(run: RunDir) -> int:
 
 def read_outcome(
     run: RunDir, before: int, note: Path, code: int, *, host: str | None = None, met: bool = True
-) -> Outcome:
+) -> StartOutcome:
     """How the start that has just ended did.
 
     Args:
@@ -100,14 +100,16 @@ def read_outcome(
     if number <= before:
         left = state_files.view(note, ExitIntent)
         if left is not None:
-            return Outcome(left.code, left.reason, verified=verified)
+            return StartOutcome(left.code, left.reason, verified=verified)
         if code == 0:
-            return Outcome(0, "complete", verified=verified)
+            return StartOutcome(0, "complete", verified=verified)
         if code == WRONG_OPTIONS:
-            return Outcome(int(Exit.REFUSED), "torchrun does not know one of its options", verified=verified)
-        return Outcome(None, f"torchrun exit {code} before training began", verified=verified, met=met or code != 1)
+            return StartOutcome(int(Exit.REFUSED), "torchrun does not know one of its options", verified=verified)
+        return StartOutcome(
+            None, f"torchrun exit {code} before training began", verified=verified, met=met or code != 1
+        )
     step, ahead = _last_place(run, number)
-    ended = Outcome(
+    ended = StartOutcome(
         None,
         f"ended without giving a reason (torchrun exit {code})",
         segment=number,
@@ -129,7 +131,7 @@ def _last_place(run: RunDir, number: int) -> tuple[int | None, list[dict[str, in
     """The last step of a segment, or at which it began if it has no record, and the batches after it, if known."""
     segment = run.segment(number)
     newest = last_records(segment)
-    place: StepRecord | lineage.Node | None = newest[-1] if newest else None
+    place: StepRecord | lineage.LineageNode | None = newest[-1] if newest else None
     with contextlib.suppress(UserError):  # the next start refuses a damaged lineage
         place = place or next((node for node in lineage.nodes(run) if node.segment == number), None)
     if place is None or place.consumed is None or place.cursor is None:

@@ -10,19 +10,19 @@ from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.units import human_time
 
-from .outcome import Outcome
+from .outcome import StartOutcome
 
 _SAME_STEP = 2
 """Deaths at most this many recorded steps apart are at the same place: numbers of a device come two steps late."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedStart:
     """One start: when it ended (on the clock of `time.monotonic`), how, what was verified before it, and how many
     seconds it took."""
 
     at: float
-    outcome: Outcome
+    outcome: StartOutcome
     verified_before: int
     seconds: float = 0.0
 
@@ -33,7 +33,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RestartDecision:
     """What now: end with `code`, or for None start again after `pause` seconds. `overruled`: it is the launcher that
     decided to end, not the run."""
 
@@ -43,7 +43,9 @@ class Decision:
     overruled: bool = False
 
 
-def decide(history: Sequence[Ended], config: LaunchSection, *, asked: bool, host: str, elastic: bool) -> Decision:
+def decide(
+    history: Sequence[EndedStart], config: LaunchSection, *, asked: bool, host: str, elastic: bool
+) -> RestartDecision:
     """What follows the last start.
 
     Args:
@@ -54,11 +56,11 @@ def decide(history: Sequence[Ended], config: LaunchSection, *, asked: bool, host
     """
     last = history[-1].outcome
     if last.code in (Exit.COMPLETE, Exit.REFUSED, Exit.NEEDS_PERSON):
-        return Decision(last.code, last.reason)
+        return RestartDecision(last.code, last.reason)
     if last.code == Exit.RESUME_AVOIDING_HOSTS and (asked or not elastic or host in last.avoid):
-        return Decision(last.code, last.reason)
+        return RestartDecision(last.code, last.reason)
     if asked or last.asked:
-        return Decision(int(Exit.RESUME), last.reason if last.asked else f"asked to stop; {last.reason}")
+        return RestartDecision(int(Exit.RESUME), last.reason if last.asked else f"asked to stop; {last.reason}")
     if not last.met:
         return _meet_again(history, config)
     history = [ended for ended in history if ended.outcome.met]
@@ -70,20 +72,22 @@ def decide(history: Sequence[Ended], config: LaunchSection, *, asked: bool, host
     elif recent > config.restarts:
         cause = f"{config.restarts} restarts within {human_time(config.restart_window.value)}"
     if cause:
-        return Decision(int(Exit.NEEDS_PERSON), f"{cause}, the last: {reason}", overruled=True)
-    return Decision(None, reason, config.pauses[min(max(0, fruitless - 1), len(config.pauses) - 1)].value)
+        return RestartDecision(int(Exit.NEEDS_PERSON), f"{cause}, the last: {reason}", overruled=True)
+    return RestartDecision(None, reason, config.pauses[min(max(0, fruitless - 1), len(config.pauses) - 1)].value)
 
 
-def _meet_again(history: Sequence[Ended], config: LaunchSection) -> Decision:
+def _meet_again(history: Sequence[EndedStart], config: LaunchSection) -> RestartDecision:
     """The nodes did not find each other: no fault of the run. All try for as long as the one that waits longest."""
     first = list(takewhile(lambda ended: not ended.outcome.met, reversed(history)))[-1]
     waited, reason = history[-1].at - first.at + first.seconds, history[-1].outcome.reason
     if waited >= config.join_timeout.value:
-        return Decision(int(Exit.RESUME), f"the nodes did not find each other within {human_time(waited)}: {reason}")
-    return Decision(None, f"the nodes did not find each other: {reason}", config.pauses[0].value)
+        return RestartDecision(
+            int(Exit.RESUME), f"the nodes did not find each other within {human_time(waited)}: {reason}"
+        )
+    return RestartDecision(None, f"the nodes did not find each other: {reason}", config.pauses[0].value)
 
 
-def same_place(history: Sequence[Ended]) -> str:
+def same_place(history: Sequence[EndedStart]) -> str:
     """What to say if the last two starts died at the same step; else empty."""
     last = history[-1].outcome
     before = history[-2].outcome.step if len(history) > 1 else None

@@ -17,7 +17,7 @@ from .torchrun import Torchrun
 _POLL, _LOOK = 0.1, 1.0
 
 
-class Watch:
+class TorchrunWatch:
     """Watches a torchrun to its end.
 
     The run directory is looked at by a thread of its own: its file system may hang, and requests must not.

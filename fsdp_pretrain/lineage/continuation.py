@@ -21,7 +21,7 @@ from fsdp_pretrain.config.resume_rules import differences, load_compatible, refu
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import overrides
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lineage import Report, Request, ScheduleRow
+from fsdp_pretrain.record.lineage import BranchReport, BranchRequest, ScheduleRow
 from fsdp_pretrain.record.metrics import find_step
 from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.units import SampleRange
@@ -41,13 +41,13 @@ class Branch:
     overrides: Overrides  # the part of `after` that must outlive restarts
     skip: SampleRange | None  # samples that are skipped in addition
 
-    def report(self) -> Report:
+    def report(self) -> BranchReport:
         """What changes, and the schedules from here on."""
         old, new, trained = (
             config.model_dump(mode="json")
             for config in (self.before, self.after, load_compatible(self.checkpoint.path / CONFIG))
         )
-        return Report(
+        return BranchReport(
             step=self.state.step,
             segment=self.segment,
             consumed=self.state.consumed,
@@ -62,7 +62,7 @@ class Branch:
         )
 
 
-def prepare(run: RunDir, request: Request, place: Sequence[str] = ()) -> Branch:
+def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> Branch:
     """Check everything about continuing from a checkpoint.
 
     `place` are further `section.key=value`, which belong to a directory and not to the run, and so do not last.
@@ -155,7 +155,7 @@ def schedule_from(config: Config, at: Position) -> list[ScheduleRow]:
     return rows
 
 
-def render(report: Report) -> list[str]:
+def render(report: BranchReport) -> list[str]:
     """Lines for people: what changes, and the schedules before and after."""
     lines = [f"  from        step {report.step:_}, {report.consumed:_} samples trained, {report.cursor:_} read"]
     lines += [f"  skip        samples {report.skip.removesuffix(' samples')}"] if report.skip else []
@@ -173,7 +173,7 @@ def render(report: Report) -> list[str]:
     return lines
 
 
-def sentence(report: Report, reason: str) -> str:
+def sentence(report: BranchReport, reason: str) -> str:
     """The change in one line, for the journal."""
     parts = [f"samples {report.skip} are skipped".replace(" samples", "")] if report.skip else []
     parts += [text for text in report.changes if not text.startswith(("data.skip", "run.dir", "run.name"))]

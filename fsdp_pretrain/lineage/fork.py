@@ -18,7 +18,7 @@ from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, sync_
 from fsdp_pretrain.errors import BusyError, CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.record import journal, lease, lineage, run_id, status
 from fsdp_pretrain.record.files import AppendFile, RunDir, now, read_lines, replace_file
-from fsdp_pretrain.record.lineage import Report, Request
+from fsdp_pretrain.record.lineage import BranchReport, BranchRequest
 from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.record.metrics import METRICS
 from fsdp_pretrain.record.step_record import parse
@@ -35,7 +35,7 @@ def fork(
     changes: Sequence[str] = (),
     skip_steps: tuple[int, int] | None = None,
     reason: str = "",
-) -> Report:
+) -> BranchReport:
     """Make a run directory that continues from a checkpoint of `parent`, in which training may go on meanwhile.
 
     Args:
@@ -46,7 +46,7 @@ def fork(
 
     Raises:
         BusyError: a rollback of the parent is in progress, or another fork to `target`.
-        UserError: see `branch.prepare`; `target` is in use.
+        UserError: see `continuation.prepare`; `target` is in use.
         StorageError: the new run cannot be written.
     """
     target = Path(os.path.abspath(target))  # noqa: PTH100 (links stay as written)
@@ -55,7 +55,7 @@ def fork(
     _refuse_during_rollback(parent)
     refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
     named = [f"run.name={json.dumps(target.name)}", *changes]
-    request = Request(step=step, changes=named, skip_steps=skip_steps)
+    request = BranchRequest(step=step, changes=named, skip_steps=skip_steps)
     branch = prepare(parent, request, place=[f"run.dir={json.dumps(str(target))}"])
     report = branch.report()
     building = RunDir(target.with_name(f"{target.name}.forking"))

@@ -33,7 +33,7 @@ IN_FLIGHT = 3
 
 
 @dataclass(frozen=True)
-class InFlight:
+class StepInFlight:
     """A step without a record, that was being trained when its start ended: samples of it, and read with it."""
 
     segment: int
@@ -51,7 +51,7 @@ class TrainedStep:
     """
 
     number: int
-    record: StepRecord | InFlight
+    record: StepRecord | StepInFlight
     replaced_by: int | None
     config: Config
     packer: Packer
@@ -133,7 +133,7 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
     begun = environment.read(run, record.segment)
     world = begun.world.size if begun is not None and begun.world is not None else 1
     found = TrainedStep(step, record, replaced_by, config, packer, world)
-    if isinstance(record, InFlight):
+    if isinstance(record, StepInFlight):
         return found
     digest = f"{sum(packed.digest for packed in found.samples()) % 2**64:016x}"
     if digest != record.data_digest:
@@ -149,7 +149,7 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
     return found
 
 
-def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | InFlight, int | None]:
+def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | StepInFlight, int | None]:
     found = find_step(run, step)
     if segment is not None:
         for record, replaced_by in found:
@@ -187,14 +187,14 @@ def batches_after(config: Config, at: Position, count: int) -> list[dict[str, in
     return found
 
 
-def _ahead(run: RunDir, last: StepRecord, step: int) -> InFlight | None:
+def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
     """A step that was in flight after the last record; None if it was not."""
     if not 0 < step - last.step <= IN_FLIGHT:
         return None
     config, _ = load_recorded(run.segment(last.segment) / "config.toml")
     for batch in batches_after(config, Position(last.step, last.consumed, last.cursor), IN_FLIGHT):
         if batch["step"] == step:
-            return InFlight(last.segment, batch["batch"], batch["cursor"])
+            return StepInFlight(last.segment, batch["batch"], batch["cursor"])
     return None
 
 

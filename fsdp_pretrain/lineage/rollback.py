@@ -18,7 +18,7 @@ from fsdp_pretrain.errors import Exit, StorageError
 from fsdp_pretrain.record import journal, lineage, state_files, status
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 from fsdp_pretrain.record.journal import who
-from fsdp_pretrain.record.lineage import DecidedRollback, Node, Report, Request
+from fsdp_pretrain.record.lineage import BranchReport, BranchRequest, DecidedRollback, LineageNode
 from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.record.metrics import left_behind
 from fsdp_pretrain.units import human_count
@@ -34,7 +34,7 @@ def rollback(
     skip_steps: tuple[int, int] | None = None,
     reason: str = "",
     dry_run: bool = False,
-) -> Report:
+) -> BranchReport:
     """Make the checkpoint of `step` the end of the kept line, and report what that changes.
 
     Args:
@@ -45,19 +45,19 @@ def rollback(
 
     Raises:
         BusyError: a job holds the run.
-        UserError: see `branch.prepare`.
+        UserError: see `continuation.prepare`.
         StorageError: a file cannot be written or moved; repeat the command once it can.
     """
     remedy = "`fsdp-pretrain fork` makes another run"
     refuse_run_dir(changes, "run.dir cannot be changed by a rollback", remedy)
-    request = Request(step=step, changes=list(changes), skip_steps=skip_steps)
+    request = BranchRequest(step=step, changes=list(changes), skip_steps=skip_steps)
     if dry_run and not run.rollback.exists():
         return _report(run, prepare(run, request)).model_copy(update={"done": "dry run"})
     with hold(run, "rollback"):
         return go_back(run, request, reason, dry_run=dry_run)
 
 
-def go_back(run: RunDir, request: Request, reason: str, *, dry_run: bool = False) -> Report:
+def go_back(run: RunDir, request: BranchRequest, reason: str, *, dry_run: bool = False) -> BranchReport:
     """`rollback` by the holder of the run's lock."""
     finish(run)
     head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
@@ -75,7 +75,7 @@ def go_back(run: RunDir, request: Request, reason: str, *, dry_run: bool = False
     return report.model_copy(update={"done": "now"})
 
 
-def _report(run: RunDir, branch: Branch) -> Report:
+def _report(run: RunDir, branch: Branch) -> BranchReport:
     return branch.report().model_copy(update={"abandoned": _later_checkpoints(run, branch.state.step)})
 
 
@@ -108,7 +108,7 @@ def _later_checkpoints(run: RunDir, step: int) -> list[str]:
     return [*_later(main.directory, step), *elsewhere]
 
 
-def _decide(run: RunDir, branch: Branch, report: Report, request: Request, reason: str) -> DecidedRollback:
+def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRequest, reason: str) -> DecidedRollback:
     """Everything that `finish` needs to know."""
     step, segments = branch.state.step, run.segments
     said = sentence(report, reason)
@@ -120,7 +120,7 @@ def _decide(run: RunDir, branch: Branch, report: Report, request: Request, reaso
         id=uuid.uuid4().hex[:8],
         time=now(),
         segment=int(segments[-1].name) + 1 if segments else 1,
-        lineage=Node(
+        lineage=LineageNode(
             parent=branch.segment,
             step=step,
             kind="rollback",

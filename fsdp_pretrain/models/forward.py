@@ -14,7 +14,7 @@ from .loss import IGNORE
 from .masks import Slots
 
 
-class MicroBatch(Protocol):
+class PackedBatch(Protocol):
     """What the model sees in one forward pass; see `data.packing.loader.MicroBatch`."""
 
     tokens: Tensor
@@ -35,7 +35,7 @@ class Losses(NamedTuple):
 
 
 def losses(
-    model: Decoder, micro: MicroBatch, data: DataSection, device: torch.device, *, with_penalties: bool = False
+    model: Decoder, micro: PackedBatch, data: DataSection, device: torch.device, *, with_penalties: bool = False
 ) -> Losses:
     """The loss at every position.
 
@@ -60,6 +60,6 @@ def losses(
     return Losses(out[0], labels, out[1].square()) if with_penalties else Losses(out, labels, None)
 
 
-def learning_samples(micro: MicroBatch) -> int:
+def learning_samples(micro: PackedBatch) -> int:
     """Samples of a micro-batch, in host memory, with at least one target."""
     return len(micro.tokens) if micro.labels is None else int((micro.labels != IGNORE).any(1).sum())

@@ -17,7 +17,7 @@ from fsdp_pretrain.config.model import GLMModel
 
 from .attention import biased_attention
 from .decoder import Decoder
-from .layers import Constant, GeGLU, Initial, Normal, Rotary, rotary_frequencies, rotary_tables
+from .layers import Constant, GeGLU, Initial, NormalInit, Rotary, rotary_frequencies, rotary_tables
 from .masks import Mask
 
 
@@ -98,4 +98,4 @@ class GLM(Decoder):
             "embedding": (1.0, config.rows),
             "head": (1.0, config.rows),
         }[kind]
-        return Normal(gain * math.sqrt(2 / (config.hidden + width)))
+        return NormalInit(gain * math.sqrt(2 / (config.hidden + width)))

@@ -17,7 +17,7 @@ from fsdp_pretrain.config.model import RopeScaling
 
 
 @dataclass(frozen=True)
-class Normal:
+class NormalInit:
     """Initialise with N(0, std^2)."""
 
     std: float
@@ -30,7 +30,7 @@ class Constant:
     value: float
 
 
-Initial = Normal | Constant
+Initial = NormalInit | Constant
 
 
 def scaled_initial(name: str, std: float, layers: int) -> Initial:
@@ -44,9 +44,9 @@ def scaled_initial(name: str, std: float, layers: int) -> Initial:
     if "norm" in kind:
         return Constant(1.0)
     if kind in ("out", "down"):
-        return Normal(std / math.sqrt(2 * layers))
+        return NormalInit(std / math.sqrt(2 * layers))
     if kind in ("embedding", "positions", "head", "query", "key", "value", "gate", "up"):
-        return Normal(std)
+        return NormalInit(std)
     raise KeyError(name)
 
 

@@ -31,7 +31,7 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     """This process among the others, as torchrun's environment says; a single process without torchrun."""
 
     rank: int
@@ -40,7 +40,7 @@ class Ranks:
     local_world: int
 
     @classmethod
-    def from_environment(cls) -> Ranks:
+    def from_environment(cls) -> RankInfo:
         """Raises ConfigError if the environment is half-set."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name) for name in names]
@@ -69,7 +69,7 @@ def shard_size(parallel: ParallelSection, world: int, local_world: int) -> int:
 class World:
     """All ranks: the mesh with the axes `REPLICATE` and `SHARD`, this rank's device, reductions and joint decisions."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
+    def __init__(self, ranks: RankInfo, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
         self.rank, self.size, self.device, self.mesh = ranks.rank, ranks.world, device, mesh
         self._timeout = timeout
         self.host_group: dist.ProcessGroup | None = self.new_group()
@@ -143,7 +143,7 @@ class World:
         self.gather(None)
 
 
-class Alone(World):
+class SingleProcess(World):
     """One process without process group and mesh: for commands that write a checkpoint."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     Raises:
         ConfigError: the world does not fit the configuration or the machine.
     """
-    ranks = Ranks.from_environment()
+    ranks = RankInfo.from_environment()
     shards = shard_size(parallel, ranks.world, ranks.local_world)
     device = device_of(ranks)
     timeout = timedelta(seconds=parallel.timeout.value)
@@ -184,7 +184,7 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:
+def _store(ranks: RankInfo, timeout: timedelta) -> dist.Store:
     """Where ranks find each other's addresses.
 
     torchrun's agents keep one store over all restarts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and the c10d
@@ -209,7 +209,7 @@ def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:
     return store
 
 
-def device_of(ranks: Ranks) -> torch.device:
+def device_of(ranks: RankInfo) -> torch.device:
     """The GPU of this rank, made current, or the CPU where there is none. Raises ConfigError."""
     if not torch.cuda.is_available():
         return torch.device("cpu")

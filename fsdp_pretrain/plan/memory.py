@@ -40,7 +40,7 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes by part at one moment.
 
     Attributes:
@@ -65,7 +65,7 @@ class Memory:
         return sum(vars(self).values())
 
 
-def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.device) -> Memory:
+def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.device) -> MemoryEstimate:
     """What the fullest rank holds at the highest point of a step.
 
     Args:
@@ -76,7 +76,7 @@ def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.de
     model = models.build(config.model)
     shard = sum(_padded(parameter, shards) // shards for parameter in model.parameters()) * _MASTER_BYTES
     step = _trace(model.to(compute_dtype(config, device)), config, shards, accumulates, device)
-    return Memory(parameters=shard, optimizer=2 * shard, **step)
+    return MemoryEstimate(parameters=shard, optimizer=2 * shard, **step)
 
 
 def shard_padding(model: nn.Module, shards: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint import upcoming
-from fsdp_pretrain.checkpoint.disk_space import Need
+from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.errors import ConfigError, UserError
@@ -41,7 +41,7 @@ class Layout:
     replicas: int
     micro_batches_per_step: list[int]
     state_bytes: int
-    memory: memory.Memory
+    memory: memory.MemoryEstimate
     available: int | None
 
 
@@ -50,7 +50,7 @@ class Plan:
     """What a configuration comes to.
 
     Attributes:
-        markers: where the schedules bend, see `advice.markers`.
+        markers: where the schedules bend, see `warnings.markers`.
         schedule: rows of `Schedule.preview`.
         world: on a given number of ranks, or None.
     """
@@ -177,7 +177,7 @@ def plan(
     )
 
 
-def _space_warning(config: Config, first: Need) -> Iterator[str]:
+def _space_warning(config: Config, first: SpaceNeeded) -> Iterator[str]:
     """Whether the next checkpoint fits, where the storage of the run can be seen from here."""
     run = RunDir(config.run.dir)
     try:

@@ -60,7 +60,7 @@ class _Known(StateFile):
     segment: int = 0
 
 
-class Mirror:
+class AimMirror:
     """Writes a run's record into Aim: the kept line. What a rollback leaves behind stays as an archived Aim run.
 
     Raises whatever aim raises; also if another process writes the same Aim run.
@@ -153,7 +153,7 @@ def rebuild(run: RunDir) -> tuple[Path, int]:
     if not run.config.is_file():
         raise ConfigError(f"there is nothing to show: {run.path} was never started")
     try:
-        mirror = Mirror(run)
+        mirror = AimMirror(run)
         count = mirror.sync()
         mirror.close()
     except Exception as error:
@@ -197,7 +197,7 @@ def _follow(run: RunDir) -> NoReturn:
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        mirror = Mirror(run)
+        mirror = AimMirror(run)
         ended = False
         while not ended:
             ended = bool(select.select([sys.stdin], [], [], _POLL_SECONDS)[0])

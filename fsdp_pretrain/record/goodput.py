@@ -22,7 +22,7 @@ from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.units import human_count, human_time
 
 from .files import RunDir, stamp
-from .start_history import Attempt, Column, History, kept_steps, left_by, read_history
+from .start_history import Column, Start, StartHistory, kept_steps, left_by, read_history
 
 _WARMUP_STEPS = 20
 """Steps of a start whose excess over the reference is its warming up, not slowness."""
@@ -59,7 +59,7 @@ class State(StrEnum):
 _RECOVERY = (State.DETECT, State.TEARDOWN, State.IDLE_UNKNOWN, State.LAUNCH, State.LOAD, State.WARMUP)
 
 
-class Incident(BaseModel):
+class Interruption(BaseModel):
     """An unplanned end of a start, or a rollback, until the first step after it.
 
     Attributes:
@@ -106,7 +106,7 @@ class Saves(BaseModel):
     seconds: float | None
 
 
-class Unprotected(BaseModel):
+class UnprotectedTime(BaseModel):
     """The longest stretch without a new checkpoint; its age beyond the interval, integrated over time (seconds^2)."""
 
     longest_seconds: float
@@ -154,11 +154,11 @@ class Account(BaseModel):
     tokens_per_day: float
     mfu: float | None
     mfu_effective: float | None
-    incidents: list[Incident]
+    incidents: list[Interruption]
     mtti_seconds: float | None
     mttr_seconds: float | None
     saves: Saves
-    unprotected: Unprotected
+    unprotected: UnprotectedTime
     interval: Interval
     damaged: Damaged
 
@@ -169,7 +169,7 @@ class _Ledger:
     def __init__(self, begin: float) -> None:
         self.begin = self.at = begin
         self.states = dict.fromkeys(State, 0.0)
-        self.incident: Incident | None = None
+        self.incident: Interruption | None = None
 
     def until(self, time: float, state: State) -> None:
         self.add(max(0.0, time - self.at), state)
@@ -181,12 +181,12 @@ class _Ledger:
             self.incident.add(seconds, state)
 
 
-def _divide(history: History) -> tuple[_Ledger, list[Incident]]:
+def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
     """Divide a run's time, of which there is at least one start, among the states; and what interrupted it."""
     references = _references(history.attempts)
     ledger = _Ledger(_launch(history, history.attempts[0], -math.inf))
-    incidents: list[Incident] = []
-    before: Attempt | None = None
+    incidents: list[Interruption] = []
+    before: Start | None = None
     for attempt, after in zip(history.attempts, [*history.attempts[1:], None], strict=True):
         if before is not None:
             launch = _launch(history, attempt, before.end)
@@ -205,12 +205,12 @@ def _divide(history: History) -> tuple[_Ledger, list[Incident]]:
     return ledger, incidents
 
 
-def _launch(history: History, attempt: Attempt, after: float) -> float:
+def _launch(history: StartHistory, attempt: Start, after: float) -> float:
     """When the launch of a start began: with its launcher, if the journal names it, else with its process."""
     return next((time for time in history.launches if after <= time <= attempt.connected), attempt.launched)
 
 
-def _train(ledger: _Ledger, attempt: Attempt, kept: NDArray[np.bool_], reference: Column) -> None:
+def _train(ledger: _Ledger, attempt: Start, kept: NDArray[np.bool_], reference: Column) -> None:
     """Divide the steps of a start."""
     steps = attempt.steps
     if not len(steps):
@@ -233,7 +233,7 @@ def _train(ledger: _Ledger, attempt: Attempt, kept: NDArray[np.bool_], reference
         ledger.add(float(column[rows].sum()), state)
 
 
-def _judge(history: History, attempt: Attempt, after: Attempt | None) -> Incident | None:
+def _judge(history: StartHistory, attempt: Start, after: Start | None) -> Interruption | None:
     """The incident that ended a start, if one did. A start that made no step belongs to the one it followed."""
     until = math.inf if after is None else after.segment
     rollbacks = [n for n in history.nodes if n.kind == "rollback" and attempt.segment < n.segment < until]
@@ -243,10 +243,10 @@ def _judge(history: History, attempt: Attempt, after: Attempt | None) -> Inciden
     cause = "no reason was given" if attempt.clean else attempt.cause
     kind, cause = ("rollback", rollbacks[-1].reason or cause) if rollbacks else ("failure", cause)
     step = int(attempt.steps.step[-1])
-    return Incident(time=attempt.progress, segment=attempt.segment, step=step, kind=kind, cause=cause)
+    return Interruption(time=attempt.progress, segment=attempt.segment, step=step, kind=kind, cause=cause)
 
 
-def _end(ledger: _Ledger, attempt: Attempt) -> None:
+def _end(ledger: _Ledger, attempt: Start) -> None:
     """From the last step of a start until it was over."""
     if attempt.ready is None:
         ledger.until(attempt.end, State.LOAD)
@@ -257,7 +257,7 @@ def _end(ledger: _Ledger, attempt: Attempt) -> None:
     ledger.until(attempt.end, State.TEARDOWN)
 
 
-def _charge(history: History, incidents: list[Incident]) -> None:
+def _charge(history: StartHistory, incidents: list[Interruption]) -> None:
     """Add to every incident what was lost by it: what the next start that got through went back behind."""
     for attempt in history.attempts:
         lost, culprit = ~kept_steps(history, attempt), left_by(history, attempt)
@@ -270,7 +270,7 @@ def _charge(history: History, incidents: list[Incident]) -> None:
                 blamed[-1].lost_tokens += int(attempt.steps.tokens[mask].sum())
 
 
-def _references(attempts: list[Attempt]) -> dict[int, Column]:
+def _references(attempts: list[Start]) -> dict[int, Column]:
     """Reference seconds of every step: the best median of 512 steps of the same batch, length and world size."""
     keys = [np.stack([a.steps.batch, a.steps.length, np.full(len(a.steps), float(a.world))], axis=1) for a in attempts]
     if not keys or not sum(len(key) for key in keys):
@@ -334,7 +334,7 @@ def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter)
     )
 
 
-def _saves(history: History) -> Saves:
+def _saves(history: StartHistory) -> Saves:
     blocks = np.concatenate([a.steps.checkpoint[a.steps.checkpoint > 0] for a in history.attempts])
     took = [seconds for attempt in history.attempts for _, seconds in attempt.saves]
     return Saves(
@@ -344,7 +344,7 @@ def _saves(history: History) -> Saves:
     )
 
 
-def _unprotected(history: History, configured: float | None) -> Unprotected:
+def _unprotected(history: StartHistory, configured: float | None) -> UnprotectedTime:
     stretches: list[float] = []
     for attempt in history.attempts:
         if attempt.ready is not None:
@@ -352,7 +352,7 @@ def _unprotected(history: History, configured: float | None) -> Unprotected:
             times = [attempt.ready, *(time for time, _ in attempt.saves if attempt.ready < time < end), end]
             stretches += [stop - start for start, stop in pairwise(times)]
     beyond = None if configured is None else sum(max(0.0, s - configured) ** 2 / 2 for s in stretches)
-    return Unprotected(longest_seconds=max(stretches, default=0.0), over_interval=beyond)
+    return UnprotectedTime(longest_seconds=max(stretches, default=0.0), over_interval=beyond)
 
 
 def _interval(configured: float | None, mtti: float | None, saves: Saves, typical: float | None) -> Interval:
@@ -362,7 +362,7 @@ def _interval(configured: float | None, mtti: float | None, saves: Saves, typica
     return Interval(configured_seconds=configured, seconds=best, steps=max(1, round(best / typical)))
 
 
-def _configured_interval(run: RunDir, history: History, typical: float | None) -> float | None:
+def _configured_interval(run: RunDir, history: StartHistory, typical: float | None) -> float | None:
     """Seconds between saves by the run's configuration, at its typical pace."""
     batches = [attempt.steps.batch[-1] for attempt in history.attempts if len(attempt.steps)]
     try:

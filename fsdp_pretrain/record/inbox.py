@@ -19,7 +19,7 @@ from .state_files import StateFile
 class Request(StateFile):
     """What somebody asks for; the verb is empty in place of a request that was damaged.
 
-    `reason` and `avoid_hosts` are of a stop (see `control.send`), `key` is of an alarm.
+    `reason` and `avoid_hosts` are of a stop (see `requests.send`), `key` is of an alarm.
     """
 
     verb: str = ""

@@ -27,7 +27,7 @@ BEAT_SECONDS = 10.0
 _LOOKS, _LOOK_SECONDS = 10, 0.1
 
 
-class Held(StateFile):
+class LeaseRecord(StateFile):
     """The contents of a claim."""
 
     token: str  # unique
@@ -40,12 +40,12 @@ class Held(StateFile):
     deadline: float | None = None  # seconds that this may take, if it has a limit
 
 
-def read(path: Path) -> Held | None:
+def read(path: Path) -> LeaseRecord | None:
     """The contents of a claim; None if there is none, or it is damaged or being written at this moment."""
-    return state_files.view(path, Held)
+    return state_files.view(path, LeaseRecord)
 
 
-class Claim:
+class Lease:
     """A claim that this process holds and touches every `beat` seconds."""
 
     def __init__(self, path: Path, token: str, beat: float) -> None:
@@ -54,8 +54,8 @@ class Claim:
         threading.Thread(target=self._beat, daemon=True).start()
 
     @classmethod
-    def take(cls, path: Path, *, beat: float = BEAT_SECONDS, **facts: Any) -> Claim | None:
-        """Create the file, with `facts` as in `Held`; None if it exists. Raises OSError."""
+    def take(cls, path: Path, *, beat: float = BEAT_SECONDS, **facts: Any) -> Lease | None:
+        """Create the file, with `facts` as in `LeaseRecord`; None if it exists. Raises OSError."""
         token = uuid.uuid4().hex
         make_directory(path.parent)
         try:
@@ -73,7 +73,7 @@ class Claim:
         """Whether no other process took it over, which happens to one that was frozen for long."""
         for _ in range(_LOOKS):
             try:
-                held = state_files.read(self.path, Held)
+                held = state_files.read(self.path, LeaseRecord)
             except DamagedFileError:  # another's that is being written at this moment, or flipped bits
                 time.sleep(_LOOK_SECONDS)
             except StorageError:
@@ -125,7 +125,7 @@ def process_start(pid: int) -> float | None:
         return None
 
 
-def is_alive(held: Held) -> bool | None:
+def is_alive(held: LeaseRecord) -> bool | None:
     """Whether the holder of a claim is alive; None if that cannot be determined from here."""
     if held.host != socket.gethostname() or held.namespace != _pid_namespace():
         return None
@@ -135,7 +135,7 @@ def is_alive(held: Held) -> bool | None:
     return started is not None and abs(started - held.process_started) <= 1
 
 
-class Holder:
+class LeaseHolder:
     """Watches whether the holder of a claim is alive; on another host it is dead after `silent` seconds without a beat.
 
     Silence is measured on the clock of this process, from its first look on, so clocks need not agree.
@@ -146,7 +146,7 @@ class Holder:
         self._sign: tuple[Any, float] | None = None
         self._since = 0.0
 
-    def lives(self, held: Held | None) -> bool | None:
+    def lives(self, held: LeaseRecord | None) -> bool | None:
         """Whether the holder is alive, by the current claim; None while that is not known. OSError if it is gone."""
         sign = (held and held.token, self.path.stat().st_mtime)
         alive = is_alive(held) if held is not None else None
@@ -159,7 +159,7 @@ class Holder:
         return False if now - self._since > self._silent else None
 
 
-def take_away(path: Path, held: Held | None) -> None:
+def take_away(path: Path, held: LeaseRecord | None) -> None:
     """Remove the claim that was seen as `held`. If it is another one by now, that one is put back."""
     aside = path.with_name(f"{path.stem}-stale-{uuid.uuid4().hex[:8]}.json")
     with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ LEAVING = ("rollback", "fresh")
 Count = Annotated[int, Field(ge=0)]
 
 
-class Request(StateFile):
+class BranchRequest(StateFile):
     """What a rollback was asked for."""
 
     step: int  # of the checkpoint
@@ -47,7 +47,7 @@ class ScheduleRow(StateFile):
     shares: dict[str, float]  # of the sources
 
 
-class Report(StateFile):
+class BranchReport(StateFile):
     """What a rollback or fork changes: its JSON output."""
 
     step: int
@@ -64,7 +64,7 @@ class Report(StateFile):
     done: Literal["now", "already", "dry run"] = "now"
 
 
-class Node(StateFile):
+class LineageNode(StateFile):
     """Where a segment begins. A file of release 0.1 has no `segment` (0) and may have no counters (None)."""
 
     segment: Count = 0
@@ -74,12 +74,12 @@ class Node(StateFile):
     consumed: Count | None = None  # samples trained at that step
     cursor: Count | None = None  # samples read at that step
     reason: str = ""  # of a rollback, as are the next two
-    request: Request | None = None
-    report: Report | None = None
+    request: BranchRequest | None = None
+    report: BranchReport | None = None
 
 
 @dataclass(frozen=True)
-class Part:
+class LineagePart:
     """Steps after `after` up to and including `until` (infinity for the head) are from `segment`."""
 
     segment: int
@@ -93,12 +93,12 @@ def record(segment: Path, *, parent: int | None, step: int, kind: str, **facts: 
     state_files.write(segment / LINEAGE, {**place, "time": now(), **facts})
 
 
-def nodes(run: RunDir) -> list[Node]:
+def nodes(run: RunDir) -> list[LineageNode]:
     """Every segment that has a place in the lineage, oldest first. Raises DamagedFileError."""
     return [node for path in run.segments if (node := _read(path)) is not None]
 
 
-def _read(segment: Path) -> Node | None:
+def _read(segment: Path) -> LineageNode | None:
     path, number = segment / LINEAGE, int(segment.name)
     harm: dict[str, str] = {
         "effect": "which steps belong to the run is not known, so nothing continues from them",
@@ -107,7 +107,7 @@ def _read(segment: Path) -> Node | None:
         f"from, or null and 0; `fsdp-pretrain journal {path.parent.parent.parent} --kind resume` has the step, and "
         "manifest.json of that checkpoint the segment",
     }
-    node = state_files.read(path, Node, **harm)
+    node = state_files.read(path, LineageNode, **harm)
     if node is None:
         return None
     if node.segment not in (0, number):
@@ -117,27 +117,27 @@ def _read(segment: Path) -> Node | None:
     return node.model_copy(update={"segment": number})
 
 
-def line(known: Iterable[Node], head: int | None = None) -> list[Part]:
+def line(known: Iterable[LineageNode], head: int | None = None) -> list[LineagePart]:
     """The parts of the line that ends in segment `head`, oldest first; the newest (None) gives the kept line."""
     table = {node.segment: node for node in known}
     number = max(table, default=None) if head is None else head
-    parts: list[Part] = []
+    parts: list[LineagePart] = []
     until = math.inf
     while number is not None and number in table:
         node = table[number]
         if node.step < until:
-            parts.append(Part(number, node.step, until))
+            parts.append(LineagePart(number, node.step, until))
         until = min(until, node.step)
         number = node.parent if node.parent is not None and node.parent < number else None
     return parts[::-1]
 
 
-def holds(parts: Iterable[Part], segment: int, step: int) -> bool:
+def holds(parts: Iterable[LineagePart], segment: int, step: int) -> bool:
     """Whether a step of a segment is on a line."""
     return any(part.segment == segment and part.after < step <= part.until for part in parts)
 
 
-def left_on_purpose(known: Iterable[Node], segment: int, step: int) -> Node | None:
+def left_on_purpose(known: Iterable[LineageNode], segment: int, step: int) -> LineageNode | None:
     """The last node of a kind in `LEAVING` after `segment`, if it left what that segment trained up to `step`."""
     table = {node.segment: node for node in known}
     last = max((node.segment for node in table.values() if node.kind in LEAVING), default=-1)
@@ -165,7 +165,7 @@ class DecidedRollback(StateFile):
     id: str
     time: str = ""
     segment: Count  # to be opened
-    lineage: Node  # where that begins
+    lineage: LineageNode  # where that begins
     aside: list[str]  # to be moved to `abandoned/`, relative to the checkpoints
     overrides: str  # contents of `overrides.toml`
     config: str  # contents of `config.toml`

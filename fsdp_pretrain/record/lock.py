@@ -1,6 +1,6 @@
 """The right to write a run: one job, rollback or fork at a time.
 
-`RUN/lock.json` is a claim (see `claim`). Whether a holder on this host is alive is known at once. A holder on another
+`RUN/lock.json` is a lease (see `lease`). Whether a holder on this host is alive is known at once. A holder on another
 host is watched: a beat proves that it is alive, silence for `SILENT_SECONDS` that it is not. A long save or compilation
 is no silence, because a thread beats.
 """
@@ -15,7 +15,7 @@ from fsdp_pretrain.errors import BusyError, StorageError
 
 from . import lease, state_files
 from .files import RunDir
-from .lease import BEAT_SECONDS, Claim, Held, Holder, take_away
+from .lease import BEAT_SECONDS, Lease, LeaseHolder, LeaseRecord, take_away
 from .status import Status
 
 SILENT_SECONDS = 90.0
@@ -31,8 +31,8 @@ class RunLock:
 
     def __init__(self, run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> None:
         self._run, self._purpose, self._silent = run, purpose, silent
-        self._claim: Claim | None = None
-        self._holder, self._waiting = Holder(run.lock, silent), False
+        self._claim: Lease | None = None
+        self._holder, self._waiting = LeaseHolder(run.lock, silent), False
 
     def attempt(self) -> bool:
         """Try to take it, for about a second. Returns whether it is held now.
@@ -42,7 +42,7 @@ class RunLock:
         """
         path = self._run.lock
         try:
-            self._claim = Claim.take(path, purpose=self._purpose)
+            self._claim = Lease.take(path, purpose=self._purpose)
         except OSError as error:
             raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
         if self._claim is not None:
@@ -56,7 +56,7 @@ class RunLock:
             raise self._busy(held)
         if alive is False:
             take_away(path, held)
-            self._holder, self._waiting = Holder(path, self._silent), False
+            self._holder, self._waiting = LeaseHolder(path, self._silent), False
         elif not self._waiting:
             self._waiting = True
             print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a sign of life from it", flush=True)
@@ -64,15 +64,15 @@ class RunLock:
             time.sleep(min(_LOOK_SECONDS, self._silent / 5))
         return False
 
-    def _describe(self, held: Held | None) -> str:
-        held = held or Held(token="")
+    def _describe(self, held: LeaseRecord | None) -> str:
+        held = held or LeaseRecord(token="")
         status = state_files.view(self._run.status, Status) or Status()
         return (
             f"{self._run.path} is held by {held.purpose} on host {held.host}, pid {held.pid or '?'}, since {held.time} "
             f"(segment {status.segment or '?'}, step {'?' if status.step is None else status.step})"
         )
 
-    def _busy(self, held: Held | None) -> BusyError:
+    def _busy(self, held: LeaseRecord | None) -> BusyError:
         return BusyError(
             self._describe(held),
             effect="two writers would mix two lines of training in one run",

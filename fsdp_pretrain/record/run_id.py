@@ -3,7 +3,7 @@
 When a mount goes away, its path is an empty directory, and a run started there would begin at step 0. So a run
 directory has a random id in a file; so does its `checkpoints/`, which may be a separate mount. A process that works in
 a run binds itself to these ids: from then on it creates no file or directory where the id is gone. What the starts
-under one launcher or torchrun saw of a run is noted outside of it (`Memory`), so that the next one notices a loss.
+under one launcher or torchrun saw of a run is noted outside of it (`LauncherMemory`): the next one notices a loss.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _describe(directory: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenRun:
     """What was seen of a run."""
 
     run_id: str
@@ -125,7 +125,7 @@ class Seen:
     checkpoint: int | None = None  # the newest step of that line with a checkpoint
 
 
-class Memory:
+class LauncherMemory:
     """What the starts under one launcher or torchrun have seen of a run (`seen`), on one node.
 
     `note` is the file, outside the run directory, that passes it on to the next start; None if there will be no other.
@@ -134,10 +134,10 @@ class Memory:
 
     def __init__(self, note: Path | None, *, active: bool = True) -> None:
         self._note, self._active = note, active
-        self.seen: Seen | None = None
+        self.seen: SeenRun | None = None
         try:
             if note is not None and note.exists():
-                self.seen = Seen(**json.loads(note.read_text(encoding="utf-8")))
+                self.seen = SeenRun(**json.loads(note.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise StorageError(f"cannot read {note}, what earlier starts have seen of the run: {error}") from None
 
@@ -155,7 +155,7 @@ class Memory:
 
     def remember(self, **facts: Any) -> None:
         """Change fields of `seen`. A node that cannot write the note says so, and continues."""
-        self.seen = Seen(**facts) if self.seen is None else replace(self.seen, **facts)
+        self.seen = SeenRun(**facts) if self.seen is None else replace(self.seen, **facts)
         if self._note is None or not self._active:
             return
         try:

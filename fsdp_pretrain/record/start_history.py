@@ -37,7 +37,7 @@ Column = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepColumns:
     """Columns of a segment's metrics, one row per record, all float64; see `StepRecord`."""
 
     step: Column
@@ -67,14 +67,14 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Start:
     """A start of the main job. Times are seconds since 1970."""
 
     segment: int
     launched: float  # when its process began
     connected: float  # when all ranks had met and the segment was opened
     ready: float | None  # when the first step began, if it did
-    steps: Steps
+    steps: StepColumns
     saves: list[tuple[float, float]]  # (time, seconds it took) of completed checkpoints
     saving: float | None  # when its last save after its last step ended, well or not
     declared: float | None  # when its end was declared: by itself, the watchdog or the launcher
@@ -94,11 +94,11 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class History:
+class StartHistory:
     """All starts of a run, oldest first, and what happened between them."""
 
-    attempts: list[Attempt]  # since the run, or the fork, began
-    nodes: list[lineage.Node]
+    attempts: list[Start]  # since the run, or the fork, began
+    nodes: list[lineage.LineageNode]
     launches: list[float]  # when a launcher started, or started again
     damaged_lines: int  # of the journal and the metrics; they are skipped
     damaged_files: list[str]  # what is wrong with small files, whose starts are left out
@@ -114,7 +114,7 @@ class _Start:
     connected: float
 
 
-def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[Steps, int]:
+def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[StepColumns, int]:
     """The columns of a metrics file, and the number of damaged lines, which are skipped.
 
     They are cached beside the file, so that the next call only reads what was added. `shown` may wrap the lines in a
@@ -129,7 +129,7 @@ def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = ite
         table = np.concatenate([table, np.array(rows, dtype=np.float64)])
     if len(rows) >= _WORTH_KEEPING:
         _keep(path, table, offset, before + among)
-    return Steps(*table.T), before + len(damaged)
+    return StepColumns(*table.T), before + len(damaged)
 
 
 def unread_bytes(run: RunDir) -> int:
@@ -148,7 +148,7 @@ class _Cache(NamedTuple):
 
 def _read_before(path: Path) -> _Cache:
     """The cache of a metrics file; an empty one if there is none or the file is no longer the same."""
-    width = len(fields(Steps))
+    width = len(fields(StepColumns))
     with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
         with np.load(path.with_name(_READ), allow_pickle=False) as kept:
             found, tail = _Cache(kept["table"], int(kept["offset"]), int(kept["damaged"])), kept["tail"].tobytes()
@@ -189,7 +189,7 @@ def _row(record: StepRecord) -> tuple[float, ...]:
     )
 
 
-def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> History:
+def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> StartHistory:
     """Everything the record of a run says about its starts; `shown` may wrap metrics lines in a progress bar."""
     nodes = lineage.nodes(run)
     first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # before it: the parent's
@@ -206,19 +206,19 @@ def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = 
         if begun is not None and connected is not None and int(path.name) >= first:
             starts.append(_Start(int(path.name), path, begun, connected))
     status = state_files.view(run.status, Status) or Status()
-    attempts, lines = list[Attempt](), len(damaged)
+    attempts, lines = list[Start](), len(damaged)
     for start, until in zip(starts, [*(later.connected for later in starts[1:]), math.inf], strict=False):
         steps, skipped = read_steps(start.path / METRICS, shown)
         lines += skipped
         heartbeat = seconds_of(status.heartbeat) if status.segment == start.number else None
         attempts.append(_attempt(start, entries, steps, heartbeat, until))
     launches = [seconds_of(entry["time"]) or 0.0 for entry in entries if entry["kind"] in ("launch", "restart")]
-    return History(attempts, nodes, sorted(launches), lines, wrong)
+    return StartHistory(attempts, nodes, sorted(launches), lines, wrong)
 
 
 def _attempt(
-    start: _Start, entries: list[dict[str, Any]], steps: Steps, heartbeat: float | None, until: float
-) -> Attempt:
+    start: _Start, entries: list[dict[str, Any]], steps: StepColumns, heartbeat: float | None, until: float
+) -> Start:
     """One start, from the journal and its own files; `until` is when the next one connected."""
     connected = start.connected
     around = [(seconds_of(e["time"]) or 0.0, e) for e in entries if e.get("segment") in (start.number, None)]
@@ -235,7 +235,7 @@ def _attempt(
     signs = [progress, *(time for time, _ in mine), heartbeat, declared, seconds_of(intent and intent.time)]
     after = [time for time, entry in mine if entry["kind"] in _SAVING and time > progress]
     cause = (intent and intent.reason) or (stop or {}).get("text") or (str(end[1]["text"]) if end is not None else "")
-    return Attempt(
+    return Start(
         segment=start.number,
         launched=seconds_of(start.begun.launched) or connected,
         connected=connected,
@@ -260,7 +260,7 @@ def _declares(entry: dict[str, Any]) -> bool:
     return entry["kind"] in ("stop", "restart")
 
 
-def kept_steps(history: History, attempt: Attempt) -> NDArray[np.bool_]:
+def kept_steps(history: StartHistory, attempt: Start) -> NDArray[np.bool_]:
     """Which steps of a start are on the kept line."""
     parts = [part for part in lineage.line(history.nodes) if part.segment == attempt.segment]
     kept = np.zeros(len(attempt.steps), dtype=np.bool_)
@@ -269,7 +269,7 @@ def kept_steps(history: History, attempt: Attempt) -> NDArray[np.bool_]:
     return kept
 
 
-def left_by(history: History, attempt: Attempt) -> NDArray[np.int64]:
+def left_by(history: StartHistory, attempt: Start) -> NDArray[np.int64]:
     """For each step of a start, the first segment that went back to before it; 0 where none did."""
     found = np.zeros(len(attempt.steps), dtype=np.int64)
     for node in sorted(history.nodes, key=lambda node: node.segment):

@@ -15,14 +15,14 @@ from .state_files import StateFile
 _STOPPED = (Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS)
 
 
-class Saved(BaseModel):
+class SavedCheckpoint(BaseModel):
     """The newest checkpoint, as far as the job knows."""
 
     step: int | None = None
     consumed: int | None = None
 
 
-class Ending(BaseModel):
+class RunEnding(BaseModel):
     """How the job ended."""
 
     code: int
@@ -47,10 +47,10 @@ class Status(StateFile):
     loss: float | None = None  # of the last step, as are the next two
     iteration_seconds: float | None = None
     tokens_per_second: float | None = None
-    checkpoint: Saved | None = None
+    checkpoint: SavedCheckpoint | None = None
     overrides: str | None = None  # of the run directory, in words
     heartbeat: str | None = None  # when this was written
-    exit_intent: Ending | None = None
+    exit_intent: RunEnding | None = None
 
     def said(self) -> dict[str, Any]:
         """The entries of the file, JSON values."""

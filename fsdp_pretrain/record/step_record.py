@@ -20,7 +20,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class Finding(_Part):
+class HealthFinding(_Part):
     """A health incident begins, gets worse, or ends."""
 
     key: str  # names the incident, `detector/scope` as in an alarm
@@ -44,7 +44,7 @@ class LossSum(_Part):
         return self.sum / self.count if self.sum is not None and self.count else math.nan
 
 
-class Seconds(_Part):
+class StepSeconds(_Part):
     """Parts of an iteration, which runs from the end of the previous update to the end of this one."""
 
     iteration: float  # all of it
@@ -62,7 +62,7 @@ class Ramps(_Part):
     embedding_shrink: float | None = None  # factor of the embedding's gradient, if configured
 
 
-class ReadTimes(_Part):
+class ReadSeconds(_Part):
     """Reads of the corpora since the last step, on rank 0; see `data.corpus.reading.ReadTimes`."""
 
     reads: int = 0
@@ -109,14 +109,14 @@ class StepRecord(_Part):
     separators: int
     adjacent_specials: int
     quarantined: int
-    data_read: ReadTimes
+    data_read: ReadSeconds
     beside: list[str] = Field(default_factory=list)  # what else ran on the node
     world: int | None = None  # ranks
-    seconds: Seconds
+    seconds: StepSeconds
     tokens_per_second: float  # of all ranks
     mfu: float | None = None  # model FLOPs utilisation, if the device's peak is known
     memory_bytes: int = 0  # in use on rank 0's device
-    health: list[Finding] = Field(default_factory=list)  # what begins, gets worse or ends with it
+    health: list[HealthFinding] = Field(default_factory=list)  # what begins, gets worse or ends with it
     segment: int = 0  # of the start
     host: str = ""  # of rank 0
     time: str = ""  # when it was written

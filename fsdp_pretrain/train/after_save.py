@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 
 from eval import jobs
-from fsdp_pretrain.checkpoint.dcp import Saved
-from fsdp_pretrain.checkpoint.manifest import Manifest
+from fsdp_pretrain.checkpoint.dcp import SaveResult
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
 from fsdp_pretrain.checkpoint.on_commit import CommitHook
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record.files import RunDir
@@ -22,7 +22,7 @@ class AfterSave:
         self._hook = None if command is None else CommitHook(command, self._run.path / "on_commit.log", recorder)
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def start(self, saved: Saved) -> None:
+    def start(self, saved: SaveResult) -> None:
         """Start what is due; on rank 0."""
         manifest = saved.checkpoint.manifest()
         if self._hook is not None:
@@ -42,7 +42,7 @@ class AfterSave:
     def _evaluating(self) -> bool:
         return self._worker is not None and self._worker.poll() is None
 
-    def _evaluate(self, manifest: Manifest) -> None:
+    def _evaluate(self, manifest: CheckpointManifest) -> None:
         """Start a worker unless one runs: that one, or the next, will find the checkpoint."""
         if self._evaluating and not manifest.final:
             return

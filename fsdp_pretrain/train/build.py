@@ -21,7 +21,7 @@ from fsdp_pretrain.parallel import fsdp, mesh, optimizer
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Recorder, Silent
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart, Watched
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat
 
 
 def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, torch.optim.Optimizer]:
@@ -81,13 +81,13 @@ def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> 
     return recorder
 
 
-def build_heartbeat(config: Config) -> Heart:
+def build_heartbeat(config: Config) -> Heartbeat:
     """This rank's part of the watchdog, which looks from before the ranks meet. Raises ConfigError."""
-    ranks = mesh.Ranks.from_environment()
+    ranks = mesh.RankInfo.from_environment()
     if not config.watchdog.enabled:
-        return Heart()
+        return Heartbeat()
     try:
-        return Watched(
+        return PageHeartbeat(
             config,
             rank=ranks.rank,
             local_rank=ranks.local_rank,
@@ -98,4 +98,4 @@ def build_heartbeat(config: Config) -> Heart:
         )
     except OSError as error:
         print(f"warning: training without a watchdog on this rank: {error}", file=sys.stderr, flush=True)
-        return Heart()
+        return Heartbeat()

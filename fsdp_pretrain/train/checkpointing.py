@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from fsdp_pretrain.checkpoint.async_save import Pending
-from fsdp_pretrain.checkpoint.dcp import Saved
+from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import StorageError, UserError
@@ -30,17 +30,17 @@ _PATIENCE = 1.0
 class Saver(Protocol):
     """Makes checkpoints; see `checkpoint.manager.Manager`. Collective."""
 
-    def save(self, state: TrainState, *, final: bool) -> Saved:
+    def save(self, state: TrainState, *, final: bool) -> SaveResult:
         """Make one while the caller waits. Raises StorageError on every rank."""
 
-    def begin(self, state: TrainState) -> Pending[Saved]:
+    def begin(self, state: TrainState) -> Pending[SaveResult]:
         """Make one in the background."""
 
     def renew(self) -> None:
         """Recover the means of saving in the background after an unexpected end."""
 
 
-class Saves:
+class Checkpointing:
     """The checkpoints of one start. All ranks call its methods together, `signals` with every step.
 
     Args:
@@ -57,7 +57,7 @@ class Saves:
         config: Config,
         world: World,
         saver: Saver,
-        after_save: Callable[[Saved], None],
+        after_save: Callable[[SaveResult], None],
         recorder: Recorder,
         step: int,
     ) -> None:
@@ -65,7 +65,7 @@ class Saves:
         self._patience = config.parallel.timeout.value
         self._after_save, self._recorder = after_save, recorder
         self.saved_step = step
-        self._pending: Pending[Saved] | None = None
+        self._pending: Pending[SaveResult] | None = None
         self._pending_step, self._number, self._told = step, 0, False
         self._failures, self._retry_at = 0, math.inf
         self._safe_at = time.monotonic()
@@ -204,7 +204,7 @@ class Saves:
                 remedy="mend the storage, then start again; training continues from the last checkpoint",
             ).on_all_ranks()
 
-    def _succeed(self, step: int, saved: Saved) -> None:
+    def _succeed(self, step: int, saved: SaveResult) -> None:
         self._failures, self._retry_at, self.saved_step = 0, math.inf, step
         self._safe_at = time.monotonic()
         manifest = saved.checkpoint.manifest() if self._world.is_main else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
 from fsdp_pretrain.health.auto_rollback import came_back, retreat, say_end
-from fsdp_pretrain.health.monitor import Retreat
+from fsdp_pretrain.health.monitor import RollbackRequest
 from fsdp_pretrain.record import exit_intent, status
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Recorder
@@ -50,7 +50,7 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
     """Write down how the loop ended, after a rollback if it ended for one; what to exit with. Collective.
 
     Raises:
-        UserError: the rollback must not, or cannot, be made; see `retreat.retreat`.
+        UserError: the rollback must not, or cannot, be made; see `auto_rollback.retreat`.
     """
     run, asked = trainer.context, trainer.retreat
     recorder, run_dir = run.recorder, run.recorder.run
@@ -79,7 +79,7 @@ def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
     return outcome
 
 
-def _record_suspicion(asked: Retreat, run: RunContext) -> Exit:
+def _record_suspicion(asked: RollbackRequest, run: RunContext) -> Exit:
     """Steps were not finite for a reason that is not in their data.
 
     No sample is to be left then, and the weights are those before: the next start goes on from the last checkpoint,

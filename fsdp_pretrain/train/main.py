@@ -20,12 +20,12 @@ from data.packing.loader import StepBatch, check_batches
 from data.packing.opening import check_supply, open_packer
 from data.packing.position import Position
 from eval import jobs
-from fsdp_pretrain.checkpoint.dcp import Saved
-from fsdp_pretrain.checkpoint.manager import Manager
+from fsdp_pretrain.checkpoint.dcp import SaveResult
+from fsdp_pretrain.checkpoint.manager import CheckpointManager
 from fsdp_pretrain.checkpoint.on_commit import refuse_path_in_text
-from fsdp_pretrain.checkpoint.resume import Resume, Resumed, Terms
+from fsdp_pretrain.checkpoint.resume import Resume, Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import identity
-from fsdp_pretrain.checkpoint.training_objects import Subject
+from fsdp_pretrain.checkpoint.training_objects import TrainingObjects
 from fsdp_pretrain.config import resume_rules
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
@@ -43,15 +43,15 @@ from fsdp_pretrain.record.files import RunDir, make_directory, replace_file
 from fsdp_pretrain.record.lock import RunLock
 from fsdp_pretrain.record.overrides import Overrides, load_run
 from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
-from fsdp_pretrain.record.run_id import Memory
+from fsdp_pretrain.record.run_id import LauncherMemory
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 from fsdp_pretrain.watchdog.notify.channels import make_channels
 
 from . import start
 from .after_save import AfterSave
 from .build import build_data, build_heartbeat, build_loss_scaler, build_model_and_optimizer, build_recorder
-from .checkpointing import Saves
+from .checkpointing import Checkpointing
 from .exit_status import conclude, record_end
 from .run_context import RunContext
 from .trainer import Trainer
@@ -75,8 +75,8 @@ def _start(args: argparse.Namespace) -> int:
         allowed = resume_rules.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
         refuse_path_in_text(config)
-        terms = Terms(args.allow_fresh, allowed, args.reset_optimizer, args.reason)
-        memory = Memory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
+        terms = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason)
+        memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
         start.recognise(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
@@ -95,7 +95,9 @@ def _refuse(error: UserError, *, speaks: bool) -> int:
     return int(error.exit)
 
 
-def run(config: Config, world: World, lasting: Overrides, terms: Terms, heart: Heart, memory: Memory) -> Exit:
+def run(
+    config: Config, world: World, lasting: Overrides, terms: ResumeOptions, heart: Heartbeat, memory: LauncherMemory
+) -> Exit:
     """Lock the run, open a segment, train, and record how it ended, whatever the way. Raises UserError.
 
     Args:
@@ -147,7 +149,9 @@ def _check_writer(lock: RunLock | None) -> None:
         lock.check()
 
 
-def _train(context: RunContext, guard: Callable[[], None], terms: Terms, memory: Memory, after_save: AfterSave) -> Exit:
+def _train(
+    context: RunContext, guard: Callable[[], None], terms: ResumeOptions, memory: LauncherMemory, after_save: AfterSave
+) -> Exit:
     """Build everything and run the loop."""
     config, world, recorder, run_dir = context.config, context.world, context.recorder, context.recorder.run
     context.heart.beat(Phase.LOAD)
@@ -156,7 +160,7 @@ def _train(context: RunContext, guard: Callable[[], None], terms: Terms, memory:
     if world.is_main:
         start.copy_tokenizer(run_dir, packer)
     model, optimizer = build_model_and_optimizer(config, world)
-    subject = Subject(world, run_dir, model, optimizer, config, identity(config, packer))
+    subject = TrainingObjects(world, run_dir, model, optimizer, config, identity(config, packer))
     start.record_start(recorder, subject, model.count_parameters())
     resumed = Resume(subject, recorder, terms)()
     state = resumed.state
@@ -175,7 +179,7 @@ def _train(context: RunContext, guard: Callable[[], None], terms: Terms, memory:
     context.inbox.listen()
     follower = aim.start_follower(run_dir) if world.is_main and config.record.aim else None
 
-    def saved(made: Saved) -> None:
+    def saved(made: SaveResult) -> None:
         memory.remember(checkpoint=made.checkpoint.step)
         if world.is_main:
             after_save.start(made)
@@ -183,7 +187,7 @@ def _train(context: RunContext, guard: Callable[[], None], terms: Terms, memory:
     unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
     if unigrams is not None:
         make_directory(unigrams.parent)
-    manager = Manager(
+    manager = CheckpointManager(
         subject,
         segment=recorder.number,
         guard=guard,
@@ -197,7 +201,7 @@ def _train(context: RunContext, guard: Callable[[], None], terms: Terms, memory:
         optimizer=optimizer,
         scaler=scaler,
         data=build_data(config, packer, world, state, unigrams=unigrams),
-        saves=Saves(config, world, manager, saved, recorder, state.step),
+        saves=Checkpointing(config, world, manager, saved, recorder, state.step),
         state=state,
         health=health,
         provenance=provenance(config, world.size),
@@ -221,7 +225,7 @@ def _preflight(config: Config, world: World) -> None:
         make_channels(config.watchdog.notify, os.environ)
 
 
-def _health(subject: Subject, segment: int, resumed: Resumed) -> Health:
+def _health(subject: TrainingObjects, segment: int, resumed: Resumed) -> Health:
     """What judges the steps of this start, the same on every rank."""
     world = subject.world
     exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()

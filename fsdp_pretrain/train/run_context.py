@@ -9,7 +9,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.requests import Inbox
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,5 @@ class RunContext:
     world: World
     recorder: Recorder
     inbox: Inbox
-    heart: Heart = field(default_factory=Heart)
+    heart: Heartbeat = field(default_factory=Heartbeat)
     beside: Callable[[], list[str]] = list

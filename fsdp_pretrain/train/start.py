@@ -17,10 +17,10 @@ import psutil
 
 from data.packing.opening import open_skips
 from data.packing.packer import Packer
-from fsdp_pretrain.checkpoint.expected import Missing, missing
-from fsdp_pretrain.checkpoint.resume import Resumed, Terms
+from fsdp_pretrain.checkpoint.expected import MissingCheckpoint, missing
+from fsdp_pretrain.checkpoint.resume import Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import TrainState
-from fsdp_pretrain.checkpoint.training_objects import Subject
+from fsdp_pretrain.checkpoint.training_objects import TrainingObjects
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, UserError
 from fsdp_pretrain.launch.outcome import newest_segment
@@ -36,7 +36,7 @@ from fsdp_pretrain.record.metrics import left_behind
 from fsdp_pretrain.record.milestones import milestones
 from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.record.recorder import Recorder
-from fsdp_pretrain.record.run_id import Memory
+from fsdp_pretrain.record.run_id import LauncherMemory
 from fsdp_pretrain.units import human_count, human_time
 
 from . import environment
@@ -49,7 +49,7 @@ _VISIBLE_WITHIN = 5.0
 # ---------------------------------------------------------------------- the directory
 
 
-def recognise(run: RunDir, memory: Memory) -> None:
+def recognise(run: RunDir, memory: LauncherMemory) -> None:
     """Before anything is made: refuse a run directory that is not the one that earlier starts had; bind to it.
 
     Raises:
@@ -60,7 +60,7 @@ def recognise(run: RunDir, memory: Memory) -> None:
     run_id.bind(run.path, run_id.read(run.path))
 
 
-def open_directory(run: RunDir, world: World, memory: Memory) -> None:
+def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
     """Bind every rank to the run directory, which is made if no host has one. Collective.
 
     Raises:
@@ -129,12 +129,12 @@ def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
 # ---------------------------------------------------------------------- its checkpoints
 
 
-def agreed(terms: Terms, memory: Memory, world: World) -> Terms:
+def agreed(terms: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
     """The terms for this start: --allow-fresh is for the first one under a launcher or torchrun. Collective."""
     return replace(terms, fresh=world.decide(lambda: terms.fresh and not (memory.seen and memory.seen.segment)))
 
 
-def look_for_checkpoints(run: RunDir, terms: Terms, memory: Memory) -> Missing | None:
+def look_for_checkpoints(run: RunDir, terms: ResumeOptions, memory: LauncherMemory) -> MissingCheckpoint | None:
     """The newest checkpoint of the kept line, if the record has it and the directories have neither it nor a later one.
 
     Raises:
@@ -215,7 +215,7 @@ def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
         recorder.event("overrides", f"of overrides.toml: {lasting}")
 
 
-def record_start(recorder: Recorder, subject: Subject, parameters: int) -> None:
+def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) -> None:
     """What is trained, on what."""
     world, config, device = subject.world, subject.config, flops.device_name(subject.world.device)
     recorder.event(

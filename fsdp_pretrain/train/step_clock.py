@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.record.step_record import Seconds
+from fsdp_pretrain.record.step_record import StepSeconds
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .device_timing import between, mark
 from .straggler_timing import OwnTime
@@ -38,12 +38,12 @@ class StepTimes:
     data: float
     checkpoint: float
 
-    def seconds(self) -> Seconds:
+    def seconds(self) -> StepSeconds:
         """Parts of the iteration, which runs from the end of the update before to the end of this one."""
         gap = between(self.before, self.forward)
         checkpoint = min(self.checkpoint, gap)
         data = min(self.data, gap - checkpoint)
-        return Seconds(
+        return StepSeconds(
             iteration=between(self.before, self.end),
             data=data,
             forward_backward=between(self.forward, self.update),
@@ -63,7 +63,7 @@ class StepClock:
         heart: is told.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heart) -> None:
+    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heartbeat) -> None:
         self._device, self._heart, self._own = device, heart, OwnTime(model, device, window, heart)
         self._data, self._marks = 0.0, [mark(device)]
 

@@ -13,14 +13,14 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.parallel import replica_check as replicas
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.flops import device_name, flops_per_token, memory_in_use, peak_flops
-from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadTimes, StepRecord, number
+from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadSeconds, StepRecord, number
 
 from .step_clock import StepTimes
 from .step_sums import StepCounts, StepSums
 
 
 @dataclass
-class Issued:
+class IssuedStep:
     """A step that was issued to the device and whose numbers are on their way.
 
     Attributes:
@@ -58,7 +58,7 @@ class StepRecords:
         self._flops = flops_per_token(parameters, config.model, config.data.sequence_length)
         self._peak = peak_flops(device_name(world.device))
 
-    def of(self, issued: Issued) -> StepRecord:
+    def of(self, issued: IssuedStep) -> StepRecord:
         """The record of a step whose numbers are there."""
         config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
@@ -99,7 +99,7 @@ class StepRecords:
             separators=counts.separators,
             adjacent_specials=counts.adjacent_specials,
             quarantined=counts.quarantined,
-            data_read=ReadTimes(**issued.data["data_read"]),
+            data_read=ReadSeconds(**issued.data["data_read"]),
             beside=issued.data["beside"],
             world=world.size,
             seconds=seconds,

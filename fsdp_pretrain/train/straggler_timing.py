@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heart
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .device_timing import between, mark
 
@@ -28,14 +28,14 @@ class OwnTime:
     The blocks of the model, which is sharded, get hooks.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heart) -> None:
+    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heartbeat) -> None:
         self._device, self._every = device, _EVERY if device.type == "cuda" else 1
         self._window, self._heart = max(1, window // self._every), heart
         self._marks: list[tuple[Any, Any]] | None = None
         self._begun: Any = None
         self._steps = self._number = 0
         self._measured: list[float] = []
-        if type(heart) is Heart:
+        if type(heart) is Heartbeat:
             return  # nobody listens
         for block in model.blocks:  # after the hooks that gather parameters, before those that free them
             block.register_forward_pre_hook(self._before)

@@ -20,18 +20,18 @@ from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health.journal import Provenance, tell
-from fsdp_pretrain.health.monitor import Health, Retreat
+from fsdp_pretrain.health.monitor import Health, RollbackRequest
 from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
-from .checkpointing import Saves
+from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .run_context import RunContext
 from .step_clock import StepClock
-from .step_metrics import Issued, StepRecords
+from .step_metrics import IssuedStep, StepRecords
 from .step_sums import StepCounts, StepSums
 
 LAG = 2
@@ -55,14 +55,14 @@ Reread = Callable[[Position], StepBatch]
 
 
 @dataclass
-class Verdict:
+class AgreedActions:
     """What the ranks agreed on, from the sums of the steps collected since it was last acted on."""
 
     stop: bool = False
     save: bool = False
     saved: int = 0
     overdue: bool = False
-    retreat: Retreat | None = None
+    retreat: RollbackRequest | None = None
 
 
 class Trainer:
@@ -92,7 +92,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         scaler: optim.LossScaler | None,
         data: DataStream,
-        saves: Saves,
+        saves: Checkpointing,
         state: TrainState,
         health: Health,
         provenance: Provenance | None = None,
@@ -106,10 +106,10 @@ class Trainer:
         self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
         self._clock = StepClock(model, world.device, config.watchdog.pace.window, run.heart)
         self._health, self._provenance, self._reread = health, provenance, reread
-        self.retreat: Retreat | None = None
+        self.retreat: RollbackRequest | None = None
         self._first = state.step
-        self._issued: deque[Issued] = deque()
-        self._verdict = Verdict()
+        self._issued: deque[IssuedStep] = deque()
+        self._verdict = AgreedActions()
         self._stretches = self._quarantined = 0
         self._skips = scaler is not None or config.health.skip_nonfinite
         self._data_error: DataError | None = None
@@ -135,7 +135,7 @@ class Trainer:
         while self.state.consumed < self.schedule.total:
             self.step()
             self.collect(keep=LAG)
-            verdict, self._verdict = self._verdict, Verdict()
+            verdict, self._verdict = self._verdict, AgreedActions()
             if verdict.retreat is not None:
                 return self._end_for(verdict.retreat)
             if verdict.overdue:
@@ -159,13 +159,13 @@ class Trainer:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
         return outcome
 
-    def _end_for(self, retreat: Retreat) -> Exit:
+    def _end_for(self, retreat: RollbackRequest) -> Exit:
         """End without saving: what was trained since the incident is to be left."""
         self.saves.give_up()
         self.retreat = replace(retreat, repeats=self._is_spoilt_again(retreat))
         return Exit.RESUME
 
-    def _is_spoilt_again(self, retreat: Retreat) -> bool | None:
+    def _is_spoilt_again(self, retreat: RollbackRequest) -> bool | None:
         """Whether the last step that was not finite is so again, from its batch; None if that cannot be found out.
 
         Collective; changes no parameter. The parameters are those it had, but for steps that were in flight: what is in
@@ -206,7 +206,7 @@ class Trainer:
         optim.apply(self.optimizer, lr=lr, skip=skip, scaler=scaler)
         times = self._clock.end_update(self.saves.take_stalled())
         host_counts, host_sums, ready = to_host(self.world.device, counts, sums.packed)
-        self._issued.append(Issued(state, lr, ramps, times, host_counts, host_sums, ready, self._facts(batch)))
+        self._issued.append(IssuedStep(state, lr, ramps, times, host_counts, host_sums, ready, self._facts(batch)))
         self.state = state
 
     def _next_batch(self) -> StepBatch:
@@ -269,7 +269,7 @@ class Trainer:
             self._micro_step(micro, factor, sums)
         return sums
 
-    def _micro_step(self, micro: forward.MicroBatch, factor: Tensor, sums: StepSums) -> None:
+    def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, sums: StepSums) -> None:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.
 
         Args:

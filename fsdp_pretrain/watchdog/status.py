@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.expected import missing
 from fsdp_pretrain.checkpoint.locations import stores
-from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, Unprotected, longest_save
+from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, UnsavedTraining, longest_save
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.console import row
@@ -25,7 +25,7 @@ from fsdp_pretrain.record.environment import ENVIRONMENT, Environment
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
 from fsdp_pretrain.record.files import RunDir, age, now
 from fsdp_pretrain.record.goodput import Damaged
-from fsdp_pretrain.record.lease import Held
+from fsdp_pretrain.record.lease import LeaseRecord
 from fsdp_pretrain.record.lock import is_held
 from fsdp_pretrain.record.start_history import unread_bytes
 from fsdp_pretrain.record.state_files import StateFile
@@ -89,7 +89,7 @@ class Goodput(BaseModel):
     tokens_per_day: float = 0.0
 
 
-class Report(BaseModel):
+class StatusReport(BaseModel):
     """What `status` found; what it could not find out is not set.
 
     Attributes:
@@ -134,9 +134,9 @@ class Report(BaseModel):
         }
 
 
-def inspect(run: RunDir) -> Report:
+def inspect(run: RunDir) -> StatusReport:
     """Look at a run directory."""
-    report = Report()
+    report = StatusReport()
     try:
         found = state_files.read(run.status, Status)
         if found is None:
@@ -157,7 +157,7 @@ def inspect(run: RunDir) -> Report:
     return report
 
 
-def _look_at_life(report: Report, status: Status) -> None:
+def _look_at_life(report: StatusReport, status: Status) -> None:
     silent = age(status.heartbeat)
     report.heartbeat_age_seconds = round(silent, 1)
     if report.state in _ENDED:
@@ -179,7 +179,7 @@ def _look_at_life(report: Report, status: Status) -> None:
         report.problems.append((WARN, f"no sign of life for {human_time(silent)}"))
 
 
-def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
+def _look_at_checkpoints(report: StatusReport, run: RunDir, status: Status) -> None:
     found = stores(run)
     try:
         lost = None if run.rollback.exists() else missing(run)
@@ -209,7 +209,7 @@ def _look_at_checkpoints(report: Report, run: RunDir, status: Status) -> None:
         report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
 
 
-def _look_at_the_next(report: Report, run: RunDir, status: Status) -> None:
+def _look_at_the_next(report: StatusReport, run: RunDir, status: Status) -> None:
     """Whether the next checkpoint fits, and whether it is late: by the rules of the watchdog."""
     if not run.config.exists() and not report.verified_checkpoint:
         return  # it has not begun
@@ -234,14 +234,14 @@ def _look_at_the_next(report: Report, run: RunDir, status: Status) -> None:
         report.problems.append((WARN if level is Late.LATE else ALERT, str(late)))
 
 
-def _unprotected(run: RunDir, config: Config, status: Status) -> Unprotected:
+def _unprotected(run: RunDir, config: Config, status: Status) -> UnsavedTraining:
     """What the run has trained since its newest proved checkpoint, or without any since it began."""
     whole = [item for item in stores(run).scan() if item.problem is None]
     proved = [item for item in whole if item.verified or not config.checkpoint.verify]
     newest = proved[-1].manifest() if proved else None
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")
-    return Unprotected(
+    return UnsavedTraining(
         config.checkpoint.every,
         steps=(status.step or 0) - step,
         samples=(status.consumed or 0) - consumed,
@@ -252,7 +252,7 @@ def _unprotected(run: RunDir, config: Config, status: Status) -> Unprotected:
     )
 
 
-def _look_at_alarms(report: Report, run: RunDir) -> None:
+def _look_at_alarms(report: StatusReport, run: RunDir) -> None:
     """What the watchdog has found and is not over."""
     open_ = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
     report.alarms = [alarm.to_json() for alarm in open_]
@@ -264,7 +264,7 @@ def _look_at_alarms(report: Report, run: RunDir) -> None:
             report.problems.append((level, f"{alarm.key}: {alarm.summary} ({since})"))
 
 
-def _look_at_watchdog(report: Report, run: RunDir) -> None:
+def _look_at_watchdog(report: StatusReport, run: RunDir) -> None:
     """Whether anybody watches, and what was seen last."""
     seen = state_files.view(snapshot_file(run), _Seen)
     silent = age(seen.time) if seen is not None else math.inf
@@ -281,7 +281,7 @@ def _look_at_watchdog(report: Report, run: RunDir) -> None:
         report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
 
 
-def _look_at_progress(report: Report, run: RunDir) -> None:
+def _look_at_progress(report: StatusReport, run: RunDir) -> None:
     """Steps since the last time somebody asked."""
     last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), report.status.step or 0
     if last is not None:
@@ -290,7 +290,7 @@ def _look_at_progress(report: Report, run: RunDir) -> None:
         state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
 
 
-def _look_at_goodput(report: Report, run: RunDir) -> None:
+def _look_at_goodput(report: StatusReport, run: RunDir) -> None:
     """Where the time went, if that is soon read."""
     size = unread_bytes(run)
     if size > _LARGEST_RECORD:
@@ -307,7 +307,7 @@ def _look_at_goodput(report: Report, run: RunDir) -> None:
         report.goodput = Goodput(line=goodput.headline(found), **found.model_dump(include=_RATIOS))
 
 
-def _look_at_files(report: Report, run: RunDir) -> None:
+def _look_at_files(report: StatusReport, run: RunDir) -> None:
     """Small files that are damaged: what reads them does without, or refuses; and what is called like no segment."""
     for path, schema in _small_files(run):
         try:
@@ -321,7 +321,7 @@ def _look_at_files(report: Report, run: RunDir) -> None:
 
 def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
     yield run.rollback, lineage.DecidedRollback
-    yield run.lock, Held
+    yield run.lock, LeaseRecord
     for segment in run.segments:
         yield segment / EXIT_INTENT, ExitIntent
         yield segment / ENVIRONMENT, Environment
@@ -337,14 +337,14 @@ def _watchdog_line(seen: _Seen) -> str:
     return ", ".join(parts)
 
 
-def render(report: Report) -> str:
+def render(report: StatusReport) -> str:
     """The report on one screen."""
     names = {WARN: "WARN", ALERT: "ALERT"}
     rows = [*_rows(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
     return "\n".join([f"{report.status.run}: {report.state.upper()}", *(row(*each) for each in rows)])
 
 
-def _rows(report: Report) -> Iterator[tuple[str, str]]:
+def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
     status = report.status
     if status.step is not None and status.total_steps is not None:
         loss = f", loss {status.loss:.4f}" if status.loss is not None else ""

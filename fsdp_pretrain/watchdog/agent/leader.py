@@ -19,7 +19,7 @@ from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.record import environment, exit_intent, run_id
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.lease import BEAT_SECONDS, Claim, Holder
+from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, LeaseHolder
 from fsdp_pretrain.record.metrics import METRICS, records
 from fsdp_pretrain.record.requests import send
 from fsdp_pretrain.record.step_record import StepRecord
@@ -28,18 +28,18 @@ from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
-from fsdp_pretrain.watchdog.detectors.disk_space import Space
-from fsdp_pretrain.watchdog.detectors.slowdown import Drift, Stragglers
-from fsdp_pretrain.watchdog.hang.peers import Nodes, Relay
-from fsdp_pretrain.watchdog.hang.rank_monitor import Ranks
+from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
+from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, Stragglers
+from fsdp_pretrain.watchdog.hang.peers import PeerNodes, RemoteAlarms
+from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.notify.formatting import Identity
+from fsdp_pretrain.watchdog.notify.formatting import MessageSender
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
 from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, keep_alarms, serve, snapshot_file
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter
 from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
-from .goodput_job import Accounts
+from .goodput_job import GoodputJob
 from .registry import sensors
 
 _OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
@@ -50,7 +50,7 @@ _ATTEND = 5
 _NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
-class Numbers(Detector):
+class HealthAlarms(Detector):
     """Turns the findings that the trainer writes into its record into alarms (`health`)."""
 
     def step(self, record: StepRecord) -> None:
@@ -81,7 +81,7 @@ class Leader:
         holds: no other node's agent had taken the claim over when it was last looked at.
     """
 
-    def __init__(self, config: Config, claim: Claim, ranks: Ranks, nodes: Nodes, segment: int) -> None:
+    def __init__(self, config: Config, claim: Lease, ranks: RankMonitor, nodes: PeerNodes, segment: int) -> None:
         self._config, self._run, self._claim = config, RunDir(config.run.dir), claim
         self._ranks, self._nodes = ranks, nodes
         self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
@@ -96,10 +96,10 @@ class Leader:
         self._notifier: Notifier | None = None
         self._ping: Ping | None = None
         self.alarms = Alarms(alarms_file(self._run), self._on_change)
-        self._numbers = Numbers(self.alarms)
+        self._numbers = HealthAlarms(self.alarms)
         section = config.watchdog.notify
         try:
-            self._notifier = Notifier(section, self._run, Identity(config.run.name, str(self._run.path), segment))
+            self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
             self._ping = Ping(section.ping) if section.ping is not None else None
         except ConfigError as error:  # the trainer checks it before; secrets may have gone since
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent to anybody")
@@ -109,7 +109,7 @@ class Leader:
             if alarm.detector in _OF_A_START and alarm.opened < (begun.time or "9"):
                 self.alarms.resolve(alarm.key, "the ranks were started again")
         hosts = list(begun.hosts or [socket.gethostname()])
-        self._drift = Drift(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
+        self._drift = SlowdownDetector(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
         self._stragglers = Stragglers(self.alarms, config.watchdog.pace)
         self._detectors = [self._numbers, *([self._drift] if config.watchdog.pace.enabled else [])]
         self._detectors += sensors(
@@ -243,10 +243,10 @@ class Leader:
                 if record is not None and detector.protected is not None:
                     behind = max(0, record.step - detector.protected)
                     shown.unprotected_tokens = behind * record.batch * record.sequence_length
-            elif isinstance(detector, Space):
+            elif isinstance(detector, DiskSpaceDetector):
                 shown.next_checkpoint_fits = detector.fit.get("checkpoints")
                 shown.disk_full_in = detector.seconds_to_full.get("checkpoints")
-            elif isinstance(detector, Accounts):
+            elif isinstance(detector, GoodputJob):
                 shown = replace(shown, **detector.known)
         return shown
 
@@ -288,9 +288,9 @@ class Leader:
 class Follower:
     """What the agent of a node does that does not lead: its own detectors; what they find travels to the leader."""
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    def __init__(self, config: Config, ranks: RankMonitor) -> None:
         self._config, self._ranks = config, ranks
-        self.relay = Relay()
+        self.relay = RemoteAlarms()
         self.alarms = cast(Alarms, self.relay)
         self._detectors: list[Detector] = []
 
@@ -301,7 +301,7 @@ class Follower:
             detector.tick(time.monotonic())
 
 
-def take_the_lead(config: Config, holder: Holder) -> Claim | None:
+def take_the_lead(config: Config, holder: LeaseHolder) -> Lease | None:
     """The right to write the alarms of a run; None while another process, which `holder` judges, has it."""
     try:
         run, beat = RunDir(config.run.dir), min(config.watchdog.beat.value, BEAT_SECONDS)

@@ -2,7 +2,7 @@
 
     python -m fsdp_pretrain.watchdog.agent RUN --pages DIR --node 0 --nodes 1 --ranks 0:8 --launcher PID < config.toml
 
-It is started by a rank of the node (`heart`), outlives it, and ends with what started the ranks. It makes a pass once a
+It is started by a rank of the node (`rank_client`), outlives it, and ends with what started the ranks. It makes a pass once a
 second: pages, processes, the record. It acts by the control inbox, by stack dumps and, as the last resort, by ending
 its own node's ranks. The agent of the first node speaks for the job; another takes over if it falls silent.
 """
@@ -31,11 +31,11 @@ from fsdp_pretrain.record import exit_intent, lease, run_id
 from fsdp_pretrain.record.exit_intent import ExitIntent
 from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.lease import Holder
+from fsdp_pretrain.record.lease import LeaseHolder
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.hang.monitor import Hang
-from fsdp_pretrain.watchdog.hang.peers import Nodes
-from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, Ranks, Standing, killed_for_memory
+from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
+from fsdp_pretrain.watchdog.hang.peers import PeerNodes
+from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot, killed_for_memory
 from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import root, sweep
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
@@ -106,15 +106,17 @@ class Agent:
     def __init__(self, config: Config, duty: Duty) -> None:
         self._config, self._run, self._duty = config, RunDir(config.run.dir), duty
         self._directory, self._segment = self._run.path / "watchdog", 0
-        self._ranks = Ranks(range(*map(int, duty.ranks.split(":"))), duty.pages, duty.launcher)
+        self._ranks = RankMonitor(range(*map(int, duty.ranks.split(":"))), duty.pages, duty.launcher)
         beat, silent = config.watchdog.beat.value, config.watchdog.silent.value
-        self._nodes = Nodes(self._directory, duty.node, duty.nodes, duty.attempt, beat=beat, silent=silent)
+        self._nodes = PeerNodes(self._directory, duty.node, duty.nodes, duty.attempt, beat=beat, silent=silent)
         self._keeper = keeper(self._run, silent if duty.nodes > 1 else 0.0)
         self._follower = Follower(config, self._ranks)
         self._leader: Leader | None = None
-        self._hang = Hang(config.watchdog.hang, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks)
+        self._hang = HangMonitor(
+            config.watchdog.hang, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks
+        )
         self._died: list[Rank] = []
-        self._stalled: list[Standing] = []
+        self._stalled: list[RankSnapshot] = []
         self._ended = self._asked_to_end = self._stop_asked = False
         self._absent_since: float | None = None
 
@@ -283,7 +285,7 @@ class Agent:
         if intent is not None and intent.code == Exit.COMPLETE:
             return
         patience, begun = self._nodes.patience, time.monotonic()
-        self._keeper = Holder(self._keeper.path, patience - self._nodes.beat)
+        self._keeper = LeaseHolder(self._keeper.path, patience - self._nodes.beat)
         while not self._nodes.all_ended and time.monotonic() - begun < patience:
             self._watch_the_leader()
             time.sleep(self._nodes.beat / (4 if self._leader is not None else 1))

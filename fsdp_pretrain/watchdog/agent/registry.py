@@ -16,17 +16,17 @@ from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
-from fsdp_pretrain.watchdog.detectors.data_invariants import Sentinels
-from fsdp_pretrain.watchdog.detectors.disk_space import Space
+from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariants
+from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import Evaluations
 from fsdp_pretrain.watchdog.detectors.gpu import Devices
 from fsdp_pretrain.watchdog.detectors.host import Host
-from fsdp_pretrain.watchdog.detectors.mounts import Mounts, Waits
+from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, Mounts
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.probes.client import Looks
+from fsdp_pretrain.watchdog.probes.client import ProbeServer
 
-from .goodput_job import Accounts
+from .goodput_job import GoodputJob
 
 _SHM = Path("/dev/shm")
 
@@ -49,13 +49,13 @@ def sensors(
         pids: processes of the ranks on this node, now.
         reached: the newest step that a rank of this node has begun.
     """
-    run, host, section, looks = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, Looks()
+    run, host, section, looks = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
     corpora = {source.name: source.path for source in config.data.sources}
     mounts = Mounts(alarms, section, looks, [run.checkpoints] if leads else [], corpora)
     found: list[Detector] = [mounts, Host(alarms, host=host, pids=pids)]
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
     if not leads:
-        found.append(Space(alarms, section, looks, local))
+        found.append(DiskSpaceDetector(alarms, section, looks, local))
     else:
         directories = [store.directory for store in stores(run).all]
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
@@ -77,26 +77,26 @@ def sensors(
         )
         found += [
             checkpoints,
-            Space(alarms, section, looks, [*places, *local], checkpoints),
-            Waits(alarms),
+            DiskSpaceDetector(alarms, section, looks, [*places, *local], checkpoints),
+            DataWaitDetector(alarms),
             _sentinels(config, run, alarms, mounts),
         ]
         if config.eval.every is not None:
             found.append(Evaluations(alarms, section, looks, run.path))
         shown = config.watchdog.notify.prometheus
         if shown.port is not None or shown.textfile is not None:
-            found.append(Accounts(alarms, looks, run.path))
+            found.append(GoodputJob(alarms, looks, run.path))
     if (gpus := _devices(config, run, alarms, host, devices)) is not None:
         found.append(gpus)
     return found
 
 
-def _sentinels(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> Sentinels:
+def _sentinels(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> DataInvariants:
     def before(step: int) -> StepRecord | None:
         kept = [record for record, left_by in find_step(run, step) if left_by is None] if step else []
         return kept[-1] if kept else None
 
-    return Sentinels(
+    return DataInvariants(
         alarms,
         config.watchdog.sentinels,
         rates=mounts.rates,

@@ -19,7 +19,7 @@ from fsdp_pretrain.deadline import NoAnswerError, Worker
 from fsdp_pretrain.record.files import now
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.hang.rank_monitor import Ranks
+from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm
 
 _LEAST = 15.0
@@ -38,7 +38,7 @@ class Passes:
     """
 
     def __init__(
-        self, ranks: Ranks, interval: float, deadline: Callable[[], float | None], send: Callable[[Alarm], None]
+        self, ranks: RankMonitor, interval: float, deadline: Callable[[], float | None], send: Callable[[Alarm], None]
     ) -> None:
         self._ranks, self._interval, self._deadline, self._send = ranks, interval, deadline, send
         self._allowed = max(_LEAST if interval >= 0.5 else 5.0, _PASSES * interval)

@@ -18,15 +18,15 @@ from statistics import median
 from typing import Any
 
 from fsdp_pretrain.checkpoint import upcoming
-from fsdp_pretrain.checkpoint.disk_space import Need
-from fsdp_pretrain.checkpoint.upcoming import Late, Unprotected
+from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
+from fsdp_pretrain.checkpoint.upcoming import Late, UnsavedTraining
 from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import Progress, human_bytes, human_count, human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.probes.client import Look, Looks
+from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
 
@@ -40,7 +40,7 @@ _AUDIT_DEADLINE = 3600.0
 
 
 @dataclass(frozen=True)
-class Attempt:
+class SaveInFlight:
     """A save in flight.
 
     Attributes:
@@ -80,7 +80,7 @@ class Checkpoints(Detector):
         self,
         alarms: Alarms,
         section: StorageSection,
-        looks: Looks,
+        looks: ProbeServer,
         *,
         run: Path,
         segment: int,
@@ -99,10 +99,10 @@ class Checkpoints(Detector):
         deadline, interval, audit = section.deadline.value, section.interval.value, section.audit.value
         places: dict[str, Any] = {"directories": [str(path) for path in stores]}
         journal = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
-        self._look = Look(looks, "checkpoints", every=interval, deadline=deadline, **places, **journal)
-        self._audit = Look(looks, "checksum", every=audit, deadline=max(_AUDIT_DEADLINE, deadline), **places)
-        self.need: Need | None = None
-        self.prunable: Need | None = None
+        self._look = PeriodicProbe(looks, "checkpoints", every=interval, deadline=deadline, **places, **journal)
+        self._audit = PeriodicProbe(looks, "checksum", every=audit, deadline=max(_AUDIT_DEADLINE, deadline), **places)
+        self.need: SpaceNeeded | None = None
+        self.prunable: SpaceNeeded | None = None
         self.completed = self.failures = 0
         self.protected: int | None = None
         self.speed: float | None = None
@@ -110,7 +110,7 @@ class Checkpoints(Detector):
         self._protected_tokens, self._since, self._world = 0, math.inf, 1
         self._steps: deque[float] = deque(maxlen=64)
         self._saves: deque[tuple[float, float]] = deque(maxlen=upcoming.SAVES)
-        self._attempts: dict[str, Attempt] = {}
+        self._attempts: dict[str, SaveInFlight] = {}
         self._bad: dict[str, str] = {}
         self._asked: set[str] = set()
         self._requests: dict[str, int] = {}
@@ -141,7 +141,7 @@ class Checkpoints(Detector):
             self._read(entry, mine=entry.get("segment") == self._segment)
         if found["newest"] is not None:
             self.need = upcoming.like(found["newest"]["bytes"], found["newest"]["files"])
-        self.prunable = Need(**found["prunable"]) if self._prune else None
+        self.prunable = SpaceNeeded(**found["prunable"]) if self._prune else None
         newest = found[self._which]
         if newest is not None and self.last and (self.protected is None or newest["step"] > self.protected):
             self.protected, self._protected_tokens = newest["step"], newest["tokens"] or 0
@@ -164,7 +164,7 @@ class Checkpoints(Detector):
         self.age = now - self._since
         steps = max(record.step, self._reached()) - self.protected
         samples = steps * record.batch
-        made = Unprotected(
+        made = UnsavedTraining(
             self._every,
             steps=steps,
             samples=samples,
@@ -314,7 +314,7 @@ class Checkpoints(Detector):
         """Whether the save in flight grows, and how long it takes."""
         seen = {}
         for name, size in writing.items():
-            attempt = self._attempts.get(name, Attempt(now, size, now))
+            attempt = self._attempts.get(name, SaveInFlight(now, size, now))
             seen[name] = attempt if size == attempt.bytes else replace(attempt, bytes=size, grown=now)
         self._attempts = seen
         typical, least = self._typical_save(), self._section.still.value

@@ -29,7 +29,7 @@ _FASTER, _FASTER_BLOCKS = 0.02, 30
 
 
 @dataclass(frozen=True)
-class Change:
+class PaceChange:
     """The pace changed.
 
     Attributes:
@@ -77,7 +77,7 @@ class Pace:
         self._begun = self._settling = 0
         self._recent: list[_Block] = []
 
-    def add(self, step: int, seconds: float, phase: Hashable = None) -> Change | None:
+    def add(self, step: int, seconds: float, phase: Hashable = None) -> PaceChange | None:
         """A clean step.
 
         Args:
@@ -109,7 +109,7 @@ class Pace:
         self._noise = max(deviation, _LEAST_NOISE)
         self._level, self._sum, self._recent, self._settling, self.ratio = 0.0, 0.0, [], 0, 1.0
 
-    def _judge(self, block: _Block, baseline: float) -> Change | None:
+    def _judge(self, block: _Block, baseline: float) -> PaceChange | None:
         above = [recent.above for recent in self._recent]
         if self.slow and len(above) >= _BACK_BLOCKS and max(above[-_BACK_BLOCKS:]) < _BACK:
             return self._end(block)
@@ -124,7 +124,7 @@ class Pace:
         if not self.slow and len(above) == _FASTER_BLOCKS and max(above) < -_FASTER:
             since = self._recent[0].first
             self._adopt([baseline + value for value in above])
-            return Change("faster", math.exp(median(above)), block.last, since)
+            return PaceChange("faster", math.exp(median(above)), block.last, since)
         slack, limit = (max(least, times * self._noise) for least, times in (_SLACK, _LIMIT))
         if self._sum == 0.0:
             self._begun = block.first
@@ -132,13 +132,13 @@ class Pace:
         if self._sum <= limit:
             return None
         since_begun = [recent.above for recent in self._recent if recent.first >= self._begun]
-        change = Change(
+        change = PaceChange(
             "slower still" if self.slow else "slower", math.exp(median(since_begun)), block.last, self._begun
         )
         self.slow, self._sum, self._settling = True, 0.0, _SETTLING
         return change
 
-    def _end(self, block: _Block) -> Change:
+    def _end(self, block: _Block) -> PaceChange:
         assert self.ratio is not None
         self.slow, self._sum, self._settling, self._level = False, 0.0, 0, 0.0
-        return Change("back", self.ratio, block.last, self._recent[-_BACK_BLOCKS:][0].first)
+        return PaceChange("back", self.ratio, block.last, self._recent[-_BACK_BLOCKS:][0].first)

@@ -16,7 +16,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.probes.client import Look, Looks
+from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
 from .checkpoint_age import Checkpoints
@@ -29,7 +29,7 @@ _REMEDY = "free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoi
 
 
 @dataclass
-class Place:
+class WatchedDirectory:
     """A directory whose file system is watched.
 
     Attributes:
@@ -44,14 +44,14 @@ class Place:
     name: str
     path: Path
     holds: bool
-    look: Look
+    look: PeriodicProbe
     device: int | None = None
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2000))
     sampled: int = 0
     soon_full: int = 0
 
 
-class Space(Detector):
+class DiskSpaceDetector(Detector):
     """Alarms `disk/NAME`, and the forecast `disk-forecast/NAME`.
 
     Args:
@@ -68,7 +68,7 @@ class Space(Detector):
         self,
         alarms: Alarms,
         section: StorageSection,
-        looks: Looks,
+        looks: ProbeServer,
         places: list[tuple[str, Path, bool]],
         checkpoints: Checkpoints | None = None,
     ) -> None:
@@ -76,7 +76,9 @@ class Space(Detector):
         self._reserve, self._checkpoints = section.reserve, checkpoints
         every, deadline = section.interval.value, section.deadline.value
         self.places = [
-            Place(name, path, holds, Look(looks, "space", every=every, deadline=deadline, path=str(path)))
+            WatchedDirectory(
+                name, path, holds, PeriodicProbe(looks, "space", every=every, deadline=deadline, path=str(path))
+            )
             for name, path, holds in places
         ]
         self.fit: dict[str, int] = {}
@@ -98,7 +100,7 @@ class Space(Detector):
             else:
                 self._judge_rest(place, room)
 
-    def _judge_fit(self, place: Place, room: Room, writing: int, checkpoints: Checkpoints) -> None:
+    def _judge_fit(self, place: WatchedDirectory, room: Room, writing: int, checkpoints: Checkpoints) -> None:
         if checkpoints.need is None or checkpoints.need.bytes == 0:
             return
         main = place.name == "checkpoints"
@@ -118,7 +120,9 @@ class Space(Detector):
         elif found.count > FEW:
             self.resolve(f"disk/{place.name}", f"{found.count} checkpoints fit in {place.path}")
 
-    def _forecast(self, place: Place, room: Room, writing: int, checkpoints: Checkpoints, now: float) -> None:
+    def _forecast(
+        self, place: WatchedDirectory, room: Room, writing: int, checkpoints: Checkpoints, now: float
+    ) -> None:
         """When there will be no room, from samples that our own saw-tooth is not in: one per checkpoint."""
         if checkpoints.completed == place.sampled or writing:
             return
@@ -148,7 +152,7 @@ class Space(Detector):
         elif not soon:
             self.resolve(f"disk-forecast/{place.name}", f"{place.path} does not fill any more")
 
-    def _judge_rest(self, place: Place, room: Room) -> None:
+    def _judge_rest(self, place: WatchedDirectory, room: Room) -> None:
         """The record, temporary files: a share of the file system, or of files, should be left."""
         shares = [room.free / max(1, room.total)] + ([room.files_free / room.files] if room.files else [])
         share, least = min(shares), room.reserved(self._reserve) / max(1, room.total)

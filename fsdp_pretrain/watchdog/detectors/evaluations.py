@@ -8,7 +8,7 @@ from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.probes.client import Look, Looks
+from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
 
@@ -19,10 +19,10 @@ class Evaluations(Detector):
     The worker keeps its own stacks, and at last ends the evaluation; this reports it, also when the worker is stopped.
     """
 
-    def __init__(self, alarms: Alarms, section: StorageSection, looks: Looks, run: Path) -> None:
+    def __init__(self, alarms: Alarms, section: StorageSection, looks: ProbeServer, run: Path) -> None:
         super().__init__(alarms)
         every, deadline = section.interval.value, section.deadline.value
-        self._look = Look(looks, "evaluations", every=every, deadline=deadline, evals=str(run / "evals"))
+        self._look = PeriodicProbe(looks, "evaluations", every=every, deadline=deadline, evals=str(run / "evals"))
         self._seen: dict[str, float] = {}
 
     def tick(self, now: float) -> None:

@@ -19,7 +19,7 @@ _WINDOW = 14 * 86400.0
 
 
 @dataclass(frozen=True)
-class Incident:
+class HostIncident:
     """Something that happened on a host: when, and of what kind."""
 
     time: str
@@ -31,8 +31,8 @@ def remember(path: Path, host: str, kind: str) -> dict[str, int]:
 
     Runs may share the file. An incident that two processes add at the same moment may be lost.
     """
-    known = state_files.view(path, dict[str, list[Incident]]) or {}
-    known.setdefault(host, []).append(Incident(now(), kind))
+    known = state_files.view(path, dict[str, list[HostIncident]]) or {}
+    known.setdefault(host, []).append(HostIncident(now(), kind))
     content = {name: [asdict(incident) for incident in incidents] for name, incidents in known.items()}
     with contextlib.suppress(OSError):
         replace_file(path, json.dumps(content, indent=1) + "\n")

@@ -16,7 +16,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.probes.client import Answer, Look, Looks
+from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeAnswer, ProbeServer
 
 from .base import Detector
 
@@ -33,7 +33,7 @@ class _Mount:
     """A directory that is read from or written to once in a while."""
 
     path: str
-    look: Look
+    look: PeriodicProbe
     failures: int = 0
     slow: int = 0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
@@ -51,13 +51,13 @@ class Mounts(Detector):
     """
 
     def __init__(
-        self, alarms: Alarms, section: StorageSection, looks: Looks, written: list[Path], corpora: dict[str, Path]
+        self, alarms: Alarms, section: StorageSection, looks: ProbeServer, written: list[Path], corpora: dict[str, Path]
     ) -> None:
         super().__init__(alarms)
         self._looks, self._every, self._deadline = looks, section.interval.value, section.deadline.value
         self._mounts = {str(path): _Mount(str(path), self._look("write", path=str(path))) for path in written}
         times = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
-        self._audits = {name: Look(looks, "corpus", path=str(path), **times) for name, path in corpora.items()}
+        self._audits = {name: PeriodicProbe(looks, "corpus", path=str(path), **times) for name, path in corpora.items()}
         self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
         self.rates: dict[str, float] = {}
 
@@ -72,10 +72,10 @@ class Mounts(Detector):
             if answer is not None:
                 self._judge_mount(mount, answer)
 
-    def _look(self, name: str, **arguments: Any) -> Look:
-        return Look(self._looks, name, every=self._every, deadline=self._deadline, **arguments)
+    def _look(self, name: str, **arguments: Any) -> PeriodicProbe:
+        return PeriodicProbe(self._looks, name, every=self._every, deadline=self._deadline, **arguments)
 
-    def _judge_corpus(self, name: str, answer: Answer) -> None:
+    def _judge_corpus(self, name: str, answer: ProbeAnswer) -> None:
         path = self._corpora[name]
         found: dict[str, Any] = answer.value if answer.error is None else {"wrong": [answer.error], "count": 1}
         if found["wrong"]:
@@ -110,7 +110,7 @@ class Mounts(Detector):
 
     # ------------------------------------------------------------------ one mount
 
-    def _judge_mount(self, mount: _Mount, answer: Answer) -> None:
+    def _judge_mount(self, mount: _Mount, answer: ProbeAnswer) -> None:
         if answer.error is None or answer.errno in _FULL:
             mount.failures = 0
             self.resolve(f"mount/{mount.path}", f"{mount.path} answers")
@@ -150,7 +150,7 @@ class Mounts(Detector):
             )
 
 
-class Waits(Detector):
+class DataWaitDetector(Detector):
     """Alarm `data-wait`: steps wait for data."""
 
     def __init__(self, alarms: Alarms) -> None:

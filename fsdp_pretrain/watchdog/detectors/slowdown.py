@@ -25,7 +25,7 @@ from fsdp_pretrain.statistics import spread
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 from .base import Detector
-from .cusum import Change, Pace
+from .cusum import Pace, PaceChange
 
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""
@@ -37,14 +37,14 @@ _FIRST, _BEST = 64, 512
 
 
 @dataclass(frozen=True)
-class Best:
+class BestPace:
     """The best median of step times, in seconds, of the starts of one size, and the hosts it was reached on."""
 
     seconds: float
     hosts: list[str]
 
 
-class Drift(Detector):
+class SlowdownDetector(Detector):
     """Opens `pace` when the run is slower than at the start's beginning, `pace/restart` when slower than before it.
 
     Args:
@@ -59,7 +59,7 @@ class Drift(Detector):
         self._steps = self._wait = 0
         self._clean = deque[float](maxlen=_BEST)
         self._shape = ""
-        self._best = state_files.view(path, dict[str, Best]) or {}
+        self._best = state_files.view(path, dict[str, BestPace]) or {}
         self._slow_since: float | None = None
 
     @property
@@ -95,7 +95,7 @@ class Drift(Detector):
         if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
             self.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to")
 
-    def _report(self, change: Change, record: StepRecord) -> None:
+    def _report(self, change: PaceChange, record: StepRecord) -> None:
         if change.kind == "back":
             self.resolve("pace", "steps take as long as at the beginning again")
         elif change.kind == "faster":
@@ -126,12 +126,12 @@ class Drift(Detector):
         if best is not None and len(self._clean) == _FIRST:
             self._compare(typical / best.seconds, best)
         if self._steps % _FIRST == 0 and (best is None or typical < best.seconds):
-            self._best[self._shape] = Best(typical, self._hosts)
+            self._best[self._shape] = BestPace(typical, self._hosts)
             with contextlib.suppress(OSError):
                 known = {shape: asdict(value) for shape, value in self._best.items()}
                 replace_file(self._path, json.dumps(known, indent=1) + "\n")
 
-    def _compare(self, ratio: float, best: Best) -> None:
+    def _compare(self, ratio: float, best: BestPace) -> None:
         if ratio - 1 < self._section.restart:
             self.resolve("pace/restart", "as fast as before the restart")
             return

@@ -32,7 +32,7 @@ class Deadlines:
     hard: float
 
 
-class History:
+class PhaseHistory:
     """How long steps, saves and loads took; `section` has the least times."""
 
     def __init__(self, section: HangSection) -> None:

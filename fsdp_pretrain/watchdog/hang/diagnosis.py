@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_pretrain.units import human_time
 
-from .rank_monitor import Standing
+from .rank_monitor import RankSnapshot
 
 _REASONS = {
     "dead": "has ended",
@@ -27,7 +27,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangDiagnosis:
     """What a hang looks like.
 
     Attributes:
@@ -40,7 +40,7 @@ class Verdict:
 
     kind: str
     text: str
-    guilty: tuple[Standing, ...] = ()
+    guilty: tuple[RankSnapshot, ...] = ()
     silent: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
@@ -59,7 +59,7 @@ class Verdict:
         return {"verdict": self.kind, "suspects": list(self.suspects), "hosts": list(self.hosts)}
 
 
-def judge(standings: list[Standing], quiet: Mapping[str, float], untold: Collection[str]) -> Verdict:
+def judge(standings: list[RankSnapshot], quiet: Mapping[str, float], untold: Collection[str]) -> HangDiagnosis:
     """The verdict on ranks none of which makes progress. Causes that are true at once are all named.
 
     Args:
@@ -68,7 +68,7 @@ def judge(standings: list[Standing], quiet: Mapping[str, float], untold: Collect
         untold: hosts that did not report theirs, and give signs.
     """
     unknown = _unique([*untold, *(each.host for each in standings if not each.place and _kind(each) is None)])
-    kinds: dict[str, list[Standing]] = {}
+    kinds: dict[str, list[RankSnapshot]] = {}
     for standing in standings:
         if (kind := _kind(standing)) is not None:
             kinds.setdefault(kind, []).append(standing)
@@ -80,14 +80,14 @@ def judge(standings: list[Standing], quiet: Mapping[str, float], untold: Collect
         names = ", ".join(f"{host} for {human_time(seconds)}" for host, seconds in quiet.items())
         causes["silent"] = f"nothing is heard of {names}: the node is gone, frozen, or does not see the run directory"
     if causes:
-        return Verdict(next(iter(causes)), "; ".join(causes.values()), guilty, tuple(quiet), unknown)
+        return HangDiagnosis(next(iter(causes)), "; ".join(causes.values()), guilty, tuple(quiet), unknown)
     if unknown:
         text = f"nothing is known yet of where all ranks of {', '.join(unknown)} stand; the others wait"
-        return Verdict("unknown", text, unknown=unknown)
+        return HangDiagnosis("unknown", text, unknown=unknown)
     return _judge_victims(standings)
 
 
-def _judge_victims(standings: list[Standing]) -> Verdict:
+def _judge_victims(standings: list[RankSnapshot]) -> HangDiagnosis:
     """All wait in collective operations: in the same one, or those in another than most are the suspects."""
     groups = Counter(standing.group for standing in standings if standing.group)
     if len(groups) > 1:
@@ -95,16 +95,16 @@ def _judge_victims(standings: list[Standing]) -> Verdict:
         odd = tuple(standing for standing in standings if standing.group != most)
         if size > len(odd):
             where = odd[0].collective or odd[0].place
-            return Verdict(
+            return HangDiagnosis(
                 "desync", f"{_names(odd)} waits in {where}, the others in {most[0]}: they have lost step", odd
             )
         names = " and ".join(sorted({group[0] or "?" for group in groups}))
-        return Verdict("desync", f"the ranks wait in different operations, {names}: they have lost step")
+        return HangDiagnosis("desync", f"the ranks wait in different operations, {names}: they have lost step")
     where = next((standing.collective for standing in standings if standing.collective), "a collective operation")
-    return Verdict("network", f"all ranks wait in {where}: the connection between them is held up")
+    return HangDiagnosis("network", f"all ranks wait in {where}: the connection between them is held up")
 
 
-def _kind(standing: Standing) -> str | None:
+def _kind(standing: RankSnapshot) -> str | None:
     """What is wrong with one rank; None if it is a victim, or has not answered and its process does not say why."""
     if standing.state in "XZ":
         return "dead"
@@ -121,12 +121,12 @@ def _kind(standing: Standing) -> str | None:
     return "stuck" if standing.place else None
 
 
-def _sentence(kind: str, found: list[Standing]) -> str:
+def _sentence(kind: str, found: list[RankSnapshot]) -> str:
     place = (found[0].reading if kind == "data" else "") or found[0].place or "an unknown place"
     return f"{_names(found)} {_REASONS[kind].format(place=place)}"
 
 
-def _names(found: Sequence[Standing]) -> str:
+def _names(found: Sequence[RankSnapshot]) -> str:
     names = ", ".join(f"rank {standing.rank} ({standing.host}, pid {standing.pid})" for standing in found[:4])
     return names + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 

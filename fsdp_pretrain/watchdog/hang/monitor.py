@@ -19,10 +19,10 @@ from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
-from .deadlines import History
-from .diagnosis import Verdict, judge
-from .peers import Nodes
-from .rank_monitor import Ranks, Standing
+from .deadlines import PhaseHistory
+from .diagnosis import HangDiagnosis, judge
+from .peers import PeerNodes
+from .rank_monitor import RankMonitor, RankSnapshot
 
 _BETWEEN_DUMPS = 30.0
 _DUMP_SECONDS = 3.0
@@ -50,7 +50,7 @@ class _Stall:
     patience: float = 0.0
 
 
-class Hang:
+class HangMonitor:
     """Watches the ranks of this node.
 
     Args:
@@ -64,8 +64,8 @@ class Hang:
     def __init__(
         self,
         section: HangSection,
-        ranks: Ranks,
-        nodes: Nodes,
+        ranks: RankMonitor,
+        nodes: PeerNodes,
         *,
         keep: Callable[[int, str], None],
         end: Callable[[str, dict[str, Any]], None],
@@ -73,13 +73,13 @@ class Hang:
         self._section, self._ranks, self._nodes = section, ranks, nodes
         self._keep, self._end = keep, end
         self.alarms: Alarms | None = None
-        self.history = History(section)
+        self.history = PhaseHistory(section)
         self._progress = 0
         self._stall: _Stall | None = None
-        self._verdict: Verdict | None = None
+        self._verdict: HangDiagnosis | None = None
 
     @property
-    def stalled(self) -> list[Standing]:
+    def stalled(self) -> list[RankSnapshot]:
         """Where this node's ranks stand while there is a stall, once their stacks could be read; else empty."""
         return self._ranks.standings() if self._stall is not None and self._stall.read is not None else []
 
@@ -176,10 +176,10 @@ class Hang:
             facts=verdict.facts | {"seconds": round(seconds, 1), "ranks": list(map(asdict, self._everywhere(stall)))},
         )
 
-    def _judge(self, stall: _Stall) -> Verdict:
+    def _judge(self, stall: _Stall) -> HangDiagnosis:
         return judge(self._everywhere(stall), self._nodes.quiet(), self._nodes.untold(stall.began))
 
-    def _everywhere(self, stall: _Stall) -> list[Standing]:
+    def _everywhere(self, stall: _Stall) -> list[RankSnapshot]:
         return [*self._ranks.standings(), *self._nodes.standings(stall.began)]
 
     def _dump(self) -> None:

@@ -22,13 +22,13 @@ from fsdp_pretrain.record.files import now, replace_file
 from fsdp_pretrain.severity import Severity, SeverityName
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
-from .rank_monitor import Standing
+from .rank_monitor import RankSnapshot
 
 _QUIET = 3
 """Beats without a sign after which a node that should say something is not waited for."""
 
 
-class Finding(BaseModel):
+class PeerFinding(BaseModel):
     """An open alarm of a node that does not lead: what `Alarms.open` takes, and only what it was given."""
 
     model_config = ConfigDict(frozen=True)
@@ -48,25 +48,25 @@ class Finding(BaseModel):
         alarms.open(key, self.severity, self.summary, **more)
 
 
-class Relay:
+class RemoteAlarms:
     """Takes the place of `Alarms` on nodes that do not lead: what is open travels to the leader with the next beat."""
 
     def __init__(self) -> None:
-        self.findings: dict[str, Finding] = {}
+        self.findings: dict[str, PeerFinding] = {}
 
     def open_keys(self) -> list[str]:
         """Of what is open."""
         return list(self.findings)
 
     def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
-        self.findings[key] = Finding(severity=severity, summary=summary, **more)
+        self.findings[key] = PeerFinding(severity=severity, summary=summary, **more)
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
         del summary, step
         self.findings.pop(key, None)
 
 
-class Report(BaseModel):
+class NodeReport(BaseModel):
     """`RUN/watchdog/nodes/N.json`: what the agent of a node reports with every beat.
 
     Attributes:
@@ -85,23 +85,23 @@ class Report(BaseModel):
     host: str
     pid: int
     segment: int
-    stalled: list[Standing]
-    findings: dict[str, Finding]
+    stalled: list[RankSnapshot]
+    findings: dict[str, PeerFinding]
     windows: dict[int, tuple[int, float]]
     ended: bool
 
 
-class Node:
+class PeerNode:
     """Another node, as its reports show it."""
 
     def __init__(self, number: int, directory: Path) -> None:
         self.number = number
         self._path, self._heard = directory / f"{number}.json", time.monotonic()
-        self.report: Report | None = None
+        self.report: NodeReport | None = None
 
     def read(self, attempt: str) -> None:
         """Look at its file; one of another attempt is of no interest."""
-        report, before = state_files.view(self._path, Report), self.report
+        report, before = state_files.view(self._path, NodeReport), self.report
         if report is None or report.attempt != attempt:
             return
         if before is None or (report.time, report.pid) != (before.time, before.pid):
@@ -122,12 +122,12 @@ class Node:
     def ended(self) -> bool:
         return self.report is not None and self.report.ended
 
-    def standings(self, since: float = -math.inf) -> list[Standing]:
+    def standings(self, since: float = -math.inf) -> list[RankSnapshot]:
         """Where its ranks stand that make no progress; empty unless it has said so since then (`time.monotonic()`)."""
         return self.report.stalled if self.report is not None and self._heard >= since else []
 
 
-class Nodes:
+class PeerNodes:
     """All nodes of a job as the agent of one, number `node` of `count`, sees them.
 
     Args:
@@ -139,25 +139,25 @@ class Nodes:
         self.beat, self._silent = beat, silent
         self._written = self._read = -math.inf
         self._news: Any = None
-        self.others = [Node(number, self._directory) for number in range(count) if number != node]
+        self.others = [PeerNode(number, self._directory) for number in range(count) if number != node]
         self.before = self.others[:node]
         """Those of lower number: the first of a job that is not silent speaks for it."""
 
     def write(
         self,
         segment: int,
-        stalled: list[Standing],
-        findings: dict[str, Finding],
+        stalled: list[RankSnapshot],
+        findings: dict[str, PeerFinding],
         windows: dict[int, tuple[int, float]],
         *,
         ended: bool = False,
     ) -> None:
-        """This node's report (see `Report`), when a beat is due or there is news."""
+        """This node's report (see `NodeReport`), when a beat is due or there is news."""
         news = (segment, bool(stalled), set(findings), ended)
         if not self.others or (news == self._news and time.monotonic() - self._written < self.beat):
             return
         self._written, self._news = time.monotonic(), news
-        report = Report(
+        report = NodeReport(
             time=now(),
             attempt=self._attempt,
             host=socket.gethostname(),
@@ -189,7 +189,7 @@ class Nodes:
                 break
         return True
 
-    def is_silent(self, other: Node) -> bool:
+    def is_silent(self, other: PeerNode) -> bool:
         return other.silence > self._silent
 
     @property
@@ -205,7 +205,7 @@ class Nodes:
         leader = next((other for other in self.before if not self.is_silent(other)), None)
         return leader is not None and bool(leader.standings())
 
-    def standings(self, since: float) -> list[Standing]:
+    def standings(self, since: float) -> list[RankSnapshot]:
         """Where the ranks of the other nodes stand that make no progress, as far as they have said so since then."""
         return [standing for other in self.others for standing in other.standings(since)]
 

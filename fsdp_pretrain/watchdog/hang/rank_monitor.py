@@ -22,7 +22,7 @@ _WEDGED_AFTER = 5.0
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankSnapshot:
     """Where a rank stands that makes no progress; travels between nodes.
 
     Attributes:
@@ -109,13 +109,13 @@ class Rank:
             files = {}
         return next((files[f"{thread:x}"] for thread in stack.readers if f"{thread:x}" in files), "")
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> RankSnapshot | None:
         """Where it stands, with the latest stack; None if it never showed itself."""
         beat, stack = self.beat, self.stack
         if beat is None:
             return None
         now, state = monotonic_ns(), "X" if self.gone else process_state(beat.pid)
-        return Standing(
+        return RankSnapshot(
             rank=self.number,
             host=socket.gethostname(),
             pid=beat.pid,
@@ -132,7 +132,7 @@ class Rank:
         )
 
 
-class Ranks:
+class RankMonitor:
     """All ranks of this node, and `launcher`, the id of the process that started them."""
 
     def __init__(self, numbers: range, pages: Path, launcher: int) -> None:
@@ -208,7 +208,7 @@ class Ranks:
     def phases(self) -> set[Phase]:
         return {beat.phase for beat in self.beats}
 
-    def standings(self) -> list[Standing]:
+    def standings(self) -> list[RankSnapshot]:
         return [standing for rank in self.all if (standing := rank.standing()) is not None]
 
     def kill(self) -> None:

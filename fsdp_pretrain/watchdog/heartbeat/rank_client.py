@@ -38,7 +38,7 @@ _RESTARTS = 10
 """An agent that ends more often by itself is broken: training goes on without it."""
 
 
-class Heart:
+class Heartbeat:
     """What the training loop says about itself; this one is for runs without a watchdog and does nothing."""
 
     def beat(self, phase: Phase) -> None:
@@ -57,7 +57,7 @@ class Heart:
         """The rank ends in order: what it does from here on is no hang, its end no death."""
 
 
-class Watched(Heart):
+class PageHeartbeat(Heartbeat):
     """The heart of a watched rank; `reading`: the file that each thread reads, or read last, by thread identity."""
 
     def __init__(
@@ -83,9 +83,9 @@ class Watched(Heart):
         # No call in between, so a beat is under 1 us.
         self.beat, self.measured = self._page.beat, self._page.measured  # type: ignore[method-assign]
         threading.Thread(target=self._stay_alive, name="watchdog-alive", daemon=True).start()
-        self._agent: Agent | None = None
+        self._agent: AgentProcess | None = None
         if local_rank == 0:
-            self._agent = Agent(config, pages, node=node, nodes=nodes, ranks=range(rank, rank + local_ranks))
+            self._agent = AgentProcess(config, pages, node=node, nodes=nodes, ranks=range(rank, rank + local_ranks))
         self._tended = time.monotonic()
 
     def _stay_alive(self) -> None:
@@ -110,7 +110,7 @@ class Watched(Heart):
         self._page.beat(Phase.END)
 
 
-class Agent:
+class AgentProcess:
     """The agent process of this node, as the rank sees it that starts it; `process` is the one started last."""
 
     def __init__(self, config: Config, pages: Path, *, node: int, nodes: int, ranks: range) -> None:

@@ -80,7 +80,7 @@ class Channel(ABC):
         """Deliver, or raise DeliveryError. May take half a minute."""
 
 
-class Slack(Channel):
+class SlackChannel(Channel):
     """A Slack-compatible webhook."""
 
     name = "slack"
@@ -94,7 +94,7 @@ class Slack(Channel):
         _post(self._url, {"text": "\n".join([f"*{_slack(note.title)}*", *map(_slack, note.lines)])})
 
 
-class Webhook(Channel):
+class WebhookChannel(Channel):
     """The whole note as JSON, signed if there is a key."""
 
     name = "webhook"
@@ -109,7 +109,7 @@ class Webhook(Channel):
         _post(self._url, asdict(note), {"Idempotency-Key": note.id}, self._key)
 
 
-class PagerDuty(Channel):
+class PagerDutyChannel(Channel):
     """Events API v2: the alarm's key is the incident."""
 
     name = "pagerduty"
@@ -139,7 +139,7 @@ class PagerDuty(Channel):
         _post(self._url, event)
 
 
-class Email(Channel):
+class EmailChannel(Channel):
     """SMTP, or the local sendmail."""
 
     name = "email"
@@ -191,7 +191,7 @@ class Email(Channel):
             server.close()
 
 
-class Command(Channel):
+class CommandChannel(Channel):
     """A command of the user."""
 
     name = "command"
@@ -212,11 +212,11 @@ class Command(Channel):
 
 
 _CHANNELS: dict[type, Callable[[Any, Mapping[str, str]], Channel]] = {
-    SlackSection: Slack,
-    WebhookSection: Webhook,
-    PagerDutySection: PagerDuty,
-    EmailSection: Email,
-    CommandSection: Command,
+    SlackSection: SlackChannel,
+    WebhookSection: WebhookChannel,
+    PagerDutySection: PagerDutyChannel,
+    EmailSection: EmailChannel,
+    CommandSection: CommandChannel,
 }
 
 

@@ -29,7 +29,7 @@ _DIGEST_LINES = 50
 
 
 @dataclass(frozen=True)
-class Identity:
+class MessageSender:
     """The sender: name of the run, path of its directory for the commands that a message proposes, number of the start,
     host of the watchdog."""
 
@@ -68,7 +68,7 @@ class Note:
     schema: int = 1
 
 
-def make_note(message: Message, identity: Identity, snapshot: Snapshot | None = None) -> Note:
+def make_note(message: Message, identity: MessageSender, snapshot: Snapshot | None = None) -> Note:
     """The note of a message, with what is known of the run."""
     if message.alarm is None:
         alarm, head = _digest(message), "digest"
@@ -108,13 +108,13 @@ def make_note(message: Message, identity: Identity, snapshot: Snapshot | None = 
     )
 
 
-def test_note(identity: Identity, kind: Literal["open", "resolved"]) -> Note:
+def test_note(identity: MessageSender, kind: Literal["open", "resolved"]) -> Note:
     """A message that only shows that messages arrive; opened and resolved, so that no incident stays open."""
     alarm = Alarm("test", Severity.INFO, kind, "this is a test, nothing is wrong", opened=now(), changed=now())
     return make_note(Message(kind, alarm), identity)
 
 
-def _lines(kind: str, alarm: Alarm, identity: Identity, snapshot: Snapshot | None) -> list[str]:
+def _lines(kind: str, alarm: Alarm, identity: MessageSender, snapshot: Snapshot | None) -> list[str]:
     since = f"{alarm.opened[:16].replace('T', ' ')} UTC"
     if (seconds := age(alarm.opened)) >= 1:
         since += f" ({human_time(seconds)})"

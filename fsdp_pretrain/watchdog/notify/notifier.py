@@ -23,11 +23,11 @@ from fsdp_pretrain.units import human_time
 
 from .alarms import Alarm, Alarms, read_alarms
 from .channels import Channel, DeliveryError, fetch, make_channels, secret
-from .formatting import Identity, Note, make_note
+from .formatting import MessageSender, Note, make_note
 from .operator import alarms_file, muted_until
-from .outbox import Spool
+from .outbox import Outbox
 from .snapshot import Snapshot
-from .throttle import Storm
+from .throttle import AlertThrottle
 
 RETRIES = (1.0, 5.0, 30.0, 120.0)
 """Seconds to wait after a failure, the last one again and again."""
@@ -45,7 +45,7 @@ class Notifier:
         self,
         section: NotifySection,
         run: RunDir,
-        identity: Identity,
+        identity: MessageSender,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._run = run
@@ -108,7 +108,9 @@ class _Outbox(threading.Thread):
         refused: title of the last message that the receiver would not take; empty if there is none.
     """
 
-    def __init__(self, channel: Channel, run: Path, identity: Identity, known: list[Alarm], muted_until: float) -> None:
+    def __init__(
+        self, channel: Channel, run: Path, identity: MessageSender, known: list[Alarm], muted_until: float
+    ) -> None:
         super().__init__(name=f"notify {channel.name}", daemon=True)
         self.key = f"notify/{channel.name}"
         self.snapshot: Snapshot | None = None
@@ -116,9 +118,9 @@ class _Outbox(threading.Thread):
         self.problem: str | None = ""
         self.tries = 0
         self.refused = ""
-        self.spool = Spool(run, channel.name)
+        self.spool = Outbox(run, channel.name)
         self._channel, self._identity = channel, identity
-        self._storm = Storm(channel.least, channel.digest_every, self.spool.memory)
+        self._storm = AlertThrottle(channel.least, channel.digest_every, self.spool.memory)
         self._events: queue.SimpleQueue[Alarm | None] = queue.SimpleQueue()
         self._next_try, self._closing = 0.0, False
         for alarm in known:

@@ -17,7 +17,7 @@ from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.record import inbox, journal, state_files
 from fsdp_pretrain.record import lease as claims
 from fsdp_pretrain.record.files import RunDir, now, seconds_of
-from fsdp_pretrain.record.lease import BEAT_SECONDS, Claim, Holder, take_away
+from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, LeaseHolder, take_away
 from fsdp_pretrain.record.state_files import StateFile
 
 from .alarms import Alarm, Alarms, read_alarms
@@ -25,7 +25,7 @@ from .alarms import Alarm, Alarms, read_alarms
 _WAIT_SECONDS = 10.0
 
 
-class Window(StateFile):
+class MaintenanceWindow(StateFile):
     """A maintenance window: until when no alarm is sent, UTC."""
 
     until: str
@@ -41,13 +41,15 @@ def snapshot_file(run: RunDir) -> Path:
     return run.path / "watchdog/snapshot.json"
 
 
-def keeper(run: RunDir, silent: float = 0.0) -> Holder:
+def keeper(run: RunDir, silent: float = 0.0) -> LeaseHolder:
     """Judges who has the right to write the alarms of a run. A holder on another host counts as dead after `silent`
     seconds without a beat; 0: never."""
-    return Holder(_claim(run), silent or math.inf)
+    return LeaseHolder(_claim(run), silent or math.inf)
 
 
-def keep_alarms(run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder: Holder | None = None) -> Claim | None:
+def keep_alarms(
+    run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder: LeaseHolder | None = None
+) -> Lease | None:
     """The right to write the alarms of a run, to be released at the end; None: another process has it.
 
     Args:
@@ -59,7 +61,7 @@ def keep_alarms(run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder
         OSError: the run directory cannot be written.
     """
     path = _claim(run)
-    claim = Claim.take(path, beat=beat, purpose=purpose)
+    claim = Lease.take(path, beat=beat, purpose=purpose)
     if claim is None:
         held = claims.read(path)
         try:
@@ -68,7 +70,7 @@ def keep_alarms(run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder
         except FileNotFoundError:  # released this moment
             return None
         take_away(path, held)
-        claim = Claim.take(path, beat=beat, purpose=purpose)
+        claim = Lease.take(path, beat=beat, purpose=purpose)
     return claim
 
 
@@ -135,7 +137,7 @@ def mute(run: RunDir, seconds: float, reason: str) -> str:
 
 def muted_until(run: RunDir) -> float:
     """When the maintenance window ends, seconds since the epoch; 0 if there is none."""
-    window = state_files.view(_window(run), Window)
+    window = state_files.view(_window(run), MaintenanceWindow)
     return (seconds_of(window.until) or 0.0) if window is not None else 0.0
 
 

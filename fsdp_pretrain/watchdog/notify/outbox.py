@@ -22,13 +22,13 @@ from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import replace_file
 
 from .formatting import Note
-from .throttle import Memory
+from .throttle import ChannelState
 
 _LIMIT = 5.0
 _MEMORY = "state.json"
 
 
-class Spool:
+class Outbox:
     """What one channel has not delivered yet, oldest first, and the memory of what decides for it.
 
     Args:
@@ -44,13 +44,13 @@ class Spool:
         self._disk = Worker("disk")
         self._notes: dict[str, Note] = {}
         """By the name of the file."""
-        self.memory = Memory()
+        self.memory = ChannelState()
         with contextlib.suppress(OSError):
             self._load(*self._disk.call(lambda: _contents(self._run), _LIMIT))
         with contextlib.suppress(OSError):
             self._load(*_contents(self._local))
 
-    def _load(self, notes: dict[str, Note], memory: Memory | None) -> None:
+    def _load(self, notes: dict[str, Note], memory: ChannelState | None) -> None:
         self._notes |= notes
         if memory is not None and memory.saved > self.memory.saved:
             self.memory = memory
@@ -102,7 +102,7 @@ class Spool:
         with contextlib.suppress(OSError):
             remove(self._local / name)
 
-    def _write(self, name: str, content: Note | Memory) -> None:
+    def _write(self, name: str, content: Note | ChannelState) -> None:
         """Into the run directory, or else on this node, or else it stands in memory alone."""
         text = to_json(content).decode() + "\n"
         try:
@@ -129,6 +129,6 @@ def _own(folder: Path) -> None:
             raise PermissionError(f"{path} belongs to another user")
 
 
-def _contents(folder: Path) -> tuple[dict[str, Note], Memory | None]:
+def _contents(folder: Path) -> tuple[dict[str, Note], ChannelState | None]:
     notes = {path.name: state_files.view(path, Note) for path in sorted(folder.glob("[0-9]*.json"))}
-    return {name: note for name, note in notes.items() if note}, state_files.view(folder / _MEMORY, Memory)
+    return {name: note for name, note in notes.items() if note}, state_files.view(folder / _MEMORY, ChannelState)

@@ -138,7 +138,7 @@ class Budget:
 
 
 @dataclass
-class Memory:
+class ChannelState:
     """What a channel goes on from after a restart of the watchdog.
 
     Attributes:
@@ -155,7 +155,7 @@ class Memory:
     saved: float = 0.0
 
 
-class Storm:
+class AlertThrottle:
     """Decides for one channel.
 
     Args:
@@ -167,7 +167,7 @@ class Storm:
         muted: a maintenance window: only what ends, and what somebody acknowledges, is sent.
     """
 
-    def __init__(self, least: Severity, digest_every: float, memory: Memory) -> None:
+    def __init__(self, least: Severity, digest_every: float, memory: ChannelState) -> None:
         self._least, self._digest_every, self.memory, self.muted = least, digest_every, memory, False
 
     def has_seen(self, alarm: Alarm) -> bool:

@@ -1,7 +1,7 @@
 """Looks that may hang, asked for from a process that must not. No torch.
 
 A file system that went away blocks whoever touches it. So the watchdog touches none: a helper process forks a child for
-every look (see `looks`), and a look that does not come back in time is killed, counted and, if even that has no effect,
+every look (see `worker`), and a look that does not come back in time is killed, counted and, if even that has no effect,
 left where it is. Asking and taking answers never waits.
 """
 
@@ -19,7 +19,7 @@ _DEAR, _COST = 0.2, 100.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProbeAnswer:
     """What became of a look.
 
     Attributes:
@@ -38,13 +38,13 @@ class Answer:
     cpu: float = 0.0
 
 
-class Looks:
+class ProbeServer:
     """The helper that forks a child for every look. One for a whole watchdog."""
 
     def __init__(self) -> None:
         self._helper = Helper("fsdp_pretrain.watchdog.probes.worker")
         self._tickets = 0
-        self._answers: dict[int, Answer | None] = {}
+        self._answers: dict[int, ProbeAnswer | None] = {}
         self._kill_at: float | None = None
 
     @property
@@ -63,17 +63,17 @@ class Looks:
             self._answers[self._tickets] = None
         return self._tickets
 
-    def take(self, ticket: int, now: float) -> Answer | None:
+    def take(self, ticket: int, now: float) -> ProbeAnswer | None:
         """The answer for a ticket, once; None while there is none."""
         for answer in self._helper.receive():
             self._kill_at = None
             found = answer.pop("ticket")
             if found in self._answers and answer:  # empty: the helper answers that it kills it
-                self._answers[found] = Answer(**answer)
+                self._answers[found] = ProbeAnswer(**answer)
         if self._helper.ended or (self._kill_at is not None and now - self._kill_at > _PATIENCE):
             self.replace()
         if ticket not in self._answers:
-            return Answer(error="its helper was replaced")
+            return ProbeAnswer(error="its helper was replaced")
         if self._answers[ticket] is None:
             return None
         return self._answers.pop(ticket)
@@ -90,16 +90,16 @@ class Looks:
         self._kill_at = None
 
 
-class Look:
+class PeriodicProbe:
     """One look, repeated.
 
     Attributes:
         every: seconds from one to the next; it must come back in `deadline`.
-        arguments: of the function of this name in `looks.LOOKS`; may be changed between two looks.
+        arguments: of the function of this name in `worker.LOOKS`; may be changed between two looks.
         due: when to look next, of `time.monotonic()`; at once at first.
     """
 
-    def __init__(self, looks: Looks, name: str, *, every: float, deadline: float, **arguments: Any) -> None:
+    def __init__(self, looks: ProbeServer, name: str, *, every: float, deadline: float, **arguments: Any) -> None:
         self._looks, self._name, self.every, self._deadline, self.arguments = looks, name, every, deadline, arguments
         self._ticket: int | None = None
         self._asked = self.due = 0.0
@@ -108,7 +108,7 @@ class Look:
     def soon(self) -> None:
         self.due = 0.0
 
-    def tick(self, now: float) -> Answer | None:
+    def tick(self, now: float) -> ProbeAnswer | None:
         """Ask if it is time to; what became of it, once that is known. A look that goes on hanging is said again."""
         if self._ticket is None:
             if now >= self.due:
@@ -130,4 +130,4 @@ class Look:
             self._looks.kill(self._ticket, now)
         self.due = max(self.due, now) + (self.every if self._is_late else 0)
         self._is_late, self._late = True, self._late + 1
-        return Answer(error=f"no answer within {self._deadline:g} s", late=self._late, seconds=now - self._asked)
+        return ProbeAnswer(error=f"no answer within {self._deadline:g} s", late=self._late, seconds=now - self._asked)
