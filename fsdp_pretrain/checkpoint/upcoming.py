@@ -1,7 +1,7 @@
 """The next checkpoint: does it fit, and is it late? No torch.
 
 One rule each. `plan`, `launch`, `status` and the watchdog all ask here, so that they cannot contradict each other. The
-trainer alone, which knows the size of a save to the byte, also uses the margin and the reserve (`disk_space.make_room`).
+trainer alone, which knows the size of a save to the byte, also uses the margin and the reserve: `make_room`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Alarms: one incident, one key; opened, raised in severity, acknowledged, resolved. No torch.
 
 Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open ones are found again after the process
-that keeps them was killed. What is *sent* is decided elsewhere (see `throttle`): an incident that comes and goes, or that
-follows from a worse one, is written down each time and sent once.
+that keeps them was killed. What is *sent* is decided elsewhere (see `throttle`): an incident that comes and goes, or
+that follows from a worse one, is written down each time and sent once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Looks that may hang, asked for from a process that must not. No torch.
 
 A file system that went away blocks whoever touches it. So the watchdog touches none: a helper process forks a child for
-every look (see `worker`), and a look that does not come back in time is killed, counted and, if even that has no effect,
+every probe (see `worker`), and one that does not come back in time is killed, counted and, if even that has no effect,
 left where it is. Asking and taking answers never waits.
 """
 
