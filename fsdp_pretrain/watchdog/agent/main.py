@@ -3,8 +3,8 @@
     python -m fsdp_pretrain.watchdog.agent RUN --pages DIR --node 0 --nodes 1 --ranks 0:8 --launcher PID < config.toml
 
 A rank of the node starts it (`rank_client`). It outlives the rank, and ends with what started the ranks. It makes a
-pass once a second: pages, processes, the record. It acts by the control inbox, by stack dumps and, as the last resort, by ending
-its own node's ranks. The agent of the first node speaks for the job; another takes over if it falls silent.
+pass once a second: pages, processes, the record. It acts by the control inbox, by stack dumps and, as the last resort,
+by ending its own node's ranks. The agent of the first node speaks for the job; another takes over if it falls silent.
 """
 
 from __future__ import annotations
