@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from traps import take_space
 
 from data.text.tokenizer import Tokenizer
 
@@ -149,11 +150,8 @@ def whole(module_lab: Any, helpers: Any) -> Callable[[int], list[Any]]:
 
 def take(disk: Path, leave: int) -> Path:
     """Take all but some bytes of a file system; the file that does."""
-    hog = disk / "hog"
-    with hog.open("wb") as file:
-        free = os.fstatvfs(file.fileno())
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - leave)
-    return hog
+    take_space(str(disk / "hog"), leave)
+    return disk / "hog"
 
 
 def at(path: str, act: str, verb: str = "open", *, skip: int = 0, times: int = 1, **more: Any) -> dict[str, Any]:

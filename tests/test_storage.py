@@ -16,6 +16,7 @@ import pytest
 import records
 from records import commit
 from sight import until
+from traps import take_space
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
@@ -488,9 +489,7 @@ def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any,
 
     def fill() -> None:
         if not hog.exists():
-            free = os.statvfs(disk)
-            with hog.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 200_000)
+            take_space(str(hog), 200_000)
 
     assert follow(watch, job, run, fill) == [93], job.output()[-2000:]
     said = [(key, severity) for key, severity, _ in watch.said()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from records import step_record
 from test_storage import Disk, Watch, commit, saves, write_journal
+from traps import take_space
 
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
 from fsdp_pretrain.config.config import Config, load
@@ -91,9 +91,7 @@ def test_whether_it_fits(
     if state.writing:
         (store.begin(9) / "data").write_bytes(bytes(state.writing))
     if state.leave is not None:
-        free = os.statvfs(disk)
-        with (disk / "hog").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - state.leave)
+        take_space(str(disk / "hog"), state.leave)
 
     checkpoints = saves(watch, run.path, prune=state.prune)
     places = [("checkpoints", run.checkpoints, True)]

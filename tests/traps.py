@@ -103,11 +103,21 @@ def wait(trap: dict[str, Any], path: str) -> None:
     time.sleep(trap["seconds"])
 
 
+def take_space(hog: str, leave: int) -> None:
+    """Take all but `leave` bytes of a file system with the file `hog`, also while others write there."""
+    with open(hog, "wb") as file:  # noqa: PTH123 (small: every change runs through here)
+        while True:
+            found = os.fstatvfs(file.fileno())
+            try:
+                return os.posix_fallocate(file.fileno(), 0, found.f_bavail * found.f_frsize - leave)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:  # else somebody wrote in between
+                    raise
+
+
 def fill(trap: dict[str, Any], path: str) -> None:
     """A neighbour takes all but `leave` bytes of the file system, with the file `hog`."""
-    with open(trap["hog"], "wb") as file:  # noqa: PTH123 (small: every change runs through here)
-        free = os.fstatvfs(file.fileno())
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - trap["leave"])
+    take_space(trap["hog"], trap["leave"])
 
 
 def flip(trap: dict[str, Any], path: str) -> None:
