@@ -63,7 +63,13 @@ def spawn(line: Sequence[object], log: Path, **variables: str) -> subprocess.Pop
 # What a zygote imports before it forks the first command of a package. Its environment has what those imports read.
 IMPORTS = {
     "data": ["data.cli", "tokenizers", "sentencepiece"],
-    "fsdp_pretrain": ["fsdp_pretrain.train", "fsdp_pretrain.cli", "fsdp_pretrain.bench", "tokenizers", "torch._dynamo"],
+    "fsdp_pretrain": [
+        "fsdp_pretrain.train.main",
+        "fsdp_pretrain.cli.main",
+        "fsdp_pretrain.bench.steps",
+        "tokenizers",
+        "torch._dynamo",
+    ],
     "eval": ["eval.cli", "eval.checkpoints", "eval.harness", "eval.samples", "eval.tasks", "datasets", "torch._dynamo"],
 }
 QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}

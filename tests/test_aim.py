@@ -168,8 +168,8 @@ def test_asking_for_aim_without_having_it_is_refused(lab: Any, helpers: Any) -> 
         "import importlib.util, sys\n"
         "real = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *a: None if name == 'aim' else real(name, *a)\n"
-        "from fsdp_pretrain import train\n"
-        f"sys.exit(train.main([{str(lab.config(record={'aim': True}))!r}]))\n"
+        "from fsdp_pretrain.train import main\n"
+        f"sys.exit(main.main([{str(lab.config(record={'aim': True}))!r}]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=helpers.environment()

@@ -46,8 +46,8 @@ def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any
     os.utime(checkout / "README.md", (1, 1))  # what git notes, unless it is told not to
     index = (checkout / ".git/index").read_bytes()
     code = (
-        "import json; from fsdp_pretrain.train.environment import describe; from fsdp_pretrain.parallel.mesh import Alone\n"
-        "print(json.dumps(describe(Alone(), [])['git']))"
+        "import json; from fsdp_pretrain.train.environment import describe; from fsdp_pretrain.parallel.mesh import SingleProcess\n"
+        "print(json.dumps(describe(SingleProcess(), [])['git']))"
     )
     environment = helpers.environment(PYTHONPATH=helpers.python_path(checkout))
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True)

@@ -109,7 +109,7 @@ def dies_at(folder: Path, cursor: int) -> Path:
     (folder / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from data import loader\n"
+        "    from data.packing import loader\n"
         "    real = loader.Loader.__next__\n"
         "    def fail(self):\n"
         "        batch = real(self)\n"

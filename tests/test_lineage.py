@@ -534,10 +534,10 @@ def test_a_dead_holder_on_this_host_is_taken_over_at_once(tmp_path: Path, how: s
     run = RunDir(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     holder = f"""
-from fsdp_pretrain.record import claim, files
+from fsdp_pretrain.record import files, lease
 import json, os, pathlib
 os.getpid = lambda: {child.pid}
-pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **claim.this_process()}}))
+pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **lease.this_process()}}))
 """
     root = Path(__file__).resolve().parent.parent
     subprocess.run([sys.executable, "-c", holder], check=True, cwd=root)

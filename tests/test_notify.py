@@ -140,11 +140,11 @@ from pathlib import Path
 from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, Severity
-from fsdp_pretrain.watchdog.notify.formatting import Identity
+from fsdp_pretrain.watchdog.notify.formatting import MessageSender
 from fsdp_pretrain.watchdog.notify.notifier import Notifier
 run = Path(sys.argv[1])
 section = NotifySection.model_validate({"webhook": {}})
-notifier = Notifier(section, RunDir(run), Identity("llama-7b", str(run)))
+notifier = Notifier(section, RunDir(run), MessageSender("llama-7b", str(run)))
 alarms = Alarms(run / "watchdog/alarms.jsonl", told=notifier.told)
 for n in range(3):
     alarms.open(f"disk/{n}", Severity.CRIT, "full")

@@ -105,7 +105,7 @@ def test_parts_give_the_ids_of_the_whole(kind: str, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("kind", WHOLE)
 def test_other_tokenizers_get_their_texts_whole(kind: str, tmp_path: Path) -> None:
     tokenizer = make(tmp_path, *WHOLE[kind])
-    assert not tokenizer._backend._cuts  # type: ignore[attr-defined]
+    assert not tokenizer._cuts  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["rstrip", "a token over a cut", "prefix space", "decomposed", "no pieces"])
@@ -114,7 +114,7 @@ def test_cutting_those_would_show(kind: str, tmp_path: Path, monkeypatch: pytest
     tokenizer = make(tmp_path, *WHOLE[kind])
     texts = ["ab  bc a b", "b \nc", "a b", "aaaa    \n", "й\n\nb й.\n\n"]
     whole = tokenizer.encode(texts)
-    tokenizer._backend._cuts = True  # type: ignore[attr-defined]
+    tokenizer._cuts = True  # type: ignore[attr-defined]
     monkeypatch.setattr(module, "_AT_ONCE", 1)
     assert tokenizer.encode(texts) != whole
 

@@ -301,7 +301,7 @@ def test_a_line_without_a_key_costs_no_reader(run: RunDir, file: str, read: Call
             assert read(run)
             found = goodput.goodput(run)
             assert found is not None and goodput.render(found) and found.damaged.lines <= 1
-            damaged += found["damaged"]["lines"]
+            damaged += found.damaged.lines
     assert damaged > 20
 
 

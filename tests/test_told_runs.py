@@ -128,7 +128,7 @@ def test_numbers_become_alarms(lab: Any, case: str) -> None:
     def tell(alarm: Alarm, before: Alarm | None) -> None:
         if alarm.severity > Severity.INFO:
             told.append((alarm.key, alarm.state, alarm.severity.name))
-            assert numbers.is_told_by_trainer(alarm)  # whose line in the journal is the only one
+            assert numbers.is_written_by_trainer(alarm)  # whose line in the journal is the only one
 
     alarms = Alarms(lab.path / "alarms.jsonl", tell)
     numbers = HealthAlarms(alarms)

@@ -87,7 +87,7 @@ def test_whether_it_fits(
     write_journal(run.path, {"kind": "start", "parameters": 100_000, "world": 1})
     store = Store(run.checkpoints)
     for step in range(1, state.checkpoints + 1):
-        commit(store, step, 1_000_000)
+        commit(store, step, {"data": bytes(1_000_000)})
     if state.writing:
         (store.begin(9) / "data").write_bytes(bytes(state.writing))
     if state.leave is not None:
@@ -101,7 +101,7 @@ def test_whether_it_fits(
     said = {alarm.summary: alarm.severity for alarm in watch.alarms}
     assert list(said.values()) == ([severity] if severity else []) and says in "".join(said)
     assert {text: level for level, text in inspect(run).problems if "checkpoint" in text} == said
-    assert [text for text in plan.plan(config)["warnings"] if "checkpoint" in text] == list(said)
+    assert [text for text in plan.plan(config).warnings if "checkpoint" in text] == list(said)
     if severity is CRIT:
         with pytest.raises(ConfigError) as refused:
             preflight(config, run, "2")
@@ -131,7 +131,7 @@ def test_whether_it_is_late(
     counters = {"step": 100 + steps, "consumed": 8 * (100 + steps), "tokens": 256 * (100 + steps)}
     config = lab.config(checkpoint={"every": every}, train={"duration": "90_000 steps"})
     _, run = begin(config, **counters, iteration_seconds=1.0)
-    path = commit(Store(run.checkpoints), 100, 1000) / MANIFEST
+    path = commit(Store(run.checkpoints), 100).path / MANIFEST
     committed = (datetime.now(UTC) - timedelta(seconds=age)).isoformat().replace("+00:00", "Z")
     state_files.write(path, {**json.loads(path.read_text()), "committed": committed})
 
