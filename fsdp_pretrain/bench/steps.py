@@ -93,13 +93,13 @@ class Records(Silent):
         self.records.append(record)
 
 
-def build(config: Config, world: World, heart: Heartbeat | None = None) -> tuple[Trainer, Records]:
+def build(config: Config, world: World, heartbeat: Heartbeat | None = None) -> tuple[Trainer, Records]:
     """The run's trainer on random tokens, with nowhere to save, and what will hold its records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
     records = Records()
     trainer = Trainer(
-        RunContext(config, world, records, Inbox(None), heart or Heartbeat()),
+        RunContext(config, world, records, Inbox(None), heartbeat or Heartbeat()),
         model=model,
         optimizer=optimizer,
         scaler=build_loss_scaler(config, world),

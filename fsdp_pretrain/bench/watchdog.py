@@ -1,6 +1,6 @@
 """What the watchdog costs: `python -m fsdp_pretrain.bench CONFIG --watchdog DIR`.
 
-A beat of a heart, the processor time of an agent of eight ranks under the run's settings while they make a step every
+One heartbeat, the processor time of an agent of eight ranks under the run's settings while they make a step every
 three seconds, and the ratio of step times with and without: of neighbouring steps, each first every other time, so that
 a busy machine spoils both alike.
 """
@@ -45,7 +45,7 @@ def measure(
     """The figures, the same on every rank but for the beat. Collective.
 
     Args:
-        build: makes a trainer, and its records, from configuration, world and heart.
+        build: makes a trainer, and its records, from configuration, world and heartbeat.
         config: the run; its directory is replaced.
         directory: a folder on any storage; what is written there is removed again.
         steps: pairs of steps.
@@ -59,7 +59,7 @@ def measure(
         run_id.give(place)
     world.barrier()
     run_id.bind(place, run_id.read(place))
-    heart = PageHeartbeat(
+    heartbeat = PageHeartbeat(
         config,
         rank=world.rank,
         local_rank=world.rank % world.local_world,
@@ -68,12 +68,12 @@ def measure(
         nodes=world.size // world.local_world,
         reading={},
     )
-    heart.belongs_to(1)
+    heartbeat.belongs_to(1)
     try:
         without, _ = build(config, world, Heartbeat())
-        watched, records = build(config, world, heart)
+        watched, records = build(config, world, heartbeat)
         pairs = [_pair((without, watched), (n % 2, 1 - n % 2)) for n in range(warmup + steps)][warmup:]
-        heart.close()
+        heartbeat.close()
         record = records.records[-1]
         agent = world.decide(lambda: _agent(config, place, record, seconds))
     finally:
@@ -165,7 +165,7 @@ def render(result: dict[str, Any]) -> str:
     wall, used = ("{:.4f} [{:.4f} to {:.4f}]".format(*result[name]) for name in ("step_ratio", "processor_ratio"))
     return "\n".join(
         [
-            f"beat of a heart             {result['heartbeat_microseconds']:.2f} us",
+            f"one heartbeat                {result['heartbeat_microseconds']:.2f} us",
             f"agent of {agent['ranks']} ranks            {agent['core_share']:.3%} of a core over "
             f"{agent['seconds']:.0f}s, {agent['memory_bytes'] / 2**20:.0f} MiB with its helpers",
             f"steps with / without        {wall} in {result['pairs']} pairs of {result['step_seconds']:.3g}s",

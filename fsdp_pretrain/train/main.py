@@ -81,9 +81,9 @@ def _start(args: argparse.Namespace) -> int:
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
-        heart = build_heartbeat(config)
+        heartbeat = build_heartbeat(config)
         with mesh.connect(config.parallel) as world:
-            return int(run(config, world, lasting, terms, heart, memory))
+            return int(run(config, world, lasting, terms, heartbeat, memory))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
 
@@ -96,7 +96,7 @@ def _refuse(error: UserError, *, speaks: bool) -> int:
 
 
 def run(
-    config: Config, world: World, lasting: Overrides, terms: ResumeOptions, heart: Heartbeat, memory: LauncherMemory
+    config: Config, world: World, lasting: Overrides, terms: ResumeOptions, heartbeat: Heartbeat, memory: LauncherMemory
 ) -> Exit:
     """Lock the run, open a segment, train, and record how it ended, whatever the way. Raises UserError.
 
@@ -105,7 +105,7 @@ def run(
         world: all ranks.
         lasting: what of `config` comes from the run directory.
         terms: what the person who started it allows.
-        heart: tells the watchdog what this rank does.
+        heartbeat: tells the watchdog what this rank does.
         memory: what earlier starts under the same launcher have seen.
     """
     run_dir = RunDir(config.run.dir)
@@ -124,7 +124,7 @@ def run(
         start.open_checkpoints(run_dir, world)
         hosts = world.gather(socket.gethostname())
         segment = world.decide(lambda: start.open_segment(run_dir, config, world, hosts))
-        heart.belongs_to(int(segment.name))
+        heartbeat.belongs_to(int(segment.name))
         recorder = build_recorder(config, world, run_dir, segment)
         if finished:
             recorder.say("finished the rollback that had been interrupted")
@@ -133,12 +133,12 @@ def run(
         start.record_overrides(recorder, lasting)
         after_save = AfterSave(config, recorder)
         inbox = Inbox(run_dir if world.is_main else None)
-        context = RunContext(config, world, recorder, inbox, heart, after_save.running)
+        context = RunContext(config, world, recorder, inbox, heartbeat, after_save.running)
         guard = partial(_check_writer, lock if world.is_main else None)
         train = partial(_train, context, guard, terms, memory, after_save)
         return record_end(world.rank, run_dir, segment, recorder, train)
     finally:
-        heart.close()
+        heartbeat.close()
         lock.release()
 
 
@@ -154,7 +154,7 @@ def _train(
 ) -> Exit:
     """Build everything and run the loop."""
     config, world, recorder, run_dir = context.config, context.world, context.recorder, context.recorder.run
-    context.heart.beat(Phase.LOAD)
+    context.heartbeat.beat(Phase.LOAD)
     world.together(lambda: _preflight(config, world))
     packer = world.together(lambda: open_packer(config))
     if world.is_main:

@@ -21,7 +21,7 @@ class RunContext:
         world: all ranks.
         recorder: writes the record (silent on other ranks than 0).
         inbox: requests to this rank.
-        heart: reports to the watchdog what this rank does.
+        heartbeat: reports to the watchdog what this rank does.
         beside: names of what runs on this node beside training just now.
     """
 
@@ -29,5 +29,5 @@ class RunContext:
     world: World
     recorder: Recorder
     inbox: Inbox
-    heart: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     beside: Callable[[], list[str]] = list

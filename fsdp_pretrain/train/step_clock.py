@@ -60,17 +60,17 @@ class StepClock:
         model: sharded; see `OwnTime`.
         device: where it computes.
         window: steps of a window of `OwnTime`.
-        heart: is told.
+        heartbeat: is told.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heartbeat) -> None:
-        self._device, self._heart, self._own = device, heart, OwnTime(model, device, window, heart)
+    def __init__(self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat) -> None:
+        self._device, self._heartbeat, self._own = device, heartbeat, OwnTime(model, device, window, heartbeat)
         self._data, self._marks = 0.0, [mark(device)]
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
         """A step begins: the host waits for its data."""
-        self._heart.step(step)
+        self._heartbeat.step(step)
         start = time.perf_counter()
         yield
         self._data = time.perf_counter() - start
@@ -83,7 +83,7 @@ class StepClock:
     def begin_update(self) -> None:
         """Its gradients are there: the update begins."""
         self._marks.append(mark(self._device))
-        self._heart.beat(Phase.OPTIMIZER)
+        self._heartbeat.beat(Phase.OPTIMIZER)
 
     def end_update(self, checkpoint: float) -> StepTimes:
         """Its update ends. `checkpoint`: seconds that the host waited for saves since the step before."""

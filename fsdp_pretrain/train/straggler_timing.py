@@ -23,19 +23,19 @@ _EVERY = 10
 
 
 class OwnTime:
-    """Measures the steps of one rank, and gives its heart the typical one of every `window` of steps.
+    """Measures the steps of one rank, and gives its heartbeat the typical one of every `window` of steps.
 
     The blocks of the model, which is sharded, get hooks.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, window: int, heart: Heartbeat) -> None:
+    def __init__(self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat) -> None:
         self._device, self._every = device, _EVERY if device.type == "cuda" else 1
-        self._window, self._heart = max(1, window // self._every), heart
+        self._window, self._heartbeat = max(1, window // self._every), heartbeat
         self._marks: list[tuple[Any, Any]] | None = None
         self._begun: Any = None
         self._steps = self._number = 0
         self._measured: list[float] = []
-        if type(heart) is Heartbeat:
+        if type(heartbeat) is Heartbeat:
             return  # nobody listens
         for block in model.blocks:  # after the hooks that gather parameters, before those that free them
             block.register_forward_pre_hook(self._before)
@@ -57,7 +57,7 @@ class OwnTime:
         self._measured.append(waited + sum(between(start, end) for start, end in marks))
         if len(self._measured) == self._window:
             self._number += 1
-            self._heart.measured(self._number, median(self._measured))
+            self._heartbeat.measured(self._number, median(self._measured))
             self._measured = []
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]

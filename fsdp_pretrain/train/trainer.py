@@ -102,9 +102,9 @@ class Trainer:
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
-        self.saves, self.state, self.recorder, self._heart = saves, state, run.recorder, run.heart
+        self.saves, self.state, self.recorder, self._heartbeat = saves, state, run.recorder, run.heartbeat
         self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
-        self._clock = StepClock(model, world.device, config.watchdog.pace.window, run.heart)
+        self._clock = StepClock(model, world.device, config.watchdog.pace.window, run.heartbeat)
         self._health, self._provenance, self._reread = health, provenance, reread
         self.retreat: RollbackRequest | None = None
         self._first = state.step
@@ -141,7 +141,7 @@ class Trainer:
             if verdict.overdue:
                 self.saves.refuse_to_go_on()
             if self.saves.ended(verdict.saved):
-                self._heart.beat(Phase.SAVE)
+                self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
             if self._save_due() or verdict.save:
                 self.checkpoint()
@@ -153,7 +153,7 @@ class Trainer:
             return self._end_for(self._verdict.retreat)
         if self.state.consumed >= self.schedule.total:
             outcome = Exit.COMPLETE
-        self._heart.beat(Phase.SAVE)
+        self._heartbeat.beat(Phase.SAVE)
         self.saves.finish()
         if self.saves.saved_step != self.state.step:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
@@ -180,7 +180,7 @@ class Trainer:
             return None
         self._seed_dropout(retreat.end)
         sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world))
-        self._heart.beat(Phase.REDUCE)
+        self._heartbeat.beat(Phase.REDUCE)
         sums.sum_over(self.world, optim.gradient_norm(self.model))
         return bool(sums.not_finite().item())
 
@@ -197,7 +197,7 @@ class Trainer:
         sums = self._accumulate(batch, counts)
         self._clock.begin_update()
         norm = optim.gradient_norm(self.model)
-        self._heart.beat(Phase.REDUCE)
+        self._heartbeat.beat(Phase.REDUCE)
         sums.sum_over(self.world, norm)
         limit, scaler = self.config.train.grad_clip, self.scaler
         norm = optim.clip(self.model, self.optimizer, norm, limit, scaler=scaler, parts=len(batch.micro))
@@ -264,7 +264,7 @@ class Trainer:
             factor *= self.scaler.scale * len(batch.micro)
         sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
         for index, micro in enumerate(batch.micro):
-            self._heart.beat(Phase.COMPUTE)
+            self._heartbeat.beat(Phase.COMPUTE)
             fsdp.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
             self._micro_step(micro, factor, sums)
         return sums
@@ -367,7 +367,7 @@ class Trainer:
         self.collect(keep=0)  # so that nothing spoilt is ever saved
         if self._verdict.retreat is not None:
             return
-        self._heart.beat(Phase.SAVE)
+        self._heartbeat.beat(Phase.SAVE)
         self._verdict.save = False
         scale = None if self.scaler is None else self.scaler.state()
         state = replace(self.state, loss_scale=scale)

@@ -58,7 +58,11 @@ class Heartbeat:
 
 
 class PageHeartbeat(Heartbeat):
-    """The heart of a watched rank; `reading`: the file that each thread reads, or read last, by thread identity."""
+    """The heartbeat of a watched rank, written into its page.
+
+    Args:
+        reading: the file that each thread reads, or read last, by thread identity.
+    """
 
     def __init__(
         self,
