@@ -33,12 +33,12 @@ _LATE, _VERY_LATE, _TOO_LATE = 1.5, 2.5, 4.0
 """Intervals without a verified checkpoint."""
 
 
-def like(size: int, files: int) -> SpaceNeeded:
+def need_after(size: int, files: int) -> SpaceNeeded:
     """What the next checkpoint takes if the manifest of the newest one lists that many bytes and files."""
     return SpaceNeeded(size, files + _FILES_BESIDE)
 
 
-def first(parameters: int, world: int) -> SpaceNeeded:
+def first_need(parameters: int, world: int) -> SpaceNeeded:
     """What the first checkpoint of a model takes, on `world` ranks."""
     return SpaceNeeded(BYTES_PER_PARAMETER * parameters, world + 1)
 
@@ -100,10 +100,10 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
     newest = found.newest()
     if newest is not None:
         files = newest.files()
-        need = like(sum(entry.bytes for entry in files), len(files))
+        need = need_after(sum(entry.bytes for entry in files), len(files))
     else:
         starts = [entry for entry in journal.read(run) if entry["kind"] == "start" and entry.get("parameters")]
-        need = first(starts[-1]["parameters"], starts[-1].get("world") or 1) if starts else need
+        need = first_need(starts[-1]["parameters"], starts[-1].get("world") or 1) if starts else need
     if need is None or not need.bytes:
         return None
     old = prunable(found.main.scan()) if config.checkpoint.prune else None

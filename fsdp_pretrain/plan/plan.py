@@ -140,7 +140,7 @@ def plan(
             f"into micro-batches of {config.train.micro_batch}",
             remedy=f"feasible world sizes: {_shorten(sizes)}",
         )
-    checkpoint = upcoming.first(parameters, world or 1)
+    checkpoint = upcoming.first_need(parameters, world or 1)
     kept = config.checkpoint.keep_last + 1
     length = config.data.sequence_length
     warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]

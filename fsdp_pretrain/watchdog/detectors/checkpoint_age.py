@@ -140,7 +140,7 @@ class Checkpoints(Detector):
         for entry in found["entries"]:
             self._read(entry, mine=entry.get("segment") == self._segment)
         if found["newest"] is not None:
-            self.need = upcoming.like(found["newest"]["bytes"], found["newest"]["files"])
+            self.need = upcoming.need_after(found["newest"]["bytes"], found["newest"]["files"])
         self.prunable = SpaceNeeded(**found["prunable"]) if self._prune else None
         newest = found[self._which]
         if newest is not None and self.last and (self.protected is None or newest["step"] > self.protected):
@@ -228,7 +228,7 @@ class Checkpoints(Detector):
         if kind == "start" and mine:
             self._world = entry.get("world") or 1
             if self.need is None and entry.get("parameters"):
-                self.need = upcoming.first(entry["parameters"], self._world)
+                self.need = upcoming.first_need(entry["parameters"], self._world)
         elif kind == "checkpoint" and entry["seconds"]:
             self.speed = entry["bytes"] / entry["seconds"]
             self._judge_speed(entry["bytes"], entry["seconds"], step if mine else None)
