@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alarms(run: Path) -> Alarms:
-    return Alarms(run / "watchdog/alarms.jsonl", told=lambda *_: None)
+    return Alarms(run / "watchdog/alarms.jsonl", on_change=lambda *_: None)
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, ru
     ):
         done = run_command(module, *arguments, cwd=path)
         assert done.returncode == 0, done.stderr
-    alarms = Alarms(made / "run/watchdog/alarms.jsonl", told=lambda *_: None)
+    alarms = Alarms(made / "run/watchdog/alarms.jsonl", on_change=lambda *_: None)
     alarms.open("disk/run", Severity.WARN, "two checkpoints fit")
     alarms.close()
     return path

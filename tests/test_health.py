@@ -15,7 +15,7 @@ from records import step_record
 
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import NumericError
-from fsdp_pretrain.health.auto_rollback import retreat
+from fsdp_pretrain.health.auto_rollback import roll_back
 from fsdp_pretrain.health.monitor import ExpectedSteps, Health, HealthOutcome, RollbackRequest
 from fsdp_pretrain.parallel.replica_check import compare
 from fsdp_pretrain.record.files import RunDir
@@ -70,7 +70,7 @@ def told(verdicts: list[tuple[int, HealthOutcome]], key: str, severity: str, res
 
 
 def retreats(verdicts: list[tuple[int, HealthOutcome]]) -> list[tuple[int, RollbackRequest]]:
-    return [(step, judgement.retreat) for step, judgement in verdicts if judgement.retreat is not None]
+    return [(step, judgement.rollback) for step, judgement in verdicts if judgement.rollback is not None]
 
 
 # ---------------------------------------------------------------------- loss and norm, against simulated runs
@@ -368,5 +368,5 @@ def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[st
     run.journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     asked = RollbackRequest(key, "it went wrong", 5000, 5050, 0, 10, 4950)
     with pytest.raises(NumericError, match=refused) as caught:
-        retreat(run, config, asked, Silent(run, run.segment(1)))
+        roll_back(run, config, asked, Silent(run, run.segment(1)))
     assert caught.value.exit == 93 and "optimizer.lr" in caught.value.remedy

@@ -118,7 +118,7 @@ def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.Monk
     lines = [json.dumps(records.metric(step, seconds=parts)) for step in range(2_000)]
     (segment / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0):
-        journal.tell(run, "checkpoint", "saved", step=1, seconds=seconds, bytes=1)
+        journal.add(run, "checkpoint", "saved", step=1, seconds=seconds, bytes=1)
     needed = 1.5 * (4 * 20 + 2 * 50)
     assert limit.needed_grace(run) == limit.grace(run, None) == needed
     assert limit.grace(run, Seconds(3600)) == 3600

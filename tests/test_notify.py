@@ -53,7 +53,7 @@ class Watch:
     def __init__(self, run: Path, environment: dict[str, str], **tables: Any) -> None:
         section = NotifySection.model_validate(tables)
         self.notifier = Notifier(section, RunDir(run), MessageSender("llama-7b", str(run), 3, "n1"), environment)
-        self.alarms = Alarms(run / "watchdog/alarms.jsonl", told=self.notifier.told)
+        self.alarms = Alarms(run / "watchdog/alarms.jsonl", on_change=self.notifier.on_change)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Let passes go by until a condition holds; its value."""
@@ -94,7 +94,7 @@ def test_an_endpoint_that_fails_delays_and_loses_nothing(
     for n in range(3):
         alarm = watch.alarms.open(f"disk/{n}", CRIT, f"disk {n} is full")
     for _ in range(100):
-        watch.notifier.told(alarm, alarm)  # the same again: nothing to say, and no channel is waited for
+        watch.notifier.on_change(alarm, alarm)  # the same again: nothing to say, and no channel is waited for
     (tmp_path / "go").touch()
     watch.until(lambda: watch.open("notify/webhook") == "WARN")
     assert len(waiting(tmp_path, "webhook")) == 3
@@ -145,12 +145,12 @@ from fsdp_pretrain.watchdog.notify.notifier import Notifier
 run = Path(sys.argv[1])
 section = NotifySection.model_validate({"webhook": {}})
 notifier = Notifier(section, RunDir(run), MessageSender("llama-7b", str(run)))
-alarms = Alarms(run / "watchdog/alarms.jsonl", told=notifier.told)
+alarms = Alarms(run / "watchdog/alarms.jsonl", on_change=notifier.on_change)
 for n in range(3):
     alarms.open(f"disk/{n}", Severity.CRIT, "full")
 time.sleep(float(sys.argv[2]))
 if sys.argv[2] != "0":
-    Alarms(run / "watchdog/alarms.jsonl", told=lambda *_: None).open("hang", Severity.CRIT, "in the last moment")
+    Alarms(run / "watchdog/alarms.jsonl", on_change=lambda *_: None).open("hang", Severity.CRIT, "in the last moment")
 os.kill(os.getpid(), 9)
 """
 

@@ -32,7 +32,7 @@ class Life:
             1e6,
             list[tuple[float, Message]](),
         )
-        self.alarms = Alarms(Path("/dev/null/nowhere"), told=lambda alarm, before: self._send(alarm))
+        self.alarms = Alarms(Path("/dev/null/nowhere"), on_change=lambda alarm, before: self._send(alarm))
 
     def _send(self, alarm: Alarm) -> None:
         self.sent += [(self.time, message) for message in self.storm.transition(alarm, self.time)]

@@ -125,7 +125,7 @@ def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, wh
     text = f"weights of {where.resolve()}; {said}"
     if source.padded:
         text += f"; {source.padded} rows of the embedding table are the mean of the others"
-    journal.tell(run, "import", text, step=0, folder=str(where.resolve()), padded=source.padded)
+    journal.add(run, "import", text, step=0, folder=str(where.resolve()), padded=source.padded)
     return Imported(saved, source.padded, said)
 
 

@@ -284,7 +284,7 @@ def _goodput(args: argparse.Namespace) -> int:
 )
 def _note(args: argparse.Namespace) -> int:
     """Add a line to the chronicle."""
-    journal.tell(args.run, "note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
+    journal.add(args.run, "note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
     print(f"noted in {args.run.journal}")
     return 0
 

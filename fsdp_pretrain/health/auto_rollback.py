@@ -33,7 +33,7 @@ _SUGGESTIONS = (
 )
 
 
-def retreat(run: RunDir, config: Config, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
+def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
     """Go back. The caller holds the run's lock and no longer trains.
 
     Raises NumericError if a person has to decide, StorageError as `rollback.go_back`.
@@ -65,7 +65,7 @@ def came_back(run: RunDir, asked: RollbackRequest) -> bool:
     return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
 
 
-def say_end(run: RunDir, step: int, asked: RollbackRequest, recorder: Recorder) -> None:
+def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Recorder) -> None:
     """Record the end of a start that was rolled back to `step`: the next one is to start at once."""
     reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)
     for segment in (recorder.segment, run.segments[-1]):

@@ -19,7 +19,9 @@ Provenance = Callable[[StepRecord], dict[str, Any]]
 """Record of a step -> facts of a journal entry that name its samples and documents."""
 
 
-def tell(recorder: Recorder, record: StepRecord, judgement: HealthOutcome, provenance: Provenance | None) -> None:
+def record_findings(
+    recorder: Recorder, record: StepRecord, judgement: HealthOutcome, provenance: Provenance | None
+) -> None:
     """Report what was found at a step, and that it was skipped, if so.
 
     The documents of a batch are named once per incident: looking them up takes a moment, while training waits.

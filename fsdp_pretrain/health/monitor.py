@@ -61,7 +61,7 @@ class HealthOutcome:
     """The verdict on a record: findings to report, and whether to go back or to end the run with an error."""
 
     findings: list[HealthFinding] = field(default_factory=list)
-    retreat: RollbackRequest | None = None
+    rollback: RollbackRequest | None = None
     error: UserError | None = None
 
     def fail(self, text: str, effect: str, remedy: str) -> None:
@@ -146,7 +146,7 @@ class Health:
         self._judge_replicas(record, verdict)
         self._judge_replay(record, verdict)
         if verdict.error is not None:
-            verdict.retreat = None
+            verdict.rollback = None
         return verdict
 
     def _judge_loss(self, record: StepRecord, verdict: HealthOutcome) -> None:
@@ -157,9 +157,9 @@ class Health:
         verdict.findings += spike
         lasts = any(finding.severity is Severity.CRIT and not finding.resolved for finding in spike)
         if lasts and self._config.rollback:
-            verdict.retreat = self._retreat(self._spike.incident.key, spike[-1].summary, self._spike.start)
+            verdict.rollback = self._request_rollback(self._spike.incident.key, spike[-1].summary, self._spike.start)
 
-    def _retreat(self, key: str, cause: str, start: int) -> RollbackRequest:
+    def _request_rollback(self, key: str, cause: str, start: int) -> RollbackRequest:
         """From the incident that began at step `start` and lasts until now."""
         step, cursor = self._cursors[-1]
         margin, earlier = self._config.margin.value, dict(self._cursors)
@@ -204,10 +204,10 @@ class Health:
         if not self._config.rollback:
             verdict.fail(cause, "they were skipped, the weights are those before", _ADVICE)
             return
-        retreat = self._retreat(self._nonfinite.key, cause, near[-row] if row > 1 else near[0])
+        rollback = self._request_rollback(self._nonfinite.key, cause, near[-row] if row > 1 else near[0])
         cursor = dict(self._cursors).get(step - 1)
         before = None if cursor is None else Position(cursor=cursor, consumed=record.consumed - record.batch)
-        verdict.retreat = replace(retreat, before=before, rank=rank)
+        verdict.rollback = replace(rollback, before=before, rank=rank)
 
     def _judge_scale(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Overflows that go on although the loss scale is at its minimum."""

@@ -172,4 +172,4 @@ def _open(parent: RunDir, branch: Branch, new: RunDir, said: str) -> None:
     text = f"from step {step:_} of {origin}" + (f"; {said}" if said else "")
     place = {"run": branch.after.run.name, "segment": number, "host": socket.gethostname(), "heartbeat": now()}
     status.update(new, **place, **status_at(branch, f"forked {text}"))
-    journal.tell(new, "fork", text, segment=number, step=step, parent=origin, checkpoint=directory_name(step))
+    journal.add(new, "fork", text, segment=number, step=step, parent=origin, checkpoint=directory_name(step))

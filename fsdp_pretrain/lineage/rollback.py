@@ -201,7 +201,7 @@ def _add_entry(run: RunDir, decided: DecidedRollback) -> None:
     if any(entry.get("rollback") == decided.id for entry in journal.read(run)):
         return
     report = decided.lineage.report
-    journal.tell(
+    journal.add(
         run,
         "rollback",
         decided.text,

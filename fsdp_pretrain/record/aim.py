@@ -170,7 +170,7 @@ def start_follower(run: RunDir) -> subprocess.Popen[bytes] | None:
         with (run.path / "aim.log").open("ab") as log:
             return start_module(__name__, str(run.path), nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)
     except OSError as error:
-        _tell(run, f"could not be started: {error}")
+        _log_stop(run, f"could not be started: {error}")
         return None
 
 
@@ -182,7 +182,7 @@ def finish_follower(run: RunDir, follower: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = follower.wait(_FINISH_SECONDS)
         if code < 0:  # it could not log that itself
-            _tell(run, f"killed by signal {-code}")
+            _log_stop(run, f"killed by signal {-code}")
 
 
 def _follow(run: RunDir) -> NoReturn:
@@ -192,7 +192,7 @@ def _follow(run: RunDir) -> NoReturn:
     def watch() -> None:
         while time.monotonic() - alive < _STUCK_SECONDS:
             time.sleep(1.0)
-        _tell(run, f"aim did not answer for {_STUCK_SECONDS:.0f}s")
+        _log_stop(run, f"aim did not answer for {_STUCK_SECONDS:.0f}s")
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -205,15 +205,15 @@ def _follow(run: RunDir) -> NoReturn:
             alive = time.monotonic()
         mirror.close()
     except Exception as error:  # aim raises anything, RocksDB errors among them
-        _tell(run, f"{type(error).__name__}: {error}".splitlines()[0])
+        _log_stop(run, f"{type(error).__name__}: {error}".splitlines()[0])
         os._exit(1)  # at once: aim's destructors may wait for the broken repository
     os._exit(0)  # nor may its threads keep a finished follower alive
 
 
-def _tell(run: RunDir, reason: str) -> None:
+def _log_stop(run: RunDir, reason: str) -> None:
     with contextlib.suppress(UserError):
         text = f"the Aim mirror stopped, training goes on: {reason}; rebuild it with `fsdp-pretrain aim`"
-        journal.tell(run, "aim-stopped", text)
+        journal.add(run, "aim-stopped", text)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Journal:
         return self._lines.close()
 
 
-def tell(run: RunDir, kind: Kind, text: str, /, *, segment: int | None = None, **data: Any) -> None:
+def add(run: RunDir, kind: Kind, text: str, /, *, segment: int | None = None, **data: Any) -> None:
     """Add one entry and close, for commands, which cannot wait until the disk has room. Raises StorageError."""
     writer = Journal(run, segment)
     writer.write(kind, text, **data)

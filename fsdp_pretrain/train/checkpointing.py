@@ -93,7 +93,7 @@ class Checkpointing:
             done = self._number
             if pending.error is not None and not self._told:  # the alarm does not wait for the other ranks
                 self._told = True
-                self._tell(self._failures + 1, _cause(pending.error))
+                self._report_failure(self._failures + 1, _cause(pending.error))
         now, limit = time.monotonic(), self._config.max_age
         retry = self._world.is_main and now >= self._retry_at
         overdue = self._world.is_main and limit is not None and now - self._safe_at > limit.value
@@ -144,7 +144,7 @@ class Checkpointing:
             try:
                 saved = self._saver.save(state, final=final)
             except StorageError as error:
-                self._tell(self._failures + 1, error.cause)
+                self._report_failure(self._failures + 1, error.cause)
                 self._fail(error.cause)
                 if not must_succeed:
                     return
@@ -176,7 +176,7 @@ class Checkpointing:
         ]
         if causes:
             if not self._told:
-                self._tell(self._failures + 1, causes[0])
+                self._report_failure(self._failures + 1, causes[0])
             self._fail(causes[0])
         else:
             self._succeed(self._pending_step, pending.result())
@@ -187,7 +187,7 @@ class Checkpointing:
         with suppress(UserError):
             self.finish()
 
-    def _tell(self, failures: int, cause: str) -> None:
+    def _report_failure(self, failures: int, cause: str) -> None:
         step, limit = self._pending_step, self._config.max_failures
         self._recorder.event(
             "checkpoint-failed", f"attempt {failures} of {limit}: {cause}", step=step, failures=failures

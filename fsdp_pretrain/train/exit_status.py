@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
-from fsdp_pretrain.health.auto_rollback import came_back, retreat, say_end
+from fsdp_pretrain.health.auto_rollback import came_back, record_rollback, roll_back
 from fsdp_pretrain.health.monitor import RollbackRequest
 from fsdp_pretrain.record import exit_intent, status
 from fsdp_pretrain.record.files import RunDir
@@ -50,9 +50,9 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
     """Write down how the loop ended, after a rollback if it ended for one; what to exit with. Collective.
 
     Raises:
-        UserError: the rollback must not, or cannot, be made; see `auto_rollback.retreat`.
+        UserError: the rollback must not, or cannot, be made; see `auto_rollback.roll_back`.
     """
-    run, asked = trainer.context, trainer.retreat
+    run, asked = trainer.context, trainer.rollback
     recorder, run_dir = run.recorder, run.recorder.run
     if asked is None:
         return _record_stop(outcome, trainer.state.step, run)
@@ -62,9 +62,9 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
         found = "not finite again" if asked.repeats else "finite, as it was found before, and came back all the same"
         text = f"the same step from the same batch was {found}: {asked.cause}"
         recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
-    report = run.world.decide(lambda: retreat(run_dir, run.config, asked, recorder))
+    report = run.world.decide(lambda: roll_back(run_dir, run.config, asked, recorder))
     if run.world.is_main:
-        say_end(run_dir, report.step, asked, recorder)
+        record_rollback(run_dir, report.step, asked, recorder)
     return outcome
 
 

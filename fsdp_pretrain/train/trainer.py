@@ -19,7 +19,7 @@ from data.packing.loader import StepBatch
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.errors import DataError, Exit, UserError
-from fsdp_pretrain.health.journal import Provenance, tell
+from fsdp_pretrain.health.journal import Provenance, record_findings
 from fsdp_pretrain.health.monitor import Health, RollbackRequest
 from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
@@ -62,7 +62,7 @@ class AgreedActions:
     save: bool = False
     saved: int = 0
     overdue: bool = False
-    retreat: RollbackRequest | None = None
+    rollback: RollbackRequest | None = None
 
 
 class Trainer:
@@ -81,7 +81,7 @@ class Trainer:
 
     Attributes:
         context: as given.
-        retreat: what the run ended for, if it shall go back to an earlier checkpoint.
+        rollback: what the run ended for, if it shall go back to an earlier checkpoint.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Trainer:
         self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
         self._clock = StepClock(model, world.device, config.watchdog.pace.window, run.heartbeat)
         self._health, self._provenance, self._reread = health, provenance, reread
-        self.retreat: RollbackRequest | None = None
+        self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
-        self._verdict = AgreedActions()
+        self._agreed = AgreedActions()
         self._stretches = self._quarantined = 0
         self._skips = scaler is not None or config.health.skip_nonfinite
         self._data_error: DataError | None = None
@@ -135,22 +135,22 @@ class Trainer:
         while self.state.consumed < self.schedule.total:
             self.step()
             self.collect(keep=LAG)
-            verdict, self._verdict = self._verdict, AgreedActions()
-            if verdict.retreat is not None:
-                return self._end_for(verdict.retreat)
-            if verdict.overdue:
+            agreed, self._agreed = self._agreed, AgreedActions()
+            if agreed.rollback is not None:
+                return self._end_for(agreed.rollback)
+            if agreed.overdue:
                 self.saves.refuse_to_go_on()
-            if self.saves.ended(verdict.saved):
+            if self.saves.ended(agreed.saved):
                 self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
-            if self._save_due() or verdict.save:
+            if self._save_due() or agreed.save:
                 self.checkpoint()
-            if verdict.stop:
+            if agreed.stop:
                 outcome = Exit.RESUME
                 break
         self.collect(keep=0)
-        if self._verdict.retreat is not None:
-            return self._end_for(self._verdict.retreat)
+        if self._agreed.rollback is not None:
+            return self._end_for(self._agreed.rollback)
         if self.state.consumed >= self.schedule.total:
             outcome = Exit.COMPLETE
         self._heartbeat.beat(Phase.SAVE)
@@ -159,26 +159,26 @@ class Trainer:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
         return outcome
 
-    def _end_for(self, retreat: RollbackRequest) -> Exit:
+    def _end_for(self, rollback: RollbackRequest) -> Exit:
         """End without saving: what was trained since the incident is to be left."""
         self.saves.give_up()
-        self.retreat = replace(retreat, repeats=self._is_spoilt_again(retreat))
+        self.rollback = replace(rollback, repeats=self._is_spoilt_again(rollback))
         return Exit.RESUME
 
-    def _is_spoilt_again(self, retreat: RollbackRequest) -> bool | None:
+    def _is_spoilt_again(self, rollback: RollbackRequest) -> bool | None:
         """Whether the last step that was not finite is so again, from its batch; None if that cannot be found out.
 
         Collective; changes no parameter. The parameters are those it had, but for steps that were in flight: what is in
         the data, or in the state, shows again; what a device did wrong does not.
         """
-        before, reread = retreat.before, self._reread
+        before, reread = rollback.before, self._reread
         if before is None or reread is None:
             return None
         try:
             batch = self.world.together(lambda: reread(before))
         except DataError:
             return None
-        self._seed_dropout(retreat.end)
+        self._seed_dropout(rollback.end)
         sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world))
         self._heartbeat.beat(Phase.REDUCE)
         sums.sum_over(self.world, optim.gradient_norm(self.model))
@@ -298,7 +298,7 @@ class Trainer:
     # ------------------------------------------------------------------ what steps measured
 
     def collect(self, *, keep: int) -> None:
-        """Read the numbers of issued steps until `keep` are outstanding; record them, add to the verdict.
+        """Read the numbers of issued steps until `keep` are outstanding; record them, add to the agreed.
 
         Raises:
             NumericError: loss or gradients were not finite, on every rank.
@@ -311,18 +311,18 @@ class Trainer:
             counts = StepCounts.read(issued.counts)
             if counts.without_data:
                 self.world.together(self._raise_data_error)
-            self._verdict.stop |= counts.stop > 0
-            self._verdict.save |= counts.save > 0
-            self._verdict.saved = max(self._verdict.saved, counts.saved)
-            self._verdict.overdue |= counts.overdue > 0
+            self._agreed.stop |= counts.stop > 0
+            self._agreed.save |= counts.save > 0
+            self._agreed.saved = max(self._agreed.saved, counts.saved)
+            self._agreed.overdue |= counts.overdue > 0
             self._clock.over(issued.times)
             record = self._records.of(issued)
             self._stretches += record.documents + record.batch  # a document may go on in many samples
             self._quarantined += record.quarantined
             judgement = self._health.step(record)
             self.recorder.step(record.model_copy(update={"health": judgement.findings}), target=self._target_step())
-            tell(self.recorder, record, judgement, self._provenance)
-            self._verdict.retreat = self._verdict.retreat or judgement.retreat
+            record_findings(self.recorder, record, judgement, self._provenance)
+            self._agreed.rollback = self._agreed.rollback or judgement.rollback
             if judgement.error is not None:
                 raise judgement.error
             self._check_quarantined(record.step)
@@ -365,10 +365,10 @@ class Trainer:
     def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
         """Save what training has come to. Raises StorageError on every rank after too many failures."""
         self.collect(keep=0)  # so that nothing spoilt is ever saved
-        if self._verdict.retreat is not None:
+        if self._agreed.rollback is not None:
             return
         self._heartbeat.beat(Phase.SAVE)
-        self._verdict.save = False
+        self._agreed.save = False
         scale = None if self.scaler is None else self.scaler.state()
         state = replace(self.state, loss_scale=scale)
         self.saves.save(state, final=final, must_succeed=must_succeed)

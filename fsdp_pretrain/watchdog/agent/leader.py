@@ -259,7 +259,7 @@ class Leader:
     def send(self, alarm: Alarm, before: Alarm | None = None) -> None:
         """Send an alarm to people without writing it down: the run directory may not answer."""
         if self._notifier is not None:
-            self._notifier.told(alarm, before)
+            self._notifier.on_change(alarm, before)
 
     def report_the_end(self) -> None:
         """All ranks are gone: if that was no end in order, somebody must know."""

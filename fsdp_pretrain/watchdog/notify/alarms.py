@@ -75,12 +75,12 @@ class Alarms:
 
     Args:
         path: `alarms.jsonl`; read if it exists. What a full disk does not take is written once there is room.
-        told: called with every transition: the alarm, and what it was before (None: new). It comes before the write:
+        on_change: called with every transition: the alarm, and what it was before (None: new). It precedes the write:
             the file may be on a mount that hangs, and that has to be reported too.
     """
 
-    def __init__(self, path: Path, told: Callable[[Alarm, Alarm | None], None]) -> None:
-        self._file, self._told = AppendFile(path, durable=True), told
+    def __init__(self, path: Path, on_change: Callable[[Alarm, Alarm | None], None]) -> None:
+        self._file, self._told = AppendFile(path, durable=True), on_change
         self._known = {alarm.key: alarm for alarm in read_alarms(path)}
 
     def __iter__(self) -> Iterator[Alarm]:

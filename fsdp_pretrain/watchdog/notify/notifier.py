@@ -54,7 +54,7 @@ class Notifier:
         muted = muted_until(run)
         self._outboxes = [_Outbox(channel, run.path, identity, known, muted) for channel in channels]
 
-    def told(self, alarm: Alarm, before: Alarm | None) -> None:
+    def on_change(self, alarm: Alarm, before: Alarm | None) -> None:
         """An alarm changed. Returns at once."""
         del before
         for outbox in self._outboxes:

@@ -105,7 +105,7 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
             return not left.exists()
         try:
             writer = journal.Journal(run)
-            alarms = Alarms(alarms_file(run), told=lambda alarm, before: journal_alarm(writer, alarm))
+            alarms = Alarms(alarms_file(run), on_change=lambda alarm, before: journal_alarm(writer, alarm))
             known = alarms.acknowledge(key, os.environ.get("USER", "?"))
             if not all((alarms.close(), writer.close())):
                 raise StorageError(f"cannot write to the run directory {run.path}: {writer.problem or 'it is full'}")
@@ -131,7 +131,7 @@ def mute(run: RunDir, seconds: float, reason: str) -> str:
         state_files.write(_window(run), window)
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
-    journal.tell(run, "mute", f"alarms are not sent until {until}: {reason}" if seconds else "alarms are sent again")
+    journal.add(run, "mute", f"alarms are not sent until {until}: {reason}" if seconds else "alarms are sent again")
     return until
 
 
