@@ -139,8 +139,8 @@ def test_a_run_that_may_not_be_read(helpers: Any, tmp_path: Path) -> None:
     ("module", "words"),
     [
         ("eval.cli", "samples RUN --step 2"),
-        ("fsdp_pretrain.cli", "checkpoints RUN export 2 OUT"),
-        ("fsdp_pretrain.cli", f"plan {Path(__file__).parent.parent}/configs/runs/quickstart.toml"),
+        ("fsdp_pretrain.cli.main", "checkpoints RUN export 2 OUT"),
+        ("fsdp_pretrain.cli.main", f"plan {Path(__file__).parent.parent}/configs/runs/quickstart.toml"),
     ],
 )
 def test_what_needs_torch_names_the_extra_to_install(helpers: Any, tmp_path: Path, module: str, words: str) -> None:

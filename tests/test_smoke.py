@@ -37,7 +37,7 @@ def test_an_export_is_the_same_function_in_transformers(
     import torch
 
     from fsdp_pretrain import models
-    from fsdp_pretrain.checkpoint.dcp import load_model
+    from fsdp_pretrain.checkpoint.loading import load_model
     from fsdp_pretrain.checkpoint.store import Store
     from fsdp_pretrain.config.config import load
 
