@@ -90,9 +90,9 @@ def gather(out: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict
     """
     for path in (out / "shards").glob("*.partial"):
         path.unlink(missing_ok=True)
-    records = [load_json(task.prefix.with_name(task.prefix.name + ".json")) for task in tasks]
-    counts = {key: sum(record["counts"][key] for record in records) for key in records[0]["counts"]}
-    return [record["entry"] for record in records if record["entry"]["documents"]], counts
+    shards = [load_json(task.prefix.with_name(task.prefix.name + ".json")) for task in tasks]
+    counts = {key: sum(done["counts"][key] for done in shards) for key in shards[0]["counts"]}
+    return [done["entry"] for done in shards if done["entry"]["documents"]], counts
 
 
 def describe(manifest: CorpusManifest) -> str:

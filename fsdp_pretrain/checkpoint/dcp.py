@@ -171,14 +171,7 @@ def save(
             store.discard(attempt)
         raise
     if read_back:
-        if wrong := verify(world, checkpoint):
-            world.decide(lambda: _put_aside(store, checkpoint))
-            raise StorageError(
-                f"{checkpoint.path.name} was written but reads back wrong: {wrong[0]}",
-                effect="it was moved to checkpoints/abandoned and does not count",
-                remedy="check the storage; the data in memory is not affected",
-            )
-        checkpoint = world.decide(checkpoint.mark_verified)
+        checkpoint = _read_back(world, store, checkpoint)
     notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
     return SaveResult(checkpoint, written, time.perf_counter() - start, notes=notes)
 
@@ -241,6 +234,18 @@ def _write_texts(attempt: Path, contents: dict[str, str]) -> list[FileEntry]:
     except OSError as error:
         raise StorageError(f"cannot write into {attempt}: {error}") from None
     return entries
+
+
+def _read_back(world: World, store: Store, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, marked verified. Raises StorageError on every rank, with it put aside, if a byte is wrong."""
+    if wrong := verify(world, checkpoint):
+        world.decide(lambda: _put_aside(store, checkpoint))
+        raise StorageError(
+            f"{checkpoint.path.name} was written but reads back wrong: {wrong[0]}",
+            effect="it was moved to checkpoints/abandoned and does not count",
+            remedy="check the storage; the data in memory is not affected",
+        )
+    return world.decide(checkpoint.mark_verified)
 
 
 def _put_aside(store: Store, checkpoint: Checkpoint) -> None:

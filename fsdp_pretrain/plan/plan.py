@@ -145,15 +145,10 @@ def plan(
     length = config.data.sequence_length
     warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
     warnings += _space_warning(config, checkpoint)
-    layout = None
-    if world is not None:
-        layout = _layout(config, world, gpus_per_node, device, available)
-        padding = memory.shard_padding(model, layout.shards)
-        warnings += advice.shard_warning(padding, parameters, layout.shards)
-        if layout.available is not None:
-            warnings += advice.memory_warning(layout.memory.total, layout.available, device or "the device")
-        elif device not in (None, "cpu"):
-            warnings.append(f"the memory of a device {device!r} is not on file: say it with --device-memory")
+    layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
+    if layout is not None:
+        warnings += advice.shard_warning(memory.shard_padding(model, layout.shards), parameters, layout.shards)
+        warnings += _memory_warning(layout, device)
     return Plan(
         run=config.run.name,
         family=config.model.family,
@@ -175,6 +170,13 @@ def plan(
         warnings=warnings,
         world=layout,
     )
+
+
+def _memory_warning(layout: Layout, device: str | None) -> Iterator[str]:
+    if layout.available is not None:
+        yield from advice.memory_warning(layout.memory.total, layout.available, device or "the device")
+    elif device not in (None, "cpu"):
+        yield f"the memory of a device {device!r} is not on file: say it with --device-memory"
 
 
 def _space_warning(config: Config, first: SpaceNeeded) -> Iterator[str]:

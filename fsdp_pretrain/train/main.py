@@ -187,14 +187,7 @@ def _train(
     unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
     if unigrams is not None:
         make_directory(unigrams.parent)
-    manager = CheckpointManager(
-        subject,
-        segment=recorder.number,
-        guard=guard,
-        protected=lambda: {*jobs.protected_steps(run_dir, config), *after_save.steps_in_use()},
-        suspicion=lambda: health.suspicion,
-        clean_until=lambda: health.clean_until,
-    )
+    manager = _manager(subject, recorder.number, guard, after_save, health)
     trainer = Trainer(
         context,
         model=model,
@@ -213,6 +206,19 @@ def _train(
     if follower is not None:
         aim.finish_follower(run_dir, follower)
     return outcome
+
+
+def _manager(
+    subject: TrainingObjects, segment: int, guard: Callable[[], None], after_save: AfterSave, health: Health
+) -> CheckpointManager:
+    return CheckpointManager(
+        subject,
+        segment=segment,
+        guard=guard,
+        protected=lambda: {*jobs.protected_steps(subject.run, subject.config), *after_save.steps_in_use()},
+        suspicion=lambda: health.suspicion,
+        clean_until=lambda: health.clean_until,
+    )
 
 
 def _preflight(config: Config, world: World) -> None:
