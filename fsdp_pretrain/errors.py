@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Exit(IntEnum):
-    """Exit codes of the main job (design, section 4)."""
+    """Exit codes of the main job, see docs/launch.md."""
 
     COMPLETE = 0
     UNEXPECTED = 1

@@ -27,7 +27,7 @@ _SEGMENT = re.compile(r"\d{4}|[1-9]\d{4,}")
 
 
 class RunDir:
-    """Paths inside a run directory (design, section 5)."""
+    """Paths inside a run directory, see docs/training.md."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
