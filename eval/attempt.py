@@ -32,8 +32,8 @@ from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_time
 
 _TIMES_TYPICAL, _TIMES_DEADLINE = 3.0, 3.0
-_STACK_SECONDS = 1.0
-"""For a stack to be written."""
+_STACK_SECONDS, _LAST_STACK_SECONDS = 1.0, 5.0
+"""For a stack to be written; the last one may be that of a process that has just been continued."""
 _END_SECONDS = 10.0
 """For a process that was killed to be gone."""
 _PR_SET_PDEATHSIG = 1
@@ -154,7 +154,11 @@ class _Child:
         os.kill(self._pid, signal.SIGUSR2)
         if last:
             os.kill(self._pid, signal.SIGCONT)
-        until, before, size = time.monotonic() + _STACK_SECONDS, self._kept, self._kept
+        until, before, size = (
+            time.monotonic() + (_LAST_STACK_SECONDS if last else _STACK_SECONDS),
+            self._kept,
+            self._kept,
+        )
         while time.monotonic() < until and (size == self._kept or size != before):
             time.sleep(0.05)
             before, size = size, os.fstat(self._dumps.fileno()).st_size

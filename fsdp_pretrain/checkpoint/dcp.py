@@ -102,6 +102,7 @@ class SaveResult:
     """A committed and, if so configured, verified checkpoint, and what it took.
 
     Attributes:
+        manifest: of the checkpoint, on rank 0; None on the others.
         bytes: of its files.
         seconds: from the beginning of writing to the end of reading back.
         deleted: steps whose checkpoints retention removed afterwards.
@@ -109,6 +110,7 @@ class SaveResult:
     """
 
     checkpoint: Checkpoint
+    manifest: CheckpointManifest | None
     bytes: int
     seconds: float
     deleted: tuple[int, ...] = ()
@@ -150,20 +152,22 @@ def save(
     size = sum(each.numel() * each.element_size() + _CHUNK_OVERHEAD * world.shards for each in tensors.values())
     need = SpaceNeeded(size, world.size + _FILES_BESIDE)
     attempt, given_up = world.decide(lambda: _begin(store, facts.step, need, give_up))
+    promised: CheckpointManifest | None = None
     try:
         files, digest = _write(world, attempt, state, fetch)
 
         def commit() -> tuple[Checkpoint, int]:
+            nonlocal promised
             guard()
             every = [*files, *_write_texts(attempt, {TRAIN_STATE: train_state, CONFIG: config})]
-            manifest = CheckpointManifest(
+            promised = CheckpointManifest(
                 **facts.model_dump(exclude_unset=True),
                 optimizer="optim" in state,
                 state_digest=digest,
                 committed=now(),
                 files=sorted(every, key=lambda entry: entry.name),
             )
-            return store.commit(attempt, manifest), sum(entry.bytes for entry in every)
+            return store.commit(attempt, promised), sum(entry.bytes for entry in every)
 
         checkpoint, written = world.decide(commit)
     except BaseException:  # also of the lock, or a group that another rank left
@@ -173,7 +177,7 @@ def save(
     if read_back:
         checkpoint = _read_back(world, store, checkpoint)
     notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
-    return SaveResult(checkpoint, written, time.perf_counter() - start, notes=notes)
+    return SaveResult(checkpoint, promised, written, time.perf_counter() - start, notes=notes)
 
 
 def _begin(store: Store, step: int, need: SpaceNeeded, give_up: GiveUp) -> tuple[Path, list[str]]:

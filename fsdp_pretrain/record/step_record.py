@@ -9,7 +9,15 @@ import json
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    computed_field,
+    model_serializer,
+)
 
 from fsdp_pretrain.severity import SeverityName
 
@@ -60,6 +68,10 @@ class Ramps(_Part):
 
     shares: dict[str, float] = Field(default_factory=dict)  # planned share of each source
     embedding_shrink: float | None = None  # factor of the embedding's gradient, if configured
+
+    @model_serializer(mode="wrap")
+    def _configured(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return {name: value for name, value in handler(self).items() if value is not None}
 
 
 class ReadSeconds(_Part):

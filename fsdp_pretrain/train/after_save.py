@@ -24,11 +24,11 @@ class AfterSave:
 
     def start(self, saved: SaveResult) -> None:
         """Start what is due; on rank 0."""
-        manifest = saved.checkpoint.manifest()
+        assert saved.manifest is not None
         if self._hook is not None:
             self._hook.start(saved.checkpoint.path, saved.checkpoint.step)
-        if self._config.eval.launch and jobs.is_due(self._config, manifest):
-            self._evaluate(manifest)
+        if self._config.eval.launch and jobs.is_due(self._config, saved.manifest):
+            self._evaluate(saved.manifest)
 
     def running(self) -> list[str]:
         """Names of what runs beside training now."""

@@ -207,7 +207,7 @@ class Checkpointing:
     def _succeed(self, step: int, saved: SaveResult) -> None:
         self._failures, self._retry_at, self.saved_step = 0, math.inf, step
         self._safe_at = time.monotonic()
-        manifest = saved.checkpoint.manifest() if self._world.is_main else None
+        manifest = saved.manifest
         consumed = manifest.consumed if manifest is not None else None
         self._recorder.event(
             "checkpoint",
