@@ -1,5 +1,4 @@
-"""Automatic rollbacks: whether one is still allowed, to which checkpoint, skipping which samples. Rank 0 only; no
-torch.
+"""Automatic rollbacks: whether one is allowed, to which checkpoint, which samples to skip. On rank 0; no torch.
 
 `lineage.rollback` does the work. This module limits how often it happens and skips more samples the second time.
 """

@@ -50,7 +50,7 @@ def _expected(
         records = dict[int, StepRecord]()
         for record in tail(run.segment(node.segment), step + 1):
             if record.step > step + REPEATED or record.not_finite is not None:
-                break  # a device fault does not recur, and all later steps differ
+                break  # a non-finite step may come out differently, and so may all later ones
             records[record.step] = record
         if not records:
             continue

@@ -23,7 +23,7 @@ class AfterSave:
         self._worker: subprocess.Popen[bytes] | None = None
 
     def start(self, saved: SaveResult) -> None:
-        """Start what is due; on rank 0."""
+        """Call on rank 0."""
         manifest = saved.checkpoint.manifest()
         if self._hook is not None:
             self._hook.start(saved.checkpoint.path, saved.checkpoint.step)

@@ -69,7 +69,7 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
 
 
 def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
-    """The run is complete, or was asked to stop: COMPLETE or RESUME."""
+    """`outcome`: COMPLETE or RESUME."""
     asked = run.inbox.take()
     reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({asked.reason or 'another rank'})"
     facts: dict[str, object] = {"asked": outcome is Exit.RESUME}

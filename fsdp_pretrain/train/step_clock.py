@@ -76,7 +76,6 @@ class StepClock:
         self._data = time.perf_counter() - start
 
     def begin_forward(self) -> None:
-        """The step's first forward pass starts."""
         self._marks.append(mark(self._device))
         self._own.begin()
 

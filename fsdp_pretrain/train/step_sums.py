@@ -116,7 +116,6 @@ class StepSums:
 
     @classmethod
     def zeros(cls, sources: int, device: torch.device) -> StepSums:
-        """All zero, before the first micro-batch."""
         return cls.of(torch.zeros(len(_BY_SOURCE) * sources + _SCALARS, dtype=torch.float64, device=device))
 
     @classmethod

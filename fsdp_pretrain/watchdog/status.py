@@ -328,7 +328,6 @@ def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
 
 
 def _watchdog_line(seen: _Seen) -> str:
-    """The watchdog's last snapshot, in short."""
     parts = [f"looked {human_time(seen.age_seconds)} ago"]
     if seen.step_drift is not None:
         parts.append(f"steps {seen.step_drift - 1:+.1%} of the baseline")

@@ -136,7 +136,9 @@ class Leader:
             detector.tick(now)
         if now - self._attended >= _ATTEND * self._config.watchdog.interval.value or self._news:
             self._attended, self._news = now, False
-            self.holds = self._claim.still_mine() or run_id.lost() is not None  # without a run directory, nobody leads
+            self.holds = (
+                self._claim.still_mine() or run_id.lost() is not None
+            )  # without a run directory nobody else can
             serve(self._run, self.alarms)
             self._avoid_hosts()
             self._show()
@@ -203,7 +205,6 @@ class Leader:
             self._avoided |= broken
 
     def broken_hosts(self) -> set[str]:
-        """Hosts that no start should use."""
         return {host for alarm in self.alarms if alarm.severity is Severity.CRIT for host in _avoided(alarm)}
 
     # ------------------------------------------------------------------ export and notification

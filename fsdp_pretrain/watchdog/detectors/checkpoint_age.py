@@ -116,7 +116,6 @@ class Checkpoints(Detector):
         self._requests: dict[str, int] = {}
 
     def step(self, record: StepRecord) -> None:
-        """Note a record."""
         self._steps.append(record.seconds.iteration)
         if self.protected is None:  # a start continues from a saved step, or from 0
             self.protected = record.step - 1

@@ -1,6 +1,6 @@
 """Detects slowdowns: CUSUM of block medians of step times against a frozen baseline. No torch.
 
-Step times have heavy tails and drift: charts of single steps (mean and deviation, EWMA, plain CUSUM) raise false alarms
+Step times have heavy tails and wander: charts of single steps (mean and deviation, EWMA, plain CUSUM) give false alarms
 every few thousand steps, and comparing with the recent past misses a slow decline. A one-sided CUSUM (Page 1954) of
 block medians, against a baseline learned once, has neither weakness. Planned changes are no drift: each phase of the
 schedule has its own baseline.

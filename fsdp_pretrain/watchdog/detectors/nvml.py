@@ -75,7 +75,6 @@ class Nvml:
             self._events = events
 
     def look(self) -> list[DeviceState]:
-        """The state of every GPU present."""
         xids = self._take_xids()
         return [self._device(index, xids.get(index, [])) for index in range(self._nvml.nvmlDeviceGetCount())]
 

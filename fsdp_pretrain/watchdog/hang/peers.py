@@ -43,7 +43,6 @@ class PeerFinding(BaseModel):
     revised: bool = False
 
     def enter(self, alarms: Alarms, key: str) -> None:
-        """Open the alarm in `alarms`."""
         more = self.model_dump(exclude_unset=True, exclude={"severity", "summary"})
         alarms.open(key, self.severity, self.summary, **more)
 
@@ -55,7 +54,6 @@ class RemoteAlarms:
         self.findings: dict[str, PeerFinding] = {}
 
     def open_keys(self) -> list[str]:
-        """Keys of the open alarms."""
         return list(self.findings)
 
     def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:

@@ -72,7 +72,7 @@ class Dumps:
         self.text = ""
 
     def skip(self) -> None:
-        """Skip what is in the file."""
+        """Skip what is already in the file."""
         self.text = ""
         try:
             self._offset = self._path.stat().st_size

@@ -55,7 +55,6 @@ class Alarm:
 
     @property
     def detector(self) -> str:
-        """The part of the key before the scope."""
         return self.key.partition("/")[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +86,6 @@ class Alarms:
         return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
 
     def open_keys(self) -> list[str]:
-        """Keys of the open alarms."""
         return [alarm.key for alarm in self]
 
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> Alarm:

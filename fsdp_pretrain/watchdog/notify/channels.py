@@ -90,7 +90,6 @@ class SlackChannel(Channel):
         self._url = _url(section.url_env, section.url_file, environment)
 
     def send(self, note: Note) -> None:
-        """Post `{"text": ...}`."""
         _post(self._url, {"text": "\n".join([f"*{_slack(note.title)}*", *map(_slack, note.lines)])})
 
 
@@ -105,7 +104,6 @@ class WebhookChannel(Channel):
         self._url = _url(section.url_env, section.url_file, environment)
 
     def send(self, note: Note) -> None:
-        """Post the note."""
         _post(self._url, asdict(note), {"Idempotency-Key": note.id}, self._key)
 
 
@@ -119,7 +117,6 @@ class PagerDutyChannel(Channel):
         self._url, self._key = section.url, secret(section.key_env, section.key_file, environment)
 
     def send(self, note: Note) -> None:
-        """Trigger, acknowledge or resolve."""
         action = {"resolved": "resolve", "acknowledged": "acknowledge"}.get(note.kind, "trigger")
         event: dict[str, object] = {
             "routing_key": self._key,
@@ -304,7 +301,7 @@ class _PatientHandler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: they turn a POST into a GET, of a log-in page, whose 200 would look like a delivery."""
+    """Refuses redirects: a POST becomes a GET, often of a log-in page, whose 200 would look like a delivery."""
 
     def redirect_request(self, *args: Any) -> None:
         return None

@@ -146,7 +146,6 @@ def _at_risk(snapshot: Snapshot | None) -> str:
 
 
 def _digest(message: Message) -> Alarm:
-    """A digest in the form of an alarm."""
     count = sum(number for _, number in message.held)
     worst = max((alarm.severity for alarm, _ in message.held), default=Severity.INFO)
     text = f"{count} message{'s' if count != 1 else ''} held back, about {len(message.held)} alarms"

@@ -138,7 +138,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer one request."""
         snapshot = self.server.exporter.snapshot()
         if self.path not in ("/metrics", "/healthz", "/status"):
             self._answer(404, "text/plain", "there are /metrics, /healthz and /status\n")

@@ -26,7 +26,6 @@ class Histogram:
     total: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
         self.counts[bisect_left(_BOUNDS, seconds)] += 1
         self.total += seconds
 
@@ -46,7 +45,6 @@ class Metric:
 
 
 def _metric(name: str, text: str, label: str | None = None) -> dict[str, Metric]:
-    """The metadata of an attribute."""
     return {"metric": Metric(name, text, label)}
 
 

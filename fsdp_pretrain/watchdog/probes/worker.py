@@ -227,7 +227,6 @@ def serve() -> None:
 
 
 def _take(asked: dict[str, Any], selector: selectors.BaseSelector, children: dict[int, _Child]) -> None:
-    """Start a probe, or kill one."""
     if asked.get("kill"):
         for child in children.values():
             if child.ticket == asked["ticket"]:
