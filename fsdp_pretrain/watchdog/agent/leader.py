@@ -136,9 +136,7 @@ class Leader:
             detector.tick(now)
         if now - self._attended >= _ATTEND * self._config.watchdog.interval.value or self._news:
             self._attended, self._news = now, False
-            self.holds = (
-                self._claim.still_mine() or run_id.lost() is not None
-            )  # without a run directory nobody else can
+            self.holds = self._claim.still_mine() or run_id.lost() is not None  # lost: nobody else can hold it
             serve(self._run, self.alarms)
             self._avoid_hosts()
             self._show()

@@ -31,8 +31,7 @@ _KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing")
 
 
 def space(path: str) -> dict[str, Any]:
-    """Free space of a directory's file system: the values of `Room`, and the bytes being `writing` by saves in
-    flight."""
+    """Free space of a file system: the values of `Room`, and as `writing` the bytes of saves in flight there."""
     return {**asdict(Room.of(Path(path))), "writing": sum(attempts(Path(path)).values())}
 
 
