@@ -1,1 +1,1 @@
-"""What the numbers of the steps say: rules, incidents, automatic rollbacks. No torch."""
+"""Training health: anomaly rules on step metrics, incidents, automatic rollbacks. No torch."""

@@ -1,7 +1,6 @@
-"""Automatic rollbacks: whether one is still allowed, to which checkpoint, without which samples. On rank 0; no torch.
+"""Automatic rollbacks: whether one is allowed, to which checkpoint, which samples to skip. On rank 0; no torch.
 
-`rollback` does the work, as if a person had asked for it. Here is the judgement that a person would add: how often is
-too often, and how much to skip the second time.
+`lineage.rollback` does the work. This module limits how often it happens and skips more samples the second time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fsdp_pretrain.units import SampleRange
 from .monitor import RollbackRequest
 
 _SAME, _NEARBY = 500, 1000
-"""Steps within which an incident is the same one again, and within which rollbacks are counted together."""
+"""Steps within which an incident counts as the same one, and within which rollbacks count as nearby."""
 
 _SUGGESTIONS = (
     "decide by hand; what has helped other runs: go back further (`fsdp-pretrain rollback RUN --to STEP`), skip more "
@@ -34,9 +33,9 @@ _SUGGESTIONS = (
 
 
 def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
-    """Go back. The caller holds the run's lock and no longer trains.
+    """Roll back. The caller holds the run's lock and has stopped training.
 
-    Raises NumericError if a person has to decide, StorageError as `rollback.go_back`.
+    Raises NumericError if a person has to decide, StorageError as `rollback.go_back` does.
     """
     before = journal.of_kind(journal.read(run), "health-rollback")
     repeats = sum(entry["key"] == asked.key and abs(entry["start"] - asked.start) <= _SAME for entry in before)
@@ -60,13 +59,13 @@ def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Rec
 
 
 def came_back(run: RunDir, asked: RollbackRequest) -> bool:
-    """Whether nearby steps were taken for a device's fault before: what comes back at one place is not."""
+    """Whether a nearby non-finite step was blamed on a device before: device faults do not recur in one place."""
     entries = journal.of_kind(journal.read(run), "health-again")
     return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
 
 
 def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Recorder) -> None:
-    """Record the end of a start that was rolled back to `step`: the next one is to start at once."""
+    """Record the end of a start that was rolled back to `step`; the next start follows immediately."""
     reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)
     for segment in (recorder.segment, run.segments[-1]):
         exit_intent.write(run, segment, code, reason, restart=True)
@@ -90,7 +89,7 @@ def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str,
 
 
 def _candidates(run: RunDir, asked: RollbackRequest) -> list[Checkpoint]:
-    """Checkpoints to go back to, best first: those far enough before the incident, then the last ones before it."""
+    """Candidate checkpoints, best first: those far enough before the incident, then the latest before it."""
     found, until = list[Checkpoint](), float(asked.target)
     for bound in (until, asked.start - 1.0):
         while (checkpoint := newest_clean(stores(run), bound)) is not None and checkpoint not in found:
@@ -100,7 +99,7 @@ def _candidates(run: RunDir, asked: RollbackRequest) -> list[Checkpoint]:
 
 
 def _skipped(asked: RollbackRequest, repeats: int, cursor: int) -> SampleRange:
-    """The samples not to train again: twice as many if skipping did not help before."""
+    """The samples to skip: twice as many if skipping did not help before."""
     more = (asked.stop - asked.first) // 2 if repeats else 0
     return SampleRange(max(cursor, asked.first - more), asked.stop + more)
 

@@ -1,4 +1,4 @@
-"""What the verdicts of a start know from the records of previous starts. No torch."""
+"""What a start's health checks take from the records of previous starts. No torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MACHINES = ("world", "device", "torch")
 def recall(
     run: RunDir, config: Config, *, segment: int, parent: int | None, step: int, whole: bool, exact: bool
 ) -> Health:
-    """The judge of the steps of a start.
+    """The `Health` of a start.
 
     Args:
-        segment: of this start, which has its place in the lineage.
-        parent: the segment that wrote the checkpoint that this start continues; None for a beginning.
+        segment: of this start, already in the lineage.
+        parent: the segment that wrote the checkpoint to continue from; None when starting from scratch.
         step: of that checkpoint.
-        whole: the optimiser was restored as well, so that steps repeat.
-        exact: operations give the same bits every time on these devices.
+        whole: the optimiser was restored too, so steps repeat.
+        exact: operations are bitwise deterministic on these devices.
     """
     repeated = _expected(run, config, segment, parent, step, exact) if whole else None
     return Health(config, last_metrics(run, step, HISTORY), repeated)
@@ -38,9 +38,9 @@ def recall(
 def _expected(
     run: RunDir, config: Config, segment: int, parent: int | None, step: int, exact: bool
 ) -> ExpectedSteps | None:
-    """What the newest start that continued from the same state recorded of the steps after it.
+    """What the newest start that continued from the same state recorded for the following steps.
 
-    None if there is no such start, or a change since then changes what is learned.
+    None if there is no such start, or the configuration changed since in a way that affects training.
     """
     known = lineage.nodes(run)
     for node in reversed(known):
@@ -50,7 +50,7 @@ def _expected(
         records = dict[int, StepRecord]()
         for record in tail(run.segment(node.segment), step + 1):
             if record.step > step + REPEATED or record.not_finite is not None:
-                break  # what a device spoilt once comes out differently, and so does all that follows
+                break  # a non-finite step may come out differently, and so may all later ones
             records[record.step] = record
         if not records:
             continue

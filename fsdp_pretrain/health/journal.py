@@ -1,4 +1,4 @@
-"""The journal entries about the verdicts on a run's numbers. No torch."""
+"""Journal entries about a run's health. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fsdp_pretrain.severity import Severity
 from .monitor import HealthOutcome
 
 Provenance = Callable[[StepRecord], dict[str, Any]]
-"""Record of a step -> facts of a journal entry that name its samples and documents."""
+"""Record of a step -> journal facts that name its samples and documents."""
 
 
 def record_findings(
     recorder: Recorder, record: StepRecord, judgement: HealthOutcome, provenance: Provenance | None
 ) -> None:
-    """Report what was found at a step, and that it was skipped, if so.
+    """Report the findings of a step, and that it was skipped, if so.
 
-    The documents of a batch are named once per incident: looking them up takes a moment, while training waits.
+    Documents are named once per incident: training waits for the lookup.
     """
     step = record.step
     for finding in judgement.findings:
@@ -49,14 +49,14 @@ def record_findings(
 
 
 def provenance(config: Config, ranks: int) -> Provenance:
-    """Names at most 100 documents of a batch, which `ranks` ranks share; of one rank only, if the fault was there."""
+    """Names at most 100 documents of a batch over `ranks` ranks; only one rank's if the fault was there."""
 
     def name(record: StepRecord) -> dict[str, Any]:
         samples, rank = open_skips(config).take_back(record.cursor, record.batch), record.nonfinite_rank
         if rank is not None:
             share = share_of(0, len(samples), rank, ranks)
             samples = samples[share.start : share.stop]
-        packer = open_packer(config)  # not the one that is in use in another thread
+        packer = open_packer(config)  # the loader thread uses the other one
         pieces = chain.from_iterable(packer.provenance(sample) for sample in samples)
         named = dict.fromkeys(f"{piece.source} {piece.shard} {piece.document}" for piece in islice(pieces, 100))
         return {"samples": [samples[0], samples[-1]], "documents": list(named)}

@@ -1,13 +1,13 @@
-"""Verdicts on the numbers of a run: what to report, what not to save, when to go back, when to stop. No torch.
+"""Verdicts on a run's metrics: what to report, what not to save, when to roll back, when to stop. No torch.
 
-`Health` is a pure function of the metrics records of a start (and of the last ones before it). Every rank feeds it the
+`Health` is a pure function of the metrics records of a start (and the last ones before it). Every rank feeds it the
 same records after the same steps, so all ranks reach the same verdict without communication.
 
-Rank 0 writes the findings into the record of the step, as its list `health` (see `step_record.Finding`), and those
-above INFO into the journal, as kind `health`. An incident of one key begins (`resolved` false), may get worse (reported
-again with a higher severity), and ends (`resolved` true); the first record of a start repeats the open ones, and any
-other is over. The watchdog turns them into alarms. Actions are in the journal too: a step that was not trained as
-`health-skip`, a rollback as `health-rollback`.
+Rank 0 writes the findings into the step's record, as its list `health` (see `step_record.HealthFinding`), and those
+above INFO into the journal, as kind `health`. An incident opens (`resolved` false), may be reported again with a higher
+severity, and ends (`resolved` true). The first record of a start repeats the open incidents; all others are over. The
+watchdog turns them into alarms. Actions are journaled too: a skipped step as `health-skip`, a rollback as
+`health-rollback`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ HISTORY = 640
 """Records before a start that its first verdicts need."""
 
 _NEAR = 20
-"""Steps among which non-finite ones are counted."""
+"""Window, in steps, in which non-finite steps are counted."""
 
 _MAX_OVERFLOWS_AT_MIN = 10
-"""Steps in a row that may overflow at the smallest loss scale; more are not caused by the data."""
+"""Consecutive overflows allowed at the smallest loss scale; more are not caused by the data."""
 
 _ADVICE = (
     "look at the samples named in the journal (`fsdp-pretrain where`); then lower optimizer.lr or train.grad_clip, or "
@@ -42,18 +42,18 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class RollbackRequest:
-    """Go back to before an incident, and do not train its samples again."""
+    """Go back to before an incident, and skip its samples."""
 
     key: str  # of the incident
     cause: str  # one sentence
     start: int  # first step of the incident
     end: int  # last step of the incident
-    first: int  # samples [first, stop) are those of the steps and of the margins around them
+    first: int  # samples [first, stop) cover the incident's steps and the margins around them
     stop: int
     target: int  # go back to a checkpoint of this step or earlier, if possible
-    before: Position | None = None  # samples read and trained before the last step, if that was not finite
-    rank: int | None = None  # whose loss was not finite then, if it was a single one
-    repeats: bool | None = None  # whether that step was not finite again when it was repeated; None: not repeated
+    before: Position | None = None  # position before the last step, if that was not finite
+    rank: int | None = None  # the only rank whose loss was not finite then, if there was just one
+    repeats: bool | None = None  # whether that step was non-finite again when repeated; None: not repeated
 
 
 @dataclass
@@ -71,18 +71,18 @@ class HealthOutcome:
 
 @dataclass(frozen=True)
 class ExpectedSteps:
-    """What the previous start recorded of the steps that this one repeats."""
+    """What the previous start recorded for the steps that this one repeats."""
 
     records: Mapping[int, StepRecord]  # by step
-    segment: int  # that made them
+    segment: int  # that wrote them
     exact: bool  # the loss must be the same to the bit
 
 
 class Health:
-    """The state of a run's numbers.
+    """The health state of a run.
 
-    `history` are the last `HISTORY` records of the kept line before this start, oldest first; `expected` are the steps
-    to come, if they were trained before.
+    `history` are the last `HISTORY` records of the kept line before this start, oldest first; `expected` are the next
+    steps, if they were trained before.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Health:
         self._carried: list[HealthFinding] = []
         for record in history:
             self.step(record)
-        # Losses and norms have a past; what led to the end of the last start is over.
+        # Loss and norm statistics carry over; these incidents ended with the last start.
         for incident in (self._nonfinite, self._zero, self._stuck, self._still, self._rate):
             incident.severity = None
         self._skipped.clear()
@@ -126,13 +126,13 @@ class Health:
 
     @property
     def clean_until(self) -> tuple[float, ...]:
-        """A rollback now would go to the newest clean checkpoint up to one of these steps."""
+        """Upper bounds on the step to roll back to now, best first: the newest clean checkpoint up to one of them."""
         if self._spike.incident.severity is None:
             return (math.inf,)
         return self._spike.start - self._config.distance.value, self._spike.start - 1
 
     def step(self, record: StepRecord) -> HealthOutcome:
-        """Judge a step by its record; in order, once each."""
+        """Judge a step by its record. Call once per step, in order."""
         self._cursors.append((record.step, record.cursor))
         verdict, self._carried = HealthOutcome(self._carried), []
         self._judge_finite(record, verdict)
@@ -160,7 +160,7 @@ class Health:
             verdict.rollback = self._request_rollback(self._spike.incident.key, spike[-1].summary, self._spike.start)
 
     def _request_rollback(self, key: str, cause: str, start: int) -> RollbackRequest:
-        """From the incident that began at step `start` and lasts until now."""
+        """Covers the incident from step `start` until now."""
         step, cursor = self._cursors[-1]
         margin, earlier = self._config.margin.value, dict(self._cursors)
         batch = cursor - earlier.get(step - 1, cursor)
@@ -178,7 +178,7 @@ class Health:
     # ------------------------------------------------------------------ numbers that are not finite
 
     def _judge_finite(self, record: StepRecord, verdict: HealthOutcome) -> None:
-        """Steps whose loss or gradients were not finite; fp16 overflows with a finite loss are left to the scale."""
+        """Steps with non-finite loss or gradients; fp16 overflows with a finite loss are left to the scaler."""
         step = record.step
         if record.is_finite or (record.overflow and math.isfinite(record.loss.mean)):
             if not self._skipped or step - self._skipped[-1] > _NEAR:
@@ -210,7 +210,7 @@ class Health:
         verdict.rollback = replace(rollback, before=before, rank=rank)
 
     def _judge_scale(self, record: StepRecord, verdict: HealthOutcome) -> None:
-        """Overflows that go on although the loss scale is at its minimum."""
+        """Overflows that continue although the loss scale is at its minimum."""
         if self._scale.at_min >= _MAX_OVERFLOWS_AT_MIN:
             verdict.fail(
                 f"step {record.step}: {self._scale.at_min} steps in a row overflowed at the smallest loss scale",
@@ -221,7 +221,7 @@ class Health:
     # ------------------------------------------------------------------ nothing is learned
 
     def _judge_learning(self, record: StepRecord, verdict: HealthOutcome) -> None:
-        """The same loss again and again, no gradient, another learning rate than planned."""
+        """A constant loss, no gradient, or a learning rate other than planned."""
         step = record.step
         self._losses.append(record.loss)
         same = len(self._losses) == 3 and all(loss == record.loss for loss in self._losses) and record.is_finite
@@ -243,7 +243,7 @@ class Health:
             verdict.findings += self._rate.settle(step, "the learning rate is as planned")
 
     def _judge_change(self, record: StepRecord, verdict: HealthOutcome) -> None:
-        """Parameters that are the same although the optimiser took steps."""
+        """Parameters that stay the same although the optimiser took steps."""
         sums = record.replicas
         if sums is not None:
             if self._digest == sums.digest and self._updates >= 2:
@@ -258,7 +258,7 @@ class Health:
     # ------------------------------------------------------------------ what must be equal
 
     def _judge_replicas(self, record: StepRecord, verdict: HealthOutcome) -> None:
-        """Replicas that hold different parameters at the beginning of a step."""
+        """Replicas that hold different parameters before a step."""
         if record.replicas is None or not record.replicas.differing:
             return
         ranks = ", ".join(map(str, record.replicas.differing))
@@ -274,7 +274,7 @@ class Health:
         )
 
     def _judge_replay(self, record: StepRecord, verdict: HealthOutcome) -> None:
-        """Steps that a start repeats must give what was recorded of them."""
+        """Repeated steps must reproduce what was recorded."""
         step = record.step
         if self._expected is None or (old := self._expected.records.get(step)) is None:
             return

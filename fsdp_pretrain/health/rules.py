@@ -1,8 +1,7 @@
-"""Rules about the numbers of a run: loss, gradient norm, loss scale. Each gets one value per step, in order. No torch.
+"""Rules on a run's metrics: loss, gradient norm, loss scale. Each gets one value per step, in order. No torch.
 
-Deviations are measured against the median and the spread (median absolute deviation) of the previous steps; outliers do
-not enter them. The level is judged by differences of block medians, because a spread taken from the values of a falling
-loss would hide any shift.
+Deviations are measured against the median and the spread (median absolute deviation) of the previous steps, without
+outliers. The loss level is judged by differences of block medians: the spread of a falling loss would hide any shift.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from fsdp_pretrain.record.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
 
 _LAST, _ENOUGH = 5, 3
-"""A spike is this many high losses of the last ones."""
+"""A spike is at least `_ENOUGH` high losses among the last `_LAST`."""
 _BLOCK = 16  # steps
 _BLOCKS = 32  # to look back on
 _JOINED = 4  # blocks whose median is the level
-_CHANGES = 128  # from block to block, for the noise of the level
+_CHANGES = 128  # block-to-block changes kept for the noise of the level
 _LEVEL_NOISE = 5.0
 _OF_MEDIAN = 1.25
 """Standard error of a median relative to that of a mean, for normal values."""
@@ -33,20 +32,20 @@ _BLOWN_UP, _BLOWN_NORM = 10.0, 20.0
 
 
 class HealthIncident:
-    """The incident of one key, if there is one. It is over after `quiet` steps without a new occurrence."""
+    """The incident of one key, if there is one. It ends after `quiet` steps without a new occurrence."""
 
     def __init__(self, key: str, quiet: int = 0) -> None:
         self.key, self._quiet = key, quiet
-        self.severity: Severity | None = None  # the highest since it began; None: there is none
+        self.severity: Severity | None = None  # the highest since it opened; None: not open
         self.last = 0  # step of the last occurrence
 
     @property
     def serious(self) -> bool:
-        """Whether there is one above INFO."""
+        """Whether it is open and above INFO."""
         return self.severity is not None and self.severity > Severity.INFO
 
     def seen(self, severity: Severity, step: int, summary: str) -> list[HealthFinding]:
-        """It occurs: a finding if that is new or worse than before."""
+        """It occurred: a finding if it is new or worse than before."""
         self.last = step
         if self.severity is not None and severity <= self.severity:
             return []
@@ -54,13 +53,13 @@ class HealthIncident:
         return [HealthFinding(key=self.key, severity=severity, summary=summary)]
 
     def carried(self) -> list[HealthFinding]:
-        """A finding, for the beginning of a start, if there is an incident."""
+        """A finding for the start of a segment, if it is open."""
         if self.severity is None:
             return []
         return [HealthFinding(key=self.key, severity=self.severity, summary=f"goes on since step {self.last}")]
 
     def settle(self, step: int, summary: str) -> list[HealthFinding]:
-        """It does not occur: a finding if it is over now."""
+        """It did not occur: a finding if it ends now."""
         if self.severity is None or step - self.last < self._quiet:
             return []
         ended, self.severity = HealthFinding(key=self.key, severity=self.severity, summary=summary, resolved=True), None
@@ -87,7 +86,7 @@ class RecentValues:
         return median(self._values)
 
     def deviation(self, value: float) -> float | None:
-        """How many spreads a value is above the median; None while too few values are known."""
+        """How many spreads a value is above the median; None with too few values."""
         return statistics.score(value, self._values, self._floor) if len(self._values) >= self._enough else None
 
 
@@ -103,7 +102,6 @@ class Level:
         self.incident = HealthIncident("loss/level")
 
     def step(self, step: int, loss: float) -> list[HealthFinding]:
-        """Add the loss of a step."""
         self._block.append(loss)
         if len(self._block) < _BLOCK:
             return []
@@ -134,7 +132,7 @@ class GradientNormRule:
         self._past = RecentValues(config.window.value, _NORM_FLOOR)
         self._recent: deque[tuple[float, bool]] = deque(maxlen=config.patience.value)
         self.incident = HealthIncident("gradient/norm", config.quiet.value)
-        self.ratio = 1.0  # of the last norm to the usual one
+        self.ratio = 1.0  # of the last norm to the typical one
 
     def step(self, step: int, norm: float) -> list[HealthFinding]:
         """Add the norm of a step, which must be finite and not 0."""
@@ -150,7 +148,7 @@ class GradientNormRule:
             self._past.add(value)
             return self.incident.settle(step, f"the gradient norm is {norm:.3g}")
         marks = [high for _, high in self._recent]
-        if len(marks) == self._recent.maxlen and all(marks):  # it is the usual one now
+        if len(marks) == self._recent.maxlen and all(marks):  # the new normal
             self._past.relearn(value for value, _ in self._recent)
         last = marks[-10:]
         text = f"gradient norm {norm:.3g}, {self.ratio:.1f} times the usual one"
@@ -176,7 +174,7 @@ class Spike:
         self._last: deque[_Recent] = deque(maxlen=_LAST)
         self._since: deque[float] = deque(maxlen=_BLOCK)
         self.incident = HealthIncident("loss/spike", config.quiet.value)
-        self.start = 0  # the step at which it began
+        self.start = 0  # the step at which it started
         self._warned: int | None = None
         self._before = math.nan
 
@@ -228,13 +226,13 @@ class Spike:
             found = self.incident.seen(Severity.CRIT, step, text)
         if found or over:
             self._warned = None
-            if high:  # without a rollback, this is the usual loss from now on
+            if high:  # without a rollback, this is the new normal
                 self._past.relearn(self._since)
         return found
 
 
 class Scale:
-    """The fp16 loss scale: `scale/collapse`. Its fall from a first value that is too high is no collapse."""
+    """The fp16 loss scale: `scale/collapse`. Decreasing from an initial value that is too high is not a collapse."""
 
     def __init__(self, config: HealthSection, smallest: float) -> None:
         self._halvings, self._smallest = config.halvings, smallest
@@ -244,7 +242,6 @@ class Scale:
         self.incident = HealthIncident("scale/collapse", config.quiet.value)
 
     def step(self, step: int, scale: float, overflow: bool) -> list[HealthFinding]:
-        """Add the scale of a step, and whether it overflowed."""
         self.at_min = self.at_min + 1 if overflow and scale <= self._smallest else 0
         self._good = 0 if overflow else self._good + 1
         self._settled |= self._good >= 20

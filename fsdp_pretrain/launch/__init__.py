@@ -1,1 +1,1 @@
-"""Starting torchrun again and again, and knowing when not to. No torch."""
+"""Starts torchrun, and restarts it unless that is pointless. No torch."""

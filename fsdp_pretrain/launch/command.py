@@ -1,7 +1,7 @@
-"""`fsdp-pretrain launch`: the starts of a run, one after another, until it is done or should not be started again.
+"""`fsdp-pretrain launch`: starts a run, and restarts it until it is complete or should not be restarted.
 
-One launcher per node, the same command on each. They do not talk: every node reads from the run directory how a start
-ended, and decides by the same rule.
+One launcher per node, with the same command on each. They do not communicate: each node reads from the run directory
+how a start ended, and all decide by the same rule.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _launch(args: argparse.Namespace) -> int:
     options, job = split(args.passed_on)
-    asked = parse_trainer(job)  # a mistake ends it here, before every rank would find it
+    asked = parse_trainer(job)  # report a mistake here, once, and not on every rank
     config, _ = load_run(asked.config, asked.overrides)
     if args.print_run:
         print(config.run.dir)
@@ -85,13 +85,13 @@ def _launch(args: argparse.Namespace) -> int:
 
 
 class Launcher:
-    """The starts of one run from one node.
+    """The starts of one run on one node.
 
     Args:
-        args: options of the verb.
+        args: options of the command.
         options: further options of torchrun.
         job: configuration file and arguments of the trainer, which make up `config`.
-        notes: a directory for the ranks' notes.
+        notes: a directory for notes left by the ranks.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Launcher:
         self._first = torchrun.is_first(args)
         join = self._settings.join_timeout.value
         self._command = torchrun.command(args, options, "fsdp_pretrain.train", job, join=join)
-        # What torchrun gives the other ranks when one has ended; that of torch 2.11 always gives them 30 s.
+        # How long torchrun waits for the other ranks after one exits; torch 2.11 always waits 30 s.
         ending = str(max(1, int(self._settings.stop_timeout.value)))
         self._environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": ending, **os.environ}
         self._deadline = limit.deadline(args.time_limit, time.monotonic(), time.time())
@@ -126,7 +126,7 @@ class Launcher:
             if not self._args.no_preflight:
                 for warning in preflight(self._config, self._run, self._args.nproc_per_node):
                     _say(f"preflight: {warning}")
-            if not self._history and self._run.begun:  # when the wait for machines was over; see `record.goodput`
+            if not self._history and self._run.begun:  # the end of queueing; see `record.goodput`
                 self._journal("launch", f"launched on {self._host}")
             decision = self._start_once()
             if decision.code is not None:
@@ -140,14 +140,14 @@ class Launcher:
                 )
 
     def _check_place(self) -> None:
-        """Raise RunGoneError if the run directory is not what the starts so far have seen."""
+        """Raise RunGoneError if the run directory is not the one that earlier starts have seen."""
         memory = LauncherMemory(self._seen)
         if memory.seen is not None:
             run_id.bind(self._run.path, memory.seen.run_id)
         memory.check(self._run.path, lambda: outcome.newest_segment(self._run))
 
     def _start_once(self) -> RestartDecision:
-        """One start to its end, and what follows."""
+        """Run one start to its end, and decide what follows."""
         before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
         note = self._notes / f"{len(self._history)}.json"
         child = Torchrun(self._command, torchrun.environment(self._environment, note, self._seen))
@@ -172,7 +172,7 @@ class Launcher:
         return decide(self._history, self._settings, asked=bool(self._asked), host=self._host, elastic=elastic)
 
     def _wait_for_others(self, segment: int) -> None:
-        """Until every node's part of a segment has ended, or had time to: a next start would meet the rest of this."""
+        """Wait until every node's part of a segment has ended or timed out; leftovers would join the next start."""
         _try_to_write(lambda: outcome.mark_ended(self._run, segment))
         hosts = outcome.hosts_of(self._run, segment)
         patience = 2 * self._settings.end_timeout.value
@@ -184,7 +184,7 @@ class Launcher:
         while not condition() and time.monotonic() < until and not self._signals:
             time.sleep(poll)
 
-    # ------------------------------------------------------------------ the chronicle
+    # ------------------------------------------------------------------ the journal
 
     def _report_restart(self, decision: RestartDecision) -> None:
         last, number = self._history[-1].outcome, len(self._history) + 1
@@ -204,7 +204,7 @@ class Launcher:
         )
 
     def _on_look(self, segment: int | None) -> None:
-        """From a thread, every second of a start: bring the grace up to date, report which hosts are new or gone."""
+        """Called from a thread every second of a start: update the grace, report which hosts are new or gone."""
         if self._deadline is not None:
             self._grace = limit.grace(self._run, self._settings.grace)
         if segment is None or segment == self._reported:
@@ -232,7 +232,7 @@ class Launcher:
         return decision.code
 
     def _journal(self, kind: Kind, text: str, **data: object) -> None:
-        """An entry, from one of the nodes."""
+        """Write an entry, on the first node only."""
         if self._first:
             journal = Journal(self._run)
             journal.write(kind, text, **data)
@@ -245,8 +245,8 @@ class Launcher:
         self._signals.append(number)
 
     def _take_signal(self) -> tuple[int, bool] | None:
-        """A signal for the ranks that came since the last call, or that the time limit stands for: its number, and
-        whether to end at once."""
+        """A pending signal for the ranks, or SIGTERM when the time limit is near: its number, and whether to end at
+        once."""
         if self._signals:
             number, again = self._signals.pop(0), bool(self._asked)
             self._asked = self._asked or signal.Signals(number).name
@@ -262,7 +262,7 @@ class Launcher:
 
 
 def _try_to_write(act: Callable[[], object]) -> None:
-    """A run directory that cannot be written any more does not change how the launcher ends."""
+    """Write to the run directory; if that fails, the launcher still ends in the same way."""
     try:
         act()
     except OSError as error:

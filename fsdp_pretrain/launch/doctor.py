@@ -1,7 +1,7 @@
 """Hardware check of a stopped job: `fsdp-pretrain doctor [torchrun options]`, which runs this module under torchrun.
 
-Every rank times the same matrix product; groups of ranks sum what they know the sum of, and time it: inside each node,
-between all nodes, and in pairs of nodes, every round with other partners. A host that is slow with every partner is
+Every rank times the same matrix product. Groups of ranks run timed all-reduces with known results: inside each node,
+between all nodes, and in pairs of nodes, with other partners every round. A host that is slow with every partner is
 named; two that are slow only with each other are named as a pair.
 """
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class RankFacts:
-    """A rank: its device, its memory and what of it is free (bytes), the shortest time of its matrix product."""
+    """A rank: its device, total and free device memory (bytes), the shortest time of its matrix product."""
 
     host: str
     device: str
@@ -53,7 +53,7 @@ class RankFacts:
 
 @dataclass
 class GroupSum:
-    """A sum over a group of ranks: the shortest time of its slowest rank, and whether every result was right."""
+    """An all-reduce over a group of ranks: the best time of its slowest rank, and whether all results were right."""
 
     kind: str
     ranks: list[int]
@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace) -> int:
     dist.destroy_process_group()
     if not found.problems:
         return 0
-    # A rank that exits with 1 would make torchrun print a page about it below the table.
+    # If a rank exited with 1, torchrun would print a long failure report below the table.
     return 0 if torchrun.leave_note(1, found.problems[0]) else 1
 
 
@@ -164,7 +164,7 @@ class Checker:
             rank.matmul_seconds = seconds
 
     def _best(self, act: Callable[[], object]) -> float:
-        """The shortest of several times that `act` takes: what others do on the machine only ever adds."""
+        """The shortest of several runs of `act`: other load on the machine only adds time."""
         taken = []
         for _ in range(_REPEATS):
             self._synchronize()
@@ -196,7 +196,7 @@ class Checker:
         return [replace(one, seconds=s, right=r) for one, s, r in zip(tries[0], best, right, strict=True)]
 
     def _sum_in(self, kind: str, groups: Sequence[Sequence[int]]) -> list[GroupSum]:
-        """Sum in groups of ranks, all groups at once."""
+        """All-reduce in groups of ranks, all groups at once."""
         handles = [dist.new_group(list(ranks)) for ranks in groups]  # every rank makes every group
         mine = next((at for at, ranks in enumerate(groups) if self._ranks.rank in ranks), None)
         measured = None
@@ -221,7 +221,7 @@ class Checker:
         return sums
 
     def _is_right(self, ranks: Sequence[int], group: Any) -> bool:
-        """Sum known whole numbers, different in every place; whether every sum is what it must be."""
+        """All-reduce known integers that differ per element; whether every result is exact."""
         places = torch.arange(self._values.numel(), device=self._device) % 1024
         place = ranks.index(self._ranks.rank) + 1
         self._values.copy_(places * place)
@@ -247,7 +247,7 @@ class Checker:
         return problems + [f"{host} shows {n} devices, others {most}" for host, n in counts.items() if n < most]
 
     def _judge(self, sums: list[GroupSum]) -> list[str]:
-        """Wrong sums, and groups slower than their like."""
+        """Wrong sums, and groups slower than the median group."""
         problems = [f"a sum over {one} was wrong" for one in sums if not one.right]
         if len(sums) > 2:
             usual = statistics.median_low(one.seconds for one in sums)
@@ -257,7 +257,7 @@ class Checker:
     def _judge_pairs(self, pairs: list[GroupSum]) -> list[str]:
         """Name a node that is bad with all its partners, or pairs that are bad only together."""
         of = {node: [one for one in pairs if node in one.nodes] for node in self._nodes}
-        # A bad node spoils all its pairs, which may be most of them: every node counts with its best.
+        # A bad node spoils all its pairs, which may be most of them: take each node's best pair.
         usual = statistics.median_low(min(one.seconds for one in mine) for mine in of.values() if mine)
         problems = []
         for what, bad in (
@@ -276,7 +276,7 @@ class Checker:
 
 
 def _again(measure: Callable[[], list[float]], slow: float) -> list[float]:
-    """Measure times; while one looks slow, do so again and keep the shortest: a passing cause is no defect."""
+    """Measure times; while one is slow, repeat and keep the shortest: a transient cause is no defect."""
     best = measure()
     for _ in range(_TRIES - 1):
         if max(best) <= slow * statistics.median_low(best):
@@ -286,9 +286,9 @@ def _again(measure: Callable[[], list[float]], slow: float) -> list[float]:
 
 
 def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Rounds in which nodes are paired, each with another partner every time: at least 2 and about log2 of them.
+    """Rounds of node pairs with a new partner in each: about log2(nodes), at least 3 if there are enough nodes.
 
-    The circle method: one node stays, the others turn; of an odd number one sits out in every round.
+    The circle method (round-robin tournament): one node stays, the others rotate; of an odd number, one sits out.
     """
     circle: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     size = len(circle)
@@ -301,7 +301,7 @@ def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def render(found: DoctorFindings) -> str:
-    """What the check found, for people."""
+    """The findings as a table."""
     lines = [f"{'host':24} {'node':>4} {'rank':>4} {'device':28} {'memory':>9} {'free':>9} {'matmul':>9}"]
     lines += [
         f"{one.host:24} {one.node:>4} {one.rank:>4} {one.device:28} {human_bytes(one.memory):>9} "

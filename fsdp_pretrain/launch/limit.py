@@ -1,4 +1,4 @@
-"""Ending in time before a time limit: when the limit is, and how long saving and stopping take here. No torch."""
+"""Stopping before a time limit: when the limit is, and how long saving and stopping take. No torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fsdp_pretrain.units import Seconds, human_time
 
 _SAVES, _MARGIN, _LEAST = 5, 1.5, 120.0
 _STEPS_TO_AGREE = 4
-"""The step in which the request comes, the one that sums it up, and two until the sum is read."""
+"""The step in which the request arrives, the one that sums it over the ranks, and two until the sum is read."""
 
 
 def needed_grace(run: RunDir) -> float | None:
-    """Seconds that a stop takes by the record of the run, with a margin; None without a record.
+    """Seconds that a stop takes according to the run's record, with a margin; None without a record.
 
-    A save may be in flight when the request comes, and is waited for; then the last one is made.
+    A save may be in flight when the request arrives; it is awaited before the final save.
     """
     found = ([record.seconds.iteration for record in last_records(segment)] for segment in reversed(run.segments))
     steps = next(filter(None, found), None)
@@ -51,7 +51,7 @@ def deadline(time_limit: float | None, now: float, wall: float) -> float | None:
     """When the job will be ended, on the clock of `now`; None: no limit is known.
 
     Args:
-        time_limit: seconds from now, from the command line; Slurm may know an earlier end (`SLURM_JOB_END_TIME`).
+        time_limit: seconds from now, from the command line; Slurm may set an earlier end (`SLURM_JOB_END_TIME`).
         now: time of `time.monotonic`.
         wall: the same moment in seconds since 1970.
     """

@@ -1,4 +1,4 @@
-"""How a start ended, read from what it left: its segment, its exit intent, its last step, its checkpoints. No torch."""
+"""How a start ended, from what it left behind: segment, exit intent, last step, checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class StartOutcome:
     """How one start ended.
 
     Attributes:
-        code: what it decided to exit with; None if it died without deciding.
-        reason: in its words.
-        asked: it ended because somebody asked it to stop.
+        code: the exit code it decided on; None if it died without deciding.
+        reason: its own reason for ending.
+        asked: it was asked to stop.
         avoid: hosts not to use again.
-        segment: number of its segment; None if it did not come so far.
-        step: last step in its record, or the one it resumed from; None if it did not come so far.
-        ahead: the steps after that, of which one was being trained: see `provenance.batches_after`.
+        segment: number of its segment; None if it ended before creating one.
+        step: last recorded step, or the one it resumed from; None if it never got there.
+        ahead: the following steps, one of which was being trained: see `provenance.batches_after`.
         verified: newest step with a verified checkpoint, or 0.
-        met: whether the nodes found each other, so that there were ranks.
+        met: whether the rendezvous succeeded, so that there were ranks.
     """
 
     code: int | None
@@ -59,10 +59,10 @@ def newest_segment(run: RunDir) -> int:
 
 
 def segment_of(run: RunDir, before: int, host: str | None) -> int:
-    """Number of the newest segment after `before` in which a host took part (None: whoever did), or `before`.
+    """Number of the newest segment after `before` in which a host took part (None: any host), or `before`.
 
-    A node that was frozen, or cut off, may find that the run went on without it. A segment whose hosts are not known
-    yet counts.
+    The run may have continued without a node that was frozen or cut off. A segment whose hosts are not known yet
+    counts.
     """
     for segment in reversed(run.segments):
         number = int(segment.name)
@@ -86,12 +86,12 @@ def verified_step(run: RunDir) -> int:
 def read_outcome(
     run: RunDir, before: int, note: Path, code: int, *, host: str | None = None, met: bool = True
 ) -> StartOutcome:
-    """How the start that has just ended did.
+    """How the start that has just ended went.
 
     Args:
         run: the run directory.
-        before: number of the newest segment when it began.
-        note: where its ranks leave an exit code that was decided before there was a segment.
+        before: number of the newest segment when it started.
+        note: where its ranks leave an exit code decided before there was a segment.
         code: of torchrun.
         host: name of this host if there are others.
         met: whether there were ranks.
@@ -128,7 +128,7 @@ def read_outcome(
 
 
 def _last_place(run: RunDir, number: int) -> tuple[int | None, list[dict[str, int]]]:
-    """The last step of a segment, or at which it began if it has no record, and the batches after it, if known."""
+    """The last step of a segment (the one it started at if nothing was recorded), and the next batches, if known."""
     segment = run.segment(number)
     newest = last_records(segment)
     place: StepRecord | lineage.LineageNode | None = newest[-1] if newest else None
@@ -157,13 +157,13 @@ def ended_hosts(run: RunDir, number: int) -> set[str]:
 
 
 def gone_hosts(run: RunDir, number: int) -> set[str]:
-    """The same, and those that the watchdog has found to be lost."""
+    """`ended_hosts`, and the hosts that the watchdog found to be lost."""
     intent = exit_intent.read(run.segment(number))
     return ended_hosts(run, number) | set(intent.lost if intent is not None else ())
 
 
 def hosts_of(run: RunDir, number: int) -> set[str]:
-    """The hosts of a segment; empty if it is not known."""
+    """The hosts of a segment; empty if not known."""
     return set(environment.view(run, number).hosts)
 
 
@@ -195,7 +195,7 @@ def avoided(run: RunDir) -> list[str]:
 
 
 def overrule(run: RunDir, segment: int | None, reason: str) -> None:
-    """Record that the launcher gave up, over what the last start said of itself. Raises OSError."""
+    """Record that the launcher gave up, overruling what the last start recorded. Raises OSError."""
     code = int(Exit.NEEDS_PERSON)
     if segment is not None:
         was = exit_intent.read(run.segment(segment))

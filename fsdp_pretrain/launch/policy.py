@@ -1,4 +1,4 @@
-"""Start again, or end, and with which code: a pure function of how the starts so far ended. No torch."""
+"""Restart or end, and with which exit code: a pure function of how earlier starts ended. No torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from fsdp_pretrain.units import human_time
 from .outcome import StartOutcome
 
 _SAME_STEP = 2
-"""Deaths at most this many recorded steps apart are at the same place: numbers of a device come two steps late."""
+"""Deaths at most this many recorded steps apart are at the same place: metrics arrive two steps late."""
 
 
 @dataclass(frozen=True)
 class EndedStart:
-    """One start: when it ended (on the clock of `time.monotonic`), how, what was verified before it, and how many
-    seconds it took."""
+    """One start: when it ended (`time.monotonic`), how, the verified step before it, and its duration in seconds."""
 
     at: float
     outcome: StartOutcome
@@ -34,8 +33,8 @@ class EndedStart:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What now: end with `code`, or for None start again after `pause` seconds. `overruled`: it is the launcher that
-    decided to end, not the run."""
+    """What to do now: end with `code`, or if None restart after `pause` seconds. `overruled`: the launcher decided to
+    end, not the run."""
 
     code: int | None
     reason: str
@@ -52,7 +51,7 @@ def decide(
         history: all starts of this launcher, oldest first, at least one.
         asked: this launcher was asked to stop.
         host: name of this host.
-        elastic: the job may go on with fewer nodes.
+        elastic: the job may continue with fewer nodes.
     """
     last = history[-1].outcome
     if last.code in (Exit.COMPLETE, Exit.REFUSED, Exit.NEEDS_PERSON):
@@ -77,7 +76,7 @@ def decide(
 
 
 def _meet_again(history: Sequence[EndedStart], config: LaunchSection) -> RestartDecision:
-    """The nodes did not find each other: no fault of the run. All try for as long as the one that waits longest."""
+    """The rendezvous failed, which is no fault of the run. All nodes retry as long as the one that waits longest."""
     first = list(takewhile(lambda ended: not ended.outcome.met, reversed(history)))[-1]
     waited, reason = history[-1].at - first.at + first.seconds, history[-1].outcome.reason
     if waited >= config.join_timeout.value:
@@ -88,7 +87,7 @@ def _meet_again(history: Sequence[EndedStart], config: LaunchSection) -> Restart
 
 
 def same_place(history: Sequence[EndedStart]) -> str:
-    """What to say if the last two starts died at the same step; else empty."""
+    """A message if the last two starts died at the same step; else empty."""
     last = history[-1].outcome
     before = history[-2].outcome.step if len(history) > 1 else None
     if before is None or last.step is None or abs(last.step - before) > _SAME_STEP:

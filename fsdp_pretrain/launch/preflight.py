@@ -1,4 +1,4 @@
-"""What a node can find out before ranks start: storage, space, clock, devices, memory. No torch."""
+"""Checks of a node before ranks start: storage, disk space, clock, devices, memory. No torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CLOCK = 30.0
 
 
 def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
-    """Check this node, which is to have `nproc` ranks: a number, `gpu`, `cpu` or `auto`; what is worth a warning.
+    """Check this node, which is to run `nproc` ranks (a number, `gpu`, `cpu` or `auto`); returns warnings.
 
     Raises:
-        UserError: the start would fail, with what is wrong; exit 76 if this host is to be avoided.
+        UserError: the start would fail; exit 76 if this host is to be avoided.
     """
     host = socket.gethostname()
     if host in avoided(run):
@@ -46,9 +46,8 @@ def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
 
 
 def _write_test(directory: Path) -> float:
-    """Write and sync a file there, or in what exists above; by how many seconds the file system's clock is ahead.
-
-    Raises ConfigError.
+    """Write and sync a file there, or in the nearest existing parent; returns how many seconds the file system's clock
+    is ahead. Raises ConfigError.
     """
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     probe = existing / f".preflight-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
@@ -71,7 +70,7 @@ def _write_test(directory: Path) -> float:
 
 
 def gpu_count() -> int:
-    """GPUs that the driver of this node shows and CUDA_VISIBLE_DEVICES leaves."""
+    """GPUs that the driver of this node shows and CUDA_VISIBLE_DEVICES allows."""
     present = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
@@ -118,7 +117,7 @@ def _look_at_clock(offset: float) -> Iterator[str]:
 
 
 def _look_at_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
-    """A save in the background keeps a copy of the ranks' shares in host memory."""
+    """A background save keeps a copy of the ranks' shards in host memory."""
     ranks = int(nproc) if nproc.isdecimal() else gpu_count()
     newest = stores(run).newest()
     if newest is None:

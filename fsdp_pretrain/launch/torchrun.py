@@ -1,7 +1,7 @@
-"""One torchrun as a child: its command line, its environment, its ranks, and the certainty that all of them end.
+"""One torchrun child process: its command line, its environment, its ranks, and the guarantee that all of them end.
 
-torchrun and each of its ranks are sessions of their own, so no signal to a group reaches them all: ranks are found as
-children of torchrun, and every process asks the kernel to be killed when its parent dies.
+torchrun and each of its ranks have sessions of their own, so no process-group signal reaches them all: ranks are found
+as children of torchrun, and every process asks the kernel to be killed when its parent dies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_pretrain.watchdog.heartbeat.rank_client import root
 
 LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
 """Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment; file for
-what its starts have seen of the run, see `record.run_id.Memory`."""
+what its starts have seen of the run, see `record.run_id.LauncherMemory`."""
 
 WRONG_OPTIONS = 2
 """Exit code of a torchrun that does not know one of its options."""
@@ -37,7 +37,7 @@ _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those options of torchrun that the launcher fills in or reads; all others pass through."""
+    """The torchrun options that the launcher fills in or reads; all others pass through."""
     options = parser.add_argument_group("torchrun options (any other is passed on as it is)")
     options.add_argument("--nnodes", default="1", help="number of nodes, or MIN:MAX (default: 1)")
     options.add_argument(
@@ -65,7 +65,7 @@ def _ranks(text: str) -> str:
 def command(
     args: argparse.Namespace, rest: Sequence[str], module: str, arguments: Sequence[str], *, join: float = 300.0
 ) -> list[str]:
-    """The command line of torchrun; `rest`: further options of it, `join`: seconds that nodes wait for each other.
+    """The torchrun command line. `rest`: further torchrun options; `join`: rendezvous timeout in seconds.
 
     Raises:
         ConfigError: several nodes and no first node, or one whose name does not resolve here.
@@ -90,7 +90,7 @@ def command(
 
 
 def most_nodes(nnodes: str) -> int:
-    """Of `--nnodes N` or `MIN:MAX`, the larger. Raises ConfigError."""
+    """The larger number of `--nnodes N` or `MIN:MAX`. Raises ConfigError."""
     found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nnodes)
     if found is None or int(found[2] or found[1]) < int(found[1]):
         raise ConfigError(f"--nnodes {nnodes} is neither a number of nodes nor MIN:MAX")
@@ -98,9 +98,9 @@ def most_nodes(nnodes: str) -> int:
 
 
 def is_first(args: argparse.Namespace) -> bool:
-    """Whether this is the node where the others meet. Raises ConfigError if its name does not resolve.
+    """Whether this node hosts the rendezvous. Raises ConfigError if its name does not resolve.
 
-    torchrun would compare the name with this machine's host name; with an address, or an alias, no node would be it.
+    torchrun compares the name with this machine's host name, which fails on every node for an address or an alias.
     """
     if args.rdzv_endpoint is None:
         return True
@@ -114,7 +114,7 @@ def is_first(args: argparse.Namespace) -> bool:
 
 
 def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | None = None) -> dict[str, str]:
-    """The environment of torchrun and its ranks: `base`, what the trainer needs, the files for `leave_note` and
+    """The environment of torchrun and its ranks: `base`, trainer defaults, the files for `leave_note` and
     `seen_note`."""
     return {
         "OMP_NUM_THREADS": "1",
@@ -128,8 +128,8 @@ def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | 
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies; if that is not `parent`, which died before this call, end
-    it now. Linux only; elsewhere nothing happens."""
+    """Have the kernel kill this process when its parent dies; exit now if the parent is no longer `parent`. Linux only;
+    elsewhere nothing happens."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -151,7 +151,7 @@ def die_with_launcher() -> None:
 
 
 def leave_note(code: int, reason: str) -> bool:
-    """From a rank: leave the launcher of this node an exit code that no segment holds; whether there is a launcher."""
+    """From a rank: leave the launcher of this node an exit code that no segment holds. False without a launcher."""
     path = os.environ.get(NOTE)
     if path is None:
         return False
@@ -161,16 +161,16 @@ def leave_note(code: int, reason: str) -> bool:
 
 
 def seen_note() -> Path | None:
-    """From a rank: the file in which starts under one launcher, or else one torchrun, note what they have seen.
+    """From a rank: the file in which starts under one launcher (or one torchrun) note what they have seen.
 
-    None if nothing started this process that could start another.
+    None if this process was not started by either.
     """
     if SEEN in os.environ:
         return Path(os.environ[SEEN])
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     agent, namespace = os.getppid(), re.sub(r"\D", "", str(this_process()["namespace"]))
-    for left in root().glob(f"torchrun-{namespace}-*.json"):  # by agents that have ended
+    for left in root().glob(f"torchrun-{namespace}-*.json"):  # left by agents that have ended
         pid, started = (int(part) for part in left.stem.split("-")[2:])
         if round(process_start(pid) or 0) != started:
             left.unlink(missing_ok=True)
@@ -178,7 +178,7 @@ def seen_note() -> Path | None:
 
 
 class Torchrun(subprocess.Popen[bytes]):
-    """A torchrun that was started, from the main thread: a thread that ends counts as a dead parent."""
+    """A running torchrun. Create it in the main thread: its parent-death signal fires when that thread ends."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         me = os.getpid()
@@ -197,7 +197,7 @@ class Torchrun(subprocess.Popen[bytes]):
 
     @property
     def met(self) -> bool:
-        """Whether there ever were ranks: torchrun starts them when the nodes have found each other."""
+        """Whether there ever were ranks: torchrun starts them after the rendezvous."""
         return self._most > 0
 
     @property
@@ -206,7 +206,7 @@ class Torchrun(subprocess.Popen[bytes]):
         return len(self.ranks()) < self._most
 
     def ask(self, number: int) -> bool:
-        """Signal the ranks; torchrun itself would kill them 30 s later. Whether there were any."""
+        """Signal the ranks directly (torchrun would kill them 30 s later); returns whether there were any."""
         ranks = self.ranks()
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -214,7 +214,7 @@ class Torchrun(subprocess.Popen[bytes]):
         return bool(ranks)
 
     def kill(self) -> None:
-        """kill -9 of torchrun and its ranks; returns when they are gone, or will be when the kernel lets them."""
+        """SIGKILL torchrun and its ranks; waits for torchrun to exit."""
         ranks = self.ranks()
         super().kill()
         for rank in ranks:
@@ -223,7 +223,7 @@ class Torchrun(subprocess.Popen[bytes]):
         self.wait()
 
     def wait_for_ranks(self, seconds: float) -> bool:
-        """Wait for ranks that outlive torchrun; whether all are gone."""
+        """Wait for ranks that outlive torchrun; returns whether all are gone."""
         return not psutil.wait_procs(self.ranks(), timeout=seconds)[1]
 
 

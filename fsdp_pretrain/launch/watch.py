@@ -1,4 +1,4 @@
-"""Watches one start on one node: forwards requests, and makes sure that the start ends when it should. No torch."""
+"""Watches one start on one node: forwards requests, and makes sure that it ends when it should. No torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _POLL, _LOOK = 0.1, 1.0
 class TorchrunWatch:
     """Watches a torchrun to its end.
 
-    The run directory is looked at by a thread of its own: its file system may hang, and requests must not.
+    A separate thread reads the run directory: its file system may hang, and requests must not.
 
     Args:
-        before: number of the newest segment when the torchrun began.
+        before: number of the newest segment when torchrun started.
         host: name of this host; None if it is the only one.
     """
 
@@ -34,10 +34,10 @@ class TorchrunWatch:
         self._since: dict[str, float] = {}
 
     def run(self, take_signal: Callable[[], tuple[int, bool] | None], on_look: Callable[[int | None], None]) -> int:
-        """Wait until torchrun and its ranks are gone; torchrun's exit code.
+        """Wait until torchrun and its ranks are gone; returns torchrun's exit code.
 
         Args:
-            take_signal: gives a signal to pass on to the ranks and whether to end at once, or None.
+            take_signal: returns a signal to pass on to the ranks and whether to end at once, or None.
             on_look: called by a thread about every second with the number of the segment, None while it is not known.
         """
         child, done = self._child, threading.Event()
@@ -77,14 +77,14 @@ class TorchrunWatch:
             self._kill_at = self._kill_at or now + self._settings.end_timeout.value
 
     def _note(self, what: str, true: bool) -> None:
-        """Remember since when something is true after which torchrun should end soon."""
+        """Remember since when a condition holds after which torchrun should end soon."""
         if true:
             self._since.setdefault(what, time.monotonic())
         else:
             self._since.pop(what, None)
 
     def _overdue(self) -> bool:
-        """Whether torchrun had its time. A run that ends as it should may still write something."""
+        """Whether torchrun's time is up. A run that ends in order gets longer, to finish writing."""
         patience = self._settings.stop_timeout if self._ends_well else self._settings.end_timeout
         limits = [since + patience.value for since in self._since.values()]
         limits += [] if self._kill_at is None else [self._kill_at]

@@ -1,1 +1,1 @@
-"""The line of starts that made a run: going back, forking, and where a sample or a step came from. No torch."""
+"""The lineage of a run: rollback, fork, and the provenance of steps and samples. No torch."""

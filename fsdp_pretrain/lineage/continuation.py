@@ -1,6 +1,6 @@
-"""Continuing from a checkpoint with other settings: worked out and checked before anything is changed.
+"""Continuing from a checkpoint with other settings: resolved and checked before anything is changed.
 
-Rollback and fork both begin here. Whatever a resume would refuse is refused now, while the run is still as it was.
+Rollback and fork both start here. Whatever a resume would refuse is refused now, while the run is unchanged.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Branch:
     before: Config  # of the run as it is
     after: Config  # to continue with
     overrides: Overrides  # the part of `after` that must outlive restarts
-    skip: SampleRange | None  # samples that are skipped in addition
+    skip: SampleRange | None  # further samples to skip
 
     def report(self) -> BranchReport:
-        """What changes, and the schedules from here on."""
+        """What changes, and the schedules from this step."""
         old, new, trained = (
             config.model_dump(mode="json")
             for config in (self.before, self.after, load_compatible(self.checkpoint.path / CONFIG))
@@ -65,12 +65,12 @@ class Branch:
 def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> Branch:
     """Check everything about continuing from a checkpoint.
 
-    `place` are further `section.key=value`, which belong to a directory and not to the run, and so do not last.
+    `place` are further `section.key=value` that belong to a directory, not to the run, and so do not persist.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
         ConfigError: the changes contradict each other, the run, or what a resume may change.
-        DataError: the corpora cannot be read, or end before the run.
+        DataError: the corpora cannot be read, or run out before the run ends.
     """
     for text in request.changes:
         if _key(text) == "data.skip":
@@ -112,7 +112,7 @@ def _key(text: str) -> str:
 
 
 def _absolute(text: str, config: Config) -> str:
-    """An override with its value as the configuration resolved it, so that it means the same in any directory."""
+    """An override with its resolved value, so that it means the same in any directory."""
     key = _key(text)
     found = overrides.value(config.model_dump(mode="json"), key)
     plain = isinstance(found, str | int | float) or (isinstance(found, list) and all(isinstance(x, str) for x in found))
@@ -120,7 +120,7 @@ def _absolute(text: str, config: Config) -> str:
 
 
 def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRange:
-    """The samples of steps `first` to `last` inclusive, by the run's own record. Raises ConfigError."""
+    """The samples of steps `first` to `last` inclusive, from the run's record. Raises ConfigError."""
     if not state.step < first <= last:
         raise ConfigError(
             f"--skip-steps {first}:{last}, continuing from step {state.step}: the steps to skip must come after that, "
@@ -144,7 +144,7 @@ def _cursor(run: RunDir, step: int) -> int:
 
 
 def schedule_from(config: Config, at: Position) -> list[ScheduleRow]:
-    """The schedule 1, 10, 100 and 1000 steps after a checkpoint, as far as the run goes."""
+    """The schedule 1, 10, 100 and 1000 steps after a checkpoint, up to the end of the run."""
     rows, schedule, skips = [], config.schedule, open_skips(config)
     for ahead in range(1, _AHEAD[-1] + 1):
         if at.consumed >= schedule.total:
@@ -156,7 +156,7 @@ def schedule_from(config: Config, at: Position) -> list[ScheduleRow]:
 
 
 def render(report: BranchReport) -> list[str]:
-    """Lines for people: what changes, and the schedules before and after."""
+    """A report as lines: what changes, and the schedules before and after."""
     lines = [f"  from        step {report.step:_}, {report.consumed:_} samples trained, {report.cursor:_} read"]
     lines += [f"  skip        samples {report.skip.removesuffix(' samples')}"] if report.skip else []
     lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]

@@ -1,8 +1,8 @@
 """A new run from a checkpoint of another: `fsdp-pretrain fork`. The parent is only read.
 
-The new run is built beside its place, in `NEW_RUN.forking/`, and renamed when it is complete. It has everything it
-needs: the checkpoint (hard links where the file system has them, since checkpoint files never change), the records of
-the kept line up to it, the chronicle, the tokenizer, the evaluations. The parent may be deleted.
+The new run is built in `NEW_RUN.forking/` and renamed when complete. It is self-contained: the checkpoint (hard links
+where possible, since checkpoint files never change), the records of the kept line up to it, the journal, the tokenizer,
+the evaluations. The parent may be deleted.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def fork(
     skip_steps: tuple[int, int] | None = None,
     reason: str = "",
 ) -> BranchReport:
-    """Make a run directory that continues from a checkpoint of `parent`, in which training may go on meanwhile.
+    """Create a run directory that continues from a checkpoint of `parent`, which may keep training.
 
     Args:
         target: directory of the new run; must not exist, or be empty.
-        changes: `section.key=value` for the new run; `run.name` is the name of `target` unless given.
-        skip_steps: first and last step of the parent whose samples the new run shall not train.
-        reason: for the chronicle.
+        changes: `section.key=value` for the new run; `run.name` defaults to the name of `target`.
+        skip_steps: first and last step of the parent whose samples the new run skips.
+        reason: for the journal.
 
     Raises:
         BusyError: a rollback of the parent is in progress, or another fork to `target`.
@@ -143,7 +143,7 @@ def _link_tree(source: Path, target: Path) -> bool:
 
 
 def _copy_segment(source: Path, target: Path, after: int, until: float) -> None:
-    """A segment's record, of its metrics only the steps after `after` up to `until`. Raises OSError."""
+    """Copy a segment's record, with only the metrics after step `after` up to `until`. Raises OSError."""
     target.mkdir(parents=True)
     for path in source.iterdir():
         if path.is_file() and path.name != METRICS:
@@ -161,8 +161,8 @@ def _step_and_line(line: bytes) -> tuple[int, str] | None:
 
 
 def _open(parent: RunDir, branch: Branch, new: RunDir, said: str) -> None:
-    """The new run's own segment, configuration, status and first journal entry. Raises OSError."""
-    number = int(parent.segments[-1].name) + 1  # so that numbers in the chronicle stay unique
+    """Write the new run's own segment, configuration, status and first journal entry. Raises OSError."""
+    number = int(parent.segments[-1].name) + 1  # keeps segment numbers in the journal unique
     step, origin = branch.state.step, str(parent.path.resolve())
     replace_file(new.config, branch.after.to_toml())
     replace_file(new.overrides, branch.overrides.to_toml())

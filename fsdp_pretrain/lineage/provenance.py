@@ -1,7 +1,7 @@
 """Which text a step was trained on: step -> samples -> documents -> text, from the run directory alone. No torch.
 
-The record of a step says how far the data had been read; the configuration of the start that trained it says in which
-order; the packer is a pure function. So a batch is computed again, and its digest proves that it is the one trained.
+The record of a step gives the data position, the configuration of its start gives the order, and the packer is a pure
+function. So a batch can be recomputed, and its digest proves that it is the one that was trained.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fsdp_pretrain.record.metrics import find_step, last_records, read_metrics
 from fsdp_pretrain.record.step_record import StepRecord
 
 IN_FLIGHT = 3
-"""Steps without a record when a run dies: the one it was in, and those whose numbers were on their way."""
+"""Steps without a record when a run dies: the current one, and those whose metrics were in flight."""
 
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A step without a record, that was being trained when its start ended: samples of it, and read with it."""
+    """An unrecorded step that was being trained when its start ended: its samples, and the cursor after it."""
 
     segment: int
     batch: int
@@ -43,10 +43,10 @@ class StepInFlight:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A recorded step and what computes its batch again.
+    """A recorded step and what is needed to recompute its batch.
 
     Attributes:
-        replaced_by: the later start that went back before this step and trained on from there; None if it is kept.
+        replaced_by: the later start that rolled back before this step and continued from there; None if it is kept.
         config, packer, world: of the start that trained it.
     """
 
@@ -70,7 +70,7 @@ class TrainedStep:
 
 
 class ShownPiece(BaseModel):
-    """Tokens `start` to `stop` of a document of `length`, which begin at `position` of the sample."""
+    """Tokens `start` to `stop` of a document of `length`, placed at `position` of the sample."""
 
     shard: str
     document: int
@@ -82,7 +82,7 @@ class ShownPiece(BaseModel):
     text: str = ""
 
     def lines(self) -> list[str]:
-        """For people; with the text, if it is there."""
+        """The piece as lines, with its text if set."""
         place = f"  at {self.position:<6} {self.shard} document {self.document}, "
         place += f"tokens {self.start} to {self.stop} of {self.length}"
         place += ", quarantined: not learned" if self.quarantined else ""
@@ -103,7 +103,7 @@ class ShownSample(BaseModel):
 
 
 class ShownStep(BaseModel):
-    """A step and its samples, as `fsdp-pretrain where --json` shows it: what was not asked for is not set."""
+    """A step and its samples, as shown by `fsdp-pretrain where --json`; what was not asked for is not set."""
 
     step: int
     segment: int
@@ -117,15 +117,15 @@ class ShownStep(BaseModel):
 
 
 def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedStep:
-    """Find a step in the record and prove that its batch can be computed again.
+    """Find a step in the record and prove that its batch can be recomputed.
 
     Args:
         segment: the start to take it from; None is the one whose step was kept.
 
     Raises:
-        ConfigError: the step is not in the record, or only as one that a later start replaced. Steps a few after the
-            last record are found all the same: a run that died was in one of them.
-        DataError: the corpora cannot be read, or give another batch than the recorded one.
+        ConfigError: the step is not in the record, or was replaced by a later start. The few steps that may have been
+            in flight after the last record are found too.
+        DataError: the corpora cannot be read, or give a different batch than the recorded one.
         DamagedFileError: the record of the start cannot be read.
     """
     record, replaced_by = _choose(run, step, segment)
@@ -179,7 +179,7 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | S
 
 
 def batches_after(config: Config, at: Position, count: int) -> list[dict[str, int]]:
-    """What the `count` steps after a point train: `first` is the cursor before each, the rest is its `Position`."""
+    """The `count` batches after a position: `first` is the cursor before each, the rest is its `Position`."""
     skips, found = open_skips(config), list[dict[str, int]]()
     while len(found) < count and at.consumed < config.schedule.total:
         first, at = at.cursor, at.advance(config.schedule.batch, skips)
@@ -205,7 +205,7 @@ def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
 
 
 def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
-    """What differs between the data as it is now and as a checkpoint of the run remembers it."""
+    """What differs between the data now and as recorded in the newest checkpoint."""
     whole = [checkpoint for checkpoint in stores(run).scan() if checkpoint.problem is None]
     if not whole:
         return []

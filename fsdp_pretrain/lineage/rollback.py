@@ -1,8 +1,8 @@
 """Going back to a checkpoint, atomically: `fsdp-pretrain rollback`.
 
-Everything is decided first and written as one file, `RUN/rollback.json`; then carried out in steps that can each be
-repeated; then the file is removed. Killed before the file exists, nothing has happened; killed after that, the same
-command, or the next start of training, finishes the work. Nothing is deleted: what is left is moved to `abandoned/`.
+Everything is decided first and written to one file, `RUN/rollback.json`; then carried out in repeatable steps; then the
+file is removed. Killed before the file exists, nothing has changed; killed later, the same command or the next start
+finishes the work. Nothing is deleted: abandoned checkpoints are moved to `abandoned/`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def rollback(
     """Make the checkpoint of `step` the end of the kept line, and report what that changes.
 
     Args:
-        changes: `section.key=value`, to stay from now on.
-        skip_steps: first and last step, after `step`, whose samples shall not be trained; as recorded.
-        reason: for the chronicle.
+        changes: `section.key=value` that persist from now on.
+        skip_steps: first and last recorded step, after `step`, whose samples are skipped.
+        reason: for the journal.
         dry_run: check and report only.
 
     Raises:
@@ -80,7 +80,7 @@ def _report(run: RunDir, branch: Branch) -> BranchReport:
 
 
 def leave_all(run: RunDir) -> list[str]:
-    """Move all checkpoints and evaluations aside, for a run that begins again at step 0 in its directory.
+    """Move all checkpoints and evaluations aside, for a run that restarts at step 0 in its directory.
 
     Returns the names of the checkpoints, or paths of those in a fallback. Raises StorageError.
     """
@@ -109,7 +109,7 @@ def _later_checkpoints(run: RunDir, step: int) -> list[str]:
 
 
 def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRequest, reason: str) -> DecidedRollback:
-    """Everything that `finish` needs to know."""
+    """Everything that `finish` needs."""
     step, segments = branch.state.step, run.segments
     said = sentence(report, reason)
     lost = left_behind(run, step, branch.after.schedule.tokens(branch.state.consumed))
@@ -154,10 +154,10 @@ def status_at(branch: Branch, text: str) -> dict[str, Any]:
 
 
 def finish(run: RunDir) -> bool:
-    """Carry out the decided rollback, if there is one; each step may have been done before. The caller holds the lock.
+    """Carry out the decided rollback, if any; steps already done are repeated safely. The caller holds the lock.
 
     Returns whether there was one. Raises DamagedFileError if the decision cannot be read, StorageError if a file cannot
-    be written or moved; the rest stays decided.
+    be written or moved; the decision then stays in place.
     """
     decided = lineage.decided_rollback(run)
     if decided is None:
@@ -191,13 +191,13 @@ def _move_aside(paths: list[Path], mark: str) -> None:
             aside.mkdir(exist_ok=True)
             path.rename(aside / f"{path.name}-{mark}")
     for folder in {path.parent for path in paths}:
-        if (folder / "abandoned").exists():  # a fallback may have gone away since: a resume knows what was left
+        if (folder / "abandoned").exists():  # a fallback may be gone by now; the lineage records what was abandoned
             sync_directory(folder / "abandoned")
             sync_directory(folder)
 
 
 def _add_entry(run: RunDir, decided: DecidedRollback) -> None:
-    """The journal entry, once. Raises StorageError."""
+    """Write the journal entry, once. Raises StorageError."""
     if any(entry.get("rollback") == decided.id for entry in journal.read(run)):
         return
     report = decided.lineage.report

@@ -1,1 +1,1 @@
-"""The main job: `torchrun ... -m fsdp_pretrain.train CONFIG.toml`."""
+"""The trainer: `torchrun ... -m fsdp_pretrain.train CONFIG.toml`."""

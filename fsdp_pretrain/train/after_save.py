@@ -1,4 +1,4 @@
-"""What follows a checkpoint: evaluation, and the user's command. Training neither waits nor fails with them."""
+"""What follows a checkpoint: evaluation and the user's command. Training does not wait for them or fail with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_pretrain.record.recorder import Recorder
 
 
 class AfterSave:
-    """Starts what a new checkpoint makes due, and knows which of it still runs."""
+    """Starts what a new checkpoint makes due, and tracks what is still running."""
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
         self._config, self._run, self._recorder = config, RunDir(config.run.dir), recorder

@@ -25,7 +25,7 @@ from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbea
 
 
 def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, torch.optim.Optimizer]:
-    """The sharded model with its first values, and its optimiser."""
+    """The sharded, initialised model and its optimiser."""
     model = fsdp.parallelize(models.build(config.model), config, world)
     return model, optimizer.build(model, config.optimizer)
 
@@ -40,14 +40,14 @@ def build_loss_scaler(config: Config, world: World, state: list[float] | None = 
 def build_data(
     config: Config, packer: Packer, world: World, start: Position, *, unigrams: Path | None = None
 ) -> Loader:
-    """This rank's batches.
+    """This rank's data loader.
 
     Args:
-        config: the run.
+        config: the run's configuration.
         packer: of its corpora.
         world: all ranks.
-        start: the first batch is the one after it.
-        unigrams: file of token frequencies that batches are compared with; None: they are not compared.
+        start: position before the first batch.
+        unigrams: file of token frequencies to compare batches with; None: no comparison.
     """
     return Loader(
         packer,
@@ -82,7 +82,7 @@ def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> 
 
 
 def build_heartbeat(config: Config) -> Heartbeat:
-    """This rank's part of the watchdog, which looks from before the ranks meet. Raises ConfigError."""
+    """This rank's part of the watchdog, active even before the rendezvous. Raises ConfigError."""
     ranks = mesh.RankInfo.from_environment()
     if not config.watchdog.enabled:
         return Heartbeat()

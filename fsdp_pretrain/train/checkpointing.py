@@ -1,8 +1,8 @@
-"""Making checkpoints while training goes on, and what a failed one means.
+"""Saves checkpoints during training, and handles failed saves.
 
-A save is begun when it is due; its end is noticed through the sum that every step makes, so all ranks act after the
-same step. A failure is an alarm; the next attempts are made while training waits, with growing pauses between them,
-until there were too many in a row, or the newest verified checkpoint is too old.
+A save is started when it is due; its end is noticed through the counts summed in every step, so all ranks act after the
+same step. A failure raises an alarm. Retries block training, with exponential backoff, until too many failed in a row
+or the newest verified checkpoint is too old.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fsdp_pretrain.units import human_bytes, human_time
 
 _LONGEST_PAUSE = 300.0
 _PATIENCE = 1.0
-"""Seconds of waiting for an earlier save that are worth an entry in the journal."""
+"""Seconds of waiting for an earlier save that are worth a journal entry."""
 
 
 class Saver(Protocol):
-    """Makes checkpoints; see `checkpoint.manager.Manager`. Collective."""
+    """Makes checkpoints; see `checkpoint.manager.CheckpointManager`. Collective."""
 
     def save(self, state: TrainState, *, final: bool) -> SaveResult:
         """Make one while the caller waits. Raises StorageError on every rank."""
@@ -37,17 +37,17 @@ class Saver(Protocol):
         """Make one in the background."""
 
     def renew(self) -> None:
-        """Recover the means of saving in the background after an unexpected end."""
+        """Recover background saving after an unexpected failure."""
 
 
 class Checkpointing:
     """The checkpoints of one start. All ranks call its methods together, `signals` with every step.
 
     Args:
-        config: the run.
+        config: the run's configuration.
         world: all ranks.
         saver: makes them.
-        after_save: called on every rank after a checkpoint was committed (evaluation, for example).
+        after_save: called on every rank after a checkpoint was committed.
         recorder: writes the record.
         step: of the checkpoint that this start continues from.
     """
@@ -72,21 +72,21 @@ class Checkpointing:
         self._stalled = 0.0
 
     def take_stalled(self) -> float:
-        """Seconds for which training waited since this was last asked."""
+        """Seconds for which training waited since the last call."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save is being written beside training."""
+        """Whether a background save is running."""
         return self._pending is not None
 
-    # ------------------------------------------------------------------ what ranks agree on with every step
+    # ------------------------------------------------------------------ agreed on by all ranks with every step
 
     def signals(self) -> tuple[int, bool, bool]:
-        """This rank's part: the number of the save its writer has ended (or 0), try again now, stop: too long without.
+        """This rank's part: the number of the save its writer has finished (or 0), retry now, overdue.
 
-        The first is to be summed over the ranks and given to `ended`; the others are rank 0's clock.
+        The first is summed over the ranks and passed to `ended`; the others follow rank 0's clock.
         """
         pending, done = self._pending, 0
         if pending is not None and pending.done:
@@ -100,7 +100,7 @@ class Checkpointing:
         return done, retry, overdue
 
     def ended(self, total: int) -> bool:
-        """Whether the writers of all ranks have ended the save in flight, from the sum of their `signals`."""
+        """Whether the writers of all ranks have finished the save in flight, from the sum of their `signals`."""
         return self._pending is not None and total == self._world.size * self._number
 
     def refuse_to_go_on(self) -> None:
@@ -114,10 +114,10 @@ class Checkpointing:
     # ------------------------------------------------------------------ saving
 
     def save(self, state: TrainState, *, final: bool = False, must_succeed: bool = False) -> None:
-        """Begin a save in the background, or make one here and now: the last, and those after a failure.
+        """Start a background save, or save synchronously: the final save, and retries after a failure.
 
         Raises:
-            StorageError: on every rank, when there were too many failures in a row.
+            StorageError: on every rank, after too many failures in a row.
         """
         start = time.perf_counter()
         waited = self.finish()
@@ -154,10 +154,10 @@ class Checkpointing:
                 return
 
     def finish(self) -> float:
-        """Wait for the save in flight, if there is one, and draw the consequences; the seconds that took.
+        """Wait for the save in flight, if any, and handle its outcome; the seconds that took.
 
         Raises:
-            StorageError: on every rank, when there were too many failures in a row.
+            StorageError: on every rank, after too many failures in a row.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -170,7 +170,7 @@ class Checkpointing:
         if not all(fine for _, fine in outcomes):
             self._saver.renew()
         if pending.error is not None and isinstance(pending.error, UserError) and not expected:
-            raise pending.error  # on every rank: another job took the run over, for example
+            raise pending.error  # on every rank, e.g. another job took over the run
         causes = [
             text if fine else f"rank {rank}: {text}" for rank, (text, fine) in enumerate(outcomes) if text is not None
         ]
@@ -183,7 +183,7 @@ class Checkpointing:
         return time.perf_counter() - start
 
     def give_up(self) -> None:
-        """Let the save in flight end, whatever becomes of it: the run ends for another reason."""
+        """Let the save in flight end, ignoring its outcome: the run ends for another reason."""
         with suppress(UserError):
             self.finish()
 

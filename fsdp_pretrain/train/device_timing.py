@@ -1,4 +1,4 @@
-"""Points in time on the clock of a device, and values on their way to the host: without waiting for it."""
+"""Device timestamps and device-to-host copies that do not block the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def mark(device: torch.device) -> Any:
-    """A point in time, on the device's own clock where it has one."""
+    """A timestamp: a CUDA event, or host time on CPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -24,7 +24,7 @@ def between(start: Any, end: Any) -> float:
 
 
 def to_host(device: torch.device, *tensors: Tensor) -> tuple[Any, ...]:
-    """Start copying to the host; the copies, and an event that says when they are there (None: now)."""
+    """Start copying to the host; the copies, and an event that says when they are complete (None: already)."""
     if device.type != "cuda":
         return (*tensors, None)
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]

@@ -1,7 +1,7 @@
-"""What a start runs on and with: hosts, devices, versions, the state of the code. For the record, and to be compared.
+"""What a start runs on and with: hosts, devices, versions, code state. Recorded, and compared with the last start.
 
-Most of what goes wrong after a restart is something that nobody meant to change. So every start writes this down, and
-the chronicle says what is not as it was at the last one.
+Most failures after a restart come from an unintended change. So every start records its environment, and the journal
+names the differences from the last one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def describe(world: World, hosts: list[str]) -> dict[str, Any]:
 
 
 def _launched() -> float:
-    """When this process began, seconds since 1970. The time of boot that psutil adds is known to the second only."""
+    """When this process started, seconds since 1970. psutil's boot time has a resolution of one second."""
     started = process_start(os.getpid())
     if started is None or not hasattr(time, "CLOCK_BOOTTIME") or not Path("/proc/self/stat").exists():
         return psutil.Process().create_time()
@@ -113,7 +113,7 @@ def _driver() -> str | None:
 
 def _git_state() -> dict[str, Any] | None:
     """Commit of this program's checkout and whether it was changed; None outside a checkout."""
-    # Without the locks that `git status` takes to refresh the index: a rank that is killed would leave one behind.
+    # Without the locks that `git status` takes to refresh the index: a killed rank would leave one behind.
     git = ["git", "-C", str(Path(__file__).resolve().parent.parent), "--no-optional-locks"]
     try:
         found = [
@@ -129,7 +129,7 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:
-    """What is not as it was at the last start that went through. Notes the corpora, for the next start to compare.
+    """What changed since the last start that joined the lineage. Records the corpora for the next start to compare.
 
     Args:
         run: the run directory.
@@ -152,7 +152,7 @@ def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, lis
     found += differences(before.model_dump(include=_COMPARED), after.model_dump(include=_COMPARED))
     found += _code(before.git or {}, after.git or {})
     found += differences(_variables(before), _variables(after), "environment")
-    known = state_files.view(run.segment(last) / _CORPORA, _Corpora)  # none if its disk was full
+    known = state_files.view(run.segment(last) / _CORPORA, _Corpora)  # None if the disk was full then
     return last, found + (differences(known.corpora, corpora, "corpora") if known is not None else [])
 
 

@@ -1,4 +1,4 @@
-"""How a start ends, and that it says so: in the journal, in `status.json`, and to launchers by `exit_intent.json`."""
+"""Records how a start ends: in the journal, in `status.json`, and for launchers in `exit_intent.json`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .trainer import Trainer
 
 
 def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
-    """Train, and write down how it ended if it failed; what `train` returns or raises.
+    """Train, and record a failure; returns or raises what `train` does.
 
     Args:
-        rank: this rank; of several that fail alike, the first to write is believed.
+        rank: this rank; if several fail alike, the first to write counts.
         run_dir: the run directory.
         segment: of this start.
         recorder: closed at the end.
@@ -30,7 +30,7 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
     """
     try:
         return train()
-    except Interrupted as asked:  # no intent: torchrun sends SIGTERM too, when another rank has died of something
+    except Interrupted as asked:  # no intent: torchrun also sends SIGTERM when another rank has died
         recorder.ended(str(asked), code=int(asked.exit))
         recorder.status(force=True, state="stopped")
         raise
@@ -47,10 +47,10 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
 
 
 def conclude(outcome: Exit, trainer: Trainer) -> Exit:
-    """Write down how the loop ended, after a rollback if it ended for one; what to exit with. Collective.
+    """Record how the loop ended, after a rollback if one was requested; returns the exit code. Collective.
 
     Raises:
-        UserError: the rollback must not, or cannot, be made; see `auto_rollback.roll_back`.
+        UserError: the rollback is not allowed or fails; see `auto_rollback.roll_back`.
     """
     run, asked = trainer.context, trainer.rollback
     recorder, run_dir = run.recorder, run.recorder.run
@@ -69,7 +69,7 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
 
 
 def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
-    """The run is complete, or was asked to stop: COMPLETE or RESUME."""
+    """`outcome`: COMPLETE or RESUME."""
     asked = run.inbox.take()
     reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({asked.reason or 'another rank'})"
     facts: dict[str, object] = {"asked": outcome is Exit.RESUME}
@@ -80,10 +80,10 @@ def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
 
 
 def _record_suspicion(asked: RollbackRequest, run: RunContext) -> Exit:
-    """Steps were not finite for a reason that is not in their data.
+    """Non-finite steps that are not caused by their data.
 
-    No sample is to be left then, and the weights are those before: the next start goes on from the last checkpoint,
-    without the host if that is known and there are others.
+    No sample is skipped, and the weights are still clean: the next start continues from the last checkpoint, without
+    the suspect host if it is known and there are others.
     """
     hosts = run.world.gather(socket.gethostname())
     host = None if asked.rank is None else hosts[asked.rank]
@@ -98,7 +98,7 @@ def _record_suspicion(asked: RollbackRequest, run: RunContext) -> Exit:
 
 
 def _record(outcome: Exit, text: str, reason: str, step: int, run: RunContext, **facts: Any) -> None:
-    """An end that was decided: `text` into the journal, `reason` into `status.json` and, with `facts`, the intent."""
+    """Record a decided end: `text` in the journal, `reason` in `status.json` and, with `facts`, in the exit intent."""
     code, recorder = int(outcome), run.recorder
     recorder.ended(f"{text}, exit {code}", step=step, code=code)
     recorder.status(force=True, **status.ended(code, reason))

@@ -1,7 +1,7 @@
-"""The main job: `torchrun ... -m fsdp_pretrain.train CONFIG.toml [key=value ...]`.
+"""The trainer: `torchrun ... -m fsdp_pretrain.train CONFIG.toml [key=value ...]`.
 
-Parses, builds, runs, reports how it ended. The only place that knows all parts; nothing imports it. Starting it again
-continues from the newest valid checkpoint in the run directory.
+Parses arguments, builds all parts, runs, reports how it ended. Running it again continues from the newest valid
+checkpoint in the run directory.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def _refuse(error: UserError, *, speaks: bool) -> int:
 def run(
     config: Config, world: World, lasting: Overrides, terms: ResumeOptions, heartbeat: Heartbeat, memory: LauncherMemory
 ) -> Exit:
-    """Lock the run, open a segment, train, and record how it ended, whatever the way. Raises UserError.
+    """Lock the run, open a segment, train, and record how it ended in any case. Raises UserError.
 
     Args:
         config: what to train.
         world: all ranks.
-        lasting: what of `config` comes from the run directory.
-        terms: what the person who started it allows.
-        heartbeat: tells the watchdog what this rank does.
+        lasting: the part of `config` that comes from the run directory.
+        terms: resume options of the person who started it.
+        heartbeat: reports to the watchdog what this rank does.
         memory: what earlier starts under the same launcher have seen.
     """
     run_dir = RunDir(config.run.dir)
@@ -113,11 +113,11 @@ def run(
     start.open_directory(run_dir, world, memory)
     terms = start.agreed(terms, memory, world)
     lock = RunLock(run_dir, "training")
-    while not world.decide(lock.attempt):  # short looks, so that no rank waits long for rank 0
+    while not world.decide(lock.attempt):  # short attempts, so that no rank waits long for rank 0
         pass
     try:
         finished = world.decide(lambda: finish(run_dir))
-        world.decide(lambda: len(lineage.nodes(run_dir)))  # or refuse before anything is written
+        world.decide(lambda: len(lineage.nodes(run_dir)))  # refuses a damaged lineage before anything is written
         standing = world.decide(lambda: overrides.read(run_dir))
         world.together(lambda: start.check_overrides(run_dir, lasting, standing))
         missing = world.decide(lambda: start.look_for_checkpoints(run_dir, terms, memory))
@@ -143,7 +143,7 @@ def run(
 
 
 def _check_writer(lock: RunLock | None) -> None:
-    """Before a save: raise RunGoneError if the run directory is gone, BusyError if rank 0 (`lock`) does not hold it."""
+    """Before a save: raise RunGoneError if the run directory is gone, BusyError if rank 0 (`lock`) lost the lock."""
     run_id.check()
     if lock is not None:
         lock.check()
@@ -222,7 +222,7 @@ def _manager(
 
 
 def _preflight(config: Config, world: World) -> None:
-    """What can be refused before anything is built. Raises ConfigError."""
+    """Refuse what can be refused before anything is built. Raises ConfigError."""
     plan.check_declared(config.model, plan.count_parameters(config.model))
     check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
     if config.record.aim:
@@ -232,7 +232,7 @@ def _preflight(config: Config, world: World) -> None:
 
 
 def _health(subject: TrainingObjects, segment: int, resumed: Resumed) -> Health:
-    """What judges the steps of this start, the same on every rank."""
+    """The `Health` of this start, identical on every rank."""
     world = subject.world
     exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     return world.decide(
@@ -249,5 +249,5 @@ def _health(subject: TrainingObjects, segment: int, resumed: Resumed) -> Health:
 
 
 def _read_again(config: Config, world: World, before: Position) -> StepBatch:
-    """This rank's share of the batch after a position, by a packer that nobody else uses. Raises DataError."""
+    """This rank's share of the batch after a position, with a packer of its own. Raises DataError."""
     return build_data(config, open_packer(config), world, before).build(before)

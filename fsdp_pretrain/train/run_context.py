@@ -1,4 +1,4 @@
-"""What the parts of a start have in common."""
+"""What the parts of a start share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class RunContext:
     """One start of a run, as one rank sees it.
 
     Attributes:
-        config: the run.
+        config: the run's configuration.
         world: all ranks.
-        recorder: writes the record (silent on other ranks than 0).
+        recorder: writes the record (silent on ranks other than 0).
         inbox: requests to this rank.
         heartbeat: reports to the watchdog what this rank does.
-        beside: names of what runs on this node beside training just now.
+        beside: names of what currently runs on this node beside training.
     """
 
     config: Config

@@ -1,7 +1,4 @@
-"""How a start comes to its run: the directory that is meant, its checkpoints, a segment, a place on the kept line.
-
-And what its journal says before the first step.
-"""
+"""How a start joins its run: run directory, checkpoints, segment, lineage, and its first journal entries."""
 
 from __future__ import annotations
 
@@ -43,29 +40,29 @@ from . import environment
 from .run_context import RunContext
 
 _VISIBLE_WITHIN = 5.0
-"""Seconds in which a host must see what another has made in the run directory."""
+"""Seconds in which a host must see what another has created in the run directory."""
 
 
 # ---------------------------------------------------------------------- the directory
 
 
 def recognise(run: RunDir, memory: LauncherMemory) -> None:
-    """Before anything is made: refuse a run directory that is not the one that earlier starts had; bind to it.
+    """Bind to the run directory before anything is created; refuse one that earlier starts did not use.
 
     Raises:
-        RunGoneError: it is not.
-        StorageError: that cannot be seen.
+        RunGoneError: it is another directory.
+        StorageError: it cannot be read.
     """
     memory.check(run.path, partial(newest_segment, run))
     run_id.bind(run.path, run_id.read(run.path))
 
 
 def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
-    """Bind every rank to the run directory, which is made if no host has one. Collective.
+    """Bind every rank to the run directory, which is created if no host has one. Collective.
 
     Raises:
         RunGoneError: some hosts see the run and others do not.
-        StorageError: it cannot be made or read.
+        StorageError: it cannot be created or read.
     """
     found = world.gather(world.together(lambda: run_id.read(run.path)))
     known = next((one for one in found if one is not None), None)
@@ -76,7 +73,7 @@ def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
 
 
 def open_checkpoints(run: RunDir, world: World) -> None:
-    """The same for `checkpoints/`, which may be a mount of its own; after `look_for_checkpoints`. Collective."""
+    """The same for `checkpoints/`, which may be a separate mount; after `look_for_checkpoints`. Collective."""
     known = run_id.bound_to(run.path)
     _bind_all(run.checkpoints, world.decide(lambda: run_id.give(run.checkpoints, known or "")), world)
 
@@ -87,22 +84,22 @@ def _bind_all(directory: Path, known: str, world: World) -> None:
 
 
 def _see(directory: Path, known: str) -> None:
-    """Raise RunGoneError if this host does not see a directory with this id soon."""
+    """Raise RunGoneError if this host does not soon see a directory with this id."""
     until = time.monotonic() + _VISIBLE_WITHIN
     while run_id.read(directory) != known:
         if time.monotonic() > until:
             raise run_id.gone(directory)
-        for folder in (directory.parent, directory):  # to open it makes a network file system look again
+        for folder in (directory.parent, directory):  # opening it makes a network file system refresh
             with contextlib.suppress(OSError):
                 os.close(os.open(folder, os.O_RDONLY))
         time.sleep(0.1)
 
 
 def refuse_unwanted_restart(run: RunDir) -> None:
-    """torchrun restarts its ranks after any exit but 0. Do not train on if the last one was a decision to end.
+    """Do not train on if the last start decided to end: torchrun restarts its ranks after any exit code but 0.
 
     Raises:
-        UserError: with the exit code that was decided; torchrun uses up its restarts on it and ends.
+        UserError: with the decided exit code; torchrun uses up its restarts on it and ends.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run.segments:
         return
@@ -117,7 +114,7 @@ def refuse_unwanted_restart(run: RunDir) -> None:
 
 
 def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
-    """Raise ConfigError if a rollback changed the overrides since this rank read them, or it saw an old file."""
+    """Raise ConfigError if a rollback changed the overrides since this rank read them, or it read a stale file."""
     if mine != standing:
         raise ConfigError(
             f"{run.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
@@ -130,16 +127,16 @@ def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
 
 
 def agreed(terms: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
-    """The terms for this start: --allow-fresh is for the first one under a launcher or torchrun. Collective."""
+    """The options for this start: --allow-fresh holds only for the first under a launcher or torchrun. Collective."""
     return replace(terms, fresh=world.decide(lambda: terms.fresh and not (memory.seen and memory.seen.segment)))
 
 
 def look_for_checkpoints(run: RunDir, terms: ResumeOptions, memory: LauncherMemory) -> MissingCheckpoint | None:
-    """The newest checkpoint of the kept line, if the record has it and the directories have neither it nor a later one.
+    """The kept line's newest recorded checkpoint, if neither it nor a later one is in the directories; else None.
 
     Raises:
-        CheckpointError: there is none at all, or the one that is missing was there under this launcher: to go on would
-            be to train again, without a word, what was trained. Not if `terms.fresh`.
+        CheckpointError: there is no checkpoint at all, or the missing one was seen under this launcher: continuing
+            would silently repeat training. Not raised with `terms.fresh`.
     """
     found = missing(run, memory.seen)
     if found is None or terms.fresh or not (found.newest is None or found.seen):
@@ -177,8 +174,8 @@ def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) ->
 def join_line(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
     """Make this start the head of the lineage, before it records a step.
 
-    One that begins at step 0 although there is a record says what of it is lost. If that was allowed (`fresh`), the
-    checkpoints and evaluations of the record are moved aside: they belong to another line.
+    A start at step 0 of a run with a record reports what is lost. If that was allowed (`fresh`), old checkpoints and
+    evaluations are moved aside: they belong to another line.
 
     Raises:
         StorageError: the run directory cannot be written.
@@ -199,24 +196,24 @@ def join_line(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool)
 
 
 def copy_tokenizer(run: RunDir, packer: Packer) -> None:
-    """Keep the tokenizer with the run, so that it can be judged and exported when the corpora are gone."""
+    """Keep the tokenizer with the run, for evaluation and export without the corpora."""
     source = next(iter(packer.corpora.values())).tokenizer().path
     make_directory(run.tokenizer)
     shutil.copyfile(source, run.tokenizer / source.name)
 
 
-# ---------------------------------------------------------------------- what its journal says first
+# ---------------------------------------------------------------------- its first journal entries
 
 
 def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
-    """What the run directory adds to the configuration file."""
+    """Record what the run directory adds to the configuration file."""
     recorder.status(overrides=str(lasting))
     if str(lasting):
         recorder.event("overrides", f"of overrides.toml: {lasting}")
 
 
 def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) -> None:
-    """What is trained, on what."""
+    """Record what is trained, on what."""
     world, config, device = subject.world, subject.config, flops.device_name(subject.world.device)
     recorder.event(
         "start",
@@ -232,7 +229,7 @@ def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) 
 
 
 def record_changes(recorder: Recorder, corpora: dict[str, str], reason: str) -> None:
-    """What is not as it was at the last start, and why. `corpora`: fingerprints by source."""
+    """Record what changed since the last start, and why. `corpora`: fingerprints by source."""
     found = environment.compare(recorder.run, recorder.number, corpora)
     if found is not None:
         last, changed = found
@@ -241,7 +238,7 @@ def record_changes(recorder: Recorder, corpora: dict[str, str], reason: str) -> 
 
 
 def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
-    """What will be skipped, what of it comes too late, and whether the checkpoint lacked what fp16 wants."""
+    """Record the samples to skip, which of them come too late, and a loss scale that the checkpoint lacks."""
     if scaled and state.step and state.loss_scale is None:
         first = run.config.train.loss_scale.first
         text = f"the checkpoint holds no loss scale; starting from {first:g}"
@@ -252,7 +249,7 @@ def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
 
 
 def record_ready(run: RunContext, state: TrainState) -> None:
-    """How long it took to get here: the first step begins now."""
+    """Record how long startup took: the first step starts now."""
     begun = environments.view(run.recorder.run, run.recorder.number)
     launched, connected = seconds_of(begun.launched), seconds_of(begun.time)
     if launched is not None and connected is not None:

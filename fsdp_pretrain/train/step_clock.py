@@ -1,4 +1,4 @@
-"""The times of a step, taken while it is issued and read once it is over: nothing here waits for the device."""
+"""Step timing: taken while a step is issued, read once it is complete, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .straggler_timing import OwnTime
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one step.
+    """Timing of one step.
 
     Attributes:
-        before, forward, update, end: marks: the end of the update before, the beginnings of the forward passes and of
-            the update, its end.
-        own: what `OwnTime.add` wants.
+        before, forward, update, end: marks: end of the previous update, start of the forward passes, start and end of
+            the update.
+        own: argument of `OwnTime.add`.
         data, checkpoint: seconds that the host waited for data and for saves.
     """
 
@@ -39,7 +39,7 @@ class StepTimes:
     checkpoint: float
 
     def seconds(self) -> StepSeconds:
-        """Parts of the iteration, which runs from the end of the update before to the end of this one."""
+        """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
         gap = between(self.before, self.forward)
         checkpoint = min(self.checkpoint, gap)
         data = min(self.data, gap - checkpoint)
@@ -54,13 +54,13 @@ class StepTimes:
 
 
 class StepClock:
-    """Takes the times of the step that is being issued, and tells the watchdog how far it is.
+    """Times the step that is being issued, and reports its phases to the watchdog.
 
     Args:
         model: sharded; see `OwnTime`.
         device: where it computes.
         window: steps of a window of `OwnTime`.
-        heartbeat: is told.
+        heartbeat: receives the phases.
     """
 
     def __init__(self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat) -> None:
@@ -69,28 +69,27 @@ class StepClock:
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """A step begins: the host waits for its data."""
+        """A step starts: the host waits for its data."""
         self._heartbeat.step(step)
         start = time.perf_counter()
         yield
         self._data = time.perf_counter() - start
 
     def begin_forward(self) -> None:
-        """Its first forward pass begins."""
         self._marks.append(mark(self._device))
         self._own.begin()
 
     def begin_update(self) -> None:
-        """Its gradients are there: the update begins."""
+        """The step's gradients are complete: the update starts."""
         self._marks.append(mark(self._device))
         self._heartbeat.beat(Phase.OPTIMIZER)
 
     def end_update(self, checkpoint: float) -> StepTimes:
-        """Its update ends. `checkpoint`: seconds that the host waited for saves since the step before."""
+        """The update ends. `checkpoint`: seconds that the host waited for saves since the previous step."""
         before, forward, update, end = *self._marks, mark(self._device)
         self._marks = [end]
         return StepTimes(before, forward, update, end, self._own.end(), self._data, checkpoint)
 
     def over(self, times: StepTimes) -> None:
-        """The device has come to the end of a step."""
+        """The device has finished a step."""
         self._own.add(times.own, times.data)

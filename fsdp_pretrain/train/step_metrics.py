@@ -1,4 +1,4 @@
-"""What a step measured, and the metrics record that is made of it."""
+"""What a step measured, and the metrics record made from it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .step_sums import StepCounts, StepSums
 
 @dataclass
 class IssuedStep:
-    """A step that was issued to the device and whose numbers are on their way.
+    """A step that was issued to the device and whose metrics are in flight.
 
     Attributes:
         state: after it.
-        lr, ramps: what its schedules gave.
+        lr, ramps: values of its schedules.
         times: of it.
         counts, sums: packed `StepCounts` and `StepSums` of all ranks.
-        ready: after which `counts` and `sums` are in host memory; None: now.
+        ready: event after which `counts` and `sums` are in host memory; None: they are.
         data: facts about its batch, for the record.
     """
 
@@ -46,9 +46,9 @@ class StepRecords:
     """Makes the metrics records of a start.
 
     Args:
-        config: the run.
+        config: the run's configuration.
         world: all ranks.
-        parameters: of the model.
+        parameters: number of model parameters.
         scaled: the loss is scaled, for fp16.
     """
 
@@ -59,7 +59,7 @@ class StepRecords:
         self._peak = peak_flops(device_name(world.device))
 
     def of(self, issued: IssuedStep) -> StepRecord:
-        """The record of a step whose numbers are there."""
+        """The record of a step whose metrics have arrived."""
         config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
         losses, targets = sums.losses.tolist(), sums.targets.tolist()

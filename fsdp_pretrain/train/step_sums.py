@@ -1,6 +1,6 @@
-"""What a step adds up over the ranks, by name: counts before its gradients, losses after them, one collective each.
+"""What a step sums over the ranks: counts before its gradients, losses after them, one collective each.
 
-Each type alone knows how its fields lie in its tensor: in the order in which they are declared.
+Each type packs its fields into one tensor in the order of their declaration.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fsdp_pretrain.parallel.mesh import World
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Whole numbers that the host knows before a step: of one rank, or of all once they were summed.
+    """Integers that the host knows before a step, of one rank or summed over all.
 
     Attributes:
         targets: tokens to predict.
-        samples: samples with at least one.
+        samples: samples with at least one target.
         documents, separators, adjacent_specials, digest: see `data.packing.loader.StepBatch`.
-        quarantined: documents taken out of the loss.
+        quarantined: documents excluded from the loss.
         stop, save: ranks that were asked to.
         without_data: ranks that could not read their batch.
-        saved, overdue: see `Saves.signals`.
-        checksums: of every rank's parameters, see `replicas.checksums`; empty in most steps.
+        saved, overdue: see `Checkpointing.signals`.
+        checksums: of every rank's parameters, see `replica_check.checksums`; empty in most steps.
     """
 
     targets: int
@@ -46,7 +46,7 @@ class StepCounts:
 
     @classmethod
     def of(cls, batch: StepBatch) -> StepCounts:
-        """What a rank's share of a batch says."""
+        """The counts of a rank's share of a batch."""
         return cls(
             targets=batch.targets,
             samples=sum(packed.learning_samples(micro) for micro in batch.micro),
@@ -58,11 +58,11 @@ class StepCounts:
         )
 
     def sum_over(self, world: World, checksums: Tensor | None = None) -> Tensor:
-        """The counts of all ranks, packed, on the device; without waiting for it. One collective.
+        """The counts of all ranks, packed, on the device, without waiting for it. One collective.
 
         Args:
             world: all ranks.
-            checksums: int64 [ranks], see `replicas.checksums`: they travel along.
+            checksums: int64 [ranks], see `replica_check.checksums`: summed in the same collective.
         """
         counts = torch.tensor([getattr(self, name) for name in _COUNTS], dtype=torch.int64)
         if world.device.type == "cuda":
@@ -71,12 +71,12 @@ class StepCounts:
 
     @staticmethod
     def element(summed: Tensor, name: str) -> Tensor:
-        """One of the packed counts, int64 0-dim, where they are."""
+        """One of the packed counts, int64 0-dim, on their device."""
         return summed[_COUNTS.index(name)]
 
     @classmethod
     def read(cls, summed: Tensor) -> StepCounts:
-        """The packed counts, in host memory, by name."""
+        """Unpack counts that are in host memory."""
         values = summed.tolist()
         return cls(**dict(zip(_COUNTS, values, strict=False)), checksums=values[len(_COUNTS) :])
 
@@ -86,18 +86,18 @@ _COUNTS = [count.name for count in fields(StepCounts) if count.name != "checksum
 
 @dataclass(frozen=True)
 class StepSums:
-    """What a step measures, fp64: of one rank, or of all once they were summed. Views of one tensor.
+    """What a step measures, fp64, of one rank or summed over all. Views of one tensor.
 
-    The first fields have a value for every source, the last are what the optimiser did and the same on every rank
-    without being summed; all but the first are 0-dim.
+    The first two fields have one value per source; all others are 0-dim. Those of the update (norm, loss_scale,
+    skipped) are the same on every rank and are not summed.
 
     Attributes:
         losses, targets: [sources].
         sample_losses: sum of the mean losses of samples.
         penalties: sum of the squared log-normalisers.
-        bad_losses: ranks with a sum that is not finite.
-        bad_ranks: sum of their numbers.
-        bad_norms: ranks with a gradient norm that is not finite.
+        bad_losses: number of ranks with a non-finite sum.
+        bad_ranks: sum of the indices of these ranks.
+        bad_norms: number of ranks with a non-finite gradient norm.
         norm, loss_scale, skipped: see `add_update`.
         packed: all of them.
     """
@@ -116,23 +116,22 @@ class StepSums:
 
     @classmethod
     def zeros(cls, sources: int, device: torch.device) -> StepSums:
-        """Before the first micro-batch."""
         return cls.of(torch.zeros(len(_BY_SOURCE) * sources + _SCALARS, dtype=torch.float64, device=device))
 
     @classmethod
     def of(cls, packed: Tensor) -> StepSums:
-        """The packed sums by name, where they are."""
+        """The packed sums by name, as views."""
         by_source, scalars = packed[:-_SCALARS], packed[-_SCALARS:]
         views = (*by_source.view(len(_BY_SOURCE), -1), *scalars)
         return cls(**dict(zip(_SUMS, views, strict=True)), packed=packed)
 
     def sum_over(self, world: World, norm: Tensor) -> None:
-        """Sum over the ranks, in place, with word of what is not finite on which; without waiting. One collective.
+        """Sum over the ranks, in place, and count non-finite ranks; without waiting. One collective.
 
         Args:
             world: all ranks.
-            norm: of the gradients, fp32 0-dim. Replicas hold the same gradients, so it is the same everywhere; that
-                ranks can never step apart does not rest on it.
+            norm: of the gradients, fp32 0-dim. The same on every rank, since replicas hold the same gradients; but that
+                ranks stay in step does not depend on it.
         """
         self.bad_losses.copy_(~self.packed.isfinite().all())
         self.bad_ranks.copy_(self.bad_losses * world.rank)
@@ -140,14 +139,14 @@ class StepSums:
         world.sum_(self.packed[: -len(_OF_UPDATE)])
 
     def not_finite(self) -> Tensor:
-        """fp32 0-dim, 1 if anything of any rank is not finite, else 0; the same on every rank once they were summed."""
+        """fp32 0-dim, 1 if any value of any rank is non-finite, else 0; the same on every rank once summed."""
         return (self.bad_losses + self.bad_norms > 0).float()
 
     def add_update(self, norm: Tensor, loss_scale: Tensor | None, skipped: Tensor | None) -> None:
         """Add what the optimiser did.
 
         Args:
-            norm: of the gradients, before clipping and without scale, fp32 0-dim.
+            norm: of the gradients, unclipped and unscaled, fp32 0-dim.
             loss_scale: fp32 0-dim; None is 1.
             skipped: fp32 0-dim, 1 if the step was skipped, else 0; None is 0.
         """

@@ -1,8 +1,8 @@
-"""How long a rank needs for itself, without waiting for the others: so a slow rank is known from its victims.
+"""How long a rank takes by itself, without waiting for others: this tells a slow rank from those waiting for it.
 
-Measured around each block's forward pass, after its parameters have arrived and before they are let go, plus the wait
-for data. Device times where there is a device: the host runs ahead of it and knows nothing. A recomputation that stops
-early, inside a block, has a beginning and no end, and does not count.
+Measured around each block's forward pass, between all-gather and reshard of its parameters, plus the wait for data.
+Uses device times where possible, since the host runs ahead. A recomputation that stops early inside a block has a start
+but no end, and does not count.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 from .device_timing import between, mark
 
 _EVERY = 10
-"""On a device one step of ten is measured."""
+"""On a GPU, every tenth step is measured."""
 
 
 class OwnTime:
-    """Measures the steps of one rank, and gives its heartbeat the typical one of every `window` of steps.
+    """Measures the steps of one rank, and gives its heartbeat the median of every `window` of steps.
 
-    The blocks of the model, which is sharded, get hooks.
+    Adds hooks to the blocks of the model, which must be sharded.
     """
 
     def __init__(self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat) -> None:
@@ -36,7 +36,7 @@ class OwnTime:
         self._steps = self._number = 0
         self._measured: list[float] = []
         if type(heartbeat) is Heartbeat:
-            return  # nobody listens
+            return  # no watchdog
         for block in model.blocks:  # after the hooks that gather parameters, before those that free them
             block.register_forward_pre_hook(self._before)
             block.register_forward_hook(self._after, prepend=True)
@@ -46,12 +46,12 @@ class OwnTime:
         self._marks = [] if self._steps % self._every == 0 else None
 
     def end(self) -> list[tuple[Any, Any]] | None:
-        """The step was issued; what `add` wants when the device has come so far."""
+        """The step was issued; returns the argument for `add`, once the device has finished it."""
         marks, self._marks = self._marks, None
         return marks
 
     def add(self, marks: list[tuple[Any, Any]] | None, waited: float) -> None:
-        """A step is over. `waited`: seconds it waited for its data."""
+        """A step is complete. `waited`: seconds it waited for its data."""
         if marks is None:
             return
         self._measured.append(waited + sum(between(start, end) for start, end in marks))

@@ -2,7 +2,7 @@
 
 No step waits for the device: what a step measured (loss, norm, counts, requests) is summed over the ranks on the
 device, copied to the host asynchronously and read `LAG` steps later. Every rank reads the same sums after the same
-step, so decisions taken from them need no further communication.
+step, so decisions based on them need no further communication.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from .step_metrics import IssuedStep, StepRecords
 from .step_sums import StepCounts, StepSums
 
 LAG = 2
-"""Steps between issuing a step and reading its numbers on the host."""
+"""Steps between issuing a step and reading its metrics on the host."""
 
 _QUARANTINE_BASE = 100_000
-"""The share of quarantined documents is judged over at least so many, or one early bad document would stop a run."""
+"""Minimum base for the quarantined share, so that one early bad document does not stop a run."""
 
 
 class DataStream(Protocol):
-    """Where steps come from; see `data.packing.loader.Loader`."""
+    """Source of batches; see `data.packing.loader.Loader`."""
 
     def __next__(self) -> StepBatch: ...
 
     def blank(self, before: Position) -> StepBatch:
-        """A batch of the shape due at this position, with nothing to learn."""
+        """A batch of the shape due at this position, without targets."""
 
 
 Reread = Callable[[Position], StepBatch]
@@ -56,7 +56,7 @@ Reread = Callable[[Position], StepBatch]
 
 @dataclass
 class AgreedActions:
-    """What the ranks agreed on, from the sums of the steps collected since it was last acted on."""
+    """What the ranks agreed on, from the sums of the steps collected since the last actions."""
 
     stop: bool = False
     save: bool = False
@@ -66,22 +66,22 @@ class AgreedActions:
 
 
 class Trainer:
-    """Runs steps until the run is complete or told to stop.
+    """Runs steps until the run is complete or asked to stop.
 
     Args:
-        run: what it has in common with the other parts of the start.
+        run: shared context of the start.
         model, optimizer: sharded, with their values.
-        scaler: of the loss, for fp16.
+        scaler: loss scaler, for fp16.
         data: this rank's batches, from `state` on.
         saves: makes checkpoints.
         state: counters to continue from.
         health: judges the steps.
-        provenance: the documents of a batch, for the journal.
-        reread: gives a batch once more, while `data` may be preparing others.
+        provenance: names the documents of a batch, for the journal.
+        reread: rebuilds a batch, while `data` may be prefetching others.
 
     Attributes:
         context: as given.
-        rollback: what the run ended for, if it shall go back to an earlier checkpoint.
+        rollback: the requested rollback, if the run ended for one.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Trainer:
         """Train to the end of the schedule, or until asked to stop; the reason to exit with.
 
         Raises:
-            UserError: training cannot go on; the same on every rank where it concerns all.
+            UserError: training cannot continue; the same on every rank if it concerns all.
         """
         try:
             return self._run()
@@ -160,16 +160,16 @@ class Trainer:
         return outcome
 
     def _end_for(self, rollback: RollbackRequest) -> Exit:
-        """End without saving: what was trained since the incident is to be left."""
+        """End without saving: the steps since the incident are discarded."""
         self.saves.give_up()
         self.rollback = replace(rollback, repeats=self._is_spoilt_again(rollback))
         return Exit.RESUME
 
     def _is_spoilt_again(self, rollback: RollbackRequest) -> bool | None:
-        """Whether the last step that was not finite is so again, from its batch; None if that cannot be found out.
+        """Whether the last non-finite step is so again when repeated from its batch; None if that cannot be determined.
 
-        Collective; changes no parameter. The parameters are those it had, but for steps that were in flight: what is in
-        the data, or in the state, shows again; what a device did wrong does not.
+        Collective; changes no parameter. The parameters are the same except for steps that were in flight, so a cause
+        in the data or the state shows again; a device fault does not.
         """
         before, reread = rollback.before, self._reread
         if before is None or reread is None:
@@ -225,12 +225,12 @@ class Trainer:
         return self.data.blank(self.state)
 
     def _seed_dropout(self, step: int) -> None:
-        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no generator state."""
+        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no RNG state."""
         if self.config.model.uses_dropout:
             torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
-        """Packed `StepCounts` of all ranks, on the device; now and then with checksums of the parameters."""
+        """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""
         asked = self.context.inbox.take()
         saved, retry, overdue = self.saves.signals()
         counts = replace(
@@ -245,12 +245,12 @@ class Trainer:
             self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
         for piece in batch.quarantined:
             self.recorder.say(f"quarantined: {piece}")
-        # Two steps apart, so that parameters which do not change are noticed too.
+        # Two steps apart, so that parameters that do not change are noticed too.
         due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
         return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
 
     def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
-        """Run a batch's micro-batches, which leaves their gradients; what this rank measured.
+        """Forward and backward of a batch's micro-batches, accumulating gradients; returns what this rank measured.
 
         Args:
             batch: this rank's share.
@@ -260,7 +260,7 @@ class Trainer:
         # size and divided by the number of targets, or of samples with targets, of all ranks.
         divisor = StepCounts.element(counts, "samples" if self.config.data.by_sequence else "targets")
         factor = self.world.size / divisor.float()
-        if self.scaler is not None:  # as if each micro-batch were averaged by itself, or fp16 would underflow
+        if self.scaler is not None:  # as if each micro-batch were averaged separately, or fp16 would underflow
             factor *= self.scaler.scale * len(batch.micro)
         sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
         for index, micro in enumerate(batch.micro):
@@ -273,7 +273,7 @@ class Trainer:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.
 
         Args:
-            factor: what the loss of a target (of a sample's mean target, if samples count alike) is multiplied by.
+            factor: multiplies the loss of a target (or a sample's mean loss, if samples are weighted equally).
         """
         device, weight = self.world.device, self.config.train.z_loss
         measured = forward.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
@@ -290,7 +290,7 @@ class Trainer:
                 sums.penalties.add_(measured.penalties.double().sum())
 
     def _facts(self, batch: StepBatch) -> dict[str, Any]:
-        """What the record says of a batch and of what runs beside it, and needs no sum."""
+        """Facts about a batch and what runs beside it that need no sum."""
         beside = [*(["save"] if self.saves.in_flight else []), *self.context.beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
         return {"shares": batch.shares, "epochs": batch.epochs, **facts}
@@ -298,7 +298,7 @@ class Trainer:
     # ------------------------------------------------------------------ what steps measured
 
     def collect(self, *, keep: int) -> None:
-        """Read the numbers of issued steps until `keep` are outstanding; record them, add to the agreed.
+        """Read the metrics of issued steps until `keep` are outstanding; record them, update the agreed actions.
 
         Raises:
             NumericError: loss or gradients were not finite, on every rank.
@@ -317,7 +317,7 @@ class Trainer:
             self._agreed.overdue |= counts.overdue > 0
             self._clock.over(issued.times)
             record = self._records.of(issued)
-            self._stretches += record.documents + record.batch  # a document may go on in many samples
+            self._stretches += record.documents + record.batch  # a document may span several samples
             self._quarantined += record.quarantined
             judgement = self._health.step(record)
             self.recorder.step(record.model_copy(update={"health": judgement.findings}), target=self._target_step())
@@ -343,7 +343,7 @@ class Trainer:
             ).on_all_ranks()
 
     def _target_step(self) -> int:
-        """Number of the last step, from here on."""
+        """Number of the last step, as planned from here."""
         return (
             self.state.step
             + self.schedule.batch.step_at(self.schedule.total)
@@ -363,8 +363,8 @@ class Trainer:
         return due and state.consumed < self.schedule.total  # the last step is saved after the loop
 
     def checkpoint(self, *, final: bool = False, must_succeed: bool = False) -> None:
-        """Save what training has come to. Raises StorageError on every rank after too many failures."""
-        self.collect(keep=0)  # so that nothing spoilt is ever saved
+        """Save the current state. Raises StorageError on every rank after too many failures."""
+        self.collect(keep=0)  # so that a bad state is never saved
         if self._agreed.rollback is not None:
             return
         self._heartbeat.beat(Phase.SAVE)

@@ -1,1 +1,1 @@
-"""What watches a run: an agent per node, fed by a heartbeat page per rank. No torch."""
+"""The watchdog of a run: an agent per node, fed by a heartbeat page per rank. No torch."""

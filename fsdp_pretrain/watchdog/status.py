@@ -1,4 +1,4 @@
-"""One look at a run from outside, from its record alone: works on any machine that sees the run directory."""
+"""The status of a run, from its record alone: works on any machine that sees the run directory."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _RATIOS = {"goodput", "runtime_goodput", "ettr", "tokens_per_day"}
 
 
 class _LastLook(StateFile):
-    """When somebody last asked, and at which step the run was."""
+    """When the status was last shown, and the run's step then."""
 
     step: int
     time: str
 
 
 class _Seen(StateFile):
-    """What is shown of the watchdog's snapshot, and how old that is."""
+    """What is shown of the watchdog's snapshot, and its age."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -73,14 +73,14 @@ class Verified(BaseModel):
 
 
 class SinceLastLook(BaseModel):
-    """Since the last time somebody asked; negative after a rollback."""
+    """Progress since the status was last shown; negative after a rollback."""
 
     steps: int
     seconds: float
 
 
 class Goodput(BaseModel):
-    """Where the time went, in one line and, if that is soon read, in numbers."""
+    """Goodput in one line and, unless that takes too long, in numbers."""
 
     line: str
     goodput: float = 0.0
@@ -93,7 +93,7 @@ class StatusReport(BaseModel):
     """What `status` found; what it could not find out is not set.
 
     Attributes:
-        status: what the job said last.
+        status: what the job last reported.
         state: starting, running, saving, complete, incomplete (it was complete, and its last checkpoint is missing),
             stopped, failed, or unknown.
         running: whether a job seems to be alive.
@@ -123,7 +123,7 @@ class StatusReport(BaseModel):
         return max((level for level, _ in self.problems), default=OK)
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: what the job said, and what was found."""
+        """For `--json`: what the job reported, and what was found."""
         return {
             **self.status.said(),
             **self.model_dump(exclude_unset=True, exclude={"status"}),
@@ -135,7 +135,7 @@ class StatusReport(BaseModel):
 
 
 def inspect(run: RunDir) -> StatusReport:
-    """Look at a run directory."""
+    """Inspect a run directory."""
     report = StatusReport()
     try:
         found = state_files.read(run.status, Status)
@@ -210,9 +210,9 @@ def _look_at_checkpoints(report: StatusReport, run: RunDir, status: Status) -> N
 
 
 def _look_at_the_next(report: StatusReport, run: RunDir, status: Status) -> None:
-    """Whether the next checkpoint fits, and whether it is late: by the rules of the watchdog."""
+    """Whether the next checkpoint fits, and whether it is late, by the rules of the watchdog."""
     if not run.config.exists() and not report.verified_checkpoint:
-        return  # it has not begun
+        return  # training has not started
     try:
         config, _ = load_recorded(run.config)
     except UserError as error:
@@ -235,7 +235,7 @@ def _look_at_the_next(report: StatusReport, run: RunDir, status: Status) -> None
 
 
 def _unprotected(run: RunDir, config: Config, status: Status) -> UnsavedTraining:
-    """What the run has trained since its newest proved checkpoint, or without any since it began."""
+    """What the run has trained since its newest verified checkpoint, or since its start without one."""
     whole = [item for item in stores(run).scan() if item.problem is None]
     proved = [item for item in whole if item.verified or not config.checkpoint.verify]
     newest = proved[-1].manifest() if proved else None
@@ -253,7 +253,7 @@ def _unprotected(run: RunDir, config: Config, status: Status) -> UnsavedTraining
 
 
 def _look_at_alarms(report: StatusReport, run: RunDir) -> None:
-    """What the watchdog has found and is not over."""
+    """The open alarms of the watchdog."""
     open_ = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
     report.alarms = [alarm.to_json() for alarm in open_]
     for alarm in open_:
@@ -265,7 +265,7 @@ def _look_at_alarms(report: StatusReport, run: RunDir) -> None:
 
 
 def _look_at_watchdog(report: StatusReport, run: RunDir) -> None:
-    """Whether anybody watches, and what was seen last."""
+    """Whether a watchdog is running, and its last snapshot."""
     seen = state_files.view(snapshot_file(run), _Seen)
     silent = age(seen.time) if seen is not None else math.inf
     if seen is not None:
@@ -275,23 +275,23 @@ def _look_at_watchdog(report: StatusReport, run: RunDir) -> None:
     try:
         wanted = load_recorded(run.config)[0].watchdog.enabled
     except UserError:
-        return  # said elsewhere
+        return  # reported elsewhere
     if wanted and silent > _SILENT_AT_LEAST:
         ago = f"has not looked for {human_time(silent)}" if seen is not None else "has never looked"
         report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
 
 
 def _look_at_progress(report: StatusReport, run: RunDir) -> None:
-    """Steps since the last time somebody asked."""
+    """Steps since the status was last shown."""
     last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), report.status.step or 0
     if last is not None:
         report.since_last_look = SinceLastLook(steps=step - last.step, seconds=round(age(last.time), 1))
-    with contextlib.suppress(OSError):  # looking must work on a full or read-only disk too
+    with contextlib.suppress(OSError):  # must work on a full or read-only disk too
         state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
 
 
 def _look_at_goodput(report: StatusReport, run: RunDir) -> None:
-    """Where the time went, if that is soon read."""
+    """Goodput, unless reading it takes too long."""
     size = unread_bytes(run)
     if size > _LARGEST_RECORD:
         line = f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
@@ -299,7 +299,7 @@ def _look_at_goodput(report: StatusReport, run: RunDir) -> None:
         return
     try:
         found = goodput.goodput(run)
-    except UserError as error:  # of the lineage: what the run is made of is not known
+    except UserError as error:  # damaged lineage
         report.problems.append((ALERT, error.cause))
         return
     if found is not None:
@@ -308,7 +308,7 @@ def _look_at_goodput(report: StatusReport, run: RunDir) -> None:
 
 
 def _look_at_files(report: StatusReport, run: RunDir) -> None:
-    """Small files that are damaged: what reads them does without, or refuses; and what is called like no segment."""
+    """Damaged small files, which their readers ignore or refuse; and names in `segments/` that are no segment."""
     for path, schema in _small_files(run):
         try:
             state_files.read(path, schema)
@@ -328,7 +328,6 @@ def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
 
 
 def _watchdog_line(seen: _Seen) -> str:
-    """What the watchdog saw last, in short."""
     parts = [f"looked {human_time(seen.age_seconds)} ago"]
     if seen.step_drift is not None:
         parts.append(f"steps {seen.step_drift - 1:+.1%} of the baseline")

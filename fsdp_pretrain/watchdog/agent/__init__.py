@@ -1,1 +1,1 @@
-"""A node's watchdog process, and what the leading one does besides. No torch."""
+"""A node's watchdog process, and the tasks of the leading one. No torch."""

@@ -1,4 +1,4 @@
-"""Where the time of the run went, for metrics: a look once an hour, since it reads the whole record. No torch."""
+"""Goodput of the run, for metrics: computed once an hour, since it reads the whole record. No torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 _FIRST, _EVERY = 300.0, 3600.0
-"""Seconds of a start until the first account, and between two."""
+"""Seconds from the start to the first computation, and between two."""
 
 
 class GoodputJob(Detector):
-    """What `fsdp-pretrain goodput RUN` says, as fields of a `Snapshot`: `goodput`, `ettr`, `badput_seconds`."""
+    """The result of `fsdp-pretrain goodput RUN`, as fields of a `Snapshot`: `goodput`, `ettr`, `badput_seconds`."""
 
     def __init__(self, alarms: Alarms, looks: ProbeServer, run: Path) -> None:
         super().__init__(alarms)

@@ -1,5 +1,5 @@
-"""What the agent of one node does for the whole job, the detectors of the record, the alarms, what is sent and shown;
-and what the agents of the other nodes do. No torch."""
+"""The leader, one node's agent, which runs the job-wide detectors, keeps the alarms, and notifies people; and the
+follower, which the agents of all other nodes run. No torch."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from .goodput_job import GoodputJob
 from .registry import sensors
 
 _OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
-"""Detectors whose alarms end when the ranks are started again."""
+"""Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
 _ATTEND = 5
-"""Passes between two looks at requests and two snapshots for others, unless an alarm changes."""
+"""Passes between two checks for requests and two snapshots, unless an alarm changes."""
 _NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
 class HealthAlarms(Detector):
-    """Turns the findings that the trainer writes into its record into alarms (`health`)."""
+    """Turns the health findings in the trainer's record into alarms."""
 
     def step(self, record: StepRecord) -> None:
-        """Open and resolve what the record says. The first record of a start repeats what goes on."""
+        """Open and resolve alarms by the record. The first record of a start repeats the open incidents."""
         first = self.last is None
         super().step(record)
         if first:
@@ -75,10 +75,10 @@ class HealthAlarms(Detector):
 
 
 class Leader:
-    """Speaks for a job. To be made once the number of the start is known, with a claim from `take_the_lead`.
+    """Leads a job. Create it once the segment is known, with a claim from `take_the_lead`.
 
     Attributes:
-        holds: no other node's agent had taken the claim over when it was last looked at.
+        holds: at the last check, no other node's agent had taken over the claim.
     """
 
     def __init__(self, config: Config, claim: Lease, ranks: RankMonitor, nodes: PeerNodes, segment: int) -> None:
@@ -92,7 +92,7 @@ class Leader:
         self._foreign, self._avoided = set[str](), set[str]()
         self._written = self._attended = -math.inf
         self.holds, self._news = True, False
-        self._journal = Journal(self._run)  # kept open: it holds what a full disk does not take
+        self._journal = Journal(self._run)  # kept open: it buffers what a full disk does not take
         self._notifier: Notifier | None = None
         self._ping: Ping | None = None
         self.alarms = Alarms(alarms_file(self._run), self._on_change)
@@ -101,7 +101,7 @@ class Leader:
         try:
             self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
             self._ping = Ping(section.ping) if section.ping is not None else None
-        except ConfigError as error:  # the trainer checks it before; secrets may have gone since
+        except ConfigError as error:  # the trainer checked it, but secrets may be gone since
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent to anybody")
         self._exporter = Exporter(section.prometheus)
         begun = environment.view(self._run, segment)
@@ -124,7 +124,7 @@ class Leader:
     # ------------------------------------------------------------------ a pass
 
     def look(self) -> None:
-        """A pass: the record, the other nodes, the detectors; now and then people and what is shown to them."""
+        """A pass: read the record, check the nodes, run the detectors; every few passes, serve requests and export."""
         for record, offset in records(self._metrics, self._offset):
             self._offset = offset
             self._note(record)
@@ -136,7 +136,7 @@ class Leader:
             detector.tick(now)
         if now - self._attended >= _ATTEND * self._config.watchdog.interval.value or self._news:
             self._attended, self._news = now, False
-            self.holds = self._claim.still_mine() or run_id.lost() is not None  # gone with the run directory: nobody's
+            self.holds = self._claim.still_mine() or run_id.lost() is not None  # lost: nobody else can hold it
             serve(self._run, self.alarms)
             self._avoid_hosts()
             self._show()
@@ -175,7 +175,7 @@ class Leader:
         self._own = {rank: own for rank, (_, _, own) in windows.items()}
 
     def open_silence(self, host: str, seconds: float, effect: str) -> None:
-        """A node gives no sign."""
+        """Open the alarm for a node that gives no sign of life."""
         self.alarms.open(
             f"node/{host}",
             Severity.CRIT,
@@ -193,20 +193,19 @@ class Leader:
         return None if last is None else last.seconds.iteration
 
     def _avoid_hosts(self) -> None:
-        """A device is broken for good: save, stop, and start again elsewhere (exit 76)."""
+        """If a device is broken for good: save, stop, and restart elsewhere (exit 76)."""
         broken = self.broken_hosts()
         if not broken or broken <= self._avoided or not self._config.watchdog.hardware.act:
             return
         names = ", ".join(sorted(broken))
-        with contextlib.suppress(OSError):  # a full disk takes no request: asked again in the next pass
+        with contextlib.suppress(OSError):  # a full disk takes no request: retried in the next pass
             send(self._run, "stop", reason=f"broken hardware on {names}", avoid_hosts=sorted(broken))
             self._avoided |= broken
 
     def broken_hosts(self) -> set[str]:
-        """Hosts that no start should use."""
         return {host for alarm in self.alarms if alarm.severity is Severity.CRIT for host in _avoided(alarm)}
 
-    # ------------------------------------------------------------------ what is shown and sent
+    # ------------------------------------------------------------------ export and notification
 
     def _show(self) -> None:
         snapshot = self._fill()
@@ -216,7 +215,7 @@ class Leader:
         if time.monotonic() - self._written >= _SNAPSHOT_SECONDS:
             self._written = time.monotonic()
             content = {"time": now(), "host": socket.gethostname(), **snapshot.to_json()}
-            with contextlib.suppress(OSError):  # for `fsdp-pretrain status`, which may be asked on any machine
+            with contextlib.suppress(OSError):  # for `fsdp-pretrain status`, which may run on any machine
                 replace_file(snapshot_file(self._run), json.dumps(content))
         if self._exporter.problem:
             self.alarms.open("metrics", Severity.INFO, self._exporter.problem, effect="no metrics for Prometheus")
@@ -257,12 +256,12 @@ class Leader:
             journal_alarm(self._journal, alarm)
 
     def send(self, alarm: Alarm, before: Alarm | None = None) -> None:
-        """Send an alarm to people without writing it down: the run directory may not answer."""
+        """Send an alarm to people without recording it: the run directory may not answer."""
         if self._notifier is not None:
             self._notifier.on_change(alarm, before)
 
     def report_the_end(self) -> None:
-        """All ranks are gone: if that was no end in order, somebody must know."""
+        """All ranks are gone: open an alarm unless they ended in order."""
         intent = exit_intent.read(self._metrics.parent)
         if intent is None or intent.code in (Exit.COMPLETE, Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS):
             return
@@ -276,7 +275,7 @@ class Leader:
         )
 
     def close(self) -> None:
-        """The watch ends, or is another's: what was to be sent waits in the spool."""
+        """The watch ends, or another agent took over: unsent messages stay in the spool."""
         self._exporter.close()
         if self._notifier is not None:
             self._notifier.close()
@@ -286,7 +285,7 @@ class Leader:
 
 
 class Follower:
-    """What the agent of a node does that does not lead: its own detectors; what they find travels to the leader."""
+    """What a node's agent does if it does not lead: run its own detectors, whose findings go to the leader."""
 
     def __init__(self, config: Config, ranks: RankMonitor) -> None:
         self._config, self._ranks = config, ranks
@@ -302,7 +301,7 @@ class Follower:
 
 
 def take_the_lead(config: Config, holder: LeaseHolder) -> Lease | None:
-    """The right to write the alarms of a run; None while another process, which `holder` judges, has it."""
+    """Take the claim to write the alarms of a run; None while another process, judged by `holder`, has it."""
     try:
         run, beat = RunDir(config.run.dir), min(config.watchdog.beat.value, BEAT_SECONDS)
         return keep_alarms(run, "watchdog", beat=beat, holder=holder)
@@ -316,7 +315,7 @@ def _avoided(alarm: Alarm) -> Iterable[str]:
 
 
 def _ratios(own: dict[int, float]) -> dict[int, float]:
-    """Own times over the median of all."""
+    """Own times relative to the median of all."""
     known = {rank: value for rank, value in own.items() if value > 0}
     typical = median(known.values()) if known else 0.0
     return {rank: value / typical for rank, value in known.items()}

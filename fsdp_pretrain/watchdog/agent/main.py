@@ -2,9 +2,9 @@
 
     python -m fsdp_pretrain.watchdog.agent RUN --pages DIR --node 0 --nodes 1 --ranks 0:8 --launcher PID < config.toml
 
-A rank of the node starts it (`rank_client`). It outlives the rank, and ends with what started the ranks. It makes a
-pass once a second: pages, processes, the record. It acts by the control inbox, by stack dumps and, as the last resort,
-by ending its own node's ranks. The agent of the first node speaks for the job; another takes over if it falls silent.
+A rank of the node starts it (`rank_client`). It outlives the rank, and ends with the process that started the ranks.
+Once a second it checks pages, processes and the record. It acts through the control inbox, by stack dumps and, as the
+last resort, by ending its own node's ranks. The agent of the first node leads; another takes over if it goes silent.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from .leader import Follower, Leader, take_the_lead
 from .self_watch import Passes
 
 _STALLED = 0.5
-"""Seconds between two passes while nothing moves."""
+"""Seconds between two passes while the ranks are stalled."""
 _ABSENT = 10.0
-"""Seconds for which a run directory may be gone, as when it is mounted again, before the ranks are asked to stop."""
+"""Seconds for which a run directory may be gone, e.g. during a remount, before the ranks are asked to stop."""
 _GIVE_UP = 60.0
-"""Seconds in which no rank shows itself, or after a takeover the earlier agent does not end."""
+"""Seconds to wait for a first rank, or after a takeover for the earlier agent to end."""
 
 
 class Duty(argparse.Namespace):
-    """What an agent is started for: the arguments of its command."""
+    """The command-line arguments of an agent."""
 
     run: Path
     pages: Path
@@ -88,7 +88,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One agent per run and node: the one of an earlier attempt ends first."""
+    """Ensure one agent per run and node: that of an earlier attempt ends first."""
     with path.open("w") as file:
         deadline = time.monotonic() + _GIVE_UP
         while time.monotonic() < deadline:
@@ -121,14 +121,14 @@ class Agent:
         self._absent_since: float | None = None
 
     def live(self) -> None:
-        """Make passes until the ranks and what started them are gone."""
+        """Make passes until the ranks and their launcher are gone."""
         signal.signal(signal.SIGTERM, self._on_signal)
         interval, begun = self._config.watchdog.interval.value, time.monotonic()
         passes = Passes(self._ranks, interval, self._hang.hard, self._send)
         passes.make(self._begin)
         while True:
             start = time.monotonic()
-            if (alarm := passes.make(self._look)) is not None:  # sent; now it can be written down
+            if (alarm := passes.make(self._look)) is not None:  # already sent, and can now be recorded
                 passes.make(partial(self._write_down, alarm))
             if self._finished(begun):
                 break
@@ -143,7 +143,7 @@ class Agent:
             self._log(f"the agent had ended and was started again, for the {self._duty.again}. time")
 
     def _look(self) -> None:
-        """A pass: what is looked at, in this order."""
+        """One pass; the order of the checks matters."""
         self._ranks.look()
         self._look_at_the_start()
         died = self._take_the_dead()
@@ -168,7 +168,7 @@ class Agent:
         return seen and not self._ranks.alive and not self._died
 
     def _finish(self) -> None:
-        """The last report, and those of the other nodes: what brought the run down may be said there."""
+        """Write the last report, and wait for those of the other nodes: they may name what brought the run down."""
         self._report(ended=True)
         if self._leader is not None:
             self._leader.look()
@@ -200,11 +200,10 @@ class Agent:
                     os.dup2(log.fileno(), stream.fileno())
 
     def _look_at_the_directory(self) -> None:
-        """No save can succeed without the run directory: if it stays away that is an alarm, and the ranks are asked to
-        stop."""
+        """No save can succeed without the run directory: if it stays away, open an alarm and ask the ranks to stop."""
         try:
             directory = run_id.lost()
-        except StorageError:  # it does not answer, which is an alarm of mounts
+        except StorageError:  # it does not answer, which the mount detector reports
             return
         if directory is None:
             self._absent_since = None
@@ -228,10 +227,10 @@ class Agent:
             for rank in self._ranks.alive[:1]:
                 rank.signal(signal.SIGUSR1)
 
-    # ------------------------------------------------------------------ the other nodes, and who leads
+    # ------------------------------------------------------------------ other nodes, leadership
 
     def _look_at_nodes(self) -> None:
-        """What the others report, who leads, and whether the run went on without this node, which was frozen then."""
+        """Read the other nodes' reports, find who leads, and whether a later start left this (frozen) node behind."""
         leader, stalled = self._leader, bool(self._hang.stalled)
         if self._nodes.read(all_=leader is not None or stalled, at_once=leader is not None and stalled):
             self._look_for_a_later_start()
@@ -257,14 +256,14 @@ class Agent:
         self._ranks.kill()
 
     def _watch_the_leader(self) -> None:
-        """See its claim beat, so that it need not be waited for when it has become silent."""
+        """Observe the beats of its claim, so that a takeover need not wait once it is silent."""
         with contextlib.suppress(OSError):
             self._keeper.lives(lease.read(self._keeper.path))
 
     def _lead(self) -> None:
         right = take_the_lead(self._config, self._keeper)
         if right is None:
-            return  # of an earlier agent, or of a command, for a moment
+            return  # an earlier agent has it, or briefly a command
         self._leader = Leader(self._config, right, self._ranks, self._nodes, self._segment)
         for key, finding in self._follower.relay.findings.items():
             finding.enter(self._leader.alarms, key)
@@ -275,12 +274,12 @@ class Agent:
 
     def _report(self, *, ended: bool = False) -> None:
         windows = {beat.rank: (beat.window, beat.own) for beat in self._ranks.beats}
-        if not (ended or self._ended):  # ranks that were ended stand where they stood: the others may still ask why
+        if not (ended or self._ended):  # for ended ranks, keep their last positions: the others may still need them
             self._stalled = self._hang.stalled
         self._nodes.write(self._segment, self._stalled, self._follower.relay.findings, windows, ended=ended)
 
     def _wait_for_the_others(self) -> None:
-        """For the last reports of the other nodes. One without any, when ranks just fail, is the reason."""
+        """Wait for the last reports of the other nodes. A node without one is the cause if ranks failed unexplained."""
         intent = self._intent()
         if intent is not None and intent.code == Exit.COMPLETE:
             return
@@ -306,7 +305,7 @@ class Agent:
     # ------------------------------------------------------------------ ranks that end
 
     def _take_the_dead(self) -> list[Beat]:
-        """The last beats of the ranks that have ended since the last pass, and did not say why."""
+        """The last beats of the ranks that ended since the last pass without recording a reason."""
         died, self._died = [(rank, rank.beat) for rank in self._died if rank.beat is not None], []
         return [
             beat
@@ -315,20 +314,20 @@ class Agent:
         ]
 
     def _is_explained(self, rank: Rank) -> bool:
-        """Whether the run has said why it ends, other than by what its death did to another rank."""
+        """Whether the run recorded why it ends, other than a failure that this death caused in another rank."""
         intent = self._intent()
         return intent is not None and (intent.code != Exit.UNEXPECTED or intent.rank == rank.number)
 
     def _look_at_the_launcher(self, died: list[Beat]) -> None:
-        """The kernel kills the ranks of a torchrun that is killed, and all may be seen at once. When one dies by
-        itself, the others fail and say so."""
+        """The kernel kills all ranks when their torchrun is killed. When one rank dies by itself, the others fail and
+        record it."""
         all_ = len(died) == len(self._ranks.all)
         if self._ranks.launcher_gone and not self._ended and (self._ranks.alive or all_):
             reason = "what started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
             self._end_ranks(reason, {}, restart=False)
 
     def _report_the_dead(self, died: list[Beat]) -> None:
-        """Ranks that ended without saying why: an alarm, and the run's intent is to be resumed."""
+        """Ranks that ended without a reason: open an alarm, and set the run's exit intent to resume."""
         if self._ended or not died:
             return
         host, ranks, text = socket.gethostname(), [beat.rank for beat in died], _deaths(died)
@@ -355,7 +354,7 @@ class Agent:
             exit_intent.write(self._run, segment, int(code), reason, is_cause=True, **more)
 
     def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
-        """Write down why, let stopped ranks write where they stand, and end all of this node."""
+        """Record why, let even stopped ranks dump their stacks, and end all ranks of this node."""
         self._ended = True
         self._write_intent(Exit.RESUME, reason, facts, restart=restart)
         self._hang.take_last_stacks()
@@ -368,11 +367,11 @@ class Agent:
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
 
-    # ------------------------------------------------------------------ what is written and sent
+    # ------------------------------------------------------------------ records, alarms
 
     @property
     def _alarms(self) -> Alarms:
-        """Where what is found on this node goes."""
+        """The alarms that take this node's findings."""
         return (self._leader or self._follower).alarms
 
     def _log(self, text: str) -> None:

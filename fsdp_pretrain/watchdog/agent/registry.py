@@ -1,4 +1,4 @@
-"""The detectors of storage, data and hardware of a run, put together. No torch."""
+"""Builds the storage, data and hardware detectors of a node. No torch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def sensors(
     """The detectors of one node.
 
     Args:
-        leads: this node watches what the whole run has in common: checkpoints, the data, the run directory.
+        leads: this node also watches what the whole run shares: checkpoints, the data, the run directory.
         devices: GPUs that ranks use on this node; 0 if unknown.
-        pids: processes of the ranks on this node, now.
-        reached: the newest step that a rank of this node has begun.
+        pids: returns the process ids of the ranks on this node.
+        reached: returns the newest step that a rank of this node has started.
     """
     run, host, section, looks = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
     corpora = {source.name: source.path for source in config.data.sources}

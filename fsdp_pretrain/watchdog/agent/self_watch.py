@@ -1,8 +1,8 @@
-"""Passes of the agent that may hang: a run directory that does not answer must not make it blind and mute. No torch.
+"""Passes of the agent that may hang: a run directory that does not answer must not blind or silence it. No torch.
 
-A pass reads and writes the run directory, and blocks with it. So it is made in a thread, while the main thread, which
-touches nothing but memory, sees that it does not end: it says so on the channels, which have threads of their own, and
-ends ranks that make no progress meanwhile, as the pass would have done.
+A pass reads and writes the run directory, and blocks with it. So it runs in a thread. If it overruns, the main thread,
+which touches only memory, sends an alarm on the channels, which have their own threads, and ends ranks that make no
+progress, as the pass would have done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Passes:
     Args:
         ranks: of this node.
         interval: seconds between two passes.
-        deadline: seconds without progress after which ranks are ended now; None: never.
+        deadline: returns the seconds without progress after which ranks are ended; None: never.
         send: sends an alarm without touching the disk.
     """
 
@@ -45,11 +45,11 @@ class Passes:
         self._worker = Worker("pass")
 
     def make(self, act: Callable[[], None], more: float = 0.0) -> Alarm | None:
-        """Make a pass; the alarm that was sent because it took too long, if it did. What it raises is printed.
+        """Make a pass; returns the alarm that was sent if it took too long. Exceptions are printed.
 
         Args:
             act: the pass.
-            more: seconds that this one may take beyond what one may always take.
+            more: extra seconds that this pass may take.
         """
         begun, alarm = time.monotonic(), None
         with contextlib.suppress(NoAnswerError):
@@ -63,7 +63,7 @@ class Passes:
             if limit is not None and self._ranks.still() > max(limit, self._allowed):
                 self._ranks.kill()
             with contextlib.suppress(NoAnswerError):
-                self._worker.call(bool, self._interval)  # the thread is free again when this comes back
+                self._worker.call(bool, self._interval)  # returns once the thread is free
                 return alarm
             time.sleep(self._interval)
 
@@ -87,6 +87,6 @@ class Passes:
 def _attempt(act: Callable[[], None]) -> None:
     try:
         act()
-    except Exception:  # a defect in one pass must not end the watch
+    except Exception:  # a bug in one pass must not end the agent
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""What every detector is: it looks at one thing, and opens, revises and resolves the alarms about it. No torch.
+"""The base of all detectors: each watches one thing, and opens, updates and resolves the alarms about it. No torch.
 
-Detectors only observe. They are given the metrics records as the trainer writes them and are asked once a pass; what
-they find they report through `open` and `resolve`, and nowhere else. So a detector can be replayed over the record of
-an old run. Which alarms are open only `Alarms` knows: a detector keeps no list of its own, which a restart would lose.
+Detectors only observe. They receive the metrics records in order and one `tick` per pass, and report only through
+`open` and `resolve`, so a detector can be replayed over an old record. Only `Alarms` knows which alarms are open: a
+list kept by the detector would be lost in a restart.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Detector:
         return None if self.last is None else self.last.step
 
     def step(self, record: StepRecord) -> None:
-        """The trainer added a metrics record; once for every record, in order."""
+        """The trainer added a metrics record. Called once per record, in order."""
         self.last = record
 
     def tick(self, now: float) -> None:
-        """A pass of the watchdog. `now`: seconds, `time.monotonic()`. Must never block."""
+        """A pass of the watchdog. `now`: `time.monotonic()`, seconds. Must never block."""
 
     def open(
         self,
@@ -50,22 +50,22 @@ class Detector:
         step: int | None = None,
         **more: Any,
     ) -> None:
-        """Something is wrong: open the alarm, raise its severity, or bring it up to date.
+        """Open the alarm, raise its severity, or update it.
 
         Args:
-            effect, remedy: of an alarm that is open already, those that it has stay if none are given.
-            step: the alarm is about; default: the last recorded one.
+            effect, remedy: an open alarm keeps its own if none are given.
+            step: default: the last recorded one.
             more: further fields of `Alarm` (`action`, `facts`), and `revised`.
         """
         more |= {name: text for name, text in (("effect", effect), ("remedy", remedy)) if text}
         self.alarms.open(key, severity, summary, step=self.at if step is None else step, **more)
 
     def resolve(self, key: str, summary: str, *, step: int | None = None) -> None:
-        """It is over; nothing happens if no such alarm is open."""
+        """Resolve the alarm, if it is open."""
         self.alarms.resolve(key, summary, step=self.at if step is None else step)
 
     def resolve_others(self, detector: str, found: Collection[str], summary: str) -> None:
-        """All open alarms `detector/...` are over but those whose keys are in `found`."""
+        """Resolve all open alarms `detector/...` whose keys are not in `found`."""
         for key in self.alarms.open_keys():
             if key.partition("/")[0] == detector and key not in found:
                 self.resolve(key, summary)

@@ -1,7 +1,7 @@
-"""Checkpoints as they are seen from outside: how old the newest proved one is, and how saving goes. No torch.
+"""Checkpoints as seen from outside: the age of the newest verified one, and how saving goes. No torch.
 
-The trainer retries, prunes and gives up by itself. This looks at what is on storage, whatever the trainer believes:
-a run whose saves fail silently, or whose writer hangs, is reported and made to save or stop.
+The trainer retries, prunes and gives up by itself. This watches the storage, whatever the trainer believes: a run whose
+saves fail silently, or whose writer hangs, is reported and made to save or stop.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .base import Detector
 _LEAST_HISTORY = 5
 _SLOW_SCORE, _SLOW_TIMES, _SLOWEST_NOISE = -4.0, 3.0, 0.15
 _NO_MATTER = 1.0
-"""Seconds: shorter saves are never called slow."""
+"""Seconds: shorter saves are never reported as slow."""
 _STILL_FIRST = 5
-"""Before any save was timed, a writer may stand still this many times longer."""
+"""Before any save was timed, a writer may stall this many times longer."""
 _AUDIT_DEADLINE = 3600.0
 
 
@@ -45,8 +45,8 @@ class SaveInFlight:
 
     Attributes:
         begun: when it was first seen, monotonic seconds.
-        bytes: so far.
-        grown: when it was first seen to have that many.
+        bytes: written, at the last probe.
+        grown: when it was first seen with that many.
     """
 
     begun: float
@@ -63,17 +63,17 @@ class Checkpoints(Detector):
         every: `checkpoint.every`.
         verify: checkpoints are verified after they were written (`checkpoint.verify`); else whole ones count.
         prune: old ones may be deleted to make room (`checkpoint.prune`).
-        pids: processes of the ranks on this node, now.
-        reached: the newest step that a rank of this node has begun; known also when the record cannot be written.
+        pids: returns the process ids of the ranks on this node.
+        reached: returns the newest step that a rank of this node has started, even if the record cannot be written.
 
     Attributes:
         need: what the next checkpoint takes; None before anything is known.
         prunable: what may be deleted to make room for it.
-        completed: how often a newer proved checkpoint was seen.
-        protected: step of the newest proved checkpoint, or at which this start began.
-        failures: saves of this start that failed.
+        completed: how often a newer verified checkpoint was seen.
+        protected: step of the newest verified checkpoint, or the one this start continued from.
+        failures: failed saves of this start.
         speed: bytes per second of the last save.
-        age: seconds for which training has gone on without a newer one.
+        age: seconds that training has continued without a newer one.
     """
 
     def __init__(
@@ -116,19 +116,18 @@ class Checkpoints(Detector):
         self._requests: dict[str, int] = {}
 
     def step(self, record: StepRecord) -> None:
-        """Look at a record."""
         self._steps.append(record.seconds.iteration)
-        if self.protected is None:  # what this start continues from is protected, or nothing
+        if self.protected is None:  # a start continues from a saved step, or from 0
             self.protected = record.step - 1
             self._protected_tokens = record.tokens - record.batch * record.sequence_length
         super().step(record)
 
     def tick(self, now: float) -> None:
-        """Look, and judge what earlier looks found."""
+        """Start due probes, and judge the answers of earlier ones."""
         answer = self._look.tick(now)
         if answer is not None and answer.error is None:
             self._see(answer.value, now)
-            self._judge_age(now)  # only after a look: what is between two looks is not known
+            self._judge_age(now)  # only after an answer: nothing is known in between
         self._see_to_requests(now)
         audit = self._audit.tick(now)
         if audit is not None and audit.value.get("wrong"):
@@ -151,10 +150,10 @@ class Checkpoints(Detector):
         self._judge_writers(found["writing"], now)
         self._look.every = self._section.interval.value / (4 if found["writing"] else 1)
 
-    # ------------------------------------------------------------------ how old the newest is
+    # ------------------------------------------------------------------ age of the newest checkpoint
 
     def _judge_age(self, now: float) -> None:
-        """From the first step that no proved checkpoint holds."""
+        """The age counts from the first step that is in no verified checkpoint."""
         record = self.last
         if record is None or self.protected is None:
             return
@@ -197,7 +196,7 @@ class Checkpoints(Detector):
         )
 
     def _ask(self, verb: str) -> str:
-        """Leave a request in the run's inbox, once per incident; what to say of it."""
+        """Leave a request in the run's inbox, once per incident; returns the alarm's action text."""
         if not self._section.act:
             return ""
         if verb not in self._asked:
@@ -206,7 +205,7 @@ class Checkpoints(Detector):
         return f"asked the run to {verb}"
 
     def _see_to_requests(self, now: float) -> None:
-        """A full disk takes no request: a stop goes to a rank as a signal then, a save is asked for again."""
+        """A full disk takes no request: then send a stop as a signal to a rank, and retry a save later."""
         for verb, ticket in list(self._requests.items()):
             answer = self._looks.take(ticket, now)
             if answer is None:
@@ -257,19 +256,19 @@ class Checkpoints(Detector):
             )
 
     def _judge_speed(self, size: float, seconds: float, step: int | None) -> None:
-        """`step`: None for saves of earlier starts, which are only learned from."""
+        """`step`: None for saves of earlier starts, which only serve as history."""
         speed = math.log(max(1.0, size) / seconds)
         typical = self._typical_save()
         if step is not None and typical is not None:
             away, text = score(speed, [known for known, _ in self._saves], _SLOWEST_NOISE), human_time(seconds)
             if seconds > _NO_MATTER and (away < _SLOW_SCORE or seconds > _SLOW_TIMES * typical):
                 self._open_slow(f"the save of step {step} took {text}", typical, step)
-                return  # a slow one is not learned from, or slowness would become the rule
+                return  # keep slow saves out of the history, or slowness would become normal
             self.resolve("checkpoint-speed", f"the save of step {step} took {text}", step=step)
         self._saves.append((speed, seconds))
 
     def _typical_save(self) -> float | None:
-        """Median seconds of a save; None before there were a few."""
+        """Median seconds of a save; None before there were enough."""
         return median(seconds for _, seconds in self._saves) if len(self._saves) >= _LEAST_HISTORY else None
 
     def _open_slow(self, what: str, typical: float, step: int | None = None) -> None:

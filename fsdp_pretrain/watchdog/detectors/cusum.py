@@ -1,9 +1,9 @@
-"""Has the run become slower? Block medians of step times, summed up against a frozen baseline. No torch.
+"""Detects slowdowns: CUSUM of block medians of step times against a frozen baseline. No torch.
 
-Step times have heavy tails and wander: charts of single steps (mean and deviation, EWMA, plain CUSUM) raise false
-alarms every few thousand steps, and whatever compares with the recent past is blind to a slow decline. A one-sided
-CUSUM (Page 1954) of the medians of blocks, against a baseline that is learned once, has neither weakness. What a step
-is planned to cost is no drift: another phase of the schedule has a baseline of its own.
+Step times have heavy tails and wander: charts of single steps (mean and deviation, EWMA, plain CUSUM) give false alarms
+every few thousand steps, and comparing with the recent past misses a slow decline. A one-sided CUSUM (Page 1954) of
+block medians, against a baseline learned once, has neither weakness. Planned changes are no drift: each phase of the
+schedule has its own baseline.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Literal
 from fsdp_pretrain.statistics import spread
 
 _LEAST_NOISE = 0.0015
-"""Deviation of block medians below which nothing is believed; as a logarithm, like all bounds here."""
+"""Minimum noise of block medians; as a logarithm, like all bounds here."""
 _SLACK, _LIMIT = (0.015, 1.0), (0.045, 5.0)
 """Allowance and limit of the CUSUM: at least the first, and this many deviations."""
 _LARGEST = 0.10
-"""What a block adds at most: one long stall is not a drift."""
+"""Maximum contribution of a block: one long stall is not a drift."""
 _SKIPPED, _SETTLING = 2, 8
-"""Blocks that are not learned from at the beginning; blocks after an alarm that show the new level."""
+"""First blocks, not learned from; blocks after an alarm that show the new level."""
 _BACK, _BACK_BLOCKS = 0.01, 4
 _FASTER, _FASTER_BLOCKS = 0.02, 30
 
@@ -34,9 +34,9 @@ class PaceChange:
 
     Attributes:
         kind: `slower` opens an incident, `slower still` worsens it, `back` ends it; `faster` is a new baseline.
-        ratio: step time over that of the baseline at the beginning.
-        step: the last step that was looked at.
-        since: the first step of the block in which it began.
+        ratio: step time relative to the baseline.
+        step: the last step of the last block.
+        since: the first step of the block in which it started.
     """
 
     kind: Literal["slower", "slower still", "back", "faster"]
@@ -47,7 +47,7 @@ class PaceChange:
 
 @dataclass(frozen=True)
 class _Block:
-    """Some steps; `above`: their median, over the baseline."""
+    """Some steps; `above`: their median (log seconds) minus the baseline."""
 
     first: int
     last: int
@@ -55,13 +55,13 @@ class _Block:
 
 
 class Pace:
-    """Watches the step times of one start in one phase after the other.
+    """Watches the step times of one start, one schedule phase at a time.
 
-    Give it clean steps only: not the first twenty of a start, not those with a save, an evaluation or a compilation in
-    them or right after.
+    Feed it clean steps only: not the first twenty of a start, none with a save, an evaluation or a compilation in or
+    right before them.
 
     Attributes:
-        ratio: step time over the baseline's, from the last blocks; None while it is being learned.
+        ratio: step time over the baseline's, from the last blocks; None while the baseline is being learned.
         slow: an incident is open.
     """
 
@@ -78,11 +78,10 @@ class Pace:
         self._recent: list[_Block] = []
 
     def add(self, step: int, seconds: float, phase: Hashable = None) -> PaceChange | None:
-        """A clean step.
+        """Add a clean step.
 
         Args:
-            phase: what it was planned to cost, in any form: batch, sequence length. The baseline of another one is
-                learned from the beginning.
+            phase: identifies the planned cost of a step (batch, sequence length). A change restarts the baseline.
         """
         if phase != self._phase or not self._size:
             self._phase, self._steps, self._learned = phase, [], []
@@ -104,7 +103,7 @@ class Pace:
         return self._judge(self._recent[-1], self._baseline)
 
     def _adopt(self, values: list[float]) -> None:
-        """The baseline, and how much blocks vary about it."""
+        """Set the baseline, and the noise of blocks about it."""
         self._baseline, deviation = spread(values)
         self._noise = max(deviation, _LEAST_NOISE)
         self._level, self._sum, self._recent, self._settling, self.ratio = 0.0, 0.0, [], 0, 1.0

@@ -1,6 +1,6 @@
-"""What must hold of the data that is trained, step by step, from the metrics records. No torch.
+"""Checks of the training data, step by step, from the metrics records. No torch.
 
-Invariants are exact, and a defect present from the first step is found by them alone; comparisons find what changes.
+Invariants are exact and also find a defect present from the first step; comparisons find changes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ class DataInvariants(Detector):
     """Alarms `data-specials`, `data-separators`, `data-separator-rate`, `data-share/SOURCE`, `data-repeated`,
     `data-cursor`, `data-quarantined` and `data-distance`.
 
-    Args:
-        rates: documents per packed token of every source; filled while the watchdog runs.
-        row: tokens of text in a sample (`data.row`).
-        causal: every token of a text is learned, so targets are spread over the sources as samples are.
-        max_quarantined: share of the documents at which the trainer stops.
-        before: the kept record of a step, to continue from after a restart; None if there is none.
+    rates: documents per packed token of every source; filled while the watchdog runs.
+    row: tokens of text in a sample (`data.row`).
+    causal: every token is a target, so targets are distributed over the sources like samples.
+    max_quarantined: share of quarantined documents at which the trainer stops.
+    before: returns the kept record of a step, to continue from after a restart; None if there is none.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class DataInvariants(Detector):
         self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
 
     def step(self, record: StepRecord) -> None:
-        """Judge a record, and compare it with those before."""
+        """Judge a record, and compare it with earlier ones."""
         last = self._before(record.step - 1) if self.last is None else self.last
         super().step(record)
         self._judge_separators(record)
@@ -97,7 +96,7 @@ class DataInvariants(Detector):
             self._wrong(Severity.CRIT, "data-separators", f"{separators} separators in {documents} documents")
 
     def _judge_cursor(self, record: StepRecord, last: StepRecord) -> None:
-        """The cursor goes on by at least the batch: samples that are skipped make it more."""
+        """The cursor advances by at least the batch; skipped samples make it more."""
         continues = record.step == last.step + 1 and record.consumed == last.consumed + record.batch
         if not continues or record.cursor - record.batch < last.cursor:
             text = (
@@ -146,13 +145,13 @@ class DataInvariants(Detector):
             found = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
             allowed = max(self._section.share, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
             text = f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned were {planned:.1%}"
-            if abs(found - planned) > allowed + record.batch / samples:  # a plan may change inside a batch
+            if abs(found - planned) > allowed + record.batch / samples:  # a plan may change within a batch
                 self._wrong(Severity.WARN, f"data-share/{name}", text)
             elif len(self._shares) == _SHARE_STEPS:
                 self.resolve(f"data-share/{name}", text)
 
     def _judge_quarantined(self, record: StepRecord) -> None:
-        self._stretches += record.documents + record.batch  # a document may go on in many samples
+        self._stretches += record.documents + record.batch  # a document may span several samples
         self._quarantined += record.quarantined
         if record.quarantined:
             share = self._quarantined / max(1, self._stretches)

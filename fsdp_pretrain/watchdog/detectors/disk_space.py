@@ -1,6 +1,6 @@
-"""Room on file systems: for the next checkpoint, for the record, for temporary files. No torch.
+"""Disk space for the next checkpoint, the record, and temporary files. No torch.
 
-The trainer refuses a save that does not fit; by then it is late. From outside the shrinking can be seen for days.
+The trainer refuses a save that does not fit, which is late: the trend is visible for days.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .checkpoint_age import Checkpoints
 _DAY, _SHORT = 86400.0, 6 * 3600.0
 _LEAST_SAMPLES, _IN_A_ROW = 6, 3
 _REACH = 100.0
-"""A trend is continued for this many times as long as it was seen: a minute says nothing about tomorrow."""
+"""A trend is extrapolated to this many times its observed duration: a minute says nothing about tomorrow."""
 _REMEDY = "free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)"
 
 
@@ -36,9 +36,9 @@ class WatchedDirectory:
         name: scope of its alarms.
         path: the directory; it need not exist yet.
         holds: it takes checkpoints.
-        device: of its file system, at the last look.
+        device: of its file system, at the last probe.
         samples: (time, bytes free) after every checkpoint; `sampled`: how many checkpoints there were then.
-        soon_full: forecasts in a row of a full disk within a day.
+        soon_full: consecutive forecasts of a full disk within a day.
     """
 
     name: str
@@ -55,13 +55,12 @@ class DiskSpaceDetector(Detector):
     """Alarms `disk/NAME`, and the forecast `disk-forecast/NAME`.
 
     Args:
-        places: (name, directory, whether it takes checkpoints). A later one on the file system of an earlier one is
-            passed over.
-        checkpoints: knows what the next checkpoint takes; None if this node does not watch them.
+            places: (name, directory, whether it takes checkpoints). Only the first on each file system is judged.
+            checkpoints: knows what the next checkpoint takes; None if this node does not watch them.
 
-    Attributes:
-        fit: how many checkpoints fit, of places that take them.
-        seconds_to_full: by the forecast; only of places that fill.
+        Attributes:
+            fit: how many checkpoints fit, by place that takes them.
+            seconds_to_full: by place, according to the forecast; only places that are filling up.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class DiskSpaceDetector(Detector):
         self.seconds_to_full: dict[str, float] = {}
 
     def tick(self, now: float) -> None:
-        """Look, and judge what earlier looks found."""
+        """Start due probes, and judge the answers of earlier ones."""
         for number, place in enumerate(self.places):
             answer = place.look.tick(now)
-            if answer is None or answer.error is not None:  # what hangs or fails is reported by `Mounts`
+            if answer is None or answer.error is not None:  # `Mounts` reports what hangs or fails
                 continue
             writing, room = answer.value.pop("writing"), Room(**answer.value)
             place.device = room.device
@@ -123,7 +122,7 @@ class DiskSpaceDetector(Detector):
     def _forecast(
         self, place: WatchedDirectory, room: Room, writing: int, checkpoints: Checkpoints, now: float
     ) -> None:
-        """When there will be no room, from samples that our own saw-tooth is not in: one per checkpoint."""
+        """Forecast when the disk is full, from one sample per checkpoint, so that saving and pruning do not count."""
         if checkpoints.completed == place.sampled or writing:
             return
         place.sampled = checkpoints.completed
@@ -153,7 +152,7 @@ class DiskSpaceDetector(Detector):
             self.resolve(f"disk-forecast/{place.name}", f"{place.path} does not fill any more")
 
     def _judge_rest(self, place: WatchedDirectory, room: Room) -> None:
-        """The record, temporary files: a share of the file system, or of files, should be left."""
+        """For the record and temporary files: a share of the bytes and of the inodes should stay free."""
         shares = [room.free / max(1, room.total)] + ([room.files_free / room.files] if room.files else [])
         share, least = min(shares), room.reserved(self._reserve) / max(1, room.total)
         full, free = share < least / 10, human_bytes(room.free)

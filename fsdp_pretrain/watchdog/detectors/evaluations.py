@@ -1,4 +1,4 @@
-"""Do evaluations end? They run beside training, in workers anywhere; what is seen of them is their claims. No torch."""
+"""Watches for evaluations that hang, by their claims: they run beside training, in workers anywhere. No torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .base import Detector
 
 
 class Evaluations(Detector):
-    """Opens `evaluation/STEP` when an evaluation takes longer than the deadline its worker has written down.
+    """Opens `evaluation/STEP` when an evaluation takes longer than the deadline in its worker's claim.
 
-    The worker keeps its own stacks, and at last ends the evaluation; this reports it, also when the worker is stopped.
+    The worker dumps its own stacks and finally ends the evaluation; this reports it even when the worker is stopped.
     """
 
     def __init__(self, alarms: Alarms, section: StorageSection, looks: ProbeServer, run: Path) -> None:
@@ -26,7 +26,7 @@ class Evaluations(Detector):
         self._seen: dict[str, float] = {}
 
     def tick(self, now: float) -> None:
-        """Look, and judge what an earlier look found. Durations are on our clock, which never jumps."""
+        """Start a due probe, and judge the answer of an earlier one. Durations use the monotonic clock."""
         answer = self._look.tick(now)
         if answer is None or answer.error is not None:
             return

@@ -1,6 +1,6 @@
-"""GPUs: what is broken ends the start on this host, what is merely odd is a warning. No torch.
+"""GPUs: a broken one ends the start on this host, an odd one is a warning. No torch.
 
-Statistical rules about GPUs raise a false alarm a day at a few hundred of them, so they warn and never act.
+Statistical rules raise a false alarm a day at a few hundred GPUs, so they warn and never act.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .host_history import remember
 from .nvml import DeviceState
 
 _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
-"""Uncorrectable memory, remapping, NVLink, fallen off the bus, contained errors, the GPU's own processor."""
+"""Uncorrectable memory, remapping, NVLink, fallen off the bus, contained errors, GSP errors."""
 _REMAP_XID = 63
-"""A row was remapped: fatal only where the remapping failed."""
+"""A row was remapped: fatal only if the remapping failed."""
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 _LOOKS, _OFTEN = 20, 15
-"""Looks, five minutes by default, and in how many of them an oddity must have been seen to be a warning."""
+"""Samples, five minutes by default, and in how many of them an oddity must occur to be a warning."""
 _SLOW_CLOCK, _LOW_POWER, _BUSY = 0.9, 0.6, 0.5
 _NEAR = 3.0
 _WEDGED = 2
@@ -34,10 +34,9 @@ _WEDGED = 2
 class Devices(Detector):
     """Alarms `gpu/HOST` (fatal: `facts["avoid_hosts"]`), `gpu-odd/HOST`, `gpu-blind/HOST`, `host-record/HOST`.
 
-    Args:
-        memory: file that remembers the incidents of hosts.
-        expected: GPUs that ranks use here; 0 if unknown: as many as were seen first.
-        provider: `nvml` or `file:PATH`; from `nvml.resolve`.
+    memory: file that stores the incidents of hosts.
+    expected: GPUs that ranks use here; 0 if unknown: as many as were seen first.
+    provider: `nvml` or `file:PATH`; from `nvml.resolve`.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Devices(Detector):
         self._broken = False
 
     def tick(self, now: float) -> None:
-        """Ask for the state of the GPUs if it is time to, and judge it once it comes."""
+        """Request the state of the GPUs when due, and judge it when it arrives."""
         if self.asked is None:
             if now >= self._due:
                 self.asked, self._due = now, now + self._section.interval.value
@@ -70,7 +69,7 @@ class Devices(Detector):
                 self.resolve(f"gpu-blind/{self._host}", "the state of the GPUs is known again")
                 self._judge([DeviceState(**device) for device in answer["devices"]])
         if self.asked is not None and now - self.asked > self._section.deadline.value:
-            self.helper.replace()  # it may stay in the driver; another is started for the next look
+            self.helper.replace()  # it may hang in the driver; the next request starts another
             self.asked = None
             self._miss(f"no answer within {self._section.deadline}")
 
@@ -87,7 +86,7 @@ class Devices(Detector):
 
     def _judge(self, devices: list[DeviceState]) -> None:
         self._first = self._first or {device.index: device for device in devices}
-        for device in devices:  # an idle link is slow, so the best one counts
+        for device in devices:  # an idle link slows down, so keep the best one
             if device.pcie is not None:
                 best = self._links.get(device.index, device.pcie)
                 self._links[device.index] = list(map(max, best, device.pcie))
@@ -100,7 +99,7 @@ class Devices(Detector):
         if len(devices) < expected:
             reasons.append(f"{len(devices)} of {expected} GPUs are there")
         if not reasons:
-            return  # a GPU that broke is not well because it stopped reporting: the alarm stays
+            return  # the alarm stays: a broken GPU that stops reporting errors is not repaired
         if not self._broken:
             self._broken = True
             self._remember()
@@ -149,7 +148,7 @@ class Devices(Detector):
         )
 
     def _oddities(self, device: DeviceState, devices: Sequence[DeviceState]) -> list[str]:
-        """What a look shows that should not be so for long."""
+        """What should not persist in the state of a GPU."""
         found = [text for bit, text in _BRAKES.items() if (device.throttle or 0) & bit]
         if device.remap_pending:
             found.append("memory rows wait to be remapped")
@@ -177,7 +176,7 @@ class Devices(Detector):
 
 
 def _broken(device: DeviceState) -> list[str]:
-    """Why nobody should train on a GPU any more."""
+    """Why a GPU must not be used any more."""
     if device.lost is not None:
         return [f"lost ({device.lost})"]
     fatal = _FATAL_XIDS if device.remap_failed else _FATAL_XIDS - {_REMAP_XID}

@@ -1,4 +1,4 @@
-"""The host: memory, descriptors, clock, stolen time. From /proc and /sys, which do not hang. No torch."""
+"""The host: memory, descriptors, clock, steal time. From /proc and /sys, which do not hang. No torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .base import Detector
 
 _EVERY = 60.0
 _HOUR, _LEAST, _LATEST = 60, 30, 5
-"""Samples of memory, one a minute: kept, needed for a forecast, and whose median is what is left now."""
+"""Samples of memory, one a minute: kept; needed for a forecast; whose median is the present value."""
 _SOON, _VERY_SOON = 7200.0, 1800.0
 _DECLINE = 0.02
-"""Share of the memory by which it must have become less for a forecast."""
+"""Share of the memory by which it must have decreased for a forecast."""
 _DESCRIPTORS, _STOLEN, _STOLEN_SAMPLES = 0.8, 0.05, 5
 _JUMP, _JUMP_QUIET = 1.0, 3600.0
 _CGROUP = Path("/sys/fs/cgroup")
@@ -32,13 +32,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class HostState:
-    """A look at a host.
+    """The state of a host.
 
     Attributes:
-        available, total: bytes of memory that processes can have, within the limit of this control group.
-        oom_kills: processes that the kernel has killed for lack of memory since boot.
-        descriptors: the largest share of its limit that a rank has open.
-        cpu, stolen: seconds since boot, of all cores: all of it, and what the hypervisor gave to others.
+        available, total: bytes of memory for processes, within the limit of this cgroup.
+        oom_kills: processes killed by the OOM killer since boot.
+        descriptors: the largest share of its file-descriptor limit that a rank uses.
+        cpu, stolen: seconds since boot, summed over cores: all CPU time, and steal time.
     """
 
     available: int
@@ -53,7 +53,7 @@ def look(pids: list[int]) -> HostState:
     """The state of this host, and of the processes of its ranks."""
     memory, times = psutil.virtual_memory(), psutil.cpu_times()
     available, total = memory.available, memory.total
-    with contextlib.suppress(OSError, ValueError):  # there is no limit, or it says "max"
+    with contextlib.suppress(OSError, ValueError):  # no limit, or it is "max"
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         if limit < total:
             cache = _counters(_CGROUP / "memory.stat").get("inactive_file", 0)
@@ -64,7 +64,7 @@ def look(pids: list[int]) -> HostState:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """Lines of `name number`."""
+    """Parse lines of `name number`."""
     with contextlib.suppress(OSError, ValueError):
         return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
     return {}
@@ -83,10 +83,9 @@ def _descriptors(pid: int) -> float:
 class Host(Detector):
     """Alarms `memory/HOST`, `oom-kill/HOST`, `descriptors/HOST`, `stolen-time/HOST` and `clock/HOST`.
 
-    Args:
-        pids: processes of the ranks here, now.
-        look: looks at the host.
-        clock: wall-clock time, seconds.
+    pids: returns the process ids of the ranks here.
+    look: samples the host.
+    clock: wall-clock time, seconds.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Host(Detector):
         self._jumped_at = 0.0
 
     def tick(self, now: float) -> None:
-        """The clock in every pass, the rest once a minute."""
+        """Check the clock in every pass, the rest once a minute."""
         self._judge_clock(now)
         if now < self._due:
             return
@@ -137,7 +136,7 @@ class Host(Detector):
     def _judge(
         self, name: str, wrong: bool, summary: str, effect: str, remedy: str, severity: Severity = Severity.WARN
     ) -> None:
-        """Open or resolve an alarm of this host; the summary holds for both."""
+        """Open or resolve an alarm of this host with this summary."""
         key, summary = f"{name}/{self._host}", f"{self._host}: {summary}"
         if wrong:
             self.open(key, severity, summary, effect, remedy, facts={"host": self._host})
@@ -145,7 +144,7 @@ class Host(Detector):
             self.resolve(key, summary)
 
     def _judge_memory(self, state: HostState, now: float) -> None:
-        """When there will be no memory left, if it goes on like in the last hour."""
+        """Forecast when memory runs out at the rate of the last hour."""
         self._memory.append((now, float(state.available)))
         left = float("inf")
         if len(self._memory) >= _LEAST:
@@ -178,7 +177,7 @@ class Host(Detector):
         )
 
     def _judge_clock(self, now: float) -> None:
-        """Steps of the wall clock. Nothing here counts by it, but people compare records by it."""
+        """Jumps of the wall clock. Nothing here depends on it, but people compare records by it."""
         offset = self._clock() - now
         jump = 0.0 if self._offset is None else offset - self._offset
         self._offset = offset

@@ -1,4 +1,4 @@
-"""Which hosts had incidents, over many starts and runs: those with several are proposed for exclusion. No torch.
+"""Incidents of hosts over many starts and runs: hosts with several are proposed for exclusion. No torch.
 
 The file holds `{"node-7": [{"time": ..., "kind": ...}]}`.
 """
@@ -27,9 +27,9 @@ class HostIncident:
 
 
 def remember(path: Path, host: str, kind: str) -> dict[str, int]:
-    """Add an incident of a host; how many every host has had in the last two weeks. Never raises OSError.
+    """Add an incident of a host; returns every host's count in the last two weeks. Never raises OSError.
 
-    Runs may share the file. An incident that two processes add at the same moment may be lost.
+    Runs may share the file. Of two incidents added at the same moment, one may be lost.
     """
     known = state_files.view(path, dict[str, list[HostIncident]]) or {}
     known.setdefault(host, []).append(HostIncident(now(), kind))

@@ -1,4 +1,4 @@
-"""Whether mounts answer, corpora are whole, and training waits for data. No torch."""
+"""Whether mounts answer, corpora are intact, and training waits for data. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WAIT_LEAST, _WAIT_TIMES, _WAIT_STEPS, _WAITS = 5.0, 10.0, 50, 3
 
 @dataclass
 class _Mount:
-    """A directory that is read from or written to once in a while."""
+    """A directory that is periodically read from or written to."""
 
     path: str
     look: PeriodicProbe
@@ -40,14 +40,14 @@ class _Mount:
 
 
 class Mounts(Detector):
-    """Alarms `mount/PATH`, `mount-slow/PATH`, and `data-shard/SOURCE` for corpora that are not whole any more.
+    """Alarms `mount/PATH`, `mount-slow/PATH`, and `data-shard/SOURCE` for corpora that are not intact.
 
     Args:
-        written: directories in which a small file is written.
-        corpora: directory of each source. One file is read of those on each file system.
+            written: directories in which a small file is written.
+            corpora: directory of each source. One file is read per file system.
 
-    Attributes:
-        rates: documents per packed token of every source, once its manifest was read.
+        Attributes:
+            rates: documents per packed token of every source, once its manifest was read.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Mounts(Detector):
         self.rates: dict[str, float] = {}
 
     def tick(self, now: float) -> None:
-        """Look, and judge what earlier looks found."""
+        """Start due probes, and judge the answers of earlier ones."""
         for name, audit in self._audits.items():
             answer = audit.tick(now)
             if answer is not None:
@@ -96,7 +96,7 @@ class Mounts(Detector):
             self._read_from_each_file_system()
 
     def _read_from_each_file_system(self) -> None:
-        """One read at a time for all corpora on a file system: forty sources are mostly on one."""
+        """Probe one file at a time per file system: forty sources are mostly on one."""
         for device in {device for device, _ in self._shards.values()}:
             names = [name for name, (where, _) in self._shards.items() if where == device]
             paths = [path for name in names for path in self._shards[name][1]]
@@ -118,7 +118,7 @@ class Mounts(Detector):
                 self._judge_latency(mount, answer.seconds)
             return
         if answer.errno == errno.ENOENT and "paths" in mount.look.arguments:
-            for audit in self._audits.values():  # a shard is gone: find out whose
+            for audit in self._audits.values():  # a shard is gone: find out of which corpus
                 audit.soon()
             return
         mount.failures += 1

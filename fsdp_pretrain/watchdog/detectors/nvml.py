@@ -2,8 +2,8 @@
 
     python -m fsdp_pretrain.watchdog.detectors.nvml PROVIDER
 
-For every line of input it writes one: `{"devices": [...]}` or `{"error": "..."}`. Providers are NVIDIA's library, and
-a JSON file, for other vendors' tools and for tests. No torch.
+Answers every line of input with one line: `{"devices": [...]}` or `{"error": "..."}`. Providers are NVIDIA's library,
+and a JSON file, for other vendors' tools and for tests. No torch.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from fsdp_pretrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class DeviceState:
-    """What a look at a GPU showed. None: not known, or not supported by it.
+    """The state of a GPU. None: not known, or not supported.
 
     Attributes:
         index: on its host.
         name: of the model.
         lost: why it cannot be reached any more.
-        xids: numbers of the driver's error reports since the last look.
+        xids: numbers of the driver's error reports (XIDs) since the last query.
         recovery: the driver's recommendation; 0 none, 1 and more a reset or worse.
-        ecc: uncorrectable memory errors since it was last reset.
-        remap_failed, remap_pending: bad memory rows could not be, or wait to be, replaced.
-        throttle: reasons for a lower clock, as bits of NVML.
-        clock: of the multiprocessors, MHz.
+        ecc: uncorrectable memory errors since the last reset.
+        remap_failed, remap_pending: remapping of bad memory rows failed, or is pending.
+        throttle: reasons for a lower clock, as NVML's bits.
+        clock: SM clock, MHz.
         power: W.
-        busy: share of the time in which something ran, 0 to 1.
-        temperature, slowdown: degrees Celsius now, and from which on it slows down.
+        busy: share of the time in which a kernel ran, 0 to 1.
+        temperature, slowdown: degrees Celsius now, and where it starts to slow down.
         pcie: generation and width of the link.
         nvlink: active links, and errors since the driver was loaded.
     """
@@ -67,7 +67,7 @@ class Nvml:
         self._nvml: Any = importlib.import_module("pynvml")  # optional, and without types
         self._nvml.nvmlInit()
         self._events: Any = None
-        with contextlib.suppress(self._nvml.NVMLError):  # not on every device, and not in every container
+        with contextlib.suppress(self._nvml.NVMLError):  # not on every device, nor in every container
             events = self._nvml.nvmlEventSetCreate()
             for index in range(self._nvml.nvmlDeviceGetCount()):
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
@@ -75,14 +75,13 @@ class Nvml:
             self._events = events
 
     def look(self) -> list[DeviceState]:
-        """Every GPU there is now."""
         xids = self._take_xids()
         return [self._device(index, xids.get(index, [])) for index in range(self._nvml.nvmlDeviceGetCount())]
 
     def _take_xids(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         if self._events is not None:
-            with contextlib.suppress(self._nvml.NVMLError):  # a time-out: there are no more
+            with contextlib.suppress(self._nvml.NVMLError):  # a time-out: no more events
                 while True:
                     event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                     index = self._nvml.nvmlDeviceGetIndex(event.device)
@@ -101,7 +100,7 @@ class Nvml:
         def ask(name: str, *arguments: Any) -> Any:
             try:
                 return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *arguments)
-            except (nvml.NVMLError, AttributeError):  # this device, driver or library has no such thing
+            except (nvml.NVMLError, AttributeError):  # not supported by this device, driver or library
                 return None
 
         reasons = ask("CurrentClocksEventReasons")
@@ -134,7 +133,7 @@ class Nvml:
         return int(values[0].value.uiVal)
 
     def _links(self, ask: Callable[..., Any]) -> list[int] | None:
-        """Active links, and the replay and recovery errors of all."""
+        """Active links, and the sum of their replay and recovery errors."""
         nvml = self._nvml
         states = {link: ask("NvLinkState", link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)}
         active = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
@@ -144,15 +143,15 @@ class Nvml:
 
 
 def _read_file(path: Path) -> list[DeviceState]:
-    """The GPUs that a file names, `{"devices": [{"index": 0, ...}]}` with the fields of `DeviceState`."""
+    """The GPUs in a file, `{"devices": [{"index": 0, ...}]}` with the fields of `DeviceState`."""
     return [DeviceState(**device) for device in json.loads(path.read_text())["devices"]]
 
 
 def resolve(name: str) -> str | None:
-    """What a configured provider means on this host: `auto` is `nvml` where there is a driver, `none` is None.
+    """Resolve a configured provider on this host: `auto` is `nvml` if there is a driver, `none` is None.
 
     Raises:
-        ConfigError: `nvml` was asked for by name, or there is a driver, and the package is missing.
+        ConfigError: `nvml` was configured, or there is a driver, and the package is missing.
     """
     if name == "auto":
         name = "nvml" if Path("/proc/driver/nvidia/version").exists() else "none"
@@ -166,7 +165,7 @@ def resolve(name: str) -> str | None:
 
 
 def serve(name: str) -> None:
-    """Answer every line of input with a look by `nvml` or `file:PATH`, until the input ends."""
+    """Answer every line of input with the state read by `nvml` or `file:PATH`, until the input ends."""
     look: Callable[[], list[DeviceState]] | None = None
     kind, _, path = name.partition(":")
     for _ in sys.stdin:

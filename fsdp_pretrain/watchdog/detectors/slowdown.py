@@ -1,7 +1,7 @@
-"""Has the run become slower, in itself or since an earlier start? Step times of the record, without the planned bumps.
+"""Detects slowdowns within a start and since earlier ones, and stragglers, from the step times of the record.
 
-The first steps of a start, and those with a save, an evaluation or anything else beside them, do not count; batch and
-sequence length are planned, and another value of them is a new beginning.
+The first steps of a start, and those with a save, an evaluation or anything else beside them, do not count. A planned
+change of batch or sequence length restarts the baseline.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .cusum import Pace, PaceChange
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""
 _AMONG, _OVER_TIME, _KNOWN, _KEPT = 6, 3, 7, 16
-"""Deviations among ranks, and from window to window, that a straggler is above the others; independent changes from
-which the latter is known, and windows it is taken from."""
+"""Deviations above the others, among ranks and from window to window, that make a straggler; independent changes
+needed to estimate the latter, and windows kept for it."""
 _FIRST, _BEST = 64, 512
-"""Steps after a restart that are compared, and those whose median is the best of a start."""
+"""Steps after a restart that are compared, and steps whose median counts as the best of a start."""
 
 
 @dataclass(frozen=True)
 class BestPace:
-    """The best median of step times, in seconds, of the starts of one size, and the hosts it was reached on."""
+    """The best median of step times, in seconds, of the starts of one size, and its hosts."""
 
     seconds: float
     hosts: list[str]
 
 
 class SlowdownDetector(Detector):
-    """Opens `pace` when the run is slower than at the start's beginning, `pace/restart` when slower than before it.
+    """Opens `pace` when steps are slower than early in this start, `pace/restart` when slower than in earlier ones.
 
     Args:
         path: `pace.json`, the best medians of earlier starts.
@@ -64,7 +64,7 @@ class SlowdownDetector(Detector):
 
     @property
     def ratio(self) -> float | None:
-        """Present step time over that of the start's beginning; None while that is being learned."""
+        """Present step time over the baseline; None while that is being learned."""
         return self._pace.ratio
 
     def step(self, record: StepRecord) -> None:
@@ -86,7 +86,7 @@ class SlowdownDetector(Detector):
         self._remember(record.seconds.iteration)
 
     def tick(self, now: float) -> None:
-        """A slowdown that lasts gets worse."""
+        """Raise the severity of a slowdown that lasts."""
         if not self._pace.slow:
             self._slow_since = None
             return
@@ -148,11 +148,11 @@ class SlowdownDetector(Detector):
 
 
 class Stragglers(Detector):
-    """Opens `straggler/...` for a rank, or a whole host, that keeps needing more time of its own than the others.
+    """Opens `straggler/...` for a rank, or a whole host, that repeatedly needs more own time than the others.
 
-    Wall time says nothing: all ranks wait for the slowest. Their own time does: in three of the last four windows so
-    far over the median of all that neither the differences among ranks nor those from window to window explain it. The
-    latter are all there is on few ranks; they are taken from changes, so that one that stays slow does not hide itself.
+    All ranks wait for the slowest, so wall time says nothing; own time does. A straggler exceeds the median of all by
+    more than the noise among ranks and between windows, in three of the last four windows. With few ranks only the
+    latter noise is available; it is taken from changes, so that a rank that stays slow does not hide itself.
     """
 
     def __init__(self, alarms: Alarms, section: PaceSection) -> None:
@@ -162,7 +162,7 @@ class Stragglers(Detector):
         self._window = 0
 
     def look(self, windows: dict[int, tuple[str, int, float]]) -> None:
-        """What the ranks measured: {rank: (host, number of the window, own seconds of a typical step)}."""
+        """Judge a window: {rank: (host, number of the window, own seconds of a typical step)}."""
         numbers = {number for _, number, _ in windows.values()}
         if len(windows) < 2 or len(numbers) != 1 or numbers == {self._window}:
             return
@@ -179,8 +179,8 @@ class Stragglers(Detector):
             self._report(slow, {rank: host for rank, (host, _, _) in windows.items()}, ratios)
 
     def _slow(self, bound: float) -> set[int] | None:
-        """The ranks that were above the bound, and above the noise of time, in three of the last four windows; None
-        while that noise is not known."""
+        """The ranks above the bound, and above the noise between windows, in three of the last four windows; None while
+        that noise is not known."""
         changes = {rank: [b - a for a, b in pairwise(known)] for rank, known in self._ratios.items()}
         pooled = [change for each in changes.values() for change in each]
         if len(pooled) * (len(changes) - 1) < _KNOWN * len(changes):  # the ratios of n ranks have n - 1 degrees

@@ -1,1 +1,1 @@
-"""Whether ranks have stopped, which one is the cause, and what is done about it. No torch."""
+"""Hang detection: whether ranks make progress, which one is the cause, and what is done. No torch."""

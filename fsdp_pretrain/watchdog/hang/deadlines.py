@@ -1,4 +1,4 @@
-"""Is the run hanging? How long each phase may take, from what it took so far. No torch.
+"""Hang deadlines: how long each phase may take, from earlier durations. No torch.
 
 A deadline is a multiple of the median, never of the largest of a few: step times have tails that make such a bound
 either useless or a source of false alarms. The soft deadline collects evidence and opens the alarm; the hard one ends
@@ -21,11 +21,11 @@ _LONG_PHASES = (Phase.LOAD, Phase.SAVE)
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds without any progress of any rank after which something is wrong.
+    """Seconds without progress of any rank.
 
     Attributes:
-        soft: collect evidence, alarm.
-        hard: end the run, so that it can be started again.
+        soft: collect evidence, open the alarm.
+        hard: end the run, so that it can be restarted.
     """
 
     soft: float
@@ -33,7 +33,7 @@ class Deadlines:
 
 
 class PhaseHistory:
-    """How long steps, saves and loads took; `section` has the least times."""
+    """How long steps, saves and loads took; `section` has the minimum deadlines."""
 
     def __init__(self, section: HangSection) -> None:
         self._section = section
@@ -43,7 +43,7 @@ class PhaseHistory:
         self._under_way: dict[Phase, int] = {}
 
     def assume(self, step_seconds: float) -> None:
-        """How long a step takes by the record: it counts as long as none was seen."""
+        """Use the step time from the record until a step was observed."""
         if not self._steps:
             self._steps.append(step_seconds)
 
@@ -61,7 +61,7 @@ class PhaseHistory:
                 self._long[phase].append((beat.phase_at - self._under_way.pop(phase)) / 1e9)
 
     def deadlines(self, phases: set[Phase]) -> Deadlines:
-        """Of ranks that are in these phases: the latest of each."""
+        """The deadlines for ranks in these phases: the latest of each."""
         found = [self._deadlines(phase) for phase in phases]
         return Deadlines(max(each.soft for each in found), max(each.hard for each in found))
 

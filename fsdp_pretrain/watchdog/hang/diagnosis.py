@@ -1,8 +1,8 @@
-"""Who holds up a run that hangs: from where every rank stands to a name and a reason. No torch.
+"""Finds the cause of a hang: from the position of every rank to a name and a reason. No torch.
 
-All ranks of a job wait for the one that does not come, so the step they are in says nothing. Phase, state of the
-process and stack do: who is in a collective operation is a victim, who is elsewhere is the suspect; where all are in
-one, those in another than most are. That nothing sets a rank apart can be said once it is known where all stand.
+All ranks wait for the missing one, so their step says nothing; phase, process state and stack do. A rank in a
+collective is a victim, one elsewhere is a suspect; if all are in collectives, the minority in another one is. "No
+suspect" is a verdict only once all positions are known.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """What a hang looks like.
+    """The verdict on a hang.
 
     Attributes:
         kind: one of `_REASONS`, silent, unknown, desync, network; the first of several.
         text: one sentence, with all causes.
-        guilty: where the ranks stand that are held responsible; empty if nothing tells them from the others.
-        silent: hosts that give no sign.
-        unknown: hosts that have not yet said where all of their ranks stand.
+        guilty: positions of the ranks held responsible; empty if nothing sets any apart.
+        silent: hosts that give no sign of life.
+        unknown: hosts that have not yet reported the positions of all their ranks.
     """
 
     kind: str
@@ -50,22 +50,22 @@ class HangDiagnosis:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Of the suspects, and those that are silent."""
+        """The hosts of the suspects, and the silent ones."""
         return _unique([*(each.host for each in self.guilty), *self.silent])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What it comes to, JSON values for alarms and exit intents."""
+        """JSON values for alarms and exit intents."""
         return {"verdict": self.kind, "suspects": list(self.suspects), "hosts": list(self.hosts)}
 
 
 def judge(standings: list[RankSnapshot], quiet: Mapping[str, float], untold: Collection[str]) -> HangDiagnosis:
-    """The verdict on ranks none of which makes progress. Causes that are true at once are all named.
+    """Diagnose ranks none of which makes progress. All causes that hold are named.
 
     Args:
-        standings: as far as they are known.
-        quiet: hosts that did not report theirs, and for how many seconds they have given no sign.
-        untold: hosts that did not report theirs, and give signs.
+        standings: the known positions.
+        quiet: hosts that reported none and are silent, with the seconds of silence.
+        untold: hosts that reported none but are alive.
     """
     unknown = _unique([*untold, *(each.host for each in standings if not each.place and _kind(each) is None)])
     kinds: dict[str, list[RankSnapshot]] = {}
@@ -73,7 +73,7 @@ def judge(standings: list[RankSnapshot], quiet: Mapping[str, float], untold: Col
         if (kind := _kind(standing)) is not None:
             kinds.setdefault(kind, []).append(standing)
     if len(kinds) > 1:
-        kinds.pop("stuck", None)  # it may wait for the others, in a place that is no collective operation
+        kinds.pop("stuck", None)  # it may wait for the others outside a collective
     causes = {kind: _sentence(kind, kinds[kind]) for kind in _REASONS if kind in kinds}
     guilty = tuple(standing for kind in causes for standing in kinds[kind])
     if quiet:
@@ -88,7 +88,7 @@ def judge(standings: list[RankSnapshot], quiet: Mapping[str, float], untold: Col
 
 
 def _judge_victims(standings: list[RankSnapshot]) -> HangDiagnosis:
-    """All wait in collective operations: in the same one, or those in another than most are the suspects."""
+    """All ranks wait in collectives: a minority in another one is the suspect."""
     groups = Counter(standing.group for standing in standings if standing.group)
     if len(groups) > 1:
         (most, size), *_ = groups.most_common()
@@ -105,7 +105,7 @@ def _judge_victims(standings: list[RankSnapshot]) -> HangDiagnosis:
 
 
 def _kind(standing: RankSnapshot) -> str | None:
-    """What is wrong with one rank; None if it is a victim, or has not answered and its process does not say why."""
+    """What is wrong with one rank; None for a victim, or without an answer and a telling process state."""
     if standing.state in "XZ":
         return "dead"
     if standing.state == "T":

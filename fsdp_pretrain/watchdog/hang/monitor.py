@@ -1,8 +1,8 @@
-"""The run makes no progress: find out why, open the alarm, and at last end it, so that it starts again. No torch.
+"""Handles a run without progress: find the cause, open the alarm, and finally end it for a restart. No torch.
 
-Progress is any beat of any rank. At the soft deadline all stacks are collected and the suspect is named; a while later
-they are collected again; at the hard deadline, if the suspects have not moved meanwhile, the ranks are ended. A hung
-step is never saved.
+Progress is any beat of any rank. At the soft deadline all stacks are dumped and the suspect is named; a while later
+they are dumped again; at the hard deadline the ranks are ended if the suspects have not moved. A hung step is never
+saved.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .rank_monitor import RankMonitor, RankSnapshot
 
 _BETWEEN_DUMPS = 30.0
 _DUMP_SECONDS = 3.0
-"""For ranks to write where they stand before they are ended; they take milliseconds."""
+"""For ranks to dump their stacks before they are ended; they need milliseconds."""
 
 
 @dataclass
 class _Stall:
-    """A stall under way. Times are seconds without progress, but for `began`, of `time.monotonic()`.
+    """A stall in progress. Times are seconds without progress, except `began` (`time.monotonic()`).
 
     Attributes:
-        dumped, dumps: when stacks were last asked for, and how often they were.
+        dumped, dumps: when stacks were last requested, and how often.
         read: when the first of them could be read; None before.
         reported: the alarm was opened.
-        seen: where each rank first stood.
-        patience: beyond the hard deadline.
+        seen: the first stack of each rank.
+        patience: extension of the hard deadline.
     """
 
     began: float
@@ -54,11 +54,11 @@ class HangMonitor:
     """Watches the ranks of this node.
 
     Args:
-        keep: called with a rank and the text of its dump, to be kept in the run directory.
-        end: ends the ranks of this node, after the reason and facts were written down.
+            keep: called with a rank and its stack dump, to be stored in the run directory.
+            end: records the reason and facts, and ends the ranks of this node.
 
-    Attributes:
-        alarms: of the run; None on nodes whose standings another node's agent judges.
+        Attributes:
+            alarms: of the run; None on nodes that do not lead.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class HangMonitor:
 
     @property
     def stalled(self) -> list[RankSnapshot]:
-        """Where this node's ranks stand while there is a stall, once their stacks could be read; else empty."""
+        """The positions of this node's ranks during a stall, once their stacks could be read; else empty."""
         return self._ranks.standings() if self._stall is not None and self._stall.read is not None else []
 
     @property
@@ -89,12 +89,12 @@ class HangMonitor:
         return self._stall is not None
 
     def hard(self) -> float | None:
-        """Seconds without progress after which the ranks are ended; None: they are not."""
+        """Seconds without progress after which the ranks are ended; None: never."""
         phases = self._ranks.phases
         return self.history.deadlines(phases).hard if phases and self._section.act else None
 
     def check(self) -> None:
-        """Once a pass."""
+        """Check for progress; once per pass."""
         progress, phases = self._ranks.progress, self._ranks.phases
         if progress == self._progress:
             if phases:
@@ -102,7 +102,7 @@ class HangMonitor:
             return
         self._progress = progress
         if self._stall is not None and Phase.END in phases:
-            return  # a rank that lost its peers, which were ended a moment earlier: the hang is not over
+            return  # a rank that lost its peers, which were just ended: the hang is not over
         if (beat := self._ranks.all[0].beat) is not None:
             self.history.see(beat, phases)
         if self._stall is not None:
@@ -115,15 +115,15 @@ class HangMonitor:
     def _look_at_the_stall(self, phases: set[Phase], seconds: float) -> None:
         due, stall = self.history.deadlines(phases), self._stall
         if stall is None:
-            # An agent that began a moment ago has seen no step, and does not know how long they take: the leader does.
+            # An agent that has just started has seen no step and knows no step time: the leader does.
             if seconds >= due.soft or (self._nodes.leader_stalls and seconds >= self._section.soft.value):
                 for rank in self._ranks.all:
-                    rank.stack = None  # of an earlier stall
+                    rank.stack = None  # from an earlier stall
                 self._dump()
                 self._stall = _Stall(began=time.monotonic() - seconds, dumped=seconds)
             return
         self._read()
-        if stall.read is None:  # the pass after the dumps were asked for
+        if stall.read is None:  # the pass after the dumps were requested
             stall.read = seconds
         if stall.dumps == 1:
             stall.seen = self._signatures() | stall.seen
@@ -146,7 +146,7 @@ class HangMonitor:
         guilty = [rank for rank in stall.seen if rank in verdict.suspects] or list(stall.seen)
         moved = stall.dumps >= 2 and any(now.get(rank) != stall.seen[rank] for rank in guilty)
         if moved and seconds < self._section.longest.value:
-            stall.seen = now  # something moves although no beat comes: once more, and longer
+            stall.seen = now  # something moves although no beat comes: extend the deadline
             stall.patience += hard
             stall.dumps, stall.dumped = 1, seconds
         elif not self._section.act:
@@ -187,7 +187,7 @@ class HangMonitor:
             rank.ask_stack()
 
     def take_last_stacks(self) -> None:
-        """Let all ranks write where they stand before they are ended, stopped ones too, which must not get far."""
+        """Let all ranks dump their stacks before they are ended, even stopped ones (continued only briefly)."""
         self._dump()
         for rank in self._ranks.alive:
             rank.signal(signal.SIGCONT)
@@ -198,7 +198,7 @@ class HangMonitor:
             waiting -= set(self._read())
 
     def _read(self) -> list[int]:
-        """Take in the dumps that have been written since they were asked for; whose there were."""
+        """Read the dumps written since they were requested; returns the ranks that have one."""
         found = []
         for rank in self._ranks.all:
             if (stack := rank.dumps.latest()) is not None:

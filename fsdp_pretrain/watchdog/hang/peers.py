@@ -1,7 +1,7 @@
-"""What the agents of a job's nodes report to each other, by a file each in the run directory. No torch.
+"""What the agents of a job's nodes report to each other, through one file each in the run directory. No torch.
 
-Agents see one another only there: it is what all nodes share. A file that does not change for a while means that its
-agent, its node or its mount is gone. Silence is measured on the reader's own clock, so clocks need not agree.
+The run directory is all that nodes share. A file that stops changing means that its agent, its node or its mount is
+gone. Silence is measured on the reader's own clock, so clocks need not agree.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from .rank_monitor import RankSnapshot
 
 _QUIET = 3
-"""Beats without a sign after which a node that should say something is not waited for."""
+"""Beats without a sign after which a node is no longer waited for."""
 
 
 class PeerFinding(BaseModel):
-    """An open alarm of a node that does not lead: what `Alarms.open` takes, and only what it was given."""
+    """An open alarm of a node that does not lead: the arguments of `Alarms.open` that were given."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,19 +43,17 @@ class PeerFinding(BaseModel):
     revised: bool = False
 
     def enter(self, alarms: Alarms, key: str) -> None:
-        """Open the alarm where alarms are kept."""
         more = self.model_dump(exclude_unset=True, exclude={"severity", "summary"})
         alarms.open(key, self.severity, self.summary, **more)
 
 
 class RemoteAlarms:
-    """Takes the place of `Alarms` on nodes that do not lead: what is open travels to the leader with the next beat."""
+    """Replaces `Alarms` on nodes that do not lead: open alarms travel to the leader with the next beat."""
 
     def __init__(self) -> None:
         self.findings: dict[str, PeerFinding] = {}
 
     def open_keys(self) -> list[str]:
-        """Of what is open."""
         return list(self.findings)
 
     def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
@@ -70,12 +68,12 @@ class NodeReport(BaseModel):
     """`RUN/watchdog/nodes/N.json`: what the agent of a node reports with every beat.
 
     Attributes:
-        time, attempt, host, pid: of the agent; the attempt is what all nodes of a start have in common.
+        time, attempt, host, pid: of the agent; the attempt is shared by all nodes of a start.
         segment: number of the start; 0 until it is known.
-        stalled: where its ranks stand if they make no progress; else empty.
+        stalled: positions of its ranks if they make no progress; else empty.
         findings: open alarms by key, if it does not lead.
         windows: by rank, the number of the last window of steps and the rank's own seconds of a typical step.
-        ended: its ranks have ended, and nothing follows.
+        ended: its ranks have ended; this is the last report.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -100,7 +98,7 @@ class PeerNode:
         self.report: NodeReport | None = None
 
     def read(self, attempt: str) -> None:
-        """Look at its file; one of another attempt is of no interest."""
+        """Read its file; ignore a report of another attempt."""
         report, before = state_files.view(self._path, NodeReport), self.report
         if report is None or report.attempt != attempt:
             return
@@ -110,7 +108,7 @@ class PeerNode:
 
     @property
     def silence(self) -> float:
-        """Seconds since its agent gave a sign, or since this one began if it never did."""
+        """Seconds since its agent's last sign of life, or since this agent started if there was none."""
         return time.monotonic() - self._heard
 
     @property
@@ -123,15 +121,15 @@ class PeerNode:
         return self.report is not None and self.report.ended
 
     def standings(self, since: float = -math.inf) -> list[RankSnapshot]:
-        """Where its ranks stand that make no progress; empty unless it has said so since then (`time.monotonic()`)."""
+        """Positions of its stalled ranks; empty unless reported since then (`time.monotonic()`)."""
         return self.report.stalled if self.report is not None and self._heard >= since else []
 
 
 class PeerNodes:
-    """All nodes of a job as the agent of one, number `node` of `count`, sees them.
+    """All nodes of a job as seen by the agent of node `node` of `count`.
 
     Args:
-        beat, silent: seconds between two signs of life; without any, after which an agent counts as gone.
+        beat, silent: seconds between two signs of life, and without one until an agent counts as gone.
     """
 
     def __init__(self, directory: Path, node: int, count: int, attempt: str, *, beat: float, silent: float) -> None:
@@ -141,7 +139,7 @@ class PeerNodes:
         self._news: Any = None
         self.others = [PeerNode(number, self._directory) for number in range(count) if number != node]
         self.before = self.others[:node]
-        """Those of lower number: the first of a job that is not silent speaks for it."""
+        """Nodes with a lower number: the first of a job that is not silent leads it."""
 
     def write(
         self,
@@ -152,7 +150,7 @@ class PeerNodes:
         *,
         ended: bool = False,
     ) -> None:
-        """This node's report (see `NodeReport`), when a beat is due or there is news."""
+        """Write this node's report (see `NodeReport`) when a beat is due or something changed."""
         news = (segment, bool(stalled), set(findings), ended)
         if not self.others or (news == self._news and time.monotonic() - self._written < self.beat):
             return
@@ -173,12 +171,12 @@ class PeerNodes:
             replace_file(self._directory / f"{self.node}.json", text)
 
     def read(self, *, all_: bool, at_once: bool = False) -> bool:
-        """Look at the other nodes' files, once a beat; whether it was done.
+        """Read the other nodes' files, once per beat; returns whether they were read.
 
         Args:
-            all_: at those of all; else only at those of lower number, up to one that is not silent: with many nodes,
-                only few need to know all.
-            at_once: although they were read a moment ago.
+            all_: read all; else only those with a lower number, up to one that is not silent, which keeps the load low
+                with many nodes.
+            at_once: even if they were read a moment ago.
         """
         if not self.others or (not at_once and time.monotonic() - self._read < self.beat):
             return False
@@ -194,33 +192,33 @@ class PeerNodes:
 
     @property
     def leads(self) -> bool:
-        """Whether this node speaks for the job: the first whose agent is not silent."""
+        """Whether this node leads the job: the first whose agent is not silent."""
         return all(map(self.is_silent, self.before))
 
     # ------------------------------------------------------------------ a stall, an end
 
     @property
     def leader_stalls(self) -> bool:
-        """Whether the node that speaks for the job says that its ranks make no progress."""
+        """Whether the leading node reports that its ranks make no progress."""
         leader = next((other for other in self.before if not self.is_silent(other)), None)
         return leader is not None and bool(leader.standings())
 
     def standings(self, since: float) -> list[RankSnapshot]:
-        """Where the ranks of the other nodes stand that make no progress, as far as they have said so since then."""
+        """Positions of the other nodes' stalled ranks, as reported since then."""
         return [standing for other in self.others for standing in other.standings(since)]
 
     def untold(self, since: float) -> list[str]:
-        """Hosts that give signs, and have not said since then where their ranks stand, or that they have ended."""
+        """Hosts that are alive but have reported neither positions since then nor their end."""
         heard = [other for other in self.others if other.silence <= _QUIET * self.beat and not other.ended]
         return [other.name for other in heard if not other.standings(since)]
 
     @property
     def patience(self) -> float:
-        """Seconds after which it is known of every other node whether it still gives signs."""
+        """Seconds after which every other node is known to be alive or silent."""
         return (_QUIET + 1) * self.beat
 
     def quiet(self) -> dict[str, float]:
-        """Hosts that have not ended and have given no sign for some beats, and for how many seconds."""
+        """Hosts that have not ended but are silent for some beats, with the seconds of silence."""
         silences = {other.name: other.silence for other in self.others if not other.ended}
         return {name: silence for name, silence in silences.items() if silence > _QUIET * self.beat}
 

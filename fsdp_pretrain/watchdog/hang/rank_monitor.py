@@ -18,22 +18,22 @@ from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase, Reader, is_exitin
 from .stacks import Dumps, Stack
 
 _WEDGED_AFTER = 5.0
-"""Seconds without a sign of the thread beside the main one: it beats every second."""
+"""Seconds without a beat of the thread that beats every second."""
 
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Where a rank stands that makes no progress; travels between nodes.
+    """The position of a rank that makes no progress; sent between nodes.
 
     Attributes:
         step, phase, beats: of its page.
         still: seconds since its last beat.
         state: of the process, a letter of `ps`.
         wedged: its interpreter runs no other thread either.
-        collective: name of the collective operation it waits in, if any.
-        place: innermost frame, in words.
-        group: what ranks that wait for the same thing have in common.
-        reading: the file of data that it is in the middle of reading, if any.
+        collective: name of the collective it waits in, if any.
+        place: innermost frame, as text.
+        group: equal for ranks that wait for the same thing.
+        reading: the data file that it is reading, if any.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Rank:
         self.stack: Stack | None = None
 
     def look(self) -> None:
-        """Read its page; the first time, hold on to its process."""
+        """Read its page; the first time, open a pidfd of its process."""
         if self._reader is None:
             try:
                 self._reader = Reader(self._path)
@@ -85,20 +85,20 @@ class Rank:
             self.let_go()
 
     def let_go(self) -> None:
-        """Its process has ended."""
+        """Its process has ended: close the pidfd."""
         self.gone = True
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
     def signal(self, number: int) -> None:
-        """Signal its process, and no other that has its number now."""
+        """Signal its process, never another one that reuses its pid."""
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self.descriptor, number)
 
     def ask_stack(self) -> None:
-        """Have it write down where it stands."""
+        """Request a stack dump."""
         self.dumps.skip()
         self.signal(signal.SIGUSR2)
 
@@ -110,7 +110,7 @@ class Rank:
         return next((files[f"{thread:x}"] for thread in stack.readers if f"{thread:x}" in files), "")
 
     def standing(self) -> RankSnapshot | None:
-        """Where it stands, with the latest stack; None if it never showed itself."""
+        """Its position, with the latest stack; None if it never wrote its page."""
         beat, stack = self.beat, self.stack
         if beat is None:
             return None
@@ -133,7 +133,7 @@ class Rank:
 
 
 class RankMonitor:
-    """All ranks of this node, and `launcher`, the id of the process that started them."""
+    """All ranks of this node; `launcher` is the pid of the process that started them."""
 
     def __init__(self, numbers: range, pages: Path, launcher: int) -> None:
         self.all = [Rank(number, pages) for number in numbers]
@@ -149,7 +149,7 @@ class RankMonitor:
 
     @property
     def launcher_gone(self) -> bool:
-        """Whether what started the ranks has ended, or is about to."""
+        """Whether the launcher has ended, or is about to."""
         return self._launcher_pid is None or is_exiting(self._launcher_pid)
 
     def look(self) -> None:
@@ -160,7 +160,7 @@ class RankMonitor:
                 self._poll.register(rank.descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> list[Rank]:
-        """Sleep, but not longer than until a rank or the launcher ends; the ranks that ended."""
+        """Sleep until the time is over or a rank or the launcher ends; returns the ranks that ended."""
         ended = []
         for descriptor, _ in self._poll.poll(max(0.0, seconds) * 1000):
             self._poll.unregister(descriptor)
@@ -179,28 +179,28 @@ class RankMonitor:
 
     @property
     def beats(self) -> list[Beat]:
-        """The last beats of those that have shown themselves."""
+        """The last beat of every rank that has a page."""
         return [rank.beat for rank in self.all if rank.beat is not None]
 
     def pids(self) -> list[int]:
         return [rank.beat.pid for rank in self.alive if rank.beat is not None]
 
     def reached(self) -> int:
-        """The newest step that any has begun; 0 before."""
+        """The newest step that any rank has started; 0 before."""
         return max((beat.step for beat in self.beats), default=0)
 
     @property
     def segment(self) -> int:
-        """Number of the start they belong to; 0 as long as it is not known."""
+        """Number of the start they belong to; 0 until it is known."""
         return max((beat.segment for beat in self.beats), default=0)
 
     @property
     def progress(self) -> int:
-        """The beats of all together."""
+        """The number of beats of all ranks."""
         return sum(beat.beats for beat in self.beats)
 
     def still(self) -> float:
-        """Seconds since the last phase of any began; 0 before the first."""
+        """Seconds since the last beat of any rank; 0 before the first."""
         since = max((beat.phase_at for beat in self.beats), default=0)
         return (monotonic_ns() - since) / 1e9 if since else 0.0
 
@@ -212,15 +212,15 @@ class RankMonitor:
         return [standing for rank in self.all if (standing := rank.standing()) is not None]
 
     def kill(self) -> None:
-        """End all at once: SIGKILL ends stopped and wedged processes too. Stopped first, so that none lives to see the
-        end of another and to say something else about it."""
+        """End all at once. SIGKILL ends even stopped and wedged processes; SIGSTOP first, so that no rank sees another
+        end and records a wrong reason."""
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for rank in self.alive:
                 rank.signal(number)
 
 
 def killed_for_memory() -> str:
-    """What to say if the kernel has killed something in this container for its memory; else empty."""
+    """A message suffix if the OOM killer has killed processes in this container; else empty."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError):
             found = re.search(r"^oom_kill ([1-9]\d*)$", Path(path).read_text(), re.MULTILINE)

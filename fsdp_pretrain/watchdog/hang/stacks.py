@@ -1,4 +1,4 @@
-"""Where ranks stand: stack dumps made by a signal at C level, and what they say about who waits for whom. No torch."""
+"""Stack dumps, made by a signal handler at C level, and what they say about who waits for whom. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _OURS = re.compile(r"^(?!.*site-packages/torch).*/(?:fsdp_pretrain|data|eval)/")
 _NEAR = 6
-"""Innermost frames that are looked at."""
+"""Number of innermost frames that are compared."""
 
 
 class Frame(NamedTuple):
@@ -34,7 +34,7 @@ class Stack:
 
     @property
     def collective(self) -> str | None:
-        """Name of the collective operation it is in; None if it is in none."""
+        """Name of the collective it is in, if any."""
         names = [frame.name for frame in self.signature if "/torch/distributed/" in frame.file]
         return names[-1] if names else None
 
@@ -45,7 +45,7 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """Where it is in words: the innermost frame, and the innermost one of this project if that is another."""
+        """The innermost frame, and the innermost one of this project if that is another, as text."""
         if not self.frames:
             return "unknown"
         inner, own = self.frames[0], self._own
@@ -53,18 +53,18 @@ class Stack:
 
     @property
     def signature(self) -> tuple[Frame, ...]:
-        """What tells one place from another, and stays the same while it stands still."""
+        """Identifies a position, and stays the same while the thread does not move."""
         return self.frames[:_NEAR]
 
     @property
     def group(self) -> tuple[str, ...]:
-        """What ranks that wait for the same thing have in common: collective and caller of ours, without lines."""
+        """Equal for ranks that wait for the same thing: collective and caller of this project, without line numbers."""
         own = self._own
         return (self.collective or "", "" if own is None else f"{Path(own.file).name}:{own.name}")
 
 
 class Dumps:
-    """The dumps of one rank, as they are added to its file."""
+    """The dumps of one rank, as they are appended to its file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -72,7 +72,7 @@ class Dumps:
         self.text = ""
 
     def skip(self) -> None:
-        """Pass over what is there."""
+        """Skip what is already in the file."""
         self.text = ""
         try:
             self._offset = self._path.stat().st_size
@@ -80,7 +80,7 @@ class Dumps:
             self._offset = 0
 
     def latest(self) -> Stack | None:
-        """The main thread in the dump made since `skip`; None if nothing new is there. The dump is in `text`."""
+        """The main thread in a dump made since `skip`; None if there is nothing new. The dump is in `text`."""
         try:
             with self._path.open(encoding="utf-8", errors="replace") as file:
                 if self._main is None:
@@ -99,7 +99,7 @@ class Dumps:
 
 
 def _reads_data(frame: Frame) -> bool:
-    """Whether the thread reads: while it waits for the next read it is not in this function."""
+    """Whether the thread is reading: between two reads it is not in this function."""
     return frame.file.endswith("data/corpus/reading.py") and frame.name == "_read"
 
 

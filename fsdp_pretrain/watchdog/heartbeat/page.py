@@ -1,10 +1,10 @@
-"""Heartbeats of the ranks of a node, in shared memory: written in under a microsecond, read by anyone at any time.
+"""Heartbeats of the ranks of a node, in shared memory: written in under a microsecond, readable at any time.
 
-Each rank has a page, a file in memory that only it writes. A beat is a few stores and no system call, so it may stand
-in the innermost loop; a reader never makes a rank wait, and reads on when the interpreter of the rank is wedged. A
-sequence number that is odd during a write tells readers to look again.
+Each rank has a page, a file in memory that only it writes. A beat is a few stores and no system call, so it may be in
+the innermost loop; readers never block a rank, and can read while its interpreter is wedged. A sequence number that is
+odd during a write tells readers to retry (a seqlock).
 
-Times are `time.monotonic_ns()`, one clock for all processes of a node; steps of the wall clock do not exist here.
+Times are `time.monotonic_ns()`, one clock for all processes of a node, unaffected by jumps of the wall clock.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Phase(IntEnum):
 
 
 class Beat(NamedTuple):
-    """What a page held at one instant; it is laid out in this order, after a magic number and the sequence number.
+    """The content of a page at one instant, laid out in this order after a magic number and the sequence number.
 
     Attributes:
-        pid, started: the process, and its start in clock ticks since boot: a process id alone may be used again.
+        pid, started: the process, and its start in clock ticks since boot, since pids are reused.
         rank, segment: whose page this is; the segment is 0 until it is known.
-        alive_at: when a thread of the rank last ran beside the main one: stale while the interpreter is wedged.
-        step: the step it is in.
-        phase: what it does.
-        beats: how many beats there were; grows with every one.
-        phase_at, step_at: when phase and step began, `time.monotonic_ns()`.
-        window: how many windows of steps were measured.
-        own: seconds of a typical step of the last window that did not depend on other ranks; NaN if not known.
+        alive_at: when the rank's background thread last ran: stale while the interpreter is wedged.
+        step: the current step.
+        phase: the current phase.
+        beats: number of beats.
+        phase_at, step_at: when phase and step started, `time.monotonic_ns()`.
+        window: number of measured windows of steps.
+        own: own seconds (not waiting for other ranks) of a typical step of the last window; NaN if not known.
     """
 
     pid: int
@@ -71,7 +71,7 @@ _AT_STEP, _AT_PHASE, _AT_WINDOW = (8 * _PLACE[name] for name in ("step", "phase"
 _DATA, _ALIVE, _SEGMENT, _BEATS = int(Phase.DATA), _PLACE["alive_at"], _PLACE["segment"], _PLACE["beats"]
 _PHASE = _PLACE["phase"] - _PLACE["pid"]
 _PF_EXITING = 0x4
-"""Of the flags in `/proc/PID/stat`: include/linux/sched.h."""
+"""Flag in `/proc/PID/stat`: include/linux/sched.h."""
 
 
 def _stat(pid: int) -> list[str]:
@@ -93,13 +93,13 @@ def process_state(pid: int) -> str:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the main thread of a process is on its way out, or there is no such process: the kernel ends children
-    that want to die with it (`PR_SET_PDEATHSIG`) a moment before it says that the process has ended."""
+    """Whether the main thread of a process is exiting, or there is no such process: the kernel kills children with
+    `PR_SET_PDEATHSIG` a moment before it reports the end of the process."""
     return not (stat := _stat(pid)) or bool(int(stat[6]) & _PF_EXITING)
 
 
 class Page:
-    """A rank's own page; one that is there already is replaced."""
+    """A rank's own page; an existing one is replaced."""
 
     def __init__(self, path: Path, *, rank: int, segment: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class Page:
         partial.rename(path)
 
     def beat(self, phase: int) -> None:
-        """Another phase begins, or the present one goes on."""
+        """Enter a phase, or show progress in the current one."""
         self._beats += 1
         self._q[1] = 2 * self._beats - 1
         _BEAT.pack_into(self._memory, _AT_PHASE, phase, self._beats, monotonic_ns())
@@ -131,8 +131,8 @@ class Page:
         self._q[1] = 2 * self._beats
 
     def alive(self, note: bytes = b"") -> None:
-        """A thread beside the main one runs, which may leave a note of up to 3 kB. Needs no sequence number: the time
-        is one store, and a note that is being changed is no evidence of a rank that stands still."""
+        """Beat of the background thread, with an optional note of up to 3 kB. Needs no sequence number: the time is one
+        store, and a note that is being changed is no evidence of a hang."""
         if note != self._note and len(note) < _SIZE - _AT_NOTE:
             self._memory[_AT_NOTE : _AT_NOTE + len(note) + 1] = note + b"\0"
             self._note = note
@@ -150,7 +150,7 @@ class Page:
 
 
 class Reader:
-    """Looks at a page again and again. Raises OSError if there is none, or it is being made."""
+    """Reads a page repeatedly. Raises OSError if there is none, or it is being created."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -160,8 +160,8 @@ class Reader:
                 raise OSError(f"{path}: {error}") from None
 
     def look(self) -> Beat | None:
-        """What it holds; None if it is no page."""
-        for _ in range(100):  # a writer killed in the middle: as it stands
+        """The current beat; None if it is no page."""
+        for _ in range(100):  # if the writer was killed in the middle, take it as it is
             magic, before, *values = _WHOLE.unpack_from(self._memory)
             after = _SEQUENCE.unpack_from(self._memory, 8)[0]
             if before == after and before % 2 == 0:
@@ -172,12 +172,12 @@ class Reader:
         return Beat._make(values)
 
     def note(self) -> bytes:
-        """The note that the thread beside the main one left last."""
+        """The last note of the background thread."""
         return self._memory[_AT_NOTE:].partition(b"\0")[0]
 
 
 def read(path: Path) -> Beat | None:
-    """What a page holds; None if there is none, or it is being made."""
+    """The beat on a page; None if there is no page, or it is being created."""
     try:
         return Reader(path).look()
     except OSError:

@@ -1,7 +1,7 @@
 """A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent process. No torch.
 
 Nothing here can make a rank wait or fail: a rank without a working watchdog trains on. The agent is started before the
-ranks meet, so that a rendezvous that hangs is seen too, and started again when it was killed.
+rendezvous, so that a hang there is seen too, and restarted if it was killed.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ _INTERVAL = 1.0
 _OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _LOG_SECONDS = 5.0
 _RESTARTS = 10
-"""An agent that ends more often by itself is broken: training goes on without it."""
+"""An agent that ends more often is broken: training continues without it."""
 
 
 class Heartbeat:
-    """What the training loop says about itself; this one is for runs without a watchdog and does nothing."""
+    """What the training loop reports about itself; this base class, for runs without a watchdog, does nothing."""
 
     def beat(self, phase: Phase) -> None:
-        """Another phase begins."""
+        """A phase starts."""
 
     def step(self, step: int) -> None:
-        """A step begins, with reading data."""
+        """A step starts, with reading data."""
 
     def measured(self, window: int, own: float) -> None:
-        """What the steps of a window typically needed of this rank's own time, seconds."""
+        """A rank's own seconds of a typical step of this window."""
 
     def belongs_to(self, segment: int) -> None:
-        """The number of this start has become known."""
+        """The segment number is known."""
 
     def close(self) -> None:
-        """The rank ends in order: what it does from here on is no hang, its end no death."""
+        """The rank ends in order: from here on nothing is a hang, and its end is no failure."""
 
 
 class PageHeartbeat(Heartbeat):
     """The heartbeat of a watched rank, written into its page.
 
     Args:
-        reading: the file that each thread reads, or read last, by thread identity.
+        reading: the file that each thread reads or last read, by thread identity.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class PageHeartbeat(Heartbeat):
         self._stacks = (pages / f"rank-{rank}.stacks").open("w", encoding="utf-8")
         self._stacks.write(f"main 0x{threading.main_thread().ident:016x}\n")
         self._stacks.flush()
-        # Before the page is there: who sees it may send the signal. At C level, so a wedged interpreter dumps too.
+        # Before the page exists: whoever sees it may send the signal. At C level, so a wedged interpreter dumps too.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
         self._page = Page(pages / f"rank-{rank}.page", rank=rank, segment=0)
-        # No call in between, so a beat is under 1 us.
+        # Bound directly, without a call in between, so a beat takes under 1 us.
         self.beat, self.measured = self._page.beat, self._page.measured  # type: ignore[method-assign]
         threading.Thread(target=self._stay_alive, name="watchdog-alive", daemon=True).start()
         self._agent: AgentProcess | None = None
@@ -115,7 +115,7 @@ class PageHeartbeat(Heartbeat):
 
 
 class AgentProcess:
-    """The agent process of this node, as the rank sees it that starts it; `process` is the one started last."""
+    """The agent process of this node, managed by the rank that starts it; `process` is the latest one."""
 
     def __init__(self, config: Config, pages: Path, *, node: int, nodes: int, ranks: range) -> None:
         self._config, self._run, self._pages = config.to_toml(), config.run.dir, pages
@@ -129,14 +129,14 @@ class AgentProcess:
         self.tend()
 
     def pass_id(self) -> None:
-        """Leave the id of the run directory beside the pages, if it is known: it writes nothing there before."""
+        """Leave the id of the run directory beside the pages once known: the agent writes nothing there before."""
         known = run_id.bound_to(self._run)
         if known is not None:
             with contextlib.suppress(StorageError):
                 run_id.give(self._pages, known)
 
     def tend(self) -> None:
-        """Start it if it does not run."""
+        """Start it if it is not running."""
         if self._starts > _RESTARTS or (self.process is not None and self.process.poll() is None):
             return
         again = ["--again", str(self._starts)] if self._starts else []
@@ -145,7 +145,7 @@ class AgentProcess:
             with Worker("agent-log").call(self._open_log, _LOG_SECONDS) as output:
                 self.process = self._spawn(again, output.fileno())
         except OSError:
-            with contextlib.suppress(OSError):  # the run directory is full, away, hangs, or is not made yet
+            with contextlib.suppress(OSError):  # the run directory is full, gone, hanging, or not created yet
                 self.process = self._spawn(again, subprocess.DEVNULL)
 
     def _open_log(self) -> BinaryIO:
@@ -163,7 +163,7 @@ class AgentProcess:
 
 
 def folder(run: Path) -> Path:
-    """Where the pages of this attempt are: in memory, the same for all ranks of a node, another for every attempt."""
+    """The folder of this attempt's pages: in memory, shared by all ranks of a node, new for every attempt."""
     names = (*_OF_ALL_NODES, "TORCHELASTIC_RESTART_COUNT")
     attempt = [str(run), socket.gethostname(), str(os.getppid()), *(os.environ.get(name, "") for name in names)]
     if "MASTER_PORT" not in os.environ:
@@ -173,19 +173,19 @@ def folder(run: Path) -> Path:
 
 
 def root() -> Path:
-    """Where pages of all runs of this user are: file systems in memory first."""
+    """The folder for the pages of all runs of this user, in memory if possible."""
     shared = Path("/dev/shm")
     base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"fsdp-pretrain-{os.getuid()}"
 
 
 def sweep(base: Path, spare: Path) -> None:
-    """Remove what agents that were killed left behind: folders whose ranks are all gone."""
+    """Remove folders that killed agents left behind, if all their ranks are gone."""
     for found in base.iterdir() if base.is_dir() else ():
         try:
             beats = [read(path) for path in found.glob("*.page")]
             old = time.time() - found.stat().st_mtime > 60
-        except OSError:  # another agent removes it
+        except OSError:  # another agent is removing it
             continue
         if found != spare and old and not any(beat is not None and is_alive(beat) for beat in beats):
             shutil.rmtree(found, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Alarms: one incident, one key; opened, raised in severity, acknowledged, resolved. No torch.
+"""Alarms: one key per incident; opened, raised in severity, acknowledged, resolved. No torch.
 
-Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open ones are found again after the process
-that keeps them was killed. What is *sent* is decided elsewhere (see `throttle`): an incident that comes and goes, or
-that follows from a worse one, is written down each time and sent once.
+Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open alarms are restored after a restart. What
+is *sent* is decided elsewhere (see `throttle`): an incident that comes and goes, or that follows from a worse one, is
+recorded each time and sent once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ State = Literal["open", "acknowledged", "resolved"]
 
 @dataclass(frozen=True)
 class Alarm:
-    """An incident as it stands.
+    """The present state of an incident.
 
     Attributes:
         key: `detector` or `detector/scope`, e.g. `hang` or `straggler/rank-3`: the same incident has the same key.
-        severity: the highest it has had since it was opened.
+        severity: the highest since it was opened.
         state: open; acknowledged: a person knows; resolved.
         summary: what, in one line with the numbers.
         effect, remedy: what it means, what to do.
@@ -55,7 +55,6 @@ class Alarm:
 
     @property
     def detector(self) -> str:
-        """The part of the key before the scope."""
         return self.key.partition("/")[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -74,9 +73,9 @@ class Alarms:
     """All alarms of a run. One process writes them.
 
     Args:
-        path: `alarms.jsonl`; read if it exists. What a full disk does not take is written once there is room.
-        on_change: called with every transition: the alarm, and what it was before (None: new). It precedes the write:
-            the file may be on a mount that hangs, and that has to be reported too.
+        path: `alarms.jsonl`; read if it exists. What a full disk does not take is written once there is space.
+        on_change: called with every transition: the alarm, and its previous state (None: new). Called before the write,
+            since the file may be on a mount that hangs, which must be reported too.
     """
 
     def __init__(self, path: Path, on_change: Callable[[Alarm, Alarm | None], None]) -> None:
@@ -87,12 +86,11 @@ class Alarms:
         return iter([alarm for alarm in self._known.values() if alarm.state != "resolved"])
 
     def open_keys(self) -> list[str]:
-        """Of the alarms that are open."""
         return [alarm.key for alarm in self]
 
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> Alarm:
-        """Open an incident, or bring it up to date. It is reported when it is new, its severity rises, or it is
-        `revised`: more is known than was reported."""
+        """Open or update an incident. A change is reported if it is new, its severity rises, or it is `revised`: more
+        is known than was reported."""
         before, time = self._known.get(key), now()
         if before is None or before.state == "resolved":
             count = 1 if before is None else before.count + 1
@@ -102,21 +100,21 @@ class Alarms:
             state: State = "open" if worst > before.severity else before.state
             alarm = replace(before, severity=worst, state=state, summary=summary, **more)
             if worst == before.severity and not revised:
-                self._known[key] = alarm  # the same incident with newer numbers: nothing to write or report
+                self._known[key] = alarm  # only newer numbers: nothing to write or report
                 return alarm
             alarm = replace(alarm, changed=time)
         self._enter(alarm, before)
         return alarm
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
-        """An incident has ended; nothing happens if there is none."""
+        """Resolve an incident, if it is open."""
         before = self._known.get(key)
         if before is not None and before.state != "resolved":
             summary = summary or before.summary
             self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step), before)
 
     def acknowledge(self, key: str, by: str = "") -> bool:
-        """A person (`by`) takes it: no more reminders. Whether there is such an open alarm."""
+        """A person (`by`) takes it: no more reminders. Returns whether there is such an open alarm."""
         before = self._known.get(key)
         if before is None or before.state == "resolved":
             return False
@@ -130,12 +128,12 @@ class Alarms:
         self._file.write(json.dumps(alarm.to_json()))
 
     def close(self) -> bool:
-        """Write what waits, if it can be, and close the file. Whether all is written."""
+        """Write what is pending, if possible, and close the file. Returns whether all is written."""
         return self._file.close()
 
 
 def read_alarms(path: Path) -> list[Alarm]:
-    """Every alarm there has been, as it stands, in the order of their first opening; damaged lines are left out."""
+    """The present state of every alarm, in the order of first opening; damaged lines are skipped."""
     known: dict[str, Alarm] = {}
     with contextlib.suppress(OSError):
         for alarm, _ in read_lines(path, _alarm):

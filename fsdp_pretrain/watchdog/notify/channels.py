@@ -1,7 +1,7 @@
-"""The ways a message leaves: Slack, a webhook, PagerDuty, mail, a command. Standard library only, no torch.
+"""Notification channels: Slack, a webhook, PagerDuty, mail, a command. Standard library only, no torch.
 
-A channel sends one note or raises `DeliveryError`. What an error says can be shown to anybody: never a URL (its host at
-most), a key or what a server answered.
+A channel sends one note or raises `DeliveryError`. Error texts can be shown to anybody: they hold no URL (the host at
+most), key or server response.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from .formatting import Note
 
 CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
-"""Longer than to connect: a request that got through and is sent again arrives twice."""
+"""Longer than to connect: retrying a request that got through delivers it twice."""
 _COMMAND_SECONDS = 10.0
 _REFUSED = frozenset({400, 413, 415, 422})
-"""Answers that say the message is wrong, and not that the way to it is closed."""
+"""Status codes that blame the message, not the connection."""
 _PAGERDUTY_SEVERITY = {"INFO": "info", "WARN": "warning", "CRIT": "critical"}
 
 
 class DeliveryError(Exception):
-    """A note was not delivered. The text says why, fit to be shown; `refused`: the receiver will never take this note,
-    but may take others."""
+    """A note was not delivered. The text is safe to show; `refused`: the receiver will never take this note, but may
+    take others."""
 
     def __init__(self, text: str, *, refused: bool = False) -> None:
         super().__init__(text)
@@ -61,12 +61,12 @@ class DeliveryError(Exception):
 
 
 class Channel(ABC):
-    """One way out, made from its table and the environment that holds its secrets; ValueError if it cannot work.
+    """A channel, made from its config table and the environment with its secrets; ValueError if it cannot work.
 
     Attributes:
         name: of its table in the configuration.
-        least: least severity that is sent.
-        digest_every: seconds that held-back messages are collected.
+        least: minimum severity that is sent.
+        digest_every: seconds for which held-back messages are collected.
     """
 
     name: str
@@ -90,7 +90,6 @@ class SlackChannel(Channel):
         self._url = _url(section.url_env, section.url_file, environment)
 
     def send(self, note: Note) -> None:
-        """Post `{"text": ...}`."""
         _post(self._url, {"text": "\n".join([f"*{_slack(note.title)}*", *map(_slack, note.lines)])})
 
 
@@ -105,12 +104,11 @@ class WebhookChannel(Channel):
         self._url = _url(section.url_env, section.url_file, environment)
 
     def send(self, note: Note) -> None:
-        """Post the note."""
         _post(self._url, asdict(note), {"Idempotency-Key": note.id}, self._key)
 
 
 class PagerDutyChannel(Channel):
-    """Events API v2: the alarm's key is the incident."""
+    """Events API v2: the alarm's key identifies the incident."""
 
     name = "pagerduty"
 
@@ -119,7 +117,6 @@ class PagerDutyChannel(Channel):
         self._url, self._key = section.url, secret(section.key_env, section.key_file, environment)
 
     def send(self, note: Note) -> None:
-        """Trigger, acknowledge or resolve."""
         action = {"resolved": "resolve", "acknowledged": "acknowledge"}.get(note.kind, "trigger")
         event: dict[str, object] = {
             "routing_key": self._key,
@@ -154,7 +151,7 @@ class EmailChannel(Channel):
             self._password = secret(section.password_env, section.password_file, environment)
 
     def send(self, note: Note) -> None:
-        """One mail; its Message-ID is the note's, so that a second copy is known as one."""
+        """Send one mail; its Message-ID is the note's, so that duplicates are recognised."""
         mail = EmailMessage()
         mail["Subject"], mail["From"], mail["To"] = note.title, self._section.sender, ", ".join(self._section.to)
         mail["Message-ID"] = f"<{note.id}@fsdp-pretrain>"
@@ -185,7 +182,7 @@ class EmailChannel(Channel):
             assert server.sock is not None
             server.sock.settimeout(_ANSWER_SECONDS)
             server.send_message(mail)
-            with contextlib.suppress(smtplib.SMTPException, OSError):  # it was accepted
+            with contextlib.suppress(smtplib.SMTPException, OSError):  # it was accepted already
                 server.quit()
         finally:
             server.close()
@@ -221,10 +218,10 @@ _CHANNELS: dict[type, Callable[[Any, Mapping[str, str]], Channel]] = {
 
 
 def make_channels(section: NotifySection, environment: Mapping[str, str] = os.environ) -> list[Channel]:
-    """The channels that are configured.
+    """The configured channels.
 
     Raises:
-        ConfigError: listing every secret that is missing or badly kept, and every program that is not there.
+        ConfigError: lists every secret that is missing or readable by others, and every missing program.
     """
     found: list[Channel] = []
     problems: list[str] = []
@@ -245,7 +242,7 @@ def make_channels(section: NotifySection, environment: Mapping[str, str] = os.en
 
 
 def secret(variable: str, file: Path | None, environment: Mapping[str, str]) -> str:
-    """A secret from its file, or else its variable. Raises ValueError that does not show it."""
+    """A secret from its file, or else its variable. Raises ValueError, which does not contain it."""
     if file is None:
         value = environment.get(variable, "").strip()
         if not value:
@@ -277,7 +274,7 @@ def _url(variable: str, file: Path | None, environment: Mapping[str, str]) -> st
 
 
 class _Patience:
-    """Of a connection: a short time to connect and send, a longer one for the answer."""
+    """Connection timeouts: short to connect and send, longer for the response."""
 
     sock: socket.socket
 
@@ -304,14 +301,14 @@ class _PatientHandler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect turns a POST into a GET of, mostly, a log-in page, whose 200 would look like a delivery."""
+    """Refuses redirects: a POST becomes a GET, often of a log-in page, whose 200 would look like a delivery."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
 
 
 def fetch(url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> None:
-    """GET a URL, or POST a body to it, by the proxies of the environment. Raises DeliveryError."""
+    """GET a URL, or POST a body to it, through the proxies of the environment. Raises DeliveryError."""
     host = urlsplit(url).hostname
     request = urllib.request.Request(url, data=body, headers={"User-Agent": "fsdp-pretrain", **(headers or {})})
     opener = urllib.request.build_opener(_PatientHandler, _NoRedirect)
@@ -332,7 +329,7 @@ def _post(url: str, content: object, headers: Mapping[str, str] | None = None, k
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in words that cannot hold a part of a URL."""
+    """What went wrong, in words that cannot contain a part of a URL."""
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, BaseException):
         return _reason(error.reason)
     if isinstance(error, TimeoutError):
@@ -353,7 +350,7 @@ def _sendmail() -> str | None:
 
 
 def _run(argv: list[str], text: bytes, environment: Mapping[str, str]) -> None:
-    """Run a program, which gets the text as its input. Raises DeliveryError."""
+    """Run a program with the text as its input. Raises DeliveryError."""
     try:
         code = run_program(argv, _COMMAND_SECONDS, text=text, environment=environment).returncode
     except NoAnswerError:

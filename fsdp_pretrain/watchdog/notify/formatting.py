@@ -1,4 +1,4 @@
-"""What a message says: one line that is enough on a phone, then what, since when, at risk, done, to do. No torch."""
+"""Formats messages: a title that suffices on a phone, then details, risk, actions and advice. No torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ _DIGEST_LINES = 50
 
 @dataclass(frozen=True)
 class MessageSender:
-    """The sender: name of the run, path of its directory for the commands that a message proposes, number of the start,
-    host of the watchdog."""
+    """The sender: name of the run, its directory for proposed commands, number of the start, host of the watchdog."""
 
     run: str
     path: str
@@ -41,8 +40,8 @@ class MessageSender:
 
 @dataclass(frozen=True)
 class Note:
-    """A message as channels send it: a webhook all of it as JSON, the others what they show. `id` is the same whenever
-    the same message is made; `time` is when it was made."""
+    """A message as channels send it: a webhook sends all of it as JSON, the others what they show. `id` is the same
+    whenever the same message is made; `time` is when it was made."""
 
     id: str
     kind: str
@@ -109,7 +108,7 @@ def make_note(message: Message, identity: MessageSender, snapshot: Snapshot | No
 
 
 def test_note(identity: MessageSender, kind: Literal["open", "resolved"]) -> Note:
-    """A message that only shows that messages arrive; opened and resolved, so that no incident stays open."""
+    """A message that tests delivery; opened and resolved, so that no incident stays open."""
     alarm = Alarm("test", Severity.INFO, kind, "this is a test, nothing is wrong", opened=now(), changed=now())
     return make_note(Message(kind, alarm), identity)
 
@@ -147,7 +146,6 @@ def _at_risk(snapshot: Snapshot | None) -> str:
 
 
 def _digest(message: Message) -> Alarm:
-    """A digest in the form of an alarm."""
     count = sum(number for _, number in message.held)
     worst = max((alarm.severity for alarm, _ in message.held), default=Severity.INFO)
     text = f"{count} message{'s' if count != 1 else ''} held back, about {len(message.held)} alarms"

@@ -1,8 +1,7 @@
-"""Alarms reach people: every channel has a thread that decides, spools and sends. No torch.
+"""Delivers alarms to people: every channel has a thread that decides, spools and sends. No torch.
 
-The watchdog hands over and goes on. A message is on disk before it is sent and leaves the disk when it has arrived, so
-an endpoint that is down and a watchdog that is killed lose nothing. A kill between the arrival and the note of it makes
-a message arrive twice; its `id` shows that.
+The watchdog hands over without waiting. A message is on disk from before it is sent until it has arrived, so neither a
+channel that is down nor a killed watchdog loses any. A kill just after delivery causes a duplicate, with the same `id`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from .snapshot import Snapshot
 from .throttle import AlertThrottle
 
 RETRIES = (1.0, 5.0, 30.0, 120.0)
-"""Seconds to wait after a failure, the last one again and again."""
+"""Seconds to wait after a failure; the last value repeats."""
 _LOOK_SECONDS = 1.0
 
 
 class Notifier:
-    """Notifies people of the alarms of a run. One process of a run has one: the watchdog that leads.
+    """Notifies people of the alarms of a run. Only the watchdog that leads has one.
 
     Raises:
-        ConfigError: a channel cannot work: a variable that is not set, a file that others can read, no such program.
+        ConfigError: a channel cannot work: a variable that is not set, a file that others can read, a missing program.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Notifier:
             outbox.put(alarm)
 
     def tick(self, alarms: Alarms, snapshot: Snapshot | None = None) -> None:
-        """A pass of the watchdog: hand over what is known of the run, open and resolve the alarms of channels."""
+        """A pass of the watchdog: hand over the snapshot, open and resolve the alarms of failing channels."""
         until = muted_until(self._run)
         for outbox in self._outboxes:
             outbox.snapshot, outbox.muted_until = snapshot, until
@@ -86,7 +85,7 @@ class Notifier:
                 )
 
     def close(self, seconds: float = 10.0) -> None:
-        """Send what can be sent in this many seconds; the rest waits on disk for the next process."""
+        """Send what can be sent within this time; the rest waits on disk for the next process."""
         deadline = time.monotonic() + seconds
         for outbox in self._outboxes:
             outbox.put(None)
@@ -95,17 +94,17 @@ class Notifier:
 
 
 class _Outbox(threading.Thread):
-    """A channel's thread. It begins with what an earlier process left: messages, and transitions it did not get to.
+    """A channel's thread. It starts with what an earlier process left: messages, and unprocessed transitions.
 
     Args:
-        known: the alarms of the run as they stand.
+        known: the present alarms of the run.
         muted_until: end of the maintenance window.
 
     Attributes:
-        key: of the alarm that it fails.
+        key: of the alarm for its failure.
         problem: why it fails; empty before the first message, None when it works.
-        tries: how often it has failed since it last worked.
-        refused: title of the last message that the receiver would not take; empty if there is none.
+        tries: failures since it last worked.
+        refused: title of the last message that the receiver refused; empty if there is none.
     """
 
     def __init__(
@@ -129,16 +128,16 @@ class _Outbox(threading.Thread):
         self.start()
 
     def put(self, alarm: Alarm | None) -> None:
-        """Hand over an alarm that changed; None: end. That this channel fails is not reported through it."""
+        """Hand over an alarm that changed; None: end. The alarm for this channel's failure is not sent through it."""
         if alarm is None or alarm.key != self.key:
             self._events.put(alarm)
 
     def run(self) -> None:
-        """Until `None` comes and everything is sent, or the process ends."""
+        """Run until `None` was put and everything is sent, or the process ends."""
         while not (self._closing and (self.tries or not len(self.spool))):
             try:
                 self._pass()
-            except Exception as error:  # a defect of ours must not end the only way out; it is visible as an alarm
+            except Exception as error:  # a bug must not end the channel; an alarm shows it
                 self.problem, self.tries = f"defect: {type(error).__name__}", self.tries + 1
                 time.sleep(_LOOK_SECONDS)
 
@@ -184,7 +183,7 @@ class _Outbox(threading.Thread):
 
 
 def _late(note: Note) -> Note:
-    """A message that waited says so."""
+    """Mark a message that was delayed."""
     waited = age(note.time)
     return note if waited < 60 else replace(note, lines=[f"(sent {human_time(waited)} late)", *note.lines])
 
@@ -199,7 +198,7 @@ class Ping:
         threading.Thread(target=self._work, name="ping", daemon=True).start()
 
     def passed(self, observed: bool, now: float) -> None:
-        """A pass ended. `observed`: it saw the ranks and the record; a blind one must not look healthy."""
+        """A pass ended. `observed`: it saw ranks; a blind watchdog must not look healthy."""
         if observed and now - self._pinged >= self._interval:
             self._pinged = now
             self._due.set()
@@ -208,5 +207,5 @@ class Ping:
         while True:
             self._due.wait()
             self._due.clear()
-            with contextlib.suppress(DeliveryError):  # whoever waits for it notices
+            with contextlib.suppress(DeliveryError):  # the service that expects the ping notices
                 fetch(self._url)

@@ -1,8 +1,8 @@
-"""What people ask of the watchdog: acknowledging alarms, maintenance windows. No torch.
+"""Operator requests to the watchdog: acknowledging alarms, maintenance windows. No torch.
 
-The watchdog that keeps the alarms holds a claim on `RUN/watchdog/agent.json` as long as it lives. While it does, people
-leave requests in `RUN/watchdog/inbox`; while nobody does, a command takes the claim for a moment and writes itself. So
-`alarms.jsonl` has one writer at any time. The claim of a watchdog on another host is judged by its beats.
+The watchdog that writes the alarms holds a claim on `RUN/watchdog/agent.json`. While one does, people leave requests in
+`RUN/watchdog/inbox`; otherwise a command briefly takes the claim and writes itself. So `alarms.jsonl` has one writer at
+any time. The claim of a watchdog on another host is judged by its beats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WAIT_SECONDS = 10.0
 
 
 class MaintenanceWindow(StateFile):
-    """A maintenance window: until when no alarm is sent, UTC."""
+    """A maintenance window: no alarm is sent until then, UTC."""
 
     until: str
 
@@ -37,25 +37,25 @@ def alarms_file(run: RunDir) -> Path:
 
 
 def snapshot_file(run: RunDir) -> Path:
-    """What the watchdog saw last, a `snapshot.Snapshot` with its time."""
+    """The watchdog's last `snapshot.Snapshot`, with its time."""
     return run.path / "watchdog/snapshot.json"
 
 
 def keeper(run: RunDir, silent: float = 0.0) -> LeaseHolder:
-    """Judges who has the right to write the alarms of a run. A holder on another host counts as dead after `silent`
-    seconds without a beat; 0: never."""
+    """Judges who may write the alarms of a run. A holder on another host counts as dead after `silent` seconds without
+    a beat; 0: never."""
     return LeaseHolder(_claim(run), silent or math.inf)
 
 
 def keep_alarms(
     run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder: LeaseHolder | None = None
 ) -> Lease | None:
-    """The right to write the alarms of a run, to be released at the end; None: another process has it.
+    """Take the right to write the alarms of a run, to be released at the end; None: another process has it.
 
     Args:
-        purpose: for the messages of others.
+        purpose: shown in the messages of other processes.
         beat: seconds between two signs of life.
-        holder: who has watched the present holder so far; see `keeper`.
+        holder: has observed the present claim; see `keeper`.
 
     Raises:
         OSError: the run directory cannot be written.
@@ -67,7 +67,7 @@ def keep_alarms(
         try:
             if (holder or keeper(run)).lives(held) is not False:
                 return None
-        except FileNotFoundError:  # released this moment
+        except FileNotFoundError:  # released just now
             return None
         take_away(path, held)
         claim = Lease.take(path, beat=beat, purpose=purpose)
@@ -75,15 +75,15 @@ def keep_alarms(
 
 
 def serve(run: RunDir, alarms: Alarms) -> None:
-    """What people have asked of the watchdog since the last pass."""
+    """Carry out the requests since the last pass."""
     for request in inbox.take(_inbox(run)):
         if request.verb == "ack":
             alarms.acknowledge(request.key, request.by)
 
 
 def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
-    """Acknowledge an alarm, by the watchdog if there is one. Whether it is done; else the request waits for the
-    watchdog, which did not answer in `wait` seconds.
+    """Acknowledge an alarm, through the watchdog if there is one. False if it did not answer in `wait` seconds; the
+    request then stays in its inbox.
 
     Raises:
         ConfigError: no such alarm is open.
@@ -117,14 +117,14 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
 
 
 def journal_alarm(writer: journal.Journal, alarm: Alarm) -> None:
-    """A transition as a line of the chronicle."""
+    """Write a transition to the journal."""
     severity, step = alarm.severity.name, {"step": alarm.step} if alarm.step is not None else {}
     text = f"{severity} {alarm.key} {alarm.state}: {alarm.summary}"
     writer.write("alarm", text, **step, key=alarm.key, severity=severity, state=alarm.state, facts=alarm.facts)
 
 
 def mute(run: RunDir, seconds: float, reason: str) -> str:
-    """Begin a maintenance window, or with 0 seconds end it; until when, UTC. Raises StorageError."""
+    """Start a maintenance window, or end it with 0 seconds; returns its end, UTC. Raises StorageError."""
     until = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="seconds").replace("+00:00", "Z")
     window = {"until": until, "since": now(), "reason": reason, "by": os.environ.get("USER", "?")}
     try:

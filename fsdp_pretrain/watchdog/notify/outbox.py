@@ -1,7 +1,7 @@
-"""Messages on their way, on disk, to outlive the process: in the run directory, or else on this node. No torch.
+"""Undelivered messages, on disk to survive restarts: in the run directory, or else on this node. No torch.
 
-The run directory may be full, read-only or on a mount that hangs, and that may be the very thing to report. So every
-access to it has a time limit, and the messages also stand in memory: a disk that fails delays nothing.
+The run directory may be full, read-only or on a mount that hangs, which may be the very thing to report. So every
+access to it has a time limit, and messages are also kept in memory: a failing disk delays nothing.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _MEMORY = "state.json"
 
 
 class Outbox:
-    """What one channel has not delivered yet, oldest first, and the memory of what decides for it.
+    """One channel's undelivered messages, oldest first, and the state of its throttle.
 
     Args:
         run: the run directory.
         channel: name of the channel.
 
     Attributes:
-        memory: what `keep` wrote last, in this process or one before it.
+        memory: what `keep` wrote last, in this process or an earlier one.
     """
 
     def __init__(self, run: Path, channel: str) -> None:
         self._run, self._local = run / "watchdog/spool" / channel, local_folder(run) / channel
         self._disk = Worker("disk")
         self._notes: dict[str, Note] = {}
-        """By the name of the file."""
+        """By file name."""
         self.memory = ChannelState()
         with contextlib.suppress(OSError):
             self._load(*self._disk.call(lambda: _contents(self._run), _LIMIT))
@@ -59,7 +59,7 @@ class Outbox:
         return len(self._notes)
 
     def add(self, note: Note) -> None:
-        """One more to deliver; one with the same id is the same."""
+        """Add a message, unless one with the same id is waiting."""
         if all(note.id != other.id for other in self._notes.values()):
             name = f"{time.time_ns():020d}-{note.id[:8]}.json"
             self._notes[name] = note
@@ -70,7 +70,7 @@ class Outbox:
         return next(iter(self._notes.values()), None)
 
     def delivered(self) -> None:
-        """The oldest has arrived."""
+        """Remove the oldest, which has arrived."""
         self._remove_oldest(lambda path: path.unlink(missing_ok=True))
 
     @property
@@ -79,7 +79,7 @@ class Outbox:
         return self._run / "refused"
 
     def refuse(self) -> None:
-        """The receiver will never take the oldest: set aside for a person, out of the way of the others."""
+        """Set the oldest aside for a person: the receiver will never take it."""
 
         def aside(path: Path) -> None:
             folder = path.parent / self.refused.name
@@ -94,7 +94,7 @@ class Outbox:
         self._write(_MEMORY, self.memory)
 
     def _remove_oldest(self, remove: Callable[[Path], None]) -> None:
-        """From both folders: a write that hung may have come through after all."""
+        """Remove it from both folders: a write that hung may have succeeded later."""
         name = next(iter(self._notes))
         del self._notes[name]
         with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ class Outbox:
             remove(self._local / name)
 
     def _write(self, name: str, content: Note | ChannelState) -> None:
-        """Into the run directory, or else on this node, or else it stands in memory alone."""
+        """Write to the run directory, or else on this node, or else keep it in memory only."""
         text = to_json(content).decode() + "\n"
         try:
             self._disk.call(lambda: replace_file(self._run / name, text), _LIMIT)
@@ -120,7 +120,7 @@ def local_folder(run: Path) -> Path:
 
 
 def _own(folder: Path) -> None:
-    """Make a folder in a place where everybody can write, and refuse one that another user has put there."""
+    """Create a folder in a world-writable place; refuse one that belongs to another user."""
     for path in (folder.parent, folder):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)

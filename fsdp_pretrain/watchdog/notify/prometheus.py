@@ -1,7 +1,7 @@
-"""The figures of a run for Prometheus: by HTTP, and as a file for node_exporter's textfile collector. No torch.
+"""Metrics of a run for Prometheus: by HTTP, and as a file for node_exporter's textfile collector. No torch.
 
-`/metrics` in Prometheus' text format, `/healthz` (503 when the watchdog stopped passing), `/status` as JSON. What is
-not known is left out: an alert rule sees a missing series, never a made-up zero.
+`/metrics` in Prometheus' text format, `/healthz` (503 when passes of the watchdog are overdue), `/status` as JSON.
+Unknown values are left out: an alert rule sees a missing series, never a made-up zero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEXTFILE_SECONDS = 15.0
 
 def render(snapshot: Snapshot) -> str:
     """The text format of Prometheus."""
-    from prometheus_client import CollectorRegistry, generate_latest  # most watchdogs have nobody who reads metrics
+    from prometheus_client import CollectorRegistry, generate_latest  # most runs export no metrics
 
     registry = CollectorRegistry()
     registry.register(_Collector(snapshot))
@@ -37,8 +37,8 @@ def render(snapshot: Snapshot) -> str:
 
 
 class _Collector:
-    """A snapshot as prometheus_client reads it. Its own Gauge and Counter would keep series that are not known any
-    more, and add the times at which they were made."""
+    """A snapshot as a prometheus_client collector. Its Gauge and Counter would keep series that are no longer known,
+    and add creation times."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -64,11 +64,11 @@ class _Collector:
 
 
 class Exporter:
-    """Shows snapshots. A port that is taken or a file that cannot be written harms nothing, see `problem`.
+    """Exports snapshots. A port in use or an unwritable file does no harm, see `problem`.
 
     Attributes:
         port: of the HTTP server; None if there is none.
-        problem: why it does not show them, empty if it does.
+        problem: why it does not export, empty if it does.
     """
 
     def __init__(self, section: PrometheusSection) -> None:
@@ -87,7 +87,7 @@ class Exporter:
             threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     def show(self, snapshot: Snapshot) -> None:
-        """After every pass: what it found. The snapshot must not be changed any more."""
+        """Export the result of a pass. The snapshot must not be changed afterwards."""
         at = time.monotonic()
         self._shown = snapshot, at
         if self._section.textfile is None or (self._written is not None and at - self._written < _TEXTFILE_SECONDS):
@@ -101,14 +101,14 @@ class Exporter:
             self.problem = f"cannot write {self._section.textfile}: {error.strerror}"
 
     def snapshot(self) -> Snapshot | None:
-        """What was shown last, with the age it has by now."""
+        """The last snapshot, with its present age."""
         if self._shown is None:
             return None
         snapshot, at = self._shown
         return replace(snapshot, pass_age=snapshot.pass_age + time.monotonic() - at)
 
     def close(self) -> None:
-        """End the server; remove the text file, or its last figures would be scraped on and on."""
+        """Stop the server; remove the text file, or its last values would be scraped indefinitely."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -126,11 +126,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Bind without HTTPServer's look-up of the host's name, which may hang and which nobody reads."""
+        """Bind without HTTPServer's reverse lookup of the host name, which may hang and is not needed."""
         TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that goes away is not logged."""
+        """Do not log clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -138,7 +138,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer one request."""
         snapshot = self.server.exporter.snapshot()
         if self.path not in ("/metrics", "/healthz", "/status"):
             self._answer(404, "text/plain", "there are /metrics, /healthz and /status\n")
@@ -162,4 +161,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name is http.server's)
-        """Requests are not logged."""
+        """Do not log requests."""

@@ -15,10 +15,10 @@ _BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
 @dataclass
 class Histogram:
-    """Seconds, counted by size.
+    """A histogram of durations in seconds.
 
     Attributes:
-        counts: how many were at most as long as each of `bounds`, and longer than the one before; the last: longer.
+        counts: per bucket: at most each of `_BOUNDS` and above the one before; the last: above all.
         total: sum of all, seconds.
     """
 
@@ -26,19 +26,18 @@ class Histogram:
     total: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
         self.counts[bisect_left(_BOUNDS, seconds)] += 1
         self.total += seconds
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(upper bound as Prometheus writes it, how many were at most as long)."""
+        """(upper bound as Prometheus writes it, cumulative count)."""
         return list(zip((*map(str, _BOUNDS), "+Inf"), accumulate(self.counts), strict=True))
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How Prometheus sees an attribute of a snapshot: name (a counter's ends in `_total`), help, and the label that
-    tells the values of a dictionary apart."""
+    """How an attribute of a snapshot is exported: name (a counter's ends in `_total`), help, and the label for the keys
+    of a dictionary."""
 
     name: str
     help: str
@@ -46,7 +45,6 @@ class Metric:
 
 
 def _metric(name: str, text: str, label: str | None = None) -> dict[str, Metric]:
-    """The metadata of an attribute."""
     return {"metric": Metric(name, text, label)}
 
 
@@ -56,7 +54,7 @@ def _scalar(name: str, text: str) -> Any:
 
 @dataclass
 class Snapshot:
-    """A run at one instant. None and empty: not known, and then not shown. Ages and times are seconds.
+    """A run at one instant. None and empty: not known, and not exported. Ages and times are seconds.
 
     Attributes:
         segment, segment_steps: number of the present start, and its steps.
@@ -106,10 +104,10 @@ class Snapshot:
     )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; what is not known is left out, and so is what JSON cannot say (a loss that is no number)."""
+        """JSON values, without unknown values and those that JSON cannot hold (a non-finite loss)."""
         known = {key: value for key, value in asdict(self).items() if value is not None and value != {}}
         return {key: value for key, value in known.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 METRICS: dict[Metric, str] = {each.metadata["metric"]: each.name for each in fields(Snapshot) if each.metadata}
-"""Attribute of a snapshot by metric."""
+"""Metric -> attribute of a snapshot."""

@@ -1,8 +1,8 @@
 """Which alarms are sent on a channel, and when: at most one page per incident. No torch.
 
-For every incident it is known how it stands and how it stood when people were last notified. The difference is the
-message that they lack; it is sent as soon as nothing forbids it. What is over the budget, comes and goes, or fell into
-a maintenance window is counted and listed in a digest. All of it is in `alarms.jsonl` and the journal in any case.
+For every incident, the present state and the last one sent are known; the difference is the next message, sent as soon
+as nothing holds it back. What is over budget, flapping, or in a maintenance window is counted and listed in a digest.
+All of it is in `alarms.jsonl` and the journal in any case.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _CAUSES: dict[str, frozenset[str]] = {
 _NODE = "node"
 """Detector whose scope is a host: while it is open, no alarm with that host in its facts is sent."""
 _ALWAYS = ("checkpoint-age", Severity.CRIT)
-"""Sent beside any cause: training that nothing protects is the costliest thing there is."""
+"""Sent despite any cause: unprotected training is the costliest failure."""
 _REMIND_AFTER = (3600.0, 3 * 3600.0, 8 * 3600.0)
 """Seconds of silence before the first, second and third reminder."""
 _BURST, _PER_HOUR = 5, 10
 _FLAPPING, _CALM = 3, 3600.0
 _CRIT_DIGEST = 60.0
-"""Least seconds between two digests that list something critical; such a digest waits for nothing else."""
+"""Minimum seconds between two digests with a critical alarm; such a digest does not wait longer."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What is sent.
+    """A message to send.
 
     Attributes:
-        kind: what has happened.
-        alarm: what it is about; None for a digest.
-        held: of a digest: the alarms that were held back, as they stand, and how many messages of each.
+        kind: what happened.
+        alarm: its subject; None for a digest.
+        held: for a digest: the present alarms that were held back, and how many messages of each.
     """
 
     kind: Kind
@@ -52,16 +52,16 @@ class Message:
 
 @dataclass
 class Incident:
-    """A key, and what people know of it. Times are seconds since 1970.
+    """An alarm key, and what people know of it. Times are seconds since 1970.
 
     Attributes:
-        alarm: as it stands.
-        sent, sent_at: as it stood in the last message, and the time of that; None: there was none.
-        own: it had a message of its own since it opened, not only a line in a digest.
+        alarm: its present state.
+        sent, sent_at: its state in the last message, and the time of that; None: there was none.
+        own: it had its own message since it opened, not only a line in a digest.
         flapping: people know that it comes and goes.
         reminders: how many were sent since it opened or got worse.
         turns: when it last opened or ended, oldest first.
-        held, held_since: how many messages were held back since the last one, and the time of the first.
+        held, held_since: messages held back since the last one sent, and the time of the first.
     """
 
     alarm: Alarm
@@ -75,7 +75,7 @@ class Incident:
     held_since: float = 0.0
 
     def lacking(self, time: float) -> Kind | None:
-        """The message that would bring people up to date; None if they are, or know that it comes and goes."""
+        """The message that would bring people up to date; None if they are, or know that it is flapping."""
         alarm, sent = self.alarm, self.sent
         if sent is None or sent.state == "resolved":
             if alarm.state != "open":
@@ -97,7 +97,7 @@ class Incident:
         return "reminder" if waits and _since(self.sent_at, time) >= _REMIND_AFTER[self.reminders] else None
 
     def mark_sent(self, kind: Kind, time: float) -> None:
-        """A message of this kind is sent: people know how it stands."""
+        """Record that a message of this kind is sent."""
         self.sent, self.sent_at, self.held = self.alarm, time, 0
         if kind == "digest":
             self.own &= self.alarm.state != "resolved"
@@ -107,12 +107,12 @@ class Incident:
         self.reminders = self.reminders + 1 if kind == "reminder" else 0
 
     def hold(self, time: float) -> None:
-        """A message is not sent: the next one, or a digest, stands for it."""
+        """Record that a message is held back: the next one, or a digest, replaces it."""
         self.held_since = self.held_since if self.held else time
         self.held += 1
 
     def is_over(self, time: float) -> bool:
-        """Whether nothing will be said of it any more."""
+        """Whether no further message can follow."""
         known = self.sent is None or self.sent.state == "resolved"
         return self.alarm.state == "resolved" and known and not self.held and self._is_calm(time)
 
@@ -128,7 +128,7 @@ class Budget:
     filled_at: float = 0.0
 
     def spend(self, time: float, *, anyway: bool = False) -> bool:
-        """Take one, if there is one or it must be sent anyway; whether it may be sent."""
+        """Take one, if there is one or it must be sent anyway; returns whether it may be sent."""
         self.left = min(float(_BURST), self.left + _since(self.filled_at, time) * _PER_HOUR / 3600)
         self.filled_at = time
         if self.left < 1 and not anyway:
@@ -139,11 +139,11 @@ class Budget:
 
 @dataclass
 class ChannelState:
-    """What a channel goes on from after a restart of the watchdog.
+    """The state of a channel's throttle, kept across restarts of the watchdog.
 
     Attributes:
         incidents: by key.
-        budget, critical: of messages, and of critical ones: many small things must not hold up a large one.
+        budget, critical: of messages, and of critical ones, so that many small alarms do not hold up a critical one.
         digest_at: time of the last digest.
         saved: when this was written.
     """
@@ -160,11 +160,11 @@ class AlertThrottle:
 
     Args:
         least: severity below which nothing is sent.
-        digest_every: seconds that messages are collected for a digest.
+        digest_every: seconds for which messages are collected for a digest.
         memory: of an earlier watchdog; kept up to date.
 
     Attributes:
-        muted: a maintenance window: only what ends, and what somebody acknowledges, is sent.
+        muted: in a maintenance window: only resolved and acknowledged alarms are sent.
     """
 
     def __init__(self, least: Severity, digest_every: float, memory: ChannelState) -> None:
@@ -178,7 +178,7 @@ class AlertThrottle:
         return alarm.changed < known.alarm.changed or alarm == known.alarm
 
     def transition(self, alarm: Alarm, time: float) -> list[Message]:
-        """An alarm changed; what is sent now."""
+        """An alarm changed; returns the messages to send now."""
         if alarm.severity < self._least:
             return []
         incident = self.memory.incidents.setdefault(alarm.key, Incident(alarm))
@@ -188,7 +188,7 @@ class AlertThrottle:
         return self._bring_up_to_date(incident, time, self._open_causes(), changed=True)
 
     def tick(self, time: float) -> list[Message]:
-        """What is due: alarms that nothing holds back any more, reminders, the digest."""
+        """The messages that are due: alarms no longer held back, reminders, the digest."""
         incidents, causes = self.memory.incidents, self._open_causes()
         for key in [key for key, incident in incidents.items() if incident.is_over(time)]:
             del incidents[key]
@@ -207,7 +207,7 @@ class AlertThrottle:
         if not ends and kind != "revised" and any(_follows(alarm, cause) for cause in causes):
             return []
         budget = self.memory.critical if alarm.severity is Severity.CRIT else self.memory.budget
-        must = incident.own and (ends or kind == "revised")  # else people, and PagerDuty, would keep it open
+        must = incident.own and (ends or kind == "revised")  # else people, and PagerDuty, would consider it open
         if (self.muted and not ends) or not budget.spend(time, anyway=must):
             if changed or not (incident.held or kind == "reminder"):
                 incident.hold(time)
@@ -237,7 +237,7 @@ class AlertThrottle:
 
 
 def _follows(alarm: Alarm, cause: Alarm) -> bool:
-    """Whether an alarm says nothing that people do not know from the open alarm of its cause."""
+    """Whether an alarm adds nothing to the open alarm of its cause."""
     if (alarm.detector, alarm.severity) == _ALWAYS or cause.key == alarm.key or cause.severity < alarm.severity:
         return False
     host = cause.key.partition("/")[2] if cause.detector == _NODE else None

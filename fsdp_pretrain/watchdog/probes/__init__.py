@@ -1,1 +1,1 @@
-"""Looks at storage that may hang, in a process of their own. No torch."""
+"""Probes of storage that may hang, in a separate process. No torch."""

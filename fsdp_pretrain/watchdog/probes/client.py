@@ -1,8 +1,8 @@
-"""Looks that may hang, asked for from a process that must not. No torch.
+"""Probes that may hang, requested from a process that must not. No torch.
 
-A file system that went away blocks whoever touches it. So the watchdog touches none: a helper process forks a child for
-every probe (see `worker`), and one that does not come back in time is killed, counted and, if even that has no effect,
-left where it is. Asking and taking answers never waits.
+A file system that is gone blocks any process that touches it. So the watchdog touches none: a helper process forks a
+child per probe (see `worker`); one that is late is killed, counted and, if even that has no effect, abandoned.
+Requesting probes and taking answers never blocks.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from fsdp_pretrain.deadline import Helper
 
 _PATIENCE = 5.0
-"""Seconds for the helper itself to answer that it kills a look; then it is replaced."""
+"""Seconds for the helper to confirm that it kills a probe; then it is replaced."""
 _DEAR, _COST = 0.2, 100.0
-"""A look that takes more CPU seconds than the first comes back at most after a hundred times what it took."""
+"""A probe that takes more CPU seconds than the first repeats at most after a hundred times what it took."""
 
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """What became of a look.
+    """The outcome of a probe.
 
     Attributes:
-        value: what it found; empty if it failed or did not come back.
+        value: what it found; empty if it failed or was late.
         error: why it failed; None if it did not.
-        errno: of the error, where the system gave one.
-        late: how many looks in a row did not come back in time; 0 if this one did.
-        seconds, cpu: how long it took, and what of a processor.
+        errno: of the error, if there is one.
+        late: consecutive probes that were late; 0 if this one was not.
+        seconds, cpu: how long it took, and its CPU seconds.
     """
 
     value: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class ProbeAnswer:
 
 
 class ProbeServer:
-    """The helper that forks a child for every look. One for a whole watchdog."""
+    """The helper that forks a child for every probe. One for a whole watchdog."""
 
     def __init__(self) -> None:
         self._helper = Helper("fsdp_pretrain.watchdog.probes.worker")
@@ -53,11 +53,11 @@ class ProbeServer:
 
     @property
     def waiting(self) -> int:
-        """Looks that are under way, or whose answers were not taken yet."""
+        """Probes that are running, or whose answers were not taken yet."""
         return len(self._answers)
 
     def ask(self, look: str, arguments: dict[str, Any]) -> int:
-        """Begin a look; the ticket for its answer."""
+        """Start a probe; the ticket for its answer."""
         self._tickets += 1
         if self._helper.send({"ticket": self._tickets, "look": look, "arguments": arguments}):
             self._answers[self._tickets] = None
@@ -68,7 +68,7 @@ class ProbeServer:
         for answer in self._helper.receive():
             self._kill_at = None
             found = answer.pop("ticket")
-            if found in self._answers and answer:  # empty: the helper answers that it kills it
+            if found in self._answers and answer:  # empty: the helper confirms a kill
                 self._answers[found] = ProbeAnswer(**answer)
         if self._helper.ended or (self._kill_at is not None and now - self._kill_at > _PATIENCE):
             self.replace()
@@ -79,24 +79,24 @@ class ProbeServer:
         return self._answers.pop(ticket)
 
     def kill(self, ticket: int, now: float) -> None:
-        """End a look. Its answer comes when it has ended, which may be never."""
+        """Kill a probe. Its answer comes when it has ended, which may be never."""
         self._helper.send({"ticket": ticket, "kill": True})
         self._kill_at = self._kill_at or now
 
     def replace(self) -> None:
-        """End the helper; what was being looked at is given up."""
+        """Replace the helper; running probes are abandoned."""
         self._helper.replace()
         self._answers.clear()
         self._kill_at = None
 
 
 class PeriodicProbe:
-    """One look, repeated.
+    """One probe, repeated.
 
     Attributes:
-        every: seconds from one to the next; it must come back in `deadline`.
-        arguments: of the function of this name in `worker.LOOKS`; may be changed between two looks.
-        due: when to look next, of `time.monotonic()`; at once at first.
+        every: seconds from one to the next; it must answer within `deadline`.
+        arguments: of the function of this name in `worker.LOOKS`; may be changed between two probes.
+        due: when to probe next, of `time.monotonic()`; at once at first.
     """
 
     def __init__(self, looks: ProbeServer, name: str, *, every: float, deadline: float, **arguments: Any) -> None:
@@ -109,7 +109,7 @@ class PeriodicProbe:
         self.due = 0.0
 
     def tick(self, now: float) -> ProbeAnswer | None:
-        """Ask if it is time to; what became of it, once that is known. A look that goes on hanging is said again."""
+        """Start the probe when due; returns its outcome once known. A hanging probe is reported repeatedly."""
         if self._ticket is None:
             if now >= self.due:
                 self._ticket, self._asked, self._is_late = self._looks.ask(self._name, self.arguments), now, False
@@ -118,7 +118,7 @@ class PeriodicProbe:
         answer = self._looks.take(self._ticket, now)
         if answer is not None:
             self._ticket = None
-            if self._is_late:  # it was said already
+            if self._is_late:  # already reported
                 return None
             self._late = 0
             if answer.cpu > _DEAR:

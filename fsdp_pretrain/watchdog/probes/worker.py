@@ -1,7 +1,7 @@
-"""The helper process that looks at file systems for the watchdog: `python -m fsdp_pretrain.watchdog.probes.worker`.
+"""The helper process that probes file systems for the watchdog: `python -m fsdp_pretrain.watchdog.probes.worker`.
 
-Reads requests, a line of JSON each, and forks a child for every one: what hangs is a child. The answer of a look is a
-line of JSON with its ticket; a child that died without one answers with an error. Ends when its input does. No torch.
+Reads requests, a line of JSON each, and forks a child for every one, so that only a child hangs. An answer is a line of
+JSON with its ticket; a child that died without one answers with an error. Ends when its input does. No torch.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ _KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing")
 
 
 def space(path: str) -> dict[str, Any]:
-    """What the file system of a directory has left: the values of `Room`, and the bytes that saves in flight are
-    `writing` there."""
+    """Free space of a file system: the values of `Room`, and as `writing` the bytes of saves in flight there."""
     return {**asdict(Room.of(Path(path))), "writing": sum(attempts(Path(path)).values())}
 
 
 def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str, Any]:
-    """What a run's stores hold, and what its journal, the file `chronicle`, says of them from byte `offset` on.
+    """What a run's stores hold, and the entries of its journal, the file `chronicle`, from byte `offset` on.
 
     Returns:
         names: of all checkpoints; problems: of the damaged ones, by name; newest, verified: the newest whole one, and
-        the newest proved one, or None; writing: bytes so far of every attempt; prunable: what may be deleted of the
+        the newest verified one, or None; writing: bytes written by every attempt; prunable: what may be deleted of the
         first store to make room; entries, offset: of the journal.
     """
     stores = [Store(Path(directory)) for directory in directories]
@@ -56,7 +55,7 @@ def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str
             entries.append(entry)
     return {
         "names": [item.path.name for item in found],
-        # one that is being deleted loses its name first
+        # a checkpoint loses its name before it is deleted
         "problems": {item.path.name: item.problem for item in found if item.problem and item.path.is_dir()},
         "newest": _describe(whole[-1]) if whole else None,
         "verified": _describe(proved[-1]) if proved else None,
@@ -74,10 +73,10 @@ def _describe(item: Checkpoint) -> dict[str, Any]:
 
 
 def evaluations(evals: str) -> dict[str, Any]:
-    """The evaluations that somebody works on.
+    """The evaluations in progress.
 
     Returns:
-        claims: of each its step, tasks, the token of its claim, who holds it, and its deadline in seconds.
+        claims: the step, tasks, claim token, holder and deadline (seconds) of each.
     """
     claims = []
     for path in sorted(Path(evals).glob("step-*/*/claim.json")):
@@ -93,7 +92,7 @@ def checksum(directories: list[str]) -> dict[str, Any]:
     """Read one file of the newest verified checkpoint back, at low priority.
 
     Returns:
-        name: of the checkpoint, None if there is none; wrong: what is, empty if nothing.
+        name: of the checkpoint, None if there is none; wrong: the errors found.
     """
     os.nice(19)
     found = [item for directory in directories for item in Store(Path(directory)).scan() if item.verified]
@@ -106,7 +105,7 @@ def checksum(directories: list[str]) -> dict[str, Any]:
 
 
 def read(paths: list[str]) -> dict[str, Any]:
-    """Read 4 KiB somewhere in one of some files, from storage rather than from the page cache."""
+    """Read 4 KiB at a random place of a random file, from storage rather than from the page cache."""
     path = random.choice(paths)
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -117,7 +116,7 @@ def read(paths: list[str]) -> dict[str, Any]:
 
 
 def write(path: str) -> dict[str, Any]:
-    """Write a small file into a directory, make it durable, remove it."""
+    """Write a small file into a directory, sync it, remove it."""
     directory = Path(path)
     if not directory.is_dir():
         return {}
@@ -136,10 +135,10 @@ def corpus(path: str) -> dict[str, Any]:
     """Whether every shard of a corpus exists with its size.
 
     Returns:
-        wrong: the first few bad files and what is wrong; count: of all; shards: paths of some; device: where they are;
+        wrong: the first few bad files and what is wrong; count: of all; shards: a sample of paths; device: theirs;
         rate: documents per packed token, None for pairs.
     """
-    from data.corpus.corpus import read_manifest  # numpy and pydantic, in this child alone
+    from data.corpus.corpus import read_manifest  # imports numpy and pydantic, in this child only
 
     directory = Path(path)
     manifest = read_manifest(directory)
@@ -173,8 +172,8 @@ def request(run: str, verb: str) -> dict[str, Any]:
 
 
 def account(run: str) -> dict[str, Any]:
-    """Where the time of a run went; fields of a `Snapshot`. Reads the whole record."""
-    from fsdp_pretrain.record import goodput  # numpy, in this child alone
+    """Goodput of a run, as fields of a `Snapshot`. Reads the whole record."""
+    from fsdp_pretrain.record import goodput  # imports numpy, in this child only
 
     found = goodput.goodput(RunDir(Path(run)))
     if found is None:
@@ -187,7 +186,7 @@ def account(run: str) -> dict[str, Any]:
 LOOKS: dict[str, Callable[..., dict[str, Any]]] = {
     look.__name__: look for look in (space, checkpoints, evaluations, checksum, read, write, corpus, request, account)
 }
-"""What may be asked for."""
+"""The available probes."""
 
 
 @dataclass
@@ -227,7 +226,6 @@ def serve() -> None:
 
 
 def _take(asked: dict[str, Any], selector: selectors.BaseSelector, children: dict[int, _Child]) -> None:
-    """Begin a look, or kill one."""
     if asked.get("kill"):
         for child in children.values():
             if child.ticket == asked["ticket"]:
@@ -246,7 +244,7 @@ def _take(asked: dict[str, Any], selector: selectors.BaseSelector, children: dic
 
 
 def _answer(asked: dict[str, Any], into: int) -> None:
-    """In the child: look, write the values of an `Answer`, end."""
+    """In the child: probe, write the values of a `ProbeAnswer`, exit."""
     start = time.monotonic()
     answer: dict[str, Any] = {"ticket": asked["ticket"]}
     try:
@@ -269,11 +267,11 @@ def _kill(child: _Child) -> None:
 
 
 def _reap(children: dict[int, _Child]) -> None:
-    """Collect children that ended. Those still listed may hang: none is waited for."""
+    """Reap children that ended, without waiting for those that may hang."""
     with contextlib.suppress(ChildProcessError):
         while pid := os.waitpid(-1, os.WNOHANG)[0]:
             for child in children.values():
-                child.pid = 0 if child.pid == pid else child.pid  # the number may be another's from now on
+                child.pid = 0 if child.pid == pid else child.pid  # the pid may be reused from now on
 
 
 if __name__ == "__main__":
