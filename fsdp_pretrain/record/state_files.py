@@ -1,8 +1,8 @@
 """The small JSON files with the state of a run: written as a whole with a checksum, read by one strict reader.
 
 Since format 2 a file has `format` and a `checksum` of its values, so bit flips are detected; files of format 1 (release
-0.1) have neither and are only checked against their schema. A damaged file, or one of a later format, raises. Purely
-informational files may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still reports
+0.1) have neither and are only checked against their schema. A damaged file, or one of a later format, raises.
+Non-critical files may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still reports
 it.
 """
 
@@ -79,7 +79,7 @@ def read(path: Path, schema: type[T], *, effect: str = "", remedy: str = "") -> 
 
 
 def view(path: Path, schema: type[T]) -> T | None:
-    """The contents of an informational file; None if it is missing, damaged or unreadable."""
+    """The contents of a non-critical file; None if it is missing, damaged or unreadable."""
     try:
         return read(path, schema)
     except UserError:

@@ -1,4 +1,4 @@
-"""`RUN/status.json`: the current state of the run, rewritten every second; for display, with few other uses."""
+"""`RUN/status.json`: the current state of the run, rewritten about once a second. Readers ignore a damaged one."""
 
 from __future__ import annotations
 
