@@ -54,7 +54,7 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
             steps.add(known := seen.checkpoint)
     if not steps:
         return None
-    expected, found = max(steps), stores(run)  # after the record: a live run deletes one only after a later one
+    expected, found = max(steps), stores(run)  # read the record first: a live run deletes only after a later save
     there = found.scan()
     if any(item.step == expected or (item.step > expected and item.problem is None) for item in there):
         return None

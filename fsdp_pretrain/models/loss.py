@@ -79,7 +79,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _chunks(rows: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Chunks of the vocabulary: slice, clamped targets [N, 1] relative to its start, and which targets [N] are in it."""
+    """Vocabulary chunks: slice, clamped targets [N, 1] relative to its start, and which targets [N] are in it."""
     size = max(1, _LOGITS_PER_CHUNK // max(1, len(rows)))
     for start in range(0, len(weight), size):
         stop = min(start + size, len(weight))

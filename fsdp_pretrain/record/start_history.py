@@ -117,7 +117,8 @@ class _Start:
 def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[StepColumns, int]:
     """The columns of a metrics file, and the number of damaged lines, which are skipped.
 
-    They are cached beside the file, so the next call only reads new lines. `shown` may wrap the lines in a progress bar.
+    They are cached beside the file, so the next call reads only new lines. `shown` may wrap the lines in a progress
+    bar.
     """
     table, offset, before = _read_before(path)
     rows, damaged, among = list[tuple[float, ...]](), list[bytes](), 0
