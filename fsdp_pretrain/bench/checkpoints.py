@@ -120,6 +120,7 @@ def _spread(values: list[float]) -> list[float]:
 
 
 def render(result: dict[str, Any]) -> str:
+    """The results as text for people."""
     spreads = {**result["seconds"], **{name: result[name] for name in result if name.endswith(("_ratio", "_share"))}}
     show = {name: f"{middle:.3g} [{low:.3g} to {high:.3g}]" for name, (middle, low, high) in spreads.items()}
     size, rounds = human_bytes(result["bytes"]), result["rounds"]

@@ -164,6 +164,7 @@ class _NoSaver:
 
 
 def render(result: dict[str, Any]) -> str:
+    """The results as text for people."""
     mfu = (
         "unknown (no peak on file for this device)"
         if result["mfu"] is None

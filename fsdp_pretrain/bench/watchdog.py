@@ -160,6 +160,7 @@ def _cpu(pid: int) -> dict[int, float]:
 
 
 def render(result: dict[str, Any]) -> str:
+    """The results as text for people."""
     agent = result["agent"]
     wall, used = ("{:.4f} [{:.4f} to {:.4f}]".format(*result[name]) for name in ("step_ratio", "processor_ratio"))
     return "\n".join(

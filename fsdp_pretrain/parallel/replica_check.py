@@ -26,9 +26,7 @@ def checksums(model: nn.Module, world: World) -> Tensor:
         for number, parameter in enumerate(model.parameters()):
             local = local_part(parameter)
             bits = local.detach().reshape(-1).view(_BITS[local.element_size()])
-            total += bits.sum(dtype=torch.int64) * (
-                2 * number + 1
-            )  # weights, so that errors in two tensors do not cancel
+            total += bits.sum(dtype=torch.int64) * (2 * number + 1)  # so that errors in two tensors do not cancel
     sums = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     sums[world.rank] = total
     return sums

@@ -332,10 +332,7 @@ def _attention(
     With a mask and fewer KV heads than heads no fused kernel of PyTorch applies: all probabilities are saved.
     """
     batch, heads, length, size = query.shape
-    kept, scratch = (
-        4 * batch * heads * length,
-        4 * batch * heads * length * size,
-    )  # backward: fp32 accumulators for the queries
+    kept, scratch = 4 * batch * heads * length, 4 * batch * heads * length * size  # backward: fp32 sums of query grads
     if attn_mask is not None and enable_gqa:
         kept += batch * heads * length * length * query.element_size()
         scratch = 2 * batch * heads * length * length * query.element_size()

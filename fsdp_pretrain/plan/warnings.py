@@ -49,6 +49,7 @@ class Marker:
 
 
 def shape(model: AnyModel) -> Proportions:
+    """Compute the proportions of a model."""
     ffn, matrices = feed_forward(model)
     h = model.hidden
     return Proportions(
