@@ -1,7 +1,7 @@
 """Lean FSDP2 pre-training: the trainer, its checkpoints, its record and its operator commands.
 
-`data` and `eval` are top-level packages of this project, with names that other projects use too. Importing
-`fsdp_pretrain` therefore checks, once, that the ones Python would pick are ours.
+`data` and `eval` are top-level packages of this project with common names, so importing `fsdp_pretrain` checks that
+Python finds ours.
 """
 
 from importlib.util import find_spec
@@ -11,12 +11,12 @@ __version__ = "0.1.0"
 
 
 def _check_siblings() -> None:
-    """Raise ImportError if a foreign `data` or `eval` hides ours (a `data.py` in the working directory, say)."""
+    """Raise ImportError if a foreign `data` or `eval` hides ours, such as a `data.py` in the working directory."""
     root = Path(__file__).resolve().parent.parent
     for package, module in (("data", "packing"), ("eval", "harness")):
         found = find_spec(package)
-        # A mere folder called `data` has no origin, and hides nothing. A foreign package or module does, even where
-        # an editable installation would still find our `data.packing` under it.
+        # A plain folder `data` has no origin, and hides nothing. A foreign package or module does, even if an editable
+        # installation still finds our `data.packing` under it.
         ours = found is not None and (found.origin is None or Path(found.origin).resolve().is_relative_to(root))
         if ours and find_spec(f"{package}.{module}") is not None:
             continue

@@ -1,4 +1,4 @@
-"""Small files that are complete or absent for readers and after a crash. No torch."""
+"""Atomic writes of small files: complete or absent for readers and after a crash. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def create_file(path: Path, content: str | bytes) -> None:
         try:
             os.link(partial, path)
         except FileExistsError:
-            if partial.stat().st_nlink != 2:  # otherwise it was created, and a network file system lost the answer
+            if partial.stat().st_nlink != 2:  # else it was created, and a network file system lost the reply
                 raise
         except OSError as error:
             if error.errno not in _WITHOUT_LINKS:
@@ -39,10 +39,10 @@ def create_file(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def _partial(path: Path, content: bytes) -> Iterator[Path]:
-    """The content in a temporary file beside `path`, with a name that no other process uses."""
+    """A temporary file beside `path` with the content and a unique name."""
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.partial")
     try:
-        with naming(path), partial.open("wb") as file:  # errors name `path` and not the temporary file
+        with naming(path), partial.open("wb") as file:  # errors name `path`, not the temporary file
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Starting another module of this program as a process of its own. No torch."""
+"""Starting another module of this program as a child process. No torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM")
-"""Beginnings of the names of variables that torchrun sets for a rank."""
+"""Prefixes of variables that torchrun sets for a rank."""
 
 
 def start_module(
     module: str, *arguments: str, nice: int = 0, environment: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE`: this very code, installed or not, and none of what makes this process a rank.
+    """Start `python -m MODULE` from this source tree, installed or not, without torchrun's variables of a rank.
 
     Args:
         module, arguments: to run.
-        nice: how much lower its priority is.
+        nice: increment of its niceness.
         environment: variables to add.
-        options: of `subprocess.Popen`. It gets a session of its own, so that signals to the job are not for it.
+        options: of `subprocess.Popen`. The child has its own session, so signals to the job do not reach it.
 
     Raises:
         OSError: it cannot be started.

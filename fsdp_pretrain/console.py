@@ -1,7 +1,7 @@
-"""What the three console commands share: verbs with an example in their `--help`, errors as one message.
+"""Shared by the three console commands: verbs with an example in their `--help`, errors as one message.
 
-Exit codes: 78 for every mistake in the arguments (argparse would use 2, which means "errors" for `validate` and
-`status`), that of a `UserError`, and those of `explain` for errors of the operating system.
+Exit codes: 78 for invalid arguments (argparse uses 2, which means "errors" for `validate` and `status`), that of a
+`UserError`, and those of `explain` for OSErrors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PATHS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that exits with code 78 at a mistake in the arguments."""
+    """A parser that exits with code 78 on invalid arguments."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
-    """Add a verb to the subparsers `verbs`; returns its parser, to which the caller adds arguments."""
+    """Add a verb to the subparsers `verbs`. Returns its parser, to which the caller adds arguments."""
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=summary,
@@ -64,7 +64,7 @@ Argument = Callable[[argparse.ArgumentParser], object]
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """An argument of a verb, as `add_argument` takes it."""
+    """An argument of a verb; the same parameters as `add_argument`."""
     return lambda parser: parser.add_argument(*names, **options)
 
 
@@ -73,12 +73,9 @@ JSON = argument("--json", action="store_true", help="for a program to read")
 
 @dataclass(frozen=True)
 class Verb:
-    """A handler with its place on the command line; its docstring is the summary.
+    """A verb of a command; the handler's docstring is its summary.
 
-    Attributes:
-        name: as typed.
-        example: what follows the name in an example.
-        arguments: of the verb.
+    `example` is the rest of the command line after the name, for `--help`.
     """
 
     handler: Handler
@@ -87,7 +84,7 @@ class Verb:
     arguments: tuple[Argument, ...]
 
     def add_to(self, verbs: Any, prefix: str) -> argparse.ArgumentParser:
-        """Add it to the subparsers of the command that `prefix` types."""
+        """Add it to the subparsers of a command; `prefix` is that command, for the example."""
         summary = " ".join((self.handler.__doc__ or "").split())
         parser = add_verb(verbs, self.name, self.handler, summary, f"{prefix} {self.name} {self.example}".rstrip())
         for add in self.arguments:
@@ -108,25 +105,25 @@ class CommandLine:
         self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
 
     def add(self, *verbs: Verb) -> argparse.ArgumentParser:
-        """Add verbs; returns the parser of the last."""
+        """Add verbs. Returns the parser of the last."""
         return [each.add_to(self._verbs, self._parser.prog) for each in verbs][-1]
 
     def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
-        """Add a verb; returns its parser, to which the caller adds arguments.
+        """Add a verb. Returns its parser, to which the caller adds arguments.
 
-        A verb with a default for `passed_on` gets the arguments there that its parser does not know, in order.
+        If the parser has a default for `passed_on`, that is set to the unknown arguments, in order.
         """
         return add_verb(self._verbs, name, handler, summary, example)
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
-        """Parse and run; the exit code. Raises SystemExit after `--help` and at a mistake in the arguments."""
+        """Parse and run. Returns the exit code. Raises SystemExit after `--help` and on invalid arguments."""
         return run_guarded(lambda: self._run(arguments))
 
     def _run(self, arguments: Sequence[str] | None) -> int:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # text and file names may hold what a terminal cannot show
+        if isinstance(sys.stdout, io.TextIOWrapper):  # output may have characters that stdout cannot encode
             sys.stdout.reconfigure(errors="backslashreplace")
         parsed, unknown = self._parser.parse_known_args(arguments)
-        if hasattr(parsed, "passed_on"):  # a verb that passes them to another command
+        if hasattr(parsed, "passed_on"):  # for another command
             parsed.passed_on = unknown
         elif unknown:
             self._parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -135,14 +132,14 @@ class CommandLine:
 
 
 def run_guarded(act: Callable[[], int]) -> int:
-    """Run a command: errors that a person can correct become one message and an exit code, Ctrl-C becomes 130."""
+    """Run a command: errors that the user can fix become one message and an exit code, Ctrl-C becomes 130."""
     try:
         code = act()
         _flush_output()
         return code
     except UserError as error:
         return _show(error)
-    except BrokenPipeError:  # `... | head`: nobody reads any more
+    except BrokenPipeError:  # the reader ended, as in `... | head`
         _drop_output()
         return 0
     except OSError as error:
@@ -156,7 +153,7 @@ def run_guarded(act: Callable[[], int]) -> int:
 
 
 def explain(error: OSError) -> UserError | None:
-    """The error to show: exit 93 if storage is full or fails, 78 if a path cannot be used; None for other errors."""
+    """The error to show: exit 93 if storage is full or fails, 78 if a path cannot be used, None for other errors."""
     number, where = error.errno or 0, error.filename
     if where is None and number in _STORAGE:
         try:
@@ -184,17 +181,17 @@ def _flush_output() -> None:
 
 
 def _drop_output() -> None:
-    """Discard what standard output did not take, or Python would fail again when it exits."""
+    """Discard buffered standard output, or Python would fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def row(name: str, text: str) -> str:
-    """A named line of what a command shows."""
+    """A line of a command's output: name and text."""
     return f"  {name:11} {text}"
 
 
 def byte_count(text: str) -> int:
-    """An amount of bytes on the command line: `512MB`, `80GiB`. Raises ArgumentTypeError."""
+    """Argument type of a size such as `512MB` or `80GiB`. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(I?)B?", text.strip().upper())
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
     if not size:
@@ -203,7 +200,7 @@ def byte_count(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on, on the command line. Raises ArgumentTypeError."""
+    """Argument type of a positive integer. Raises ArgumentTypeError."""
     if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)

@@ -1,7 +1,7 @@
-"""Asking something that may hang, and waiting only so long: in a thread, of a program, of a helper process. No torch.
+"""Calls with a timeout, for what may hang: in a thread, a program or a helper process. No torch.
 
-A file system that went away blocks whoever touches it, for hours, and not even SIGKILL gets through. So nothing here
-waits for the end of what did not answer in time: the thread or the process is left behind, and the caller goes on.
+A lost file system blocks every process that accesses it, for hours, even against SIGKILL. So nothing here waits for the
+end of a call that timed out: its thread or process is left behind, and the caller continues.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .child_process import start_module
 T = TypeVar("T")
 _TURN = 1.0
 _REAP_SECONDS = 1.0
-"""For a process that was killed to be gone; what waits for a file system in the kernel is not."""
+"""Time for a killed process to end; one that waits for a file system in the kernel does not."""
 
 
 class NoAnswerError(TimeoutError):
-    """It did not answer in time; it may still be at it."""
+    """No answer in time; the call may still be running."""
 
 
 class Worker:
-    """A daemon thread that makes one call at a time. Handing a call over costs about 20 microseconds."""
+    """A daemon thread that runs one call at a time. Passing it a call costs about 20 microseconds."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
@@ -42,11 +42,11 @@ class Worker:
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def call(self, act: Callable[[], T], seconds: float) -> T:
-        """What `act` returns or raises.
+        """Run `act` in the thread. Returns its result, or raises its exception.
 
         Raises:
-            NoAnswerError: it took too long, or the call before it still goes on. The time is counted in short turns:
-                a process that is suspended does not use it up.
+            NoAnswerError: it took too long, or the previous call is still running. Time is counted in short turns, so
+                a suspended process does not use it up.
         """
         if self._late:
             self._take(0.0)
@@ -58,7 +58,7 @@ class Worker:
                 raise error
             return result  # type: ignore[no-any-return]
         finally:
-            del error  # it refers to this frame, and so keeps the thread and what it holds
+            del error  # it references this frame, and would keep the thread alive
 
     def _take(self, seconds: float) -> tuple[Any, BaseException | None]:
         while True:
@@ -83,7 +83,7 @@ def _serve(
         except BaseException as error:
             raised = error
         outcomes.put((result, raised))
-        del act, result, raised  # what they hold, such as the last file, would stay open
+        del act, result, raised  # else what they reference, such as the last file, would stay open
 
 
 def run_program(
@@ -94,14 +94,14 @@ def run_program(
     output: int = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a program, in a session of its own, and end what is left of it and its children.
+    """Run a program in its own session, and kill what is left of it and its children.
 
     Args:
         command: the program and its arguments.
-        seconds: that it may take.
-        text: its standard input.
-        output: where its standard output goes; `subprocess.PIPE`: into the result.
-        environment: of the program; None: that of this process.
+        seconds: timeout.
+        text: standard input.
+        output: of standard output; `subprocess.PIPE`: into the result.
+        environment: None: that of this process.
 
     Raises:
         NoAnswerError: it took too long.
@@ -128,9 +128,9 @@ def run_program(
 
 
 class Helper:
-    """`python -m MODULE`, which answers lines of JSON with lines of JSON: asked and heard without ever waiting for it.
+    """A child process `python -m MODULE` with JSON lines as requests and replies; no method blocks.
 
-    It is started when it is first asked, or has ended.
+    It is started at the first request, and at the next one after it ended.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -148,14 +148,14 @@ class Helper:
         return self._process is not None and self._process.poll() is not None
 
     def send(self, request: dict[str, Any]) -> bool:
-        """Ask; whether the helper is there to take it."""
+        """Send a request. Returns whether the helper took it."""
         try:
             if self._process is None or self.ended:
                 self._start()
             assert self._process is not None and self._process.stdin is not None
             line = json.dumps(request).encode() + b"\n"
             return os.write(self._process.stdin.fileno(), line) == len(line)
-        except OSError:  # it ended, or takes nothing more; or there is no memory for another process
+        except OSError:  # it ended, its pipe is full, or it cannot be started
             return False
 
     def receive(self) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ class Helper:
         return [json.loads(line) for line in lines]
 
     def replace(self) -> None:
-        """Kill it, without waiting for its end; the next request starts another."""
+        """Kill it without waiting; the next request starts another."""
         if self._process is not None:
             self._process.kill()
             self._left.append(self._process)

@@ -1,6 +1,6 @@
-"""Errors a person can act on, and the exit codes they end in.
+"""Errors that a user can fix, and exit codes.
 
-A `UserError` is shown as its text only. Any other exception is a defect of this program and keeps its traceback.
+Only the text of a `UserError` is shown. Any other exception is a bug in this program and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Exit(IntEnum):
 
 
 class UserError(Exception):
-    """Base of every error that is not a defect of this program: what was found, what that means, what to do."""
+    """Base of all errors that are not bugs in this program: what was found, its effect, what to do."""
 
     exit: Exit = Exit.REFUSED
     shared: bool = False
-    """Raised on every rank alike, so that it is enough if one of them shows it."""
+    """Raised on all ranks, so only one needs to show it."""
 
     def __init__(self, cause: str, effect: str = "", remedy: str = "") -> None:
         self.cause, self.effect, self.remedy = cause, effect, remedy
@@ -42,15 +42,15 @@ class UserError(Exception):
         return "\n".join(lines)
 
     def on_all_ranks(self) -> UserError:
-        """This error, marked as raised on every rank alike."""
+        """This error, marked as raised on all ranks."""
         self.shared = True
         return self
 
 
 class Interrupted(BaseException):
-    """A start was asked to end before it trained, when there is nothing to save.
+    """A stop was requested before training, when there is nothing to save.
 
-    Not an Exception: code that works around failures, as a resume does with unreadable checkpoints, must let it pass.
+    Not an Exception, so that code that handles failures, such as of unreadable checkpoints, does not catch it.
     """
 
     exit: Exit = Exit.RESUME
@@ -58,7 +58,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the name of the file to errors of the operating system; those of reading, writing and closing lack it."""
+    """Add the file name to OSErrors; those of reading, writing and closing lack it."""
     try:
         yield
     except OSError as error:
@@ -68,27 +68,27 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def shortened(problems: list[str], limit: int = 20) -> str:
-    """Problems as lines of a report, the first `limit` of them."""
+    """The first `limit` problems as indented lines."""
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return "\n    ".join([*problems[:limit], *more])
 
 
 class ConfigError(UserError):
-    """The configuration contradicts itself, the schema or the machine."""
+    """The configuration is invalid, or does not fit the run or the machine."""
 
 
 class DataError(UserError):
-    """A corpus, tokenizer or shard is missing, damaged or not the declared one."""
+    """A corpus, tokenizer or shard is missing, damaged or not the expected one."""
 
 
 class ReadTimeoutError(DataError):
-    """A read took too long. Mounts that hang mostly come back, so the run can be resumed."""
+    """A read took too long. Hanging mounts usually recover, so the run can be resumed."""
 
     exit = Exit.RESUME
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be read, or none is valid where one must be."""
+    """A checkpoint cannot be read, or no valid one exists."""
 
 
 class BusyError(UserError):
@@ -96,13 +96,13 @@ class BusyError(UserError):
 
 
 class StorageError(UserError):
-    """Storage failed so often or for so long that training would continue unprotected."""
+    """Storage cannot be read or written."""
 
     exit = Exit.NEEDS_PERSON
 
 
 class RunGoneError(UserError):
-    """The run directory is gone: its mount is, or somebody removed or replaced it."""
+    """The run directory is gone: unmounted, removed or replaced."""
 
     exit = Exit.NEEDS_PERSON
 

@@ -1,4 +1,4 @@
-"""How serious an incident is: one scale for health findings, alarms and notifications. No torch."""
+"""Severity scale of health findings, alarms and notifications. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 
 class Severity(IntEnum):
-    """INFO: recorded. WARN: somebody should know. CRIT: somebody should look now."""
+    """INFO: recorded only. WARN: somebody should know. CRIT: somebody should act now."""
 
     INFO = 0
     WARN = 1
@@ -21,4 +21,4 @@ def _by_name(value: object) -> object:
 
 
 SeverityName = Annotated[Severity, BeforeValidator(_by_name), PlainSerializer(lambda severity: severity.name)]
-"""A `Severity` that is its name in JSON."""
+"""A `Severity` that is serialized as its name."""

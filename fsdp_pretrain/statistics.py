@@ -1,4 +1,4 @@
-"""Statistics that a few outliers do not change. No torch, no numpy, to keep the watchdog small."""
+"""Robust statistics. No torch, no numpy, to keep the watchdog small."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 _MAD = 1.4826
-"""Standard deviation over median absolute deviation, of normal values."""
+"""Standard deviation / median absolute deviation of a normal distribution."""
 _MOST = 120
 
 
@@ -18,15 +18,15 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def score(value: float, values: Sequence[float], floor: float) -> float:
-    """How many deviations a value is above the median of others; `floor` is the smallest deviation assumed."""
+    """How many standard deviations a value is above the median of others; `floor`: smallest deviation assumed."""
     middle, deviation = spread(values)
     return (value - middle) / max(deviation, floor)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Theil-Sen: the median of the slopes between all pairs of (x, y); NaN if no two differ in x.
+    """Theil-Sen estimator: the median slope between all pairs of (x, y); NaN if no two differ in x.
 
-    Of more than 120 points every k-th is taken.
+    More than 120 points are subsampled evenly.
     """
     points = points[:: -(-len(points) // _MOST)] if points else points
     found = [

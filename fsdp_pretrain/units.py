@@ -1,6 +1,6 @@
 """Quantities with units: `"2000 steps"`, `"1_098_632 samples"`, `"2T tokens"`, `"30 minutes"`.
 
-A bare number is rejected everywhere a duration is expected: unit mistakes in schedules have cost real runs days.
+Bare numbers are rejected: unit mistakes in schedules have cost real runs days.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SECONDS = {"s": 1, "second": 1, "minute": 60, "min": 60, "hour": 3600, "h": 360
 
 
 def _parse(text: object, units: dict[str, int], example: str) -> tuple[Decimal, str]:
-    """Split `"2T tokens"` into (2e12, "token"). Raises ValueError, which names the units allowed."""
+    """Split `"2T tokens"` into (2e12, "token"). Raises ValueError with the allowed units."""
     names = ", ".join(f"{unit}s" for unit in units if len(unit) > 3)
     if isinstance(text, bool) or not isinstance(text, str):
         raise ValueError(f"a bare number has no unit; write a string such as {example!r} ({names})")
@@ -38,11 +38,11 @@ def _parse(text: object, units: dict[str, int], example: str) -> tuple[Decimal, 
 
 
 class _Written:
-    """Base of quantities that a configuration has as text: read by `parse`, written by `str`."""
+    """Base of quantities that are strings in configurations: read by `parse`, written by `str`."""
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """The quantity that a text says. Raises ValueError."""
+        """The quantity in a text. Raises ValueError."""
         return text if isinstance(text, cls) else cls._read(text)
 
     @classmethod
@@ -60,7 +60,7 @@ class _Written:
 class Progress(_Written):
     """An amount of training in steps, samples or tokens, as `"2000 steps"`.
 
-    What it is in the other units depends on the batch ramp, see `schedule`.
+    Conversion to other units depends on the batch ramp, see `config.schedule`.
     """
 
     value: int
@@ -132,7 +132,7 @@ class Seconds(_Written):
 
 
 def human_count(value: float) -> str:
-    """1_260_000_000 -> `1.26B`: for people, never for a file a program reads."""
+    """1_260_000_000 -> `1.26B`; only for people."""
     return _scaled(value, 1000, ("", "K", "M", "B", "T"))
 
 
@@ -142,7 +142,7 @@ def human_bytes(value: float) -> str:
 
 
 def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
-    """Three digits, or all before the point if there are more, and the suffix of a power of `base`."""
+    """Three significant digits, or all integer digits if more, and the suffix of a power of `base`."""
     power = 0
     while abs(value) >= base - 0.5 and power < len(suffixes) - 1:
         value, power = value / base, power + 1
@@ -150,7 +150,7 @@ def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """Seconds as `3h12m`, `2d04h`, `45s`; infinity means an unknown time."""
+    """Seconds as `3h12m`, `2d04h`, `45s`; infinity as `an unknown time`."""
     if math.isinf(seconds):
         return "an unknown time"
     whole = int(seconds)

@@ -1,8 +1,8 @@
-"""What a checkpoint costs: `python -m fsdp_pretrain.bench CONFIG --saves DIR`.
+"""Cost of a checkpoint: `python -m fsdp_pretrain.bench CONFIG --saves DIR`.
 
-One round is a plain file of the same bytes written and synced by one process, a save that training waits for, and one
-in the background of training. Rounds alternate, so that a busy machine or disk spoils all three alike, and only ratios
-within a round are kept.
+Each round writes a plain file of the same size from one process, a blocking save, and a background save during
+training. They alternate, so that a busy machine or disk affects all three alike; compare the ratios, which are computed
+within rounds.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class _Round:
 
 
 def measure(trainer: Trainer, world: World, directory: Path, *, rounds: int, steps: int) -> dict[str, Any]:
-    """Time saves of a trainer's state; the figures, the same on every rank. Collective.
+    """Time saves of a trainer's state. Returns the same results on every rank. Collective.
 
     Args:
-        trainer: that has made a step, so that there is optimiser state.
-        directory: a folder on the storage in question; what is written there is removed again.
-        rounds: to measure, after one that does not count.
-        steps: of undisturbed training before each background save.
+        trainer: after at least one step, so that there is optimiser state.
+        directory: on the storage to measure; what is written there is removed.
+        rounds: to measure, after one warmup round.
+        steps: undisturbed training steps before each background save.
     """
     place = directory / "bench-saves"
     stager, writers = Stager(world.device), world.on(world.new_group())
@@ -104,7 +104,7 @@ def _step(trainer: Trainer) -> float:
 
 
 def _write_plainly(path: Path, size: int) -> float:
-    """Seconds that `dd bs=4M conv=fsync` would need for a file of `size` bytes of noise."""
+    """Seconds to write and fsync `size` random bytes in blocks of 4 MiB, like `dd bs=4M conv=fsync`."""
     block = os.urandom(_BLOCK)
     start = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -115,12 +115,12 @@ def _write_plainly(path: Path, size: int) -> float:
 
 
 def _spread(values: list[float]) -> list[float]:
-    """Median, least, most."""
+    """Median, minimum, maximum."""
     return [statistics.median(values), min(values), max(values)]
 
 
 def render(result: dict[str, Any]) -> str:
-    """The figures for people."""
+    """The results as text for people."""
     spreads = {**result["seconds"], **{name: result[name] for name in result if name.endswith(("_ratio", "_share"))}}
     show = {name: f"{middle:.3g} [{low:.3g} to {high:.3g}]" for name, (middle, low, high) in spreads.items()}
     size, rounds = human_bytes(result["bytes"]), result["rounds"]

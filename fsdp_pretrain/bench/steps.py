@@ -1,6 +1,6 @@
-"""How fast a configuration trains here: `python -m fsdp_pretrain.bench CONFIG [key=value ...]`, or under torchrun.
+"""Training speed of a configuration: `python -m fsdp_pretrain.bench CONFIG [key=value ...]`, or under torchrun.
 
-Runs the trainer's own step on random tokens; needs no corpus, writes nothing. Reports the median step after warm-up.
+Runs the trainer's own step on random tokens; needs no corpus, writes nothing. Reports the median step after warmup.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from . import checkpoints, watchdog
 
 
 class RandomSteps:
-    """Batches of random tokens with the shapes of the configuration; of blank infilling, slots that are half prefix."""
+    """Batches of random tokens with the configuration's shapes; for blank infilling, half of each slot is prefix."""
 
     def __init__(self, config: Config, world: World) -> None:
         self._objective = config.data.objective
@@ -77,7 +77,7 @@ class RandomSteps:
         micro.positions = line if objective.positions == "glm1d" else torch.stack((line, line), 1)
 
     def blank(self, before: Position) -> StepBatch:
-        """Asked for only after a failed read, and nothing is read here."""
+        """Needed only after a failed read, and nothing is read here."""
         raise AssertionError("a benchmark reads nothing that could fail")
 
 
@@ -88,13 +88,12 @@ class Records(Silent):
         self.records: list[StepRecord] = []
 
     def step(self, record: StepRecord, *, target: int) -> None:
-        """Keep it."""
         del target
         self.records.append(record)
 
 
 def build(config: Config, world: World, heartbeat: Heartbeat | None = None) -> tuple[Trainer, Records]:
-    """The run's trainer on random tokens, with nowhere to save, and what will hold its records. Raises ConfigError."""
+    """A trainer on random tokens that cannot save, and the recorder of its step records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
     records = Records()
@@ -113,7 +112,7 @@ def build(config: Config, world: World, heartbeat: Heartbeat | None = None) -> t
 
 
 def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Time `steps` steps after `warmup`; the figures, the same on every rank but for memory."""
+    """Time `steps` steps after `warmup`. Collective."""
     trainer, records = build(config, world)
     parameters = plan.count_parameters(config.model)
     flops = throughput.flops_per_token(parameters, config.model, config.data.sequence_length)
@@ -165,7 +164,7 @@ class _NoSaver:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The figures for people."""
+    """The results as text for people."""
     mfu = (
         "unknown (no peak on file for this device)"
         if result["mfu"] is None

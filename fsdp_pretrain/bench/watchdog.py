@@ -1,8 +1,8 @@
-"""What the watchdog costs: `python -m fsdp_pretrain.bench CONFIG --watchdog DIR`.
+"""Cost of the watchdog: `python -m fsdp_pretrain.bench CONFIG --watchdog DIR`.
 
-One heartbeat, the processor time of an agent of eight ranks under the run's settings while they make a step every
-three seconds, and the ratio of step times with and without: of neighbouring steps, each first every other time, so that
-a busy machine spoils both alike.
+Measures one heartbeat, the CPU time of an agent of eight ranks with the run's settings and a step every three seconds,
+and the ratio of step times with and without watchdog. Steps of both kinds alternate, and so does their order, so that a
+busy machine affects both alike.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def measure(
     warmup: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """The figures, the same on every rank but for the beat. Collective.
+    """Measure; `agent` is the same on every rank. Collective.
 
     Args:
-        build: makes a trainer, and its records, from configuration, world and heartbeat.
-        config: the run; its directory is replaced.
-        directory: a folder on any storage; what is written there is removed again.
-        steps: pairs of steps.
-        warmup: pairs before that do not count.
-        seconds: for which the agent is watched.
+        build: returns a trainer and its recorder for configuration, world and heartbeat.
+        config: of the run; its directory is replaced.
+        directory: on any storage; what is written there is removed.
+        steps: pairs of steps to time.
+        warmup: pairs before them.
+        seconds: duration of the agent's measurement.
     """
     place = directory / f"bench-watchdog-{os.getppid()}"
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
@@ -91,7 +91,7 @@ def measure(
 
 
 def _beat(directory: Path) -> float:
-    """Microseconds of processor time of a beat."""
+    """Microseconds of CPU time per heartbeat."""
     path = directory / f"bench-beat-{os.getpid()}.page"
     page = Page(path, rank=0, segment=1)
     found = []
@@ -105,7 +105,7 @@ def _beat(directory: Path) -> float:
 
 
 def _pair(trainers: tuple[Trainer, Trainer], order: tuple[int, int]) -> list[tuple[float, float]]:
-    """A step of each trainer, in this order; (wall, processor) seconds of the first's and of the second's."""
+    """One step of each trainer, in this order. Returns (wall, CPU) seconds of the first and of the second trainer."""
     found = [(0.0, 0.0)] * 2
     for which in order:
         wall, used = time.perf_counter(), time.process_time()
@@ -116,14 +116,14 @@ def _pair(trainers: tuple[Trainer, Trainer], order: tuple[int, int]) -> list[tup
 
 
 def _interval(ratios: list[float]) -> list[float]:
-    """Median, and the 95% interval of it: order statistics of the binomial distribution, for any distribution."""
+    """Median and its 95% confidence interval from order statistics, valid for any distribution."""
     ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
     low, high = math.floor(len(ratios) / 2 - half), math.ceil(len(ratios) / 2 + half)
     return [statistics.median(ordered), ordered[max(0, low)], ordered[min(len(ratios) - 1, high)]]
 
 
 def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> dict[str, float]:
-    """Processor time and memory of an agent of eight ranks, its helpers included."""
+    """CPU time and memory of an agent of eight ranks, including its helpers."""
     pages = place / "pages"
     own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=1) for rank in range(_RANKS)]
     process = AgentProcess(config, pages, node=0, nodes=1, ranks=range(_RANKS)).process
@@ -138,7 +138,7 @@ def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> d
             file.write(record.model_copy(update={"step": step, "segment": 1, "time": now()}).to_line() + "\n")
         time.sleep(_STEP)
         passed = time.monotonic() - beginning
-        if not before and passed > _STARTS:  # it has looked at everything once
+        if not before and passed > _STARTS:  # all its probes have run once
             before, started = _cpu(process.pid), time.monotonic()
         if passed > _STARTS + seconds:
             break
@@ -151,16 +151,16 @@ def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> d
 
 
 def _cpu(pid: int) -> dict[int, float]:
-    """Processor seconds of a process and its descendants, those that have ended with their parents."""
+    """CPU seconds by pid of a process and its descendants; ended children count with their parents."""
     found = {}
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # a look that has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # a probe that has just ended
             found[process.pid] = sum(process.cpu_times()[:4])
     return found
 
 
 def render(result: dict[str, Any]) -> str:
-    """The figures for people."""
+    """The results as text for people."""
     agent = result["agent"]
     wall, used = ("{:.4f} [{:.4f} to {:.4f}]".format(*result[name]) for name in ("step_ratio", "processor_ratio"))
     return "\n".join(

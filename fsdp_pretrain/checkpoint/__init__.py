@@ -1,1 +1,1 @@
-"""Checkpoints: written, committed, verified, found, loaded, converted."""
+"""Checkpoints: write, verify, find, load, convert."""

@@ -1,7 +1,7 @@
-"""Writing a checkpoint while training goes on: a copy of the state in host memory, and a thread that writes it.
+"""Background checkpoints: the state is copied to host memory, and a thread writes the copy while training continues.
 
-The thread does what a synchronous save does, over a process group of its own: collectives of two threads on one group
-would meet in the wrong order. At most one save is in flight. What became of it is known from `Pending` alone.
+The thread runs the synchronous save over its own process group: collectives of two threads on one group would
+interleave. At most one save is in flight; `Pending` has its outcome.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fsdp_pretrain.parallel.mesh import local_part
 
 T = TypeVar("T")
 _PAGE = 4096
-"""Bytes from which on a tensor's host memory is pinned."""
+"""Copies of at least this many bytes are pinned."""
 
 
 class Pending(Generic[T]):
-    """A call that runs in a thread of its own; the thread does not outlive the process."""
+    """A call that runs in a daemon thread."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -48,12 +48,12 @@ class Pending(Generic[T]):
         return self._error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end, `timeout` seconds at most; whether it came."""
+        """Wait at most `timeout` seconds for the call to end. Returns `done`."""
         self._thread.join(timeout)
         return self.done
 
     def result(self) -> T:
-        """What it returned; raises what it raised. Only when `done`."""
+        """The call's return value, or its exception raised. Only when `done`."""
         assert self.done
         if self._error is not None:
             raise self._error
@@ -61,10 +61,10 @@ class Pending(Generic[T]):
 
 
 class Stager:
-    """Copies state into host memory, the same memory every time: the next copy overwrites the last.
+    """Copies state into host memory, reusing the same buffers: each copy overwrites the last.
 
-    DCP's `DefaultStager` does not: in torch 2.11 it frees the memory after every copy, and fails at the second. From a
-    GPU (`device`, where the live state is) the copies go to pinned memory.
+    DCP's `DefaultStager` cannot: in torch 2.11 it frees its buffers after every copy, and fails at the second. If the
+    live state is on a GPU (`device`), the buffers are pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,9 +73,9 @@ class Stager:
 
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of nested dictionaries of tensors, DTensors among them; complete when this returns.
+        """Copy nested dictionaries of tensors or DTensors; the copy is complete on return.
 
-        Names, shapes and dtypes must be the same every time.
+        Names, shapes and dtypes must be the same every time. Raises ConfigError if memory cannot be pinned.
         """
         gpu = self._device.type == "cuda"
         if self._copy is None:
@@ -87,18 +87,18 @@ class Stager:
 
 
 def _empty_copy(state: Any, *, pinned: bool) -> Any:
-    """The same tree, its tensors in host memory. DTensors keep their mesh and placements, which DCP reads."""
+    """The same tree with uninitialized host tensors. DTensors keep their mesh and placements, which DCP reads."""
     if isinstance(state, dict):
         return {name: _empty_copy(value, pinned=pinned) for name, value in state.items()}
     copy = torch.empty_like(local_part(state), device="cpu")
     if pinned and copy.nbytes >= _PAGE:
         _pin(copy)
-    # Not `DTensor.from_local`, which would move it to the device of the mesh.
+    # `DTensor.from_local` would move it to the mesh's device.
     return DTensor(copy, state._spec, requires_grad=False) if isinstance(state, DTensor) else copy
 
 
 def _pin(tensor: Tensor) -> None:
-    """Pin a tensor's memory until it is freed. (`pin_memory=True` would round its size up to a power of two.)
+    """Pin a tensor's memory until it is freed (`pin_memory=True` would round its size up to a power of two).
 
     Raises ConfigError.
     """

@@ -1,8 +1,8 @@
 """Writing checkpoints with PyTorch's distributed checkpoint (DCP).
 
-DCP is used for what it does well, resharding and spreading the writing over all ranks, replicas included. What it
-does not do is done here and in `store`: checksums (computed while writing), proof that every chunk its metadata
-promises was written, commit by rename, read-back. Its `CheckpointException` is a BaseException.
+DCP reshards and spreads writing over all ranks, replicas included. This module and `store` add what it lacks: checksums
+(computed while writing), a check that every chunk in the metadata was written, commit by rename, and read-back. DCP's
+`CheckpointException` is a BaseException.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from .metadata import wrong_metadata
 from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file, sync_directory
 
 Note = tuple[Kind, str]
-"""For the journal: the kind of entry, and a text."""
+"""A journal entry: kind and text."""
 Fetch = Callable[[str], torch.Tensor]
 _FILES_BESIDE = 8
-"""Files of a checkpoint besides one per rank: metadata, manifest, and those that replace them atomically."""
+"""Files of a checkpoint besides one per rank: metadata, manifest, and temporary files for atomic writes."""
 _CHUNK_OVERHEAD = 2048
-"""Bytes that DCP adds to each chunk (the header of its zip format, its line in the metadata), rounded up."""
+"""Upper bound of the bytes that DCP adds per chunk (zip header and metadata entry)."""
 
 
 class _HashingStream:
-    """A file being written, hashed on the way. DCP writes strictly forward."""
+    """Hashes a file while it is written; DCP writes strictly sequentially."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.digest, self.size = file, xxhash.xxh3_128(), 0
@@ -62,7 +62,7 @@ class _HashingStream:
 
 
 class _HashingFileSystem(FileSystem):
-    """DCP's local file system, keeping an entry for every file it finishes writing."""
+    """DCP's local file system; `written` has an entry for every finished file."""
 
     def __init__(self) -> None:
         self.written: list[FileEntry] = []
@@ -84,7 +84,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _Delivering(DefaultSavePlanner):
-    """Writes meta tensors whose values are fetched one by one, as their turn to be written comes."""
+    """Saves meta tensors, fetching each one's values only when it is written."""
 
     def __init__(self, world: World, fetch: Fetch) -> None:
         super().__init__()
@@ -99,14 +99,14 @@ class _Delivering(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A committed and, if so configured, verified checkpoint, and what it took.
+    """A committed and, if so configured, verified checkpoint.
 
     Attributes:
         manifest: of the checkpoint, on rank 0; None on the others.
-        bytes: of its files.
-        seconds: from the beginning of writing to the end of reading back.
-        deleted: steps whose checkpoints retention removed afterwards.
-        notes: what else belongs into the journal.
+        bytes: total size of its files.
+        seconds: from the start of writing to the end of read-back.
+        deleted: steps whose checkpoints retention deleted afterwards.
+        notes: further journal entries.
     """
 
     checkpoint: Checkpoint
@@ -133,22 +133,22 @@ def save(
     """Write, commit and verify a checkpoint. All ranks call it together.
 
     Args:
-        facts: what the manifest says of it; the step among them.
-        state: from `loading.state_dict`, live or a copy; must not change meanwhile. Without optimiser state where only
-            weights are known (the manifest says so).
+        facts: for the manifest; includes the step.
+        state: from `loading.state_dict`, live or a copy; must not change meanwhile. Has no optimiser state if only
+            weights are saved (recorded in the manifest).
         train_state, config: contents of `train_state.json` and `config.toml`.
         read_back: verify every byte afterwards.
-        give_up: what may go if the checkpoint does not fit, see `disk_space.make_room`; used on rank 0.
-        guard: called on rank 0 before the commit; what it raises ends the save on every rank.
-        fetch: values of the tensors of `state`, which is then on the meta device, by flat name (`model.NAME`); called
-            for one after the other, so that the whole is never in memory.
+        give_up: what may be deleted if the checkpoint does not fit, see `disk_space.make_room`; used on rank 0.
+        guard: called on rank 0 before the commit; its exception ends the save on every rank.
+        fetch: returns a tensor of `state` (then on the meta device) by flat name (`model.NAME`); called one tensor at
+            a time, so the model is never in memory as a whole.
 
     Raises:
-        StorageError: on every rank, if it failed on any; what was written is removed.
+        StorageError: on every rank, if the save failed on any; an uncommitted attempt is removed.
     """
     start = time.perf_counter()
     tensors = flatten(state)
-    # Every tensor once, over all ranks, and what DCP adds to its chunks.
+    # Each tensor is stored once across all ranks; DCP adds overhead per chunk.
     size = sum(each.numel() * each.element_size() + _CHUNK_OVERHEAD * world.shards for each in tensors.values())
     need = SpaceNeeded(size, world.size + _FILES_BESIDE)
     attempt, given_up = world.decide(lambda: _begin(store, facts.step, need, give_up))
@@ -170,7 +170,7 @@ def save(
             return store.commit(attempt, promised), sum(entry.bytes for entry in every)
 
         checkpoint, written = world.decide(commit)
-    except BaseException:  # also of the lock, or a group that another rank left
+    except BaseException:  # includes a lost lock, and a group that another rank left
         if world.is_main:
             store.discard(attempt)
         raise
@@ -181,7 +181,7 @@ def save(
 
 
 def _begin(store: Store, step: int, need: SpaceNeeded, give_up: GiveUp) -> tuple[Path, list[str]]:
-    """Make sure that the checkpoint fits before a byte of it is written; the attempt, and what was given up for it."""
+    """Ensure that the checkpoint fits before writing. Returns the attempt's directory, and what was deleted for it."""
     try:
         make_directory(store.directory)
     except OSError as error:
@@ -191,16 +191,16 @@ def _begin(store: Store, step: int, need: SpaceNeeded, give_up: GiveUp) -> tuple
 
 
 def _write(world: World, attempt: Path, state: dict[str, Any], fetch: Fetch | None) -> tuple[list[FileEntry], str]:
-    """Let DCP write; the entries of all files of all ranks, and the digest of what they hold.
+    """Write with DCP. Returns the entries of all ranks' files, and the state digest.
 
     Raises StorageError on every rank if any failed.
     """
     files, tensors = _HashingFileSystem(), flatten(state)
-    # DCP holds on to the tensors of a file until it is written: what is fetched gets a file for each.
+    # DCP keeps a file's tensors in memory until it is written, so each fetched tensor gets its own file.
     writer = FileSystemWriter(attempt, single_file_per_rank=fetch is None, sync_files=True, overwrite=False)
     if not any(tensor.is_cuda for tensor in tensors.values()):
-        # A copy in host memory. To copy ahead from a GPU, DCP would wait between tensors for all that training has
-        # queued; and for GPU 0 in every process, since that is the current device of a new thread.
+        # The state is a host copy. DCP's copy-ahead would synchronize with training's queued kernels between tensors,
+        # and with GPU 0 in every process, since that is a new thread's current device.
         writer.per_thread_copy_ahead = 0
     writer.fs = files
     delivering = _Delivering(world, fetch) if fetch else None
@@ -210,7 +210,7 @@ def _write(world: World, attempt: Path, state: dict[str, Any], fetch: Fetch | No
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*single process")  # a command's world has no process group
             dcp.save(state, storage_writer=writer, planner=planner, process_group=world.host_group)
-    except (CheckpointException, Exception) as error:  # whatever it is, the other ranks must learn of it
+    except (CheckpointException, Exception) as error:  # the other ranks must learn of any failure
         failure = root_cause(error)
     outcomes = world.gather((failure, files.written))
     failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
@@ -241,7 +241,7 @@ def _write_texts(attempt: Path, contents: dict[str, str]) -> list[FileEntry]:
 
 
 def _read_back(world: World, store: Store, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, marked verified. Raises StorageError on every rank, with it put aside, if a byte is wrong."""
+    """Verify a checkpoint and mark it. If it is damaged, moves it aside and raises StorageError on every rank."""
     if wrong := verify(world, checkpoint):
         world.decide(lambda: _put_aside(store, checkpoint))
         raise StorageError(

@@ -1,7 +1,7 @@
 """A hash of the training state that does not depend on how it is spread over ranks.
 
-Sum over all elements of all tensors of (bits of the element) * (odd weight of its place), modulo 2^64. A sum can be
-taken shard by shard; an odd weight is invertible, so a change of any single element changes the hash.
+It is the sum over all elements of all tensors of (bits of the element) * (odd weight of its position), modulo 2^64.
+Sums can be computed per shard; an odd weight is invertible, so changing any single element changes the hash.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio, as a signed intege
 
 
 def state_digest(world: World, tensors: dict[str, Any]) -> str:
-    """The hash of named tensors, plain or sharded over dim 0; the same on every rank. The names are part of it.
+    """The hash of named tensors, plain or sharded over dim 0; the same on every rank. It covers the names.
 
-    A plain tensor is taken to be the same on every rank, and counted once.
+    A plain tensor is assumed to be equal on every rank, and counted once.
     """
     digest = StateDigest(world)
     for name, tensor in tensors.items():
@@ -34,7 +34,7 @@ def state_digest(world: World, tensors: dict[str, Any]) -> str:
 
 
 class StateDigest:
-    """The hash of tensors that come one after the other."""
+    """The hash of tensors that are added one at a time."""
 
     def __init__(self, world: World) -> None:
         self._world, self._own = world, 0
@@ -44,11 +44,11 @@ class StateDigest:
             counts = tensor.device_mesh.get_coordinate()[0] == 0  # type: ignore[index]
         else:
             counts = self._world.is_main
-        if counts:  # others hold the same
+        if counts:  # the other ranks hold replicas
             self._own += _digest(name, local_part(tensor).detach(), first_row(tensor) * math.prod(tensor.shape[1:]))
 
     def total(self) -> str:
-        """The hash of all that was added; collective."""
+        """The hash of all added tensors; collective."""
         return f"{sum(self._world.gather(self._own)) % 2**64:016x}"
 
 
@@ -67,10 +67,10 @@ def _digest(name: str, local: Tensor, offset: int) -> int:
 
 @functools.cache
 def _products(device: torch.device) -> Tensor:
-    """Multiples of the multiplier, int64 [as many as fit a cache beside what is made of them]."""
+    """Multiples of the multiplier, int64; chunk sizes are chosen to fit caches together with the products."""
     return torch.arange(_CHUNK[device.type], device=device) * _MULTIPLIER
 
 
 def _signed(number: int) -> int:
-    """The 64-bit signed integer that is equal modulo 2^64."""
+    """The signed 64-bit integer congruent modulo 2^64."""
     return (number + 2**63) % 2**64 - 2**63

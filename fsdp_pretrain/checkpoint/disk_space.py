@@ -1,4 +1,4 @@
-"""Room on the file system of checkpoints: how much there is, and what may be given up for the next one. No torch."""
+"""Disk space for checkpoints: how much is free, and what may be deleted for the next one. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_pretrain.units import human_bytes
 from .store import Checkpoint
 
 GiveUp = Sequence[tuple[str, Callable[[], object]]]
-"""(what to call it, the act; its result is falsy if there was nothing), the dearest last."""
+"""Pairs (name, action), the most valuable last; an action returns a falsy value if there was nothing to delete."""
 
 _BALLAST = ".ballast"
 _LARGEST_SHARE = 0.02
@@ -22,13 +22,13 @@ _LARGEST_RESERVE = 20 << 30
 
 @dataclass(frozen=True)
 class Room:
-    """What the file system of a directory has left.
+    """Free and total space of a directory's file system.
 
     Attributes:
-        path: the directory, or the nearest above it that exists.
-        free, total: bytes; `free` for us, not for root.
-        files_free, files: names; `files` is 0 where they are not counted.
-        device: which file system it is.
+        path: the directory, or its nearest existing ancestor.
+        free, total: bytes; `free` excludes what is reserved for root.
+        files_free, files: inodes; `files` is 0 where they are not limited.
+        device: `st_dev` of the file system.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Room:
 
     @classmethod
     def of(cls, directory: Path) -> Room:
-        """The room for what is written to a directory, which need not exist yet. Raises OSError."""
+        """The space for a directory, which need not exist yet. Raises OSError."""
         while not directory.exists() and directory != directory.parent:
             directory = directory.parent
         found, device = os.statvfs(directory), directory.stat().st_dev
@@ -48,30 +48,30 @@ class Room:
         return cls(str(directory), free, total, found.f_favail, found.f_files, device)
 
     def reserved(self, share: float) -> float:
-        """Bytes that do not count as room: a share of the file system, at most 20 GiB."""
+        """Bytes that do not count as free: a share of the file system, at most 20 GiB."""
         return min(_LARGEST_RESERVE, share * self.total)
 
 
 @dataclass(frozen=True)
 class SpaceNeeded:
-    """What checkpoints take: bytes, and names in the file system."""
+    """Bytes and inodes that checkpoints take."""
 
     bytes: int
     files: int
 
     def fits(self, room: Room) -> bool:
-        """Whether it goes in, down to the last byte."""
+        """Whether it fits, without any margin."""
         return room.free >= self.bytes and (not room.files or room.files_free >= self.files)
 
     def compare(self, room: Room) -> str:
-        """What it needs and what there is, in words."""
+        """Text with what is needed and what is free."""
         names = f" and room for {room.files_free} files" if room.files else ""
         need = f"needs {human_bytes(self.bytes)} in {self.files} files"
         return f"{need}, {room.path} has {human_bytes(room.free)} free{names}"
 
 
 def attempts(directory: Path) -> dict[str, int]:
-    """Bytes so far of the saves in flight, by name."""
+    """Bytes already written by saves in flight, by directory name."""
     found = directory.glob("step-*.writing-*") if directory.is_dir() else ()
     return {path.name: sum(_bytes(inner) for inner in path.rglob("*")) for path in found}
 
@@ -84,17 +84,17 @@ def _bytes(path: Path) -> int:
 
 
 def prunable(checkpoints: Iterable[Checkpoint]) -> SpaceNeeded:
-    """What `checkpoint.prune` may delete of a store, at the most: `keep_every` may name some of it."""
+    """Upper bound of what `checkpoint.prune` may delete; `keep_every` may protect some of it."""
     verified = [item for item in checkpoints if item.problem is None and item.verified]
     files = [entry for item in verified[:-2] if not item.pinned for entry in item.files()]
     return SpaceNeeded(sum(entry.bytes for entry in files), len(files))
 
 
 def make_room(directory: Path, need: SpaceNeeded, give_up: GiveUp) -> Iterator[str]:
-    """Give things up in order until a checkpoint fits; yields what was given up.
+    """Run the actions in order until a checkpoint fits; yields the names of those that freed something.
 
     Raises:
-        StorageError: it does not fit after all of that.
+        StorageError: it still does not fit.
     """
     try:
         for name, act in give_up:
@@ -114,13 +114,13 @@ def make_room(directory: Path, need: SpaceNeeded, give_up: GiveUp) -> Iterator[s
 
 
 class Ballast:
-    """A file in `RUN/checkpoints` that holds some space back, to be let go when a save would not fit otherwise."""
+    """A file in `RUN/checkpoints` that reserves space; deleted when a save would not fit otherwise."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / _BALLAST
 
     def take(self, checkpoint_bytes: int) -> None:
-        """Hold back a tenth of a checkpoint or 2% of the file system, whichever is less, if it is to spare."""
+        """Reserve a tenth of a checkpoint or 2% of the file system, whichever is less, if there is enough space."""
         if self.path.exists():
             return
         try:
@@ -134,7 +134,7 @@ class Ballast:
             self.release()
 
     def release(self) -> bool:
-        """Let it go; whether there was one."""
+        """Delete the file. Returns whether there was one."""
         try:
             self.path.unlink()
         except OSError:

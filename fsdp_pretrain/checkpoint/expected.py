@@ -1,7 +1,7 @@
-"""The checkpoint that the record of a run says is there, and whether it is. No torch.
+"""Whether the newest checkpoint in a run's record still exists. No torch.
 
-Checkpoints that somebody deleted, or whose mount is missing, leave no trace in the directories where they were. The
-record remembers them: without a look at it, a run without its checkpoints would be taken for one that has not begun.
+Deleted checkpoints, or those on a missing mount, leave no trace in their directories, but the record lists them.
+Without this check, a run that lost its checkpoints would look like one that was never started.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .store import directory_name
 
 @dataclass(frozen=True)
 class MissingCheckpoint:
-    """A checkpoint of the kept line that was committed and is not there, nor one of a later step.
+    """A checkpoint of the kept line that was committed but is missing, as are all later ones.
 
     Attributes:
-        newest: step of the newest checkpoint that there is, whole or damaged; None: there is none at all.
-        seen: an earlier start under the same launcher had a newer one than there is.
+        newest: step of the newest existing checkpoint, whole or damaged; None: there is none.
+        seen: an earlier start under the same launcher saw a newer one.
     """
 
     step: int
@@ -37,12 +37,12 @@ class MissingCheckpoint:
 
 
 def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | None:
-    """The newest checkpoint of the kept line, if neither it nor a later one is there; None if all is well.
+    """The newest recorded checkpoint of the kept line, if neither it nor a later one exists; else None.
 
-    If others are left, one that was moved to `abandoned/` is not missed. A damaged one is there.
+    A damaged checkpoint exists. One that was moved to `abandoned/` is not missing if others are left.
 
     Args:
-        seen: what earlier starts under the same launcher have seen.
+        seen: what earlier starts under the same launcher saw.
 
     Raises:
         StorageError: a directory cannot be read.
@@ -54,7 +54,7 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
             steps.add(known := seen.checkpoint)
     if not steps:
         return None
-    expected, found = max(steps), stores(run)  # the record first: a live run deletes nothing without a later one
+    expected, found = max(steps), stores(run)  # read the record first: a live run deletes only after a later save
     there = found.scan()
     if any(item.step == expected or (item.step > expected and item.problem is None) for item in there):
         return None
@@ -66,10 +66,10 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
 
 
 def recorded(run: RunDir) -> set[int]:
-    """Steps of the kept line that had a checkpoint, by the record; those deleted by retention are among them."""
+    """Steps of the kept line with a checkpoint in the record, including those deleted by retention."""
     known = lineage.nodes(run)
     parts, head = lineage.line(known), max((node.segment for node in known), default=0)
-    steps = {part.after for part in parts if part.after}  # a start went on from there
+    steps = {part.after for part in parts if part.after}  # a start continued from there
     entries = journal.read(run)
     for entry in journal.of_kind(entries, "checkpoint"):
         if not parts or lineage.holds(parts, entry.get("segment") or 0, entry["step"]):

@@ -1,4 +1,4 @@
-"""Hugging Face folders out of checkpoints and into them, tensor by tensor: the model is never in memory as a whole."""
+"""Export to and import from Hugging Face folders, tensor by tensor: the model is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _SAFE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 
 
-# ------------------------------------------------------------------------ out
+# ------------------------------------------------------------------------ export
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_checkpoint` wrote: bytes of weights, number of their files, and what became of the tokenizer."""
+    """What `export_checkpoint` wrote; `bytes` and `files` are of the weights, `tokenizer` is a text for people."""
 
     folder: Path
     parameters: int
@@ -52,7 +52,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor to be written, with its final shape and bytes."""
+    """A tensor to write, with its shape and size in the folder."""
 
     weight: HFTensor
     shape: tuple[int, ...]
@@ -64,17 +64,17 @@ def export_checkpoint(
 ) -> Exported:
     """Write the weights, configuration and tokenizer of a checkpoint as a folder that transformers loads.
 
-    Reads checkpoints of any mesh in one process, of live runs too, and verifies every checksum first. The folder is
-    written under another name and renamed when it is whole.
+    Reads checkpoints of any mesh in one process, also of live runs, and verifies every checksum first. The folder is
+    written under a temporary name and renamed when complete.
 
     Args:
         dtype: key of `DTYPES`.
-        shard_bytes: largest size of a file of weights (a larger tensor has a file of its own).
+        shard_bytes: largest size of a weights file (a larger tensor gets its own file).
         tokenizer_path: of the tokenizer, if not the run's copy.
 
     Raises:
-        ConfigError: `out` exists, or transformers cannot express the model.
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: `out` exists, or transformers has no such model.
+        CheckpointError: the checkpoint is missing or damaged, or its values do not fit `dtype`.
         StorageError: it does not fit, or cannot be written.
     """
     if out.exists():
@@ -118,7 +118,7 @@ def _piece(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> _Piece:
 
 
 def _deal(pieces: list[_Piece], shard_bytes: int) -> list[tuple[str, list[_Piece]]]:
-    """The pieces over files of at most `shard_bytes`, in their order: (file name, its pieces)."""
+    """Split the pieces, in order, into files of at most `shard_bytes`: (file name, its pieces)."""
     groups: list[list[_Piece]] = []
     size = 0
     for piece in pieces:
@@ -134,7 +134,7 @@ def _deal(pieces: list[_Piece], shard_bytes: int) -> list[tuple[str, list[_Piece
 
 @contextmanager
 def _appearing(out: Path, needed: int) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` if all goes well and else disappears. Raises StorageError."""
+    """A temporary folder beside `out`: renamed to `out` on success, else removed. Raises StorageError."""
     partial = out.with_name(f".{out.name}.writing-{uuid.uuid4().hex[:12]}")
     try:
         partial.mkdir(parents=True)
@@ -170,8 +170,7 @@ def _write_weights(
 def _write_file(
     path: Path, group: list[_Piece], stored: Weights, dtype: torch.dtype, facts: dict[str, str], bar: Any
 ) -> None:
-    """A safetensors file, written forward: size of the header, header, data. The library needs a file's tensors all
-    at once."""
+    """Write a safetensors file (header size, header, data) tensor by tensor; the library needs all of them at once."""
     header: dict[str, Any] = {"__metadata__": facts}
     end = 0
     for piece in group:
@@ -190,7 +189,7 @@ def _write_file(
 
 
 def _to_theirs(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
-    """One tensor as the folder has it, flat."""
+    """One tensor in the folder's layout, flattened."""
     parts = [stored[name].to(dtype) for name in weight.ours]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if dtype is torch.float16 and not tensor.isfinite().all():
@@ -202,21 +201,21 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-# ------------------------------------------------------------------------- in
+# ------------------------------------------------------------------------ import
 
 
 def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[str] = ()) -> Imported:
-    """Make the checkpoint of step 0 of a new run from a Hugging Face folder: fp32 weights, no optimiser state.
+    """Write a new run's step-0 checkpoint from a Hugging Face folder: fp32 weights, no optimiser state.
 
     Args:
-        run: its directory, new or empty.
-        folder: `config.json` and safetensors.
-        accept: keys of `ACCEPTABLE`.
+        run: a new or empty directory.
+        folder: has `config.json` and safetensors.
+        accept: keys of `hf_layout.ACCEPTABLE`.
 
     Raises:
-        ConfigError: the configuration is for another model or another run, or the run has begun.
-        DataError: the folder is incomplete, contradicts itself or has values that are not finite, or its tokenizer is
-            not that of the corpora.
+        ConfigError: the configuration is for another model or another run, or the run was already started.
+        DataError: the folder is incomplete, inconsistent or has non-finite values, or its tokenizer is not that of the
+            corpora.
         StorageError: the checkpoint cannot be written.
     """
     refuse_begun(run, config)

@@ -1,4 +1,4 @@
-"""The weights in a Hugging Face folder, under our names. Nothing is believed: anybody may have made it."""
+"""The weights in a Hugging Face folder, under our names. The folder is untrusted: everything is checked."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ INDEX = "model.safetensors.index.json"
 _WHOLE, _HEAD = "model.safetensors", "lm_head.weight"
 _KINDS = ("F64", "F32", "F16", "BF16")
 _ROWS = 4096
-"""Rows of a table that are compared at a time."""
+"""Rows compared at a time."""
 
 
 class Folder:
     """The safetensors of a folder under our names.
 
     Args:
-        theirs, ours: the model as the folder and as the configuration has it; they differ at most in rows.
+        theirs, ours: the model of the folder and of the configuration; they differ at most in rows.
 
     Attributes:
         parameters: fp32 tensors on the meta device, by our names.
-        padded: rows of the embedding table that the folder does not have.
+        padded: rows of the embedding table that the folder lacks.
 
     Raises:
-        DataError: tensors are missing, unknown, or of another shape or kind.
+        DataError: tensors are missing, unknown, or of another shape or dtype.
     """
 
     def __init__(self, folder: Path, theirs: AnyModel, ours: AnyModel) -> None:
@@ -73,7 +73,7 @@ class Folder:
         return shape[::-1] if weight.transposed else shape
 
     def read(self, name: str) -> Tensor:
-        """A parameter, in fp32 and in memory of its own, with the rows of the folder. Raises DataError."""
+        """A parameter in fp32, not memory-mapped, with the folder's rows. Raises DataError."""
         path, stored, weight, number = self._places[name]
         height = self.parameters[name].shape[0]
         part = slice(number * height, (number + 1) * height)
@@ -89,7 +89,7 @@ class Folder:
         return self._places[name][1]
 
     def head_is_table(self) -> bool:
-        """Whether the output matrix of a tied model, if the folder holds one, is the embedding table."""
+        """Whether the stored output matrix of a tied model, if any, equals the embedding table."""
         if not self._extra_head:
             return True
         table = self._places["embedding.weight"][:2]
@@ -102,7 +102,7 @@ class Folder:
 
 
 def _tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
-    """Every tensor of a folder: its file, shape and kind (`F32`, ...). Raises DataError."""
+    """Every tensor of a folder: its file, shape and dtype (`F32`, ...). Raises DataError."""
     paths = _files(folder)
     for path in paths:
         if not path.is_file():
@@ -123,7 +123,7 @@ def _tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that hold the weights. Raises DataError if that is not clear."""
+    """The files that hold the weights. Raises DataError if that is ambiguous."""
     if not (folder / INDEX).is_file():
         return [folder / _WHOLE]
     places = read_json_object(folder / INDEX).get("weight_map")
@@ -141,7 +141,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _refuse_header(path: Path) -> None:
-    """Raise DataError if the header would take much more memory to read than the file has bytes. Raises OSError."""
+    """Raise DataError if the header is too large to parse safely. Raises OSError."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
     if size > JSON_BYTES:

@@ -1,7 +1,7 @@
-"""How our models look in a Hugging Face folder: names of the weights, and `config.json`. No torch.
+"""The Hugging Face layout of our models: weight names and `config.json`, in both directions. No torch.
 
-Tables for both directions. Llama and GPT take the layouts of `LlamaForCausalLM` and `GPT2LMHeadModel`. GLM has no class
-there that is the same function: its folder keeps our names, and `config.json` holds the `[model]` section.
+Llama and GPT use the layouts of `LlamaForCausalLM` and `GPT2LMHeadModel`. transformers has no class that computes the
+same as our GLM: its folder keeps our names, and `config.json` holds the `[model]` section.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ACCEPTABLE = {
     "tokenizer": "the folder has no tokenizer that can be compared with that of the corpora",
     "tied-head": "lm_head.weight is not the embedding table, which config.json says it is, and is left out",
 }
-"""What an import refuses unless the user accepts it."""
+"""Problems that an import refuses unless the user accepts them."""
 JSON_BYTES = 4 * 2**20
-"""Largest JSON that is read; models have some 100 bytes per tensor. Parsed, it can take 45 times as much memory."""
+"""Largest JSON file to read; models need about 100 bytes per tensor. Parsing can take 45 times as much memory."""
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face folder: its name, and our parameters, stacked along their first dimension.
+    """One tensor of a Hugging Face folder: its name, and our parameters, which it has concatenated along dim 0.
 
-    `transposed`: the folder has it with inputs first (GPT-2's Conv1D).
+    `transposed`: the folder stores [in, out] (GPT-2's Conv1D).
     """
 
     theirs: str
@@ -86,13 +86,13 @@ _GPT2 = (
 _TABLES = {"llama": _LLAMA, "gpt": _GPT2}
 _BASE = re.compile(r"^(model|transformer)\.")
 _COMPUTED = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)$")
-"""Buffers that old versions of transformers stored: masks and frequencies, no weights."""
+"""Buffers that old versions of transformers stored: masks and frequencies, not weights."""
 
 
 def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
-    """The tensors of a folder, in the order of the model, whose parameters have these names.
+    """The folder's tensors for the parameters `names` of a model, in model order.
 
-    Raises ConfigError if the layout has no place for a parameter.
+    Raises ConfigError if the layout lacks a parameter.
     """
     if isinstance(model, GLMModel):
         return [HFTensor(name, (name,)) for name in names]
@@ -113,16 +113,16 @@ def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
 
 
 def without_base(name: str) -> str:
-    """The name as folders have it that were saved from the model without its head."""
+    """The name in folders that were saved from the model without its head."""
     return _BASE.sub("", name)
 
 
 def is_computed(name: str) -> bool:
-    """Whether a tensor of a folder is no weight, but something that models compute."""
+    """Whether a tensor of a folder is a computed buffer, not a weight."""
     return bool(_COMPUTED.search(name))
 
 
-# (our key, theirs, value of transformers' class where config.json has none)
+# (our key, their key, default of transformers' class)
 _LLAMA_KEYS: tuple[tuple[str, str, Any], ...] = (
     ("layers", "num_hidden_layers", 32),
     ("hidden", "hidden_size", 4096),
@@ -145,7 +145,7 @@ _GPT2_KEYS: tuple[tuple[str, str, Any], ...] = (
     ("attention_dropout", "attn_pdrop", 0.1),
     ("tied_head", "tie_word_embeddings", True),
 )
-# (their key, the values that are our function: written is the first, which is also the default of their class)
+# (their key, values equivalent to our model; the first is written, and is the default of their class)
 _LLAMA_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("hidden_act", ("silu", "swish")),
     ("attention_bias", (False,)),
@@ -163,8 +163,8 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     """Contents of `config.json`.
 
     Args:
-        sequence_length: tokens of a training sample; transformers asks for a longest sequence.
-        eod: the separator; generation begins and ends with it.
+        sequence_length: tokens of a training sample, written as `max_position_embeddings` of Llama.
+        eod: the document separator, written as `bos_token_id` and `eos_token_id`.
         dtype: of the weights, such as `bfloat16`.
 
     Raises:
@@ -246,11 +246,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_model(folder: Path) -> AnyModel:
-    """The `[model]` section for a folder.
+    """The `[model]` section that matches a folder.
 
     Raises:
-        DataError: it has no readable `config.json`.
-        ConfigError: it describes a model that this trainer does not have; everything that does not fit is listed.
+        DataError: `config.json` cannot be read.
+        ConfigError: it describes a model that this trainer does not have; all mismatches are listed.
     """
     path = folder / "config.json"
     content = read_json_object(path)
@@ -287,7 +287,7 @@ def read_model(folder: Path) -> AnyModel:
 
 
 def _not_numbers(values: dict[str, Any], theirs: dict[str, str]) -> Iterator[str]:
-    """Texts and truth values where numbers belong: a configuration file may have some of them, `config.json` not."""
+    """Problems for strings and booleans in place of numbers: our configuration accepts some, `config.json` may not."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _not_numbers(value, theirs)
@@ -336,11 +336,11 @@ def _llama_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, An
 
 
 _FREE = {"declared_params", "init_std", "dropout", "attention_dropout", "scores", "vocab", "vocab_multiple"}
-"""Keys that do not change what given weights compute, or (the vocabulary) are compared as rows."""
+"""Keys that do not change what given weights compute, or (vocabulary) are compared as rows."""
 
 
 def function(model: AnyModel) -> dict[str, Any]:
-    """The keys of a section that decide what given weights compute, defaults filled in."""
+    """The keys of a section that determine what given weights compute, with defaults filled in."""
     values = model.model_dump(mode="json", exclude=_FREE)
     if isinstance(model, LlamaModel):
         scaling = model.rope_scaling

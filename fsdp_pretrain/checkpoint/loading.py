@@ -1,7 +1,7 @@
-"""Reading checkpoints of any mesh with PyTorch's distributed checkpoint (DCP), and verifying them.
+"""Reading and verifying checkpoints of any mesh with PyTorch's distributed checkpoint (DCP), which reshards.
 
-DCP reshards. What it does not do is done here: it ignores keys nobody asks for and casts dtypes silently, so names,
-shapes and dtypes are compared first; the digest of what was loaded is compared with the one saved.
+DCP ignores unrequested keys and casts dtypes silently, so names, shapes and dtypes are compared first; afterwards the
+digest of the loaded state is compared with the saved one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .store import Checkpoint, verify_files
 
 
 class UnreadableError(CheckpointError):
-    """Loading failed on its way, on all ranks: what was to be filled may hold parts of the checkpoint."""
+    """Loading failed midway, on all ranks: model and optimiser may be partly overwritten."""
 
 
 def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -56,9 +56,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, torch.Tensor | DTensor]:
 
 
 def verify(world: World, checkpoint: Checkpoint) -> list[str]:
-    """Read a checkpoint back, files spread over the ranks; what is wrong, the same on every rank.
+    """Read a checkpoint back, files spread over the ranks. Returns what is wrong, the same on every rank.
 
-    With several nodes a file is read on another node than the one that wrote it, past the writer's page cache.
+    With several nodes, each file is read on another node than the one that wrote it, bypassing the writer's page cache.
     """
     entries = world.decide(checkpoint.files)
     mine = [entry for i, entry in enumerate(entries) if (i + world.local_world) % world.size == world.rank]
@@ -69,17 +69,17 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
 def load(
     world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> CheckpointManifest:
-    """Load a checkpoint, of any mesh, into a model and optimiser. All ranks call it together.
+    """Load a checkpoint of any mesh into a model and optimiser. All ranks call it together.
 
-    The optimiser's hyperparameters are not stored; those of the configuration stay in force. If the checkpoint has no
-    optimiser state (it was imported), the optimiser is left as it is.
+    The optimiser's hyperparameters are not stored; the configuration's apply. If the checkpoint has no optimiser state
+    (it was imported), the optimiser is unchanged.
 
     Returns:
-        The manifest of what was loaded; its digest is that of the state now.
+        The manifest; its digest matches the loaded state.
 
     Raises:
         UnreadableError: a tensor cannot be read from its file.
-        CheckpointError: tensors are missing, superfluous, or of another shape or dtype, or not what was saved.
+        CheckpointError: tensors are missing, unexpected, or of another shape or dtype, or differ from what was saved.
     """
     manifest = world.decide(checkpoint.manifest)
     state = state_dict(model, optimizer if manifest.optimizer else None)
@@ -114,14 +114,14 @@ class Weights:
     """The weights of a checkpoint of any mesh, read one by one in one process, without a process group.
 
     Args:
-        checkpoint: whose files were verified.
-        model: what it must be the weights of; on the meta device.
+        checkpoint: its files must have been verified.
+        model: on the meta device; its parameters must match the checkpoint.
 
     Attributes:
         shapes: of every parameter, by name.
 
     Raises:
-        CheckpointError: its metadata cannot be read, or its tensors are not those of the model.
+        CheckpointError: the metadata cannot be read, or the tensors do not match the model.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -137,9 +137,9 @@ class Weights:
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader with our way of reading `.metadata`; once, as with thousands of chunks it takes a second.
+    """DCP's reader with our safe parser of `.metadata`, read once: with thousands of chunks it takes a second.
 
-    `tensors` is all that the checkpoint holds, by name. Raises CheckpointError, see `metadata.read_metadata`.
+    `tensors`: all tensors of the checkpoint by name. Raises CheckpointError, see `metadata.read_metadata`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +162,7 @@ class _Reader(FileSystemReader):
         )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What DCP asks for, instead of its unpickling of the file."""
+        """Replaces DCP's unpickling of the file."""
         return self._metadata
 
 
@@ -170,7 +170,7 @@ def _load_alone(checkpoint: Checkpoint, state: dict[str, Any], reader: _Reader) 
     """Fill tensors without a process group. Raises CheckpointError."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group is the point
+            warnings.simplefilter("ignore")  # having no process group is intended
             dcp.load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(
@@ -201,7 +201,7 @@ def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dic
 
 
 def root_cause(error: BaseException) -> str:
-    """The most telling line of DCP's nested failures: the operating system's error if there is one below."""
+    """The first line of the innermost of DCP's nested errors, or of the OSError among them."""
     if isinstance(error, CheckpointException):
         inner = next(iter(error.failures.values()), None)
         error = inner[0] if inner else error

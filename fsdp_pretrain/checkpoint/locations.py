@@ -1,8 +1,8 @@
-"""All places where a run's checkpoints are: its own directory, and the fallbacks its starts named. No torch.
+"""All locations of a run's checkpoints: its own directory, and its fallbacks. No torch.
 
-A fallback (`checkpoint.fallback_dir`) may be shared by runs, so each has a directory of its own in it, named after the
-run and its `run.dir`. Which fallbacks a run has is read from the configurations of its segments: one that a later
-start no longer names may still hold the newest checkpoint.
+A fallback (`checkpoint.fallback_dir`) may be shared by runs, so each has a subdirectory, named after the run and its
+`run.dir`. The configurations of all segments are searched for fallbacks: one that later starts no longer name may still
+hold the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stores(CheckpointReader):
         return [self.main, *self.fallbacks]
 
     def scan(self) -> list[Checkpoint]:
-        """Everything called like a checkpoint, oldest step first; of one step, the run's own last."""
+        """All directories with a checkpoint's name, oldest step first; of one step, the run's own last."""
         found = [checkpoint for store in self.all for checkpoint in store.scan()]
         return sorted(found, key=lambda item: (item.step, item.path.parent == self.directory))
 
@@ -44,21 +44,21 @@ class Stores(CheckpointReader):
 
 
 def stores(run: RunDir) -> Stores:
-    """The stores of a run, from the configurations in its directory; those that name another run's directory (it is a
-    copy of that run) are left out."""
+    """The stores of a run, from the configurations in its directory; ones that name another existing run directory
+    (copied from that run) are ignored."""
     paths = [run.config, *(segment / "config.toml" for segment in run.segments)]
     places = {place: None for path in paths if (place := _named_in(path, run)) is not None}
     return Stores(Store(run.checkpoints), [Store(place) for place in places])
 
 
 def newest_clean(shelf: CheckpointReader, until: float) -> Checkpoint | None:
-    """The newest verified checkpoint of step `until` or earlier that was not made during an incident, or None."""
+    """The newest verified checkpoint of step `until` or earlier that was not saved during an incident, or None."""
     found = [item for item in shelf.scan() if item.problem is None and item.verified and item.step <= until]
     return next((item for item in reversed(found) if not item.manifest().suspect), None)
 
 
 def fallback(config: Config) -> Store | None:
-    """The store that takes the checkpoints which the run directory cannot."""
+    """The store for checkpoints that cannot be written to the run directory, if configured."""
     place = config.checkpoint.fallback_dir
     return None if place is None else Store(_directory(place, config.run.name, config.run.dir))
 
@@ -68,14 +68,14 @@ def _directory(place: Path, name: str, run: Path) -> Path:
 
 
 def _named_in(path: Path, run: RunDir) -> Path | None:
-    """The fallback that a resolved configuration names, if it is one of this run's."""
+    """The fallback in a resolved configuration, if it belongs to this run."""
     try:
         content = path.read_bytes()
         if b"fallback_dir" not in content:
             return None
         values: dict[str, Any] = tomllib.loads(content.decode())
         place, name, home = values["checkpoint"]["fallback_dir"], values["run"]["name"], Path(values["run"]["dir"])
-    except (OSError, KeyError, TypeError, ValueError):  # no configuration: whoever needs it says so
+    except (OSError, KeyError, TypeError, ValueError):  # reported where the configuration is needed
         return None
     if home.exists() and home.resolve() != run.path.resolve():
         return None

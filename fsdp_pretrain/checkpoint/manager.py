@@ -1,4 +1,4 @@
-"""One run's checkpoints while it trains: save, and keep what the policy names."""
+"""Saves a run's checkpoints during training and applies the retention policy."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class CheckpointManager:
 
     Args:
         segment: number of this start.
-        guard: raises BusyError when this job does not hold the run any more, RunGoneError when the run directory is
-            gone; called on every rank before a save begins, and on rank 0 before it is committed.
-        protected: steps that retention must spare for now (pending evaluations).
-        suspicion: why nothing should go back to what is saved now, or None; see `Health.suspicion`.
-        clean_until: steps before which retention keeps a checkpoint that is not suspect; see `Health.clean_until`.
+        guard: raises BusyError when this job lost the run's lock, RunGoneError when the run directory is gone; called
+            on every rank before a save, and on rank 0 before the commit.
+        protected: steps that retention must not delete now (pending evaluations).
+        suspicion: why a checkpoint saved now should not be rolled back to, or None; see `Health.suspicion`.
+        clean_until: steps; for each, retention keeps the newest checkpoint up to it that is not suspect; see
+            `Health.clean_until`.
     """
 
     def __init__(
@@ -58,16 +59,18 @@ class CheckpointManager:
         """Write, commit and verify a checkpoint, then apply the retention policy.
 
         Raises:
-            StorageError: on every rank; BusyError if another job took the run over; RunGoneError.
+            StorageError: on every rank.
+            BusyError: another job took over the run.
+            RunGoneError: the run directory is gone.
         """
         self._world.together(self._guard)
         return self._save(self._world, state, self._tensors(), self._facts(state, final))
 
     def begin(self, state: TrainState) -> Pending[dcp.SaveResult]:
-        """Copy the state, and do the same as `save` in the background; training may go on when this returns.
+        """Copy the state, then do the same as `save` in the background; training may continue on return.
 
         Raises:
-            ConfigError: on every rank, if host memory for the copy cannot be had on any.
+            ConfigError: on every rank, if any cannot allocate host memory for the copy.
         """
         self._world.together(self._guard)
         tensors = self._world.together(lambda: self._stager.copy(self._tensors()))
@@ -75,10 +78,9 @@ class CheckpointManager:
         return Pending(lambda: self._save(world, state, tensors, facts))
 
     def renew(self) -> None:
-        """Give the background a new process group and new memory for its copies.
+        """Create a new process group and new copy buffers for background saves.
 
-        A group is useless once a rank left it in the middle of something, and a writer that did not end may still
-        read the old copy.
+        A group is unusable once a rank left it during a collective, and a stuck writer may still read the old copy.
         """
         self._stager, self._writers = Stager(self._world.device), self._world.new_group()
 
@@ -93,7 +95,7 @@ class CheckpointManager:
         config = self._config
 
         def save(store: Store, give_up: GiveUp) -> dcp.SaveResult:
-            world.decide(store.sweep)  # of an attempt whose writers did not end together
+            world.decide(store.sweep)  # ranks of an earlier attempt may have ended at different times
             return dcp.save(
                 world,
                 store,
@@ -117,7 +119,7 @@ class CheckpointManager:
         return self._tidy(saved) if world.is_main else saved
 
     def _tidy(self, saved: dcp.SaveResult) -> dcp.SaveResult:
-        """What follows a checkpoint on rank 0. The checkpoint is there, so a failure here is only a note."""
+        """Renew the ballast and apply retention, on rank 0. The checkpoint exists, so a failure is only a note."""
         policy = self._config.checkpoint
         try:
             if policy.ballast:
@@ -140,7 +142,7 @@ class CheckpointManager:
         def keep(checkpoint: Checkpoint) -> bool:
             return kept_for_ever(self._config, checkpoint.manifest())
 
-        # Those that a rollback would go to stay, however many were made since.
+        # Rollback targets stay, however many checkpoints follow.
         clean = [newest_clean(self._stores, bound) for bound in self._clean_until()]
         protected = {*self._protected(), *(item.step for item in clean if item is not None)}
         deleted = list(self._store.retain(keep_last, keep, protected))
@@ -150,7 +152,7 @@ class CheckpointManager:
 
 
 def kept_for_ever(config: Config, manifest: CheckpointManifest) -> bool:
-    """Whether a checkpoint stays however many newer ones there are: a final one, or one named by `keep_every`."""
+    """Whether retention never deletes a checkpoint: it is final, or named by `keep_every`."""
     before, after = manifest.consumed - manifest.batch, manifest.consumed
     due = (
         config.schedule.due(every, step=manifest.step, before=before, after=after)
@@ -160,10 +162,10 @@ def kept_for_ever(config: Config, manifest: CheckpointManifest) -> bool:
 
 
 def make_facts(config: Config, world: World, state: TrainState, *, final: bool = False, **marks: Any) -> Facts:
-    """What the manifest says of a checkpoint of `state`.
+    """The manifest's facts for a checkpoint of `state`.
 
     Args:
-        marks: `segment`, `imported` and `suspect` of `Facts`; those that are None are left out.
+        marks: `segment`, `imported` and `suspect` of `Facts`; None values are left out.
     """
     return Facts(
         **vars(state),

@@ -1,4 +1,4 @@
-"""The two records of a checkpoint: `manifest.json`, and `train_state.json` with what no resume may change. No torch."""
+"""Schemas of a checkpoint's `manifest.json` and `train_state.json`. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class FileEntry(StateFile):
-    """A file of a checkpoint as its writer made it."""
+    """Name, size and checksum of a file when it was written."""
 
     name: Annotated[str, Field(pattern=r"^[^/]+$")]
     bytes: Count
@@ -21,7 +21,7 @@ class FileEntry(StateFile):
 
 
 class Counters(StateFile):
-    """Where training stood when a checkpoint was written, see `state.TrainState`, and on how many ranks."""
+    """The counters at a checkpoint, see `state.TrainState`, and the ranks that wrote it."""
 
     step: Count
     consumed: Count
@@ -33,14 +33,14 @@ class Counters(StateFile):
 
 
 class TokenizerIdentity(StateFile):
-    """Which tokenizer, and its separator of documents."""
+    """A tokenizer's fingerprint and document separator."""
 
     fingerprint: str
     eod: int
 
 
 class RunIdentity(StateFile):
-    """What no resume may change, see `state.identity`. Each part is what a later start compares its own with."""
+    """What no resume may change, see `state.identity`; each start compares its own with it."""
 
     model: dict[str, Any]
     data: dict[str, Any]
@@ -51,22 +51,22 @@ class RunIdentity(StateFile):
 
 
 class SavedState(Counters):
-    """`train_state.json`: the counters of the run, and what no resume may change."""
+    """`train_state.json`: counters and identity of the run."""
 
     written: str | None = None
     identity: RunIdentity
 
 
 class Facts(Counters):
-    """What a manifest says of a checkpoint before it is written.
+    """The part of a manifest that is known before the checkpoint is written.
 
     Attributes:
         run: name of the run.
-        segment: that wrote it; None if no segment did (an import).
+        segment: that wrote it; None for an import.
         final: it is the last of a complete run.
         torch, fsdp_pretrain: versions that wrote it.
-        imported: folder or checkpoint that its weights are from, if they were imported.
-        suspect: why nothing should go back to it, if it was saved during an incident.
+        imported: source folder or checkpoint, if the weights were imported.
+        suspect: why not to roll back to it, if it was saved during an incident.
     """
 
     run: str
@@ -79,13 +79,13 @@ class Facts(Counters):
 
 
 class CheckpointManifest(Facts):
-    """`manifest.json`: what a checkpoint is, and what its files are.
+    """`manifest.json`: facts and files of a checkpoint.
 
     Attributes:
-        optimizer: it holds optimiser state; else weights alone.
+        optimizer: it has optimiser state, not only weights.
         state_digest: of its tensors, see `digest`.
-        committed: when.
-        files: all its files but this and the marks that are added later.
+        committed: time of the commit.
+        files: all files except the manifest itself and later marks.
     """
 
     optimizer: bool = True

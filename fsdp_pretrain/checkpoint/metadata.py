@@ -1,9 +1,9 @@
-"""DCP's `.metadata`: which tensors a checkpoint holds, and where. Read without running what it asks for. No torch.
+"""Safe reader of DCP's `.metadata`, which lists a checkpoint's tensors and their locations. No torch.
 
-The file is a pickle, and a pickle can name any function and have it called. It is read here by an unpickler that knows
-the names DCP writes for tensors, and no others. Each stands for an empty record of this module, never for the class or
-function itself, so that no file can call or change anything of torch. Then every field that is used is checked. Objects
-that are no tensors, which DCP would unpickle freely, have no name here: this trainer saves none.
+The file is a pickle, which can call any function. The unpickler here accepts only the names that DCP writes for
+tensors, and maps each to an empty record class of its own, never to the real class or function, so a file cannot call
+or change anything of torch. Every field used is then validated. Non-tensor objects are refused: this trainer saves
+none.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ NAMES = frozenset(
     {
         *(_ROOT, _INDEX, _TENSOR, _CHUNK, _PROPERTIES, _PLACE, _LAYOUT, _SIZE),
         *(f"{_DCP}.metadata.StorageMeta", f"{_DCP}.metadata._MEM_FORMAT_ENCODING"),
-        *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # of the directory; Python 3.13 writes the second
+        *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # the directory; Python 3.13 writes the second
         *(f"torch.{name}" for name in DTYPES),
     }
 )
-"""All that a `.metadata` may name; the same for torch 2.11 to 2.13."""
+"""All names that a `.metadata` may contain; the same for torch 2.11 to 2.13."""
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _MOST = 2**48
-"""No size or place is larger."""
+"""Upper bound for sizes and offsets."""
 _DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor: where in the tensor, by dimension, and in which file of the checkpoint, in bytes."""
+    """A block of a tensor: `offsets` and `sizes` per dimension; `start` and `length` in the file, in bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint; `dtype` is one of `DTYPES`, the chunks have as many elements as `shape`."""
+    """A tensor of a checkpoint; `dtype` is one of `DTYPES`, and the chunks have as many elements as `shape`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by name.
 
     Raises:
-        CheckpointError: its `.metadata` cannot be read, is damaged, or holds something else than DCP writes.
+        CheckpointError: `.metadata` cannot be read, is damaged, or was not written by DCP for this trainer.
     """
     try:
         return _read(folder / METADATA)
@@ -80,7 +80,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
 
 
 def wrong_metadata(folder: Path) -> list[str]:
-    """What is wrong with the `.metadata` of a checkpoint: nothing, or one text."""
+    """What is wrong with a checkpoint's `.metadata`: at most one text."""
     try:
         _read(folder / METADATA)
     except OSError as error:
@@ -91,11 +91,11 @@ def wrong_metadata(folder: Path) -> list[str]:
 
 
 class _NotDCPError(Exception):
-    """The file is not what DCP writes; the text says why, and follows the file's name."""
+    """The file is not what DCP writes; the message continues the file's name."""
 
 
 class _Record:
-    """Stands for an object of the file: keeps what it was made with, and does nothing."""
+    """Inert stand-in for an object in the file: keeps its constructor arguments and state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -108,7 +108,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows `NAMES` alone. Each reading has classes of its own, for a pickle can set attributes of classes too."""
+    """Accepts only `NAMES`. Each instance creates its own classes, since a pickle can set class attributes too."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
@@ -128,12 +128,12 @@ def _read(path: Path) -> dict[str, StoredTensor]:
             return _tensors(_Unpickler(file).load())
         except (OSError, _NotDCPError):
             raise
-        except Exception as error:  # what is no pickle, or a pickle of other things, raises anything
+        except Exception as error:  # malformed pickles raise anything
             raise _NotDCPError(f"is damaged ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _tensors(root: Any) -> dict[str, StoredTensor]:
-    """What the records say. Raises _NotDCPError, or anything, if they are not those of a checkpoint."""
+    """Validate and convert the records. Raises _NotDCPError, or anything, if they are not a checkpoint's."""
     fields = _fields(root, _ROOT)
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     for index, place in fields["storage_data"].items():
@@ -168,7 +168,7 @@ def _tensor(name: str, fields: dict[str, Any], places: dict[Any, Any], missing: 
 
 
 def _dtype(properties: Any) -> str:
-    """The dtype that properties name. Raises _NotDCPError if it is not known, or the tensor is sparse."""
+    """The dtype in properties. Raises _NotDCPError if it is unknown, or the tensor is not strided."""
     if not _is(properties, _PROPERTIES):
         raise _NotDCPError("has a tensor without properties")
     dtype, layout, *_ = properties.state
@@ -186,7 +186,7 @@ def _place(fields: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
-    """The fields of a record of a kind. Raises _NotDCPError."""
+    """The fields of a record that must be of a kind. Raises _NotDCPError."""
     if not _is(value, kind) or not isinstance(value.state, dict):
         raise _NotDCPError(f"has a {type(value).__name__} where {kind} belongs")
     fields: dict[str, Any] = value.state
@@ -204,7 +204,7 @@ def _text(value: Any) -> str:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Sizes or places, by dimension. Raises _NotDCPError."""
+    """Sizes or offsets per dimension. Raises _NotDCPError."""
     if not isinstance(value, tuple) or len(value) > _DIMENSIONS:
         raise _NotDCPError("has a size that is none")
     if not all(type(n) is int and 0 <= n <= _MOST for n in value):

@@ -1,8 +1,8 @@
-"""`checkpoint.on_commit`: a command for every new checkpoint, for copies to other storage. No torch.
+"""`checkpoint.on_commit`: a command that runs for every new checkpoint, for copies to other storage. No torch.
 
-The command runs beside training, in a session of its own: nothing waits for it, and its failure is a line in the
-journal. While it runs, its checkpoint is not deleted. It gets the path as a parameter: as a part of its text, a shell
-could take what the path says for a command.
+The command runs beside training in its own session: nothing waits for it, and a failure is a journal entry. Its
+checkpoint is not deleted while it runs. The path is passed as a parameter: inserted into the command text, the shell
+could execute parts of it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fsdp_pretrain.units import human_time
 
 _AT_ONCE = 4
 _UNSAFE = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
-"""What a shell may take for more than a character of a name."""
+"""Characters that a shell may interpret."""
 
 
 def refuse_path_in_text(config: Config) -> None:
-    """Raise ConfigError if `{path}` in the command would become text that a shell may not take for a path.
+    """Raise ConfigError if the shell could misinterpret the path that replaces `{path}` in the command.
 
-    No way to quote it is right everywhere: the user's own quotes may stand around it.
+    No quoting is always right: the user's own quotes may surround it.
     """
     places = (config.run.dir, config.checkpoint.fallback_dir)
     odd = [str(place) for place in places if place is not None and _UNSAFE.search(str(place))]
@@ -47,10 +47,10 @@ class _Running:
 
 
 class CommitHook:
-    """Runs the shell command of one run, with the checkpoint's path as `$1` and its step as `$2`.
+    """Runs a run's shell command with the checkpoint's path as `$1` and its step as `$2`.
 
-    Older configurations have `{path}` and `{step}`, which are replaced; see `refuse_path_in_text`. `log` collects what
-    the commands print.
+    Older configurations have `{path}` and `{step}`, which are replaced; see `refuse_path_in_text`. The commands' output
+    is appended to `log`.
     """
 
     def __init__(self, command: str, log: Path, recorder: Recorder) -> None:
@@ -58,7 +58,7 @@ class CommitHook:
         self._running: list[_Running] = []
 
     def start(self, path: Path, step: int) -> None:
-        """Run the command for a checkpoint, unless `_AT_ONCE` others still run: then that is recorded as a failure."""
+        """Start the command for a checkpoint; if `_AT_ONCE` others still run, record a failure instead."""
         self._reap()
         if len(self._running) >= _AT_ONCE:
             oldest = self._running[0]
@@ -86,7 +86,7 @@ class CommitHook:
         self._running.append(_Running(step, process, time.monotonic()))
 
     def busy(self) -> list[int]:
-        """Steps whose checkpoints commands still work on; another thread may call this."""
+        """Steps of the commands that still run; another thread may call this."""
         return [running.step for running in self._running if running.process.poll() is None]
 
     def _reap(self) -> None:

@@ -1,4 +1,4 @@
-"""Taking a run up again: from which checkpoint, whether its configuration may go on from there, and what came back."""
+"""Resuming a run: choose the checkpoint, check that the configuration may continue from it, load and report."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ResumeOptions:
     """What the start command allows.
 
     Attributes:
-        fresh: step 0 although there are (only invalid) checkpoints, or the record says that there were some.
-        changes: keys and tables of the configuration that may differ though that changes what is learned.
+        fresh: start at step 0 although all checkpoints are invalid, or recorded ones are missing.
+        changes: keys and tables of the configuration that may differ although that changes what is learned.
         reset_optimizer: step of the checkpoint at which the optimiser is reset.
         reason: why this start differs from the last, for the chronicle.
     """
@@ -51,13 +51,13 @@ class ResumeOptions:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training goes on.
+    """Where training continues.
 
     Attributes:
         state: the counters.
-        parent: the segment that wrote the checkpoint; None: no segment did.
-        checkpoint: step of the checkpoint that was loaded; None: none was.
-        whole: all is as it was, so the steps that follow are those that followed before.
+        parent: the segment that wrote the checkpoint, if one did.
+        checkpoint: step of the loaded checkpoint; None: none was loaded.
+        whole: everything was restored, optimiser included, so the following steps repeat exactly.
     """
 
     state: TrainState
@@ -67,7 +67,7 @@ class Resumed:
 
 
 class Resume:
-    """Brings one start to its state, and records passed-over checkpoints, changes and what was restored.
+    """Restores the state for a start, and records rejected checkpoints, changes and what was restored.
 
     All ranks call it together.
     """
@@ -78,12 +78,12 @@ class Resume:
         self._config, self._identity, self._recorder, self._terms = subject.config, subject.identity, recorder, terms
 
     def __call__(self) -> Resumed:
-        """Load the newest valid checkpoint; a fresh start if there never was one.
+        """Load the newest valid checkpoint; without any checkpoint, a fresh start.
 
         Raises:
             CheckpointError: there are checkpoints, but none is valid (and `terms.fresh` is not set).
-            ConfigError: the checkpoint belongs to another model or other data, or what is learned from here on would
-                change without being declared.
+            ConfigError: the checkpoint belongs to another model or other data, or an undeclared change would alter
+                what is learned from here on.
         """
         world = self._world
         found = world.decide(lambda: stores(self._run))
@@ -98,7 +98,7 @@ class Resume:
                     return self._load(checkpoint, passed_over)
                 except UnreadableError as unreadable:
                     problem, partly = unreadable.cause, True
-                    self._optimizer.state.clear()  # the one before may hold weights alone
+                    self._optimizer.state.clear()  # an earlier checkpoint may have only weights
             text = f"{checkpoint.path.name}: {problem}"
             passed_over.append(text)
             self._recorder.event("checkpoint-rejected", f"passed over {text}", step=checkpoint.step)
@@ -117,7 +117,7 @@ class Resume:
         return Resumed(TrainState())
 
     def _set_aside(self, checkpoint: Checkpoint) -> str | None:
-        """Move a checkpoint aside if a rollback left its line while its storage was away; why it was."""
+        """Move a checkpoint aside if a rollback left its line while its storage was unavailable. Returns why."""
         segment = checkpoint.manifest().segment
         known = lineage.nodes(self._run)
         left = None if segment is None else lineage.left_on_purpose(known, segment, checkpoint.step)
@@ -134,7 +134,7 @@ class Resume:
         changed, declared = world.decide(partial(self._judge, checkpoint, content))
         reset = self._judge_reset(content.step)
         loaded = load(world, checkpoint, self._model, self._optimizer)
-        if reset:  # loaded nevertheless, so that the digest of the whole could be compared
+        if reset:  # was loaded so that the digest of the whole state could be compared
             self._optimizer.state.clear()
         if not checkpoint.verified:
             world.decide(checkpoint.mark_verified)
@@ -169,13 +169,13 @@ class Resume:
         self._recorder.status(checkpoint={"step": state.step, "consumed": state.consumed, "verified": True})
         return Resumed(state, loaded.segment, state.step, whole)
 
-    # ------------------------------------------------------------------ may it go on?
+    # ------------------------------------------------------------------ checks
 
     def _judge(self, checkpoint: Checkpoint, content: SavedState) -> tuple[list[str], list[str]]:
-        """What differs from the start that wrote the checkpoint; what of it was declared for this start.
+        """Changes since the start that wrote the checkpoint; and those that were declared for this start.
 
-        Raises ConfigError. What needs declaring is measured against the run as it stands: so once is enough, also if
-        the start ends before its first checkpoint, and a rollback or fork has declared its own changes.
+        Raises ConfigError. Declarations are checked against the newest segment's configuration: declaring once is
+        enough even if a start ends before its first checkpoint, and a rollback's or fork's changes are already in it.
         """
         wrote, _ = load_recorded(checkpoint.path / CONFIG)
         head = max(lineage.nodes(self._run), key=lambda node: node.segment, default=None)
@@ -185,7 +185,7 @@ class Resume:
         stands, unknown = load_recorded(path)
         refuse_unknown(path, unknown)
         here = changes(stands, self._config)
-        missing = undeclared(here, self._terms.changes) if content.consumed else []  # nothing was learned so far
+        missing = undeclared(here, self._terms.changes) if content.consumed else []  # nothing learned yet
         wrong = forbidden(content.identity, self._identity, content.cursor)
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
         changed = [change.text for change in changes(wrote, self._config)]
@@ -194,7 +194,7 @@ class Resume:
         return changed, [change.text for change in here if change.kind == DECLARED]
 
     def _judge_reset(self, step: int) -> bool:
-        """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its place was not reached."""
+        """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""
         asked = self._terms.reset_optimizer
         if asked is not None and step < asked:
             raise ConfigError(
@@ -206,10 +206,10 @@ class Resume:
             self._recorder.event("optimizer", f"not reset: step {asked} is past", step=step)
         return asked == step and step > 0
 
-    # ------------------------------------------------------------------ what came back
+    # ------------------------------------------------------------------ report
 
     def _restored(self, state: TrainState, whole: bool, reset: bool) -> list[str]:
-        """What was restored, and what was not; `whole`: the optimiser as well."""
+        """What was restored, and what was not; `whole`: including the optimiser."""
         names, missing = ["model"], []
         if whole:
             names.append("optimiser")

@@ -1,4 +1,4 @@
-"""Where a run is: the counters that travel in every checkpoint, and what must not change between starts."""
+"""A run's counters, saved in every checkpoint, and its identity, which must not change between starts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .manifest import RunIdentity, SavedState, TokenizerIdentity
 
 @dataclass(frozen=True)
 class TrainState(Position):
-    """What a checkpoint has beside tensors. Random numbers need nothing: they are functions of (seed, step, rank).
+    """The counters of a checkpoint. There is no RNG state: random numbers are functions of (seed, step, rank).
 
     Attributes:
-        loss_scale: `optim.LossScaler.state()` in a checkpoint of an fp16 run, else None.
+        loss_scale: `parallel.optimizer.LossScaler.state()` of an fp16 run, else None.
     """
 
     loss_scale: list[float] | None = None
 
     @classmethod
     def at(cls, position: Position) -> TrainState:
-        """Of a run that stands there."""
+        """The state at a position, without a loss scale."""
         return cls(position.step, position.consumed, position.cursor, position.batch)
 
     def to_json(self, *, identity: RunIdentity, tokens: int, world: WorldShape) -> str:
@@ -45,7 +45,7 @@ class TrainState(Position):
 
 
 def identity(config: Config, packer: Packer) -> RunIdentity:
-    """What defines the model, the order of the data and what is learned from it: no resume may change it."""
+    """The model, the data order and the objective, which no resume may change."""
     data, mixture = config.data, packer.mixture
     objective = data.objective.model_dump(mode="json")
     if data.objective.kind != "causal":
@@ -62,9 +62,9 @@ def identity(config: Config, packer: Packer) -> RunIdentity:
 
 
 def forbidden(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[str]:
-    """How a resume would change the model, or the data before sample `cursor`: `key: old -> new` each.
+    """Forbidden changes of the model, or of the data before sample `cursor`, as `key: old -> new`.
 
-    What the mixture does from `cursor` on may change: other weights, sources added or dropped, a reshuffle.
+    From `cursor` on the mixture may change: other weights, sources added or dropped, a reshuffle.
     """
     was, is_ = (side.model_dump(include={"model", "data", "tokenizer"}) for side in (stored, current))
     return differences(was, is_) + _changed_past(stored, current, cursor)

@@ -1,9 +1,9 @@
 """The checkpoint store: which checkpoints exist, which are verified, which are kept. No torch.
 
-A checkpoint is written into `step-N.writing-<id>/`, which nothing else considers. `commit` writes the manifest (every
-file with its size and checksum), makes everything durable and renames the directory to `step-N`: from then on it
-exists. Reading its bytes back against the manifest makes it verified. Nothing is deleted before its successors are
-verified, and a deletion begins by renaming, so a half-deleted checkpoint is never taken for a whole one.
+A checkpoint is written into `step-N.writing-<id>/`, which readers ignore. `commit` writes the manifest (size and
+checksum of every file), makes everything durable and renames the directory to `step-N`: now the checkpoint exists.
+Reading its bytes back against the manifest makes it verified. Nothing is deleted before its successors are verified,
+and a deletion starts with a rename, so a half-deleted checkpoint never looks whole.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ _LEFTOVER = re.compile(r"^step-\d{8,}\.(writing|deleting)-")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory called like a checkpoint.
+    """A directory with a checkpoint's name.
 
     Attributes:
         step: optimiser steps taken.
-        path: its directory.
-        problem: why it must not be used, from a look at names and sizes; None if it looks whole.
+        problem: why it must not be used, by its manifest, names and sizes; None if it looks whole.
         verified: its bytes were read back after it was written.
-        pinned: the retention policy must not delete it.
+        pinned: retention must not delete it.
     """
 
     step: int
@@ -66,7 +65,7 @@ class Checkpoint:
         return self.manifest().files
 
     def train_state(self) -> SavedState:
-        """Contents of `train_state.json`, proved to be those that the manifest promises. Raises CheckpointError."""
+        """Contents of `train_state.json`, checked against the manifest. Raises CheckpointError."""
         path = self.path / TRAIN_STATE
         promised = [entry for entry in self.files() if entry.name == TRAIN_STATE]
         try:
@@ -80,16 +79,16 @@ class Checkpoint:
             raise CheckpointError(f"{path} {error}") from None
 
     def mark_verified(self) -> Checkpoint:
-        """Record that the bytes were read back and match. Raises StorageError."""
+        """Record that the bytes were read back and match. Returns the updated checkpoint. Raises StorageError."""
         self._mark(VERIFIED, "verified")
         return replace(self, verified=True)
 
     def pin(self, pinned: bool) -> None:
-        """Keep it whatever the policy says, or no longer. Raises StorageError."""
+        """Protect it from retention, or no longer. Raises StorageError."""
         self._mark(PINNED, "pinned" if pinned else None)
 
     def _mark(self, name: str, key: str | None) -> None:
-        """Write a mark, or remove it if there is no key."""
+        """Write a mark file, or remove it if `key` is None."""
         try:
             if key is not None:
                 state_files.write(self.path / name, {key: now()})
@@ -105,19 +104,19 @@ def directory_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step whose checkpoint, or evaluations, a directory of this name holds; None for any other name."""
+    """The step in the name of a checkpoint (or evaluation) directory; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 class CheckpointReader(ABC):
-    """Checkpoints wherever they are; `directory` is where they should be."""
+    """Finds checkpoints in one or several places; `directory` is the main one."""
 
     directory: Path
 
     @abstractmethod
     def scan(self) -> list[Checkpoint]:
-        """Everything called like a checkpoint, oldest step first; of one step, the one to prefer last."""
+        """All directories with a checkpoint's name, oldest step first; of one step, the preferred one last."""
 
     def find(self, step: int) -> Checkpoint:
         """The checkpoint of a step. Raises CheckpointError if there is none or it does not look whole."""
@@ -156,11 +155,7 @@ class Store(CheckpointReader):
             raise StorageError(f"cannot read {self.directory}: {error.strerror}") from None
 
     def begin(self, step: int) -> Path:
-        """A fresh directory to write the checkpoint of `step` into; its name is never used twice.
-
-        Raises:
-            StorageError: it cannot be created.
-        """
+        """Create a uniquely named directory to write the checkpoint of `step` into. Raises StorageError."""
         path = self.directory / f"{directory_name(step)}.writing-{uuid.uuid4().hex[:12]}"
         try:
             make_directory(path)
@@ -169,11 +164,10 @@ class Store(CheckpointReader):
         return path
 
     def commit(self, attempt: Path, manifest: CheckpointManifest) -> Checkpoint:
-        """Make a completely written attempt a checkpoint.
+        """Turn a completely written attempt into a checkpoint.
 
         Args:
-            attempt: from `begin`; all its files durable, `train_state.json` and `config.toml` among them.
-            manifest: what is promised of it.
+            attempt: from `begin`; all files durable, including `train_state.json` and `config.toml`.
 
         Raises:
             StorageError: the manifest or the rename could not be made durable; nothing was committed.
@@ -182,20 +176,20 @@ class Store(CheckpointReader):
         try:
             state_files.write(attempt / MANIFEST, manifest.model_dump(exclude_unset=True))
             sync_directory(attempt)
-            if target.exists():  # a damaged one of the same step, which the run passed over when it resumed
+            if target.exists():  # a damaged one of the same step, rejected when the run resumed
                 self.abandon(target)
             attempt.rename(target)
             try:
                 sync_directory(self.directory)
             except OSError:
-                target.rename(attempt)  # or the next attempt at this step would find it in its place
+                target.rename(attempt)  # else it would block the next attempt at this step
                 raise
         except OSError as error:
             raise StorageError(f"cannot commit {target}: {error}") from None
         return Checkpoint(manifest.step, target, None, False)
 
     def abandon(self, path: Path) -> Path:
-        """Move a checkpoint aside into `abandoned/`, where nothing looks for one. Raises OSError."""
+        """Move a checkpoint to `abandoned/`, which is not searched. Returns its new path. Raises OSError."""
         aside = self.directory / "abandoned" / f"{path.name}-{uuid.uuid4().hex[:8]}"
         aside.parent.mkdir(exist_ok=True)
         path.rename(aside)
@@ -204,10 +198,11 @@ class Store(CheckpointReader):
     def retain(
         self, keep_last: int, keep: Callable[[Checkpoint], bool], protected: Collection[int] = ()
     ) -> list[Checkpoint]:
-        """Delete what the policy does not name.
+        """Delete checkpoints that the policy does not keep.
 
-        Kept: the newest `keep_last` verified checkpoints, pinned ones, those that `keep` accepts, the steps in
-        `protected`, and everything newer than the oldest of these that is not verified yet.
+        Kept: the newest `keep_last` verified checkpoints, unverified ones newer than the oldest of these, pinned ones,
+        those that `keep` accepts, the steps in `protected`, and damaged ones. With fewer than `keep_last` verified
+        checkpoints nothing is deleted.
 
         Returns:
             What was deleted. A deletion that fails is left for the next `sweep`.
@@ -227,7 +222,7 @@ class Store(CheckpointReader):
         return deleted
 
     def sweep(self) -> list[Path]:
-        """Remove what killed saves and deletions left behind. Only for the one job that owns the run.
+        """Remove leftovers of killed saves and deletions. Only for the job that holds the run.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -238,7 +233,7 @@ class Store(CheckpointReader):
         return stale
 
     def discard(self, attempt: Path) -> None:
-        """Remove a failed attempt, to give its space back."""
+        """Remove a failed attempt."""
         shutil.rmtree(attempt, ignore_errors=True)
 
     def _delete(self, path: Path) -> None:
@@ -251,7 +246,7 @@ class Store(CheckpointReader):
 
 
 def _look(step: int, path: Path) -> Checkpoint:
-    # The marks say what they say by being there; their contents are for people.
+    # Only the existence of marks matters; their contents are for people.
     found = Checkpoint(step, path, None, (path / VERIFIED).is_file(), (path / PINNED).is_file())
     return replace(found, problem=_problem(found))
 
@@ -275,7 +270,7 @@ def _problem(checkpoint: Checkpoint) -> str | None:
 
 
 def verify_files(path: Path, entries: Iterable[FileEntry]) -> list[str]:
-    """Read files back and compare with the manifest; what is wrong, one text per bad file."""
+    """Read files back and compare them with their entries. Returns one text per bad file."""
     wrong = []
     for entry in entries:
         try:
@@ -291,7 +286,7 @@ def verify_files(path: Path, entries: Iterable[FileEntry]) -> list[str]:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """The manifest entry of a file, read from storage rather than from the page cache where the system allows.
+    """The manifest entry of a file, read from storage rather than from the page cache where possible.
 
     Raises OSError.
     """
@@ -306,7 +301,7 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Raises OSError."""
+    """Fsync a directory. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

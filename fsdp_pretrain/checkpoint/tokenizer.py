@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a checkpoint: found, compared, and written as transformers reads it. No torch."""
+"""The tokenizer of a checkpoint: find it, compare it, export it for transformers. No torch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SAMPLES = (
 
 
 def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = None) -> Tokenizer:
-    """The tokenizer of a run: the one named, or the copy in the run directory, or that of its first corpus.
+    """The tokenizer of a run: the given path, or the copy in the run directory, or that of its first corpus.
 
     Raises:
-        CheckpointError: it is not the one the model was trained with.
+        CheckpointError: the model was trained with another one.
         DataError: there is none.
     """
     recorded = checkpoint.train_state().identity.tokenizer
-    copies = (run / "tokenizer" for run in (checkpoint.path.parent.parent, config.run.dir))  # the latter: of a fallback
+    copies = (run / "tokenizer" for run in (checkpoint.path.parent.parent, config.run.dir))  # second: in a fallback
     path = named or next((copy for copy in copies if copy.exists()), config.data.sources[0].path)
     tokenizer = Tokenizer.load(path, eod=recorded.eod)
     if tokenizer.fingerprint != recorded.fingerprint:
@@ -47,7 +47,7 @@ def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = 
 
 
 def samples(tokenizer: Tokenizer) -> list[str]:
-    """Texts to compare tokenizers with: typical ones, and what random ids of the whole vocabulary decode to."""
+    """Texts to compare tokenizers with: typical ones, and decoded random ids of the whole vocabulary."""
     rng = random.Random(0)
     ids = [n for n in range(tokenizer.vocab_size) if n not in tokenizer.specials]
     drawn = [tokenizer.decode(rng.choices(ids, k=50)) for _ in range(200)]
@@ -55,7 +55,7 @@ def samples(tokenizer: Tokenizer) -> list[str]:
 
 
 def first_difference(tokenizer: Tokenizer, encoded: Sequence[Sequence[int]]) -> str | None:
-    """The first of `samples(tokenizer)` whose ids are not those of `encoded`; None if all are."""
+    """The first of `samples(tokenizer)` whose ids differ from those in `encoded`, or None."""
     texts = samples(tokenizer)
     for text, ours, theirs in zip(texts, tokenizer.encode(texts), encoded, strict=True):
         if list(ours) != list(theirs):
@@ -64,9 +64,9 @@ def first_difference(tokenizer: Tokenizer, encoded: Sequence[Sequence[int]]) -> 
 
 
 def compare_with_folder(tokenizer: Tokenizer, folder: Path, *, accept: bool) -> str:
-    """Compare the tokenizer of the corpora with that of a Hugging Face folder; what was found, for people.
+    """Compare the tokenizer of the corpora with that of a Hugging Face folder. Returns the result, for people.
 
-    Raises DataError if the folder's encodes otherwise, or cannot be compared and that is not accepted.
+    Raises DataError if they encode differently, or cannot be compared and that is not accepted.
     """
     names = ("tokenizer.json", "tokenizer.model")
     path = next((folder / name for name in names if (folder / name).is_file()), None)
@@ -96,9 +96,9 @@ def compare_with_folder(tokenizer: Tokenizer, folder: Path, *, accept: bool) -> 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int) -> str:
     """Write `tokenizer.json` and `tokenizer_config.json` for transformers' AutoTokenizer.
 
-    It encodes as ours: nothing is added, the name of a special token inside a text is text. A sentencepiece model is
-    converted, if the conversion encodes all `samples` alike; else the model is copied as it is. `sequence_length` is
-    recorded as the longest text. Returns what was written, for people.
+    The export encodes like ours: nothing is added, and special token names inside a text are plain text. A
+    sentencepiece model is converted if the result encodes all `samples` equally, else copied. `sequence_length` is
+    written as `model_max_length`. Returns what was written, for people.
     """
     said = "tokenizer.json"
     if tokenizer.kind == "tokenizers":
@@ -122,19 +122,19 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """A `tokenizer.json` without what makes `encode` cut, pad, vary or add specials."""
+    """A `tokenizer.json` without truncation, padding, BPE dropout and added special tokens."""
     content |= {"truncation": None, "padding": None}
     if content["model"].get("dropout"):
         content["model"]["dropout"] = None
     processor = content.get("post_processor") or {}
     steps = processor.get("processors", [processor])  # a Sequence has several
     if any(step.get("type") not in (None, "ByteLevel") for step in steps):
-        content["post_processor"] = None  # those that remain only trim offsets
+        content["post_processor"] = None  # ByteLevel only trims offsets, so it may stay
     return content
 
 
 def _from_sentencepiece(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """A BPE model of sentencepiece as `tokenizer.json`; None if it does not encode all samples alike."""
+    """A sentencepiece BPE model as `tokenizer.json`; None if it does not encode all samples equally."""
     from sentencepiece import SentencePieceProcessor
     from tokenizers import AddedToken, decoders, normalizers
     from tokenizers import Tokenizer as Model

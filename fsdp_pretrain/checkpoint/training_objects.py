@@ -1,4 +1,4 @@
-"""What checkpoints are made of, and filled from: the training state of one run on one rank."""
+"""The objects that checkpoints save and restore: the training state of one run on one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .manifest import RunIdentity
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """A run that is trained; `model` and `optimizer` are sharded."""
+    """A run in training; `model` and `optimizer` are sharded."""
 
     world: World
     run: RunDir

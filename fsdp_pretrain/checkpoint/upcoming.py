@@ -1,7 +1,7 @@
-"""The next checkpoint: does it fit, and is it late? No torch.
+"""Whether the next checkpoint fits on disk, and whether it is late. No torch.
 
-One rule each. `plan`, `launch`, `status` and the watchdog all ask here, so that they cannot contradict each other. The
-trainer alone, which knows the size of a save to the byte, also uses the margin and the reserve: `make_room`.
+`plan`, `launch`, `status` and the watchdog share these rules, so they cannot contradict each other. Only the trainer,
+which knows the size of a save to the byte, may also use the margin and the reserve: `disk_space.make_room`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .locations import stores
 BYTES_PER_PARAMETER = 12
 """fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
 FEW = 3
-"""Fewer checkpoints than this that fit are a warning."""
+"""A warning if fewer checkpoints than this fit."""
 SAVES = 20
-"""How many of the last saves show how long one takes."""
+"""Number of recent saves used to estimate the duration of one."""
 _MARGIN, _SPARE_FILES = 1.05, 100
 _FILES_BESIDE = 2
 _LATE, _VERY_LATE, _TOO_LATE = 1.5, 2.5, 4.0
-"""Intervals without a verified checkpoint."""
+"""Thresholds in intervals without a verified checkpoint."""
 
 
 def need_after(size: int, files: int) -> SpaceNeeded:
-    """What the next checkpoint takes if the manifest of the newest one lists that many bytes and files."""
+    """What the next checkpoint takes, given the size and number of files in the newest one's manifest."""
     return SpaceNeeded(size, files + _FILES_BESIDE)
 
 
@@ -48,10 +48,10 @@ class Fit:
     """How many more checkpoints fit.
 
     Attributes:
-        count: as the file system is now.
-        severity: CRIT: the next one does not fit, whatever may be deleted for it; WARN: few do; None: enough.
-        text: this in words.
-        room: that it was judged by.
+        count: without deleting anything.
+        severity: CRIT: the next one does not fit even after deleting old ones; WARN: few fit; None: enough.
+        text: the result in words.
+        room: the free space used.
     """
 
     count: int
@@ -64,8 +64,8 @@ def fit(need: SpaceNeeded, room: Room, *, reserve: float, writing: int = 0, old:
     """How many more checkpoints fit.
 
     Args:
-        reserve: share of the file system that does not count as room.
-        writing: bytes that saves in flight have written: part of the room that is asked about.
+        reserve: share of the file system that does not count as free.
+        writing: bytes written by saves in flight; counted as free, since they are part of the next checkpoint.
         old: what may be deleted to make room.
     """
 
@@ -88,10 +88,10 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
     """Whether the next checkpoint of a run fits in its directory.
 
     Args:
-        need: what it takes if nothing is known from the run itself.
+        need: its size, used if the run has no checkpoint and no recorded start.
 
     Returns:
-        None if nobody knows how large it will be.
+        None if the size is unknown.
 
     Raises:
         UserError, OSError: the directory cannot be read.
@@ -112,21 +112,21 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
 
 
 class Late(IntEnum):
-    """How late a checkpoint is: a warning; so that a save is asked for; so that a stop is."""
+    """How late a checkpoint is: LATE is a warning, VERY_LATE requests a save, TOO_LATE a stop."""
 
     NO, LATE, VERY_LATE, TOO_LATE = range(4)
 
 
 @dataclass(frozen=True)
 class UnsavedTraining:
-    """Training that no verified checkpoint holds.
+    """Training since the last verified checkpoint.
 
     Attributes:
         every: `checkpoint.every`.
-        steps, samples, tokens: that were made.
-        age: seconds for which this has gone on.
-        step_seconds: that a step usually takes; 0 if not known.
-        save_seconds: that a save takes at most.
+        steps, samples, tokens: trained since then.
+        age: seconds since then.
+        step_seconds: typical duration of a step; 0 if unknown.
+        save_seconds: longest duration of a save.
     """
 
     every: Progress
@@ -139,7 +139,7 @@ class UnsavedTraining:
 
     @property
     def intervals(self) -> float:
-        """Intervals made: by the clock, or by training if that is less, since a run that stands still loses nothing."""
+        """Intervals passed, the smaller of by time and by progress: a stalled run loses nothing."""
         seconds = self._interval
         return min(self._made, self.age / seconds) if seconds else self._made
 
@@ -149,11 +149,11 @@ class UnsavedTraining:
 
     @property
     def _interval(self) -> float:
-        """Seconds that an interval takes."""
+        """Seconds per interval."""
         return self.steps * self.step_seconds / self._made if self._made > 0 else 0.0
 
     def late(self, section: StorageSection) -> Late:
-        """How late the next checkpoint is. No age is judged below the time between two looks of the watchdog."""
+        """How late the next checkpoint is. Ages below the watchdog's check interval are not late."""
         allowed = max(_LATE * self._interval + self.save_seconds, section.interval.value)
         if self.age <= allowed or self.intervals <= _LATE:
             return Late.NO
@@ -166,7 +166,7 @@ class UnsavedTraining:
 
 
 def longest_save(seconds: Sequence[float]) -> float:
-    """The 99% quantile of what saves took; the longest of a few."""
+    """The 99% quantile of save durations."""
     if len(seconds) < 2:
         return sum(seconds)
     return min(max(seconds), quantiles(seconds, n=100, method="inclusive")[98])

@@ -1,5 +1,5 @@
-"""The first checkpoint (step 0) of a new run from weights that exist: those of another run's checkpoint, and what that
-has in common with Hugging Face folders (`hf`). Tensor by tensor: the model is never in memory as a whole."""
+"""Import of existing weights as a new run's checkpoint of step 0: from another run's checkpoint, and the part shared
+with imports of Hugging Face folders (`hf`). Tensor by tensor: the model is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _TABLES = ("embedding.weight", "head.weight")
 
 
 class WeightsSource(Protocol):
-    """Weights under our names, whose `parameters` are fp32 tensors on the meta device.
+    """Weights under our names; `parameters` are fp32 tensors on the meta device.
 
-    `padded` rows of the embedding table are not in the source.
+    The source lacks `padded` rows of the embedding table.
     """
 
     parameters: dict[str, Tensor]
     padded: int
 
     def read(self, name: str) -> Tensor:
-        """A parameter in fp32, with the rows that the source has. Raises DataError, CheckpointError."""
+        """A parameter in fp32, with the source's rows. Raises DataError, CheckpointError."""
 
     def called(self, name: str) -> str:
-        """What the source calls a parameter."""
+        """A parameter's name in the source."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import made; `padded` rows of the embedding table were not in the source."""
+    """The result of an import; the source lacked `padded` rows of the embedding table."""
 
     saved: dcp.SaveResult
     padded: int
@@ -58,7 +58,7 @@ class Imported:
 
 
 def refuse_begun(run: RunDir, config: Config) -> None:
-    """Raise ConfigError if the configuration is for another run, or the run has begun."""
+    """Raise ConfigError if the configuration is for another run, or the run was already started."""
     if config.run.dir.resolve() != run.path.resolve():
         raise ConfigError(f"the configuration is for run.dir = {config.run.dir}, not for {run.path}")
     if Store(run.checkpoints).scan() or run.segments:
@@ -70,7 +70,7 @@ def refuse_begun(run: RunDir, config: Config) -> None:
 
 
 def refuse_another_model(source: Path, theirs: AnyModel, ours: AnyModel) -> None:
-    """Raise ConfigError, with all differences, if weights of `theirs` would compute something else as `ours`."""
+    """Raise ConfigError, listing all differences, if weights of `theirs` would compute something else in `ours`."""
     wrong = differences(function(theirs), function(ours), "model")
     if theirs.rows > ours.rows:
         wrong.append(f"rows of the embedding table: {theirs.rows} -> {ours.rows} (model.vocab, model.vocab_multiple)")
@@ -84,12 +84,12 @@ def refuse_another_model(source: Path, theirs: AnyModel, ours: AnyModel) -> None
 
 
 def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, where: Path, said: str) -> Imported:
-    """Write the checkpoint and the first line of the journal.
+    """Write the checkpoint and the journal's first entry.
 
     Args:
-        run: see `refuse_begun`.
-        source: the weights, which are from `where`.
-        said: what is known of the source's tokenizer.
+        run: checked by `refuse_begun`.
+        where: path of `source`, for the record.
+        said: result of the tokenizer comparison, for people.
 
     Raises:
         DataError: weights are not finite.
@@ -107,7 +107,7 @@ def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, wh
             name = key.removeprefix("model.")
             tensor = source.read(name)
             if source.padded and name in _TABLES:
-                # Ids that no text has, but that the softmax counts: with the mean of all rows each gets at most 1/V.
+                # These ids never occur, but the softmax includes them: with the mean row each gets at most 1/V.
                 tensor = torch.cat((tensor, tensor.mean(0).expand(source.padded, -1)))
             bar.update(tensor.numel() * tensor.element_size())
             return tensor
@@ -130,7 +130,7 @@ def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, wh
 
 
 def _refuse_not_finite(source: WeightsSource, where: Path) -> None:
-    """Raise DataError, naming all tensors with NaN or infinite values; everything is read for it."""
+    """Raise DataError naming all tensors with NaN or infinite values; reads all weights."""
     bar = tqdm(source.parameters, desc="checking values", unit="tensors", delay=2, disable=None)
     wrong = sorted({source.called(name) for name in bar if not source.read(name).isfinite().all()})
     if wrong:
@@ -145,19 +145,19 @@ def _refuse_not_finite(source: WeightsSource, where: Path) -> None:
 
 
 def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
-    """Make the checkpoint of step 0 of a new run from the weights of another run's checkpoint, of any mesh.
+    """Write a new run's step-0 checkpoint from the weights of another run's checkpoint, of any mesh.
 
-    Everything else starts from the beginning: optimiser, counters, data, schedules. (To go on with them is a fork.)
+    Optimiser, counters, data and schedules start fresh (a fork keeps them).
 
     Args:
-        run: its directory, new or empty.
-        config: its model must be that of the checkpoint, initial values, dropout and further rows of the embedding
-            table aside.
+        run: a new or empty directory.
+        config: its model must be the checkpoint's, except for initialization, dropout and additional rows of the
+            embedding table.
 
     Raises:
-        CheckpointError: it is damaged, or its tensors are not those of its configuration.
-        ConfigError: the configuration is for another model or another run, or the run has begun.
-        DataError: its tokenizer is not that of the corpora.
+        CheckpointError: the checkpoint is damaged, or its tensors do not match its configuration.
+        ConfigError: the configuration is for another model or another run, or the run was already started.
+        DataError: the tokenizer is not that of the corpora, or weights are not finite.
         StorageError: the new checkpoint cannot be written.
     """
     refuse_begun(run, config)
@@ -182,7 +182,7 @@ def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
 
 
 class _Checkpoint:
-    """The weights of a checkpoint, for a model that may have more rows. Raises CheckpointError, see `WeightsSource`."""
+    """`WeightsSource` of a checkpoint, for a model that may have more rows. Raises CheckpointError."""
 
     def __init__(self, checkpoint: Checkpoint, theirs: AnyModel, ours: AnyModel) -> None:
         self.parameters: dict[str, Tensor] = models.build(ours).state_dict()

@@ -1,4 +1,4 @@
-"""`fsdp-pretrain alarms`, `ack`, `mute`, `notify`: what a person does about alarms."""
+"""`fsdp-pretrain alarms`, `ack`, `mute`, `notify`: alarm handling by operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fsdp-pretrain checkpoints RUN ...`: look at a run's checkpoints, prove them, keep them, convert them."""
+"""`fsdp-pretrain checkpoints RUN ...`: list, verify, pin, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STEP = argument("step", type=int, help="step of the checkpoint")
 
 
 class Row(BaseModel):
-    """A checkpoint as `list` and `verify` show it; `sealed`, that its manifest has a checksum, is set by `verify`."""
+    """A checkpoint in the output of `list` and `verify`; `verify` sets `sealed`: the manifest has a checksum."""
 
     step: int
     path: str

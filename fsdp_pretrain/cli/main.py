@@ -1,4 +1,4 @@
-"""`fsdp-pretrain VERB`: everything an operator does around a run. Verbs that only look need no torch."""
+"""`fsdp-pretrain VERB`: the operator's commands for a run. Read-only verbs need no torch, except `plan`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _schedule_at(config: Config, text: str) -> dict[str, Any]:
-    """The schedule at a point of the run such as `43680 steps`. Raises ConfigError."""
+    """The schedule at a position such as `43680 steps`. Raises ConfigError."""
     schedule = config.schedule
     try:
         samples = schedule.samples(Progress.parse(text))
@@ -224,7 +224,7 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _since(text: str) -> str:
-    """A place in time as the journal writes it. Raises ArgumentTypeError."""
+    """A time or age as a journal timestamp. Raises ArgumentTypeError."""
     with contextlib.suppress(ValueError):
         return stamp(time.time() - Seconds.parse(text).value)
     try:

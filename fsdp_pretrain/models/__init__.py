@@ -1,4 +1,4 @@
-"""The model families: `build` makes one from its configuration."""
+"""The model families; `build` creates a model from its configuration."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ _FAMILIES: dict[str, Callable[..., Decoder]] = {"llama": Llama, "gpt": GPT, "glm
 
 
 def build(config: AnyModel) -> Decoder:
-    """The model on the meta device: shapes and names, no memory. `parallel.materialise` gives it values."""
+    """The model on the meta device: shapes and names, no memory. `parallel.fsdp.materialise` initialises it."""
     with torch.device("meta"):
         return _FAMILIES[config.family](config)

@@ -1,4 +1,4 @@
-"""Self-attention, by PyTorch's kernels or step by step with the score scaling of Megatron and GLM."""
+"""Self-attention: PyTorch's kernels, or unfused with the score scaling of Megatron and GLM."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .masks import Mask
 
 @cache
 def _flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention)  # uncompiled it holds all scores
+    return torch.compile(flex_attention)  # uncompiled it materialises all scores
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values; each of `kv_heads` serves heads / kv_heads query heads.
+    """Grouped-query attention; each of `kv_heads` serves heads / kv_heads query heads.
 
     Args:
         dropout: on attention probabilities, in training mode.
         scores: how they are computed, see `scaled_attention`.
-        layer: number of the block from 0, for the scaling of scores.
+        layer: index of the block from 0, for score scaling.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(heads * self.head_dim, hidden, bias=bias)
 
     def forward(self, x: Tensor, mask: Mask, rotary: Rotary | None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; `rotary` from `layers.rotary_tables`, None: positions are not rotary."""
+        """[B, S, H] -> [B, S, H]; `rotary` from `layers.rotary_tables`, or None."""
         batch, length, _ = x.shape
         query = self.query(x).view(batch, length, self.heads, self.head_dim)
         key = self.key(x).view(batch, length, self.kv_heads, self.head_dim)
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         return out
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """[B, heads, S, d], [B, kv_heads, S, d] twice -> [B, heads, S, d]."""
+        """Query [B, heads, S, d], key and value [B, kv_heads, S, d] -> [B, heads, S, d]."""
         dropout, grouped = self.dropout if self.training else 0.0, self.kv_heads != self.heads
         if isinstance(mask, BlockMask):
             out: Tensor = _flex()(query, key, value, block_mask=mask, enable_gqa=grouped)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 
 def biased_attention(config: GPTModel | GLMModel, layer: int) -> Attention:
-    """With biases, and as many key/value heads as heads."""
+    """Multi-head attention with biases."""
     rate, heads = config.attention_rate, config.heads
     return Attention(config.hidden, heads, heads, bias=True, dropout=rate, scores=config.scores, layer=layer)
 
@@ -86,14 +86,14 @@ def biased_attention(config: GPTModel | GLMModel, layer: int) -> Attention:
 def scaled_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, inward: bool, dropout: float
 ) -> Tensor:
-    """Attention whose scores stay small in fp16: divided by c = max(1, layer) before the product, times c in fp32.
+    """Attention whose scores do not overflow fp16: divided by c = max(1, layer), multiplied by c again in fp32.
 
     Megatron's query-key layer scaling with an fp32 softmax, also used by GLM-130B; c cancels.
 
     Args:
         query, key, value: [B, heads, S, d].
         mask: dense, see `masks.Mask`.
-        inward: divide queries and keys by the root of the divisor each, instead of the queries by all of it.
+        inward: divide queries and keys each by the square root of the divisor, instead of only the queries.
 
     Returns:
         [B, heads, S, d] in the dtype of the values.

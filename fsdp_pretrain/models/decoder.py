@@ -1,4 +1,4 @@
-"""What every model family has in common: embed, run the blocks, normalise, then logits or loss."""
+"""The part that all model families share: embed, run the blocks, normalise, then logits or loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .masks import Backend, Mask, Slots, block_mask, dense_mask
 
 
 class Embedding(nn.Embedding):
-    """A table of token vectors, possibly the output matrix as well, whose gradient can be shrunk (GLM-130B).
+    """The embedding table, possibly tied to the output matrix, with gradient shrink (GLM-130B).
 
-    Only the backward pass differs: the values are the same to the bit. Set the attributes between steps.
+    Only the backward pass changes; outputs are bit-identical. Set the attributes between steps.
 
     Attributes:
-        shrink: what the table's gradient is multiplied by; 1 is off.
-        shrink_head: multiply also the part of the gradient that comes through the logits.
+        shrink: factor of the table's gradient; 1 is off.
+        shrink_head: also scale the gradient that comes through the logits.
     """
 
     shrink = 1.0
@@ -34,12 +34,12 @@ class Embedding(nn.Embedding):
         return scale_gradient(super().forward(tokens), self.shrink)
 
     def as_head(self) -> Tensor:
-        """The table as output matrix [V, H]."""
+        """The table [V, H] as output matrix."""
         return scale_gradient(self.weight, self.shrink if self.shrink_head else 1.0)
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """`x`; its gradient is multiplied by `factor`."""
+    """`x` unchanged; its gradient is multiplied by `factor`."""
     out: Tensor = x if factor == 1.0 else _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return out
 
@@ -58,10 +58,10 @@ class _ScaleGradient(torch.autograd.Function):
 class Decoder(nn.Module, ABC):
     """Base of the families.
 
-    A family supplies its blocks (`block` makes one from its number), the last norm, the embedding (`embed_tokens`),
-    what its blocks need besides the hidden state and the mask (`context`) and its initialisation (`initial`). The
-    output matrix is `head`, or the embedding table when tied: touch it only inside `forward`, where FSDP has gathered
-    it. The order of the modules is that of the parameters, which sums over them keep.
+    A family supplies its blocks (`block` creates one from its index), the final norm, the embedding (`embed_tokens`),
+    further inputs of its blocks (`context`) and its initialisation (`initial`). The output matrix is `head`, or the
+    embedding table if tied: access it only inside `forward`, where FSDP has gathered it. The order of modules
+    determines the order of parameters, and so of sums over them.
     """
 
     def __init__(self, config: AnyModel, block: Callable[[int], nn.Module], norm: nn.Module) -> None:
@@ -85,7 +85,7 @@ class Decoder(nn.Module, ABC):
         """Positional arguments of each block after hidden state and mask; `positions` as in `embed_tokens`."""
 
     def mask(self, slots: Slots | None, x: Tensor) -> Mask:
-        """What attention gets as mask for hidden states `x [B, S, H]`; dense where the scaling of scores needs it."""
+        """The attention mask for hidden states `x [B, S, H]`; dense if scores are scaled."""
         if self._scales_scores:
             return dense_mask(slots, x.shape[1], x.device)
         if slots is None:
@@ -95,7 +95,7 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def initial(self, name: str) -> Initial:
-        """How the parameter called `name` starts. Raises KeyError for a name no rule covers."""
+        """The initialisation of the parameter `name`. Raises KeyError if no rule covers it."""
 
     def forward(
         self,
@@ -106,18 +106,18 @@ class Decoder(nn.Module, ABC):
         *,
         with_normalisers: bool = False,
     ) -> Tensor:
-        """Logits, or the loss at every position.
+        """Logits, or the loss per position.
 
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], the token to predict at each position (`loss.IGNORE`: none), or None.
             slots: see `masks`; None is causal over the whole sample.
-            positions: int64 [B, S], or [B, 2, S] where they have two dimensions, each less than S; None is 0..S-1.
-            with_normalisers: return the log-normalisers of the softmax as well.
+            positions: int64 [B, S], or [B, 2, S] if two-dimensional, each less than S; None is 0..S-1.
+            with_normalisers: also return the log-normalisers of the softmax.
 
         Returns:
-            labels given: fp32 [B, S], natural-log cross-entropy, zero where ignored, or [2, B, S] with the
-            log-normalisers after it; else logits [B, S, V].
+            With labels: fp32 [B, S] natural-log cross-entropy, zero where ignored, or [2, B, S] with the
+            log-normalisers second; else logits [B, S, V].
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -133,9 +133,9 @@ class Decoder(nn.Module, ABC):
         if labels is None:
             return nn.functional.linear(x, weight)
         losses, normalisers = token_losses(x, weight, labels)
-        # FSDP hooks the output: a view, or one of two results of a function, would be fragile there.
+        # FSDP hooks the output; a view, or one of two outputs of a Function, would be fragile there.
         return torch.stack((losses, normalisers)) if with_normalisers else losses.clone()
 
     def count_parameters(self) -> int:
-        """Exact number of parameters; tied ones count once. Works on the meta device."""
+        """Number of parameters; tied ones count once. Works on the meta device."""
         return sum(parameter.numel() for parameter in self.parameters())

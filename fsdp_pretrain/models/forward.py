@@ -1,4 +1,4 @@
-"""One forward pass over packed samples: from a micro-batch to the loss at every position, as the configuration says."""
+"""One forward pass: from a micro-batch of packed samples to the loss per position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .masks import Slots
 
 
 class PackedBatch(Protocol):
-    """What the model sees in one forward pass; see `data.packing.loader.MicroBatch`."""
+    """The inputs of one forward pass; see `data.packing.loader.MicroBatch`."""
 
     tokens: Tensor
     labels: Tensor | None
@@ -27,7 +27,7 @@ class PackedBatch(Protocol):
 
 class Losses(NamedTuple):
     """Of one micro-batch, on the model's device: fp32 [b, S] losses (natural-log cross-entropy, zero where ignored),
-    int64 [b, S] labels, and if asked for fp32 [b, S] squared log-normalisers (zero where ignored)."""
+    int64 [b, S] labels, and optionally fp32 [b, S] squared log-normalisers (zero where ignored)."""
 
     losses: Tensor
     labels: Tensor
@@ -37,11 +37,11 @@ class Losses(NamedTuple):
 def losses(
     model: Decoder, micro: PackedBatch, data: DataSection, device: torch.device, *, with_penalties: bool = False
 ) -> Losses:
-    """The loss at every position.
+    """The loss per position.
 
     Args:
         micro: in host memory; with lengths if `data.uses_lengths`.
-        with_penalties: also what the z-loss is made of.
+        with_penalties: also return the squared log-normalisers for the z-loss.
     """
     tokens = micro.tokens.to(device, non_blocking=True)
     labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
@@ -61,5 +61,5 @@ def losses(
 
 
 def learning_samples(micro: PackedBatch) -> int:
-    """Samples of a micro-batch, in host memory, with at least one target."""
+    """Number of samples of a micro-batch (in host memory) with at least one target."""
     return len(micro.tokens) if micro.labels is None else int((micro.labels != IGNORE).any(1).sum())

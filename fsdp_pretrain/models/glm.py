@@ -1,8 +1,8 @@
 """GLM-style decoder (GLM-130B, arXiv 2210.02414): DeepNorm, rotary positions in one or two dimensions, GeGLU, biases.
 
-DeepNorm (arXiv 2203.00555) is Post-LN with alpha times the residual; here each LayerNorm stands at the start of the
-next sub-layer, so what passes by a sub-layer is alpha times the *normalised* stream, the first norm acts on the
-embeddings, and there are 2L + 1 of them. Attention is causal, or full over a slot's prefix (see `masks`).
+DeepNorm (arXiv 2203.00555) is Post-LN with alpha times the residual; here each LayerNorm is at the start of the next
+sub-layer, so the residual branch is alpha times the *normalised* stream, the first norm acts on the embeddings, and
+there are 2L + 1 norms. Attention is causal, or full over a slot's prefix (see `masks`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .masks import Mask
 
 
 def deepnorm_constants(kind: str, layers: int) -> tuple[float, float]:
-    """(alpha, beta) of a preset: the factor of the residual, and the gain of the matrices that are started smaller.
+    """(alpha, beta) of a preset: the factor of the residual, and the gain of the matrices with smaller initial values.
 
-    `glm`: (2L)^(1/2), (2L)^(-1/2), what GLM-130B used; `deepnet-decoder`: (2L)^(1/4), (8L)^(-1/4), the DeepNet paper's.
+    `glm`: (2L)^(1/2), (2L)^(-1/2), as in GLM-130B; `deepnet-decoder`: (2L)^(1/4), (8L)^(-1/4), as in the DeepNet paper.
     """
     if kind == "glm":
         return (2 * layers) ** 0.5, (2 * layers) ** -0.5
@@ -52,7 +52,7 @@ class GLMBlock(nn.Module):
 
 
 class GLM(Decoder):
-    """See the module text. Parameter count: L*(4h^2 + 3hf + 9h + 2f) + V*h*(1 or 2) + 2h."""
+    """See the module docstring. Parameter count: L*(4h^2 + 3hf + 9h + 2f) + V*h*(1 or 2) + 2h."""
 
     def __init__(self, config: GLMModel) -> None:
         norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
@@ -63,11 +63,11 @@ class GLM(Decoder):
         return F.dropout(super().embed_tokens(tokens, positions), self.config.dropout, self.training)
 
     def context(self, positions: Tensor) -> tuple[object, ...]:
-        """The rotary tables of the positions, two pairs where positions have two dimensions."""
+        """The rotary tables; two pairs with `positions = "rope-2d"`."""
         size = self.config.head_dim
         if self.config.positions == "rope-2d":
             size //= 2
-            if positions.ndim < 3:  # plain text: no blanks to be inside of
+            if positions.ndim < 3:  # plain text: the position within a blank is 0
                 positions = torch.atleast_2d(positions)
                 positions = torch.stack((positions, torch.zeros_like(positions)), 1)
         elif positions.ndim == 3:
@@ -75,10 +75,10 @@ class GLM(Decoder):
         return (rotary_tables(positions, rotary_frequencies(size, self.config.rope_base, None, positions.device)),)
 
     def initial(self, name: str) -> Initial:
-        """Xavier normal (std = gain * sqrt(2 / (in + out))), gain beta for what writes values and for the MLP.
+        """Xavier normal (std = gain * sqrt(2 / (in + out))) with gain beta for value, output and MLP matrices.
 
-        GLM-130B's table. There the fused query-key-value matrix was split wrongly; with a matrix for each, every head
-        gets the paper's rule.
+        GLM-130B's table, except that it split the fused query-key-value matrix wrongly; the separate matrices here all
+        follow the paper's rule.
         """
         kind, leaf = name.split(".")[-2:]
         if leaf == "bias":

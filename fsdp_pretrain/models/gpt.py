@@ -1,6 +1,6 @@
-"""Megatron-GPT-style decoder (tr1, tr8, tr11/BLOOM): LayerNorm before each part, biases, tanh-GELU.
+"""Megatron-GPT-style decoder (tr1, tr8, tr11/BLOOM): pre-LayerNorm, biases, tanh-GELU.
 
-Positions are learned, or ALiBi. Embeddings may be normalised (BLOOM); residual projections start with std / sqrt(2L).
+Positions are learned or ALiBi. Embeddings may be normalised (BLOOM); residual projections have initial std / sqrt(2L).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(Decoder):
-    """See the module text.
+    """See the module docstring.
 
     Parameter count with f = 4h: L*(12h^2 + 13h) + V*h*(1 or 2) + S*h + 2h; ALiBi drops S*h, embedding_norm adds 2h.
     """
@@ -47,7 +47,7 @@ class GPT(Decoder):
         self.positions = None if alibi else nn.Embedding(int(config.positions), config.hidden)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Token embedding, normalised if so configured, plus position embedding if there is one."""
+        """Token embedding, optionally normalised, plus the position embedding unless ALiBi."""
         x: Tensor = self.embedding(tokens)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)

@@ -1,7 +1,7 @@
 """Building blocks shared by the model families: feed-forward layers, rotary positions, initialisation rules.
 
-Tensors are `x [B, S, H]` (batch, sequence, hidden). Modules are built on the meta device and hold no buffers, so
-that nothing but parameters needs a value after `to_empty`; parameters get theirs from `Decoder.initial`.
+Tensors are `x [B, S, H]` (batch, sequence, hidden). Modules are built on the meta device and have no buffers, so only
+parameters need values after `to_empty`; `Decoder.initial` defines them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Initial = NormalInit | Constant
 
 
 def scaled_initial(name: str, std: float, layers: int) -> Initial:
-    """N(0, std), projections to the residual stream with std / sqrt(2 * layers) (GPT-2); norms 1, biases 0.
+    """N(0, std^2), with std / sqrt(2 * layers) for projections to the residual stream (GPT-2); norms 1, biases 0.
 
-    Raises KeyError for a name no rule covers.
+    Raises KeyError if no rule covers a name.
     """
     kind, leaf = name.split(".")[-2:]
     if leaf == "bias":
@@ -65,7 +65,7 @@ class SwiGLU(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """`down(gelu_tanh(up(x)))` with biases, the tanh approximation as in GPT-2 and Megatron."""
+    """`down(gelu_tanh(up(x)))` with biases and the tanh approximation, as in GPT-2 and Megatron."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -92,28 +92,28 @@ class GeGLU(nn.Module):
 
 
 def rotary_frequencies(size: int, base: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Angles per position of rotary embedding (RoFormer, arXiv 2104.09864) for `size` dimensions: fp32 [size / 2].
+    """Rotary embedding's angles per position (RoFormer, arXiv 2104.09864) for `size` dimensions: fp32 [size / 2].
 
-    Stretched by `scaling`: `linear` (arXiv 2306.15595) or `llama3` (the rule of Llama 3.1).
+    `scaling` is `linear` (arXiv 2306.15595) or `llama3` (the rule of Llama 3.1).
     """
     frequencies = 1.0 / base ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = scaling.original_length * frequencies / (2 * math.pi)  # waves in the sequences first trained on
+    turns = scaling.original_length * frequencies / (2 * math.pi)  # rotations over the original context length
     blend = ((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
 Rotary = tuple[tuple[Tensor, Tensor], ...]
-"""Cosines and sines, once for each dimension of the positions; each [(B,) S, 1, size / 2], broadcast over heads."""
+"""(cosines, sines) per dimension of the positions; each [(B,) S, 1, size / 2], broadcast over heads."""
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor) -> Rotary:
-    """What `rotate` needs, always fp32: for positions [S] or [B, S], or [B, 2, S] of two dimensions.
+    """Tables for `rotate`, always fp32, for positions [S] or [B, S], or two-dimensional ones [B, 2, S].
 
-    `frequencies` from `rotary_frequencies` for the head size over the number of dimensions.
+    `frequencies`: from `rotary_frequencies` for the head size divided by the number of dimensions.
     """
     dimensions = positions.unbind(1) if positions.ndim == 3 else (positions,)
     angles = [each.float().unsqueeze(-1) * frequencies for each in dimensions]
@@ -123,7 +123,7 @@ def rotary_tables(positions: Tensor, frequencies: Tensor) -> Rotary:
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate each head of `x` [B, S, heads, d] by its position, in fp32; keeps dtype and shape.
 
-    A head is cut into as many parts as positions have dimensions; in each, element i is paired with i + size / 2
+    A head is split into one part per dimension of the positions; in each, element i is paired with i + size / 2
     ("rotate-half").
     """
     turned = []

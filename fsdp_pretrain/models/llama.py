@@ -29,7 +29,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(Decoder):
-    """See the module text. Parameter count: V*h*(1 or 2) + L*(2h^2 + 2h^2*kv/heads + 3hf + 2h) + h."""
+    """See the module docstring. Parameter count: V*h*(1 or 2) + L*(2h^2 + 2h^2*kv/heads + 3hf + 2h) + h."""
 
     def __init__(self, config: LlamaModel) -> None:
         super().__init__(config, lambda _: LlamaBlock(config), nn.RMSNorm(config.hidden, eps=config.norm_eps))

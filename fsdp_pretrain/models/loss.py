@@ -1,4 +1,4 @@
-"""Cross-entropy from hidden states, without ever holding all the logits of a large vocabulary."""
+"""Cross-entropy from hidden states without materialising all logits of a large vocabulary."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100
-"""Label of positions that are not predicted."""
+"""Label of positions without a target."""
 
 _LOGITS_PER_CHUNK = 2**25
-"""Logits alive at once. In fp32 128 MiB of them, and at the worst moment three tensors of that size."""
+"""Logits per chunk: 128 MiB in fp32; at the peak there are three tensors of that size."""
 
 
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of `hidden @ weight.T` at every position, and the logarithm of the softmax's denominator.
+    """Cross-entropy of `hidden @ weight.T` per position, and the log-normaliser of the softmax.
 
-    The vocabulary is processed in chunks, again in the backward pass, so the peak grows neither with it nor with the
-    number of positions. Both results may be weighted as one likes afterwards: the gradients are exact for any.
-    (`F.linear_cross_entropy` does something similar from torch 2.13 on only.)
+    The vocabulary is processed in chunks, also in the backward pass, so peak memory for logits grows neither with it
+    nor with the number of positions. Gradients are exact for any weighting of both results.
+    (`F.linear_cross_entropy`, which is similar, needs torch 2.13.)
 
     Args:
         hidden: [B, S, H], any floating dtype.
         weight: output matrix [V, H], of the same dtype.
-        labels: int64 [B, S], `IGNORE` where nothing is predicted.
+        labels: int64 [B, S], `IGNORE` where there is no target.
 
     Returns:
         fp32 [B, S] losses, natural log; fp32 [B, S] log-normalisers. Both are zero where ignored.
@@ -39,21 +39,21 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor
 class _TokenLosses(torch.autograd.Function):
     """[N, H], [V, H], [N] -> fp32 [N], fp32 [N].
 
-    Chunks of the vocabulary rather than of the positions: every row of the weight's gradient is then one product,
-    not a sum of many rounded to the weight's dtype, and the sums over chunks (normalisers, gradient of the rows) are
-    small enough to be kept in fp32.
+    Chunks are over the vocabulary, not over positions: each row of the weight's gradient is then a single product, not
+    a sum of terms rounded to the weight's dtype, and the accumulators over chunks (normalisers, gradient of the rows)
+    are small enough for fp32.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the normalisers rather than the logits, which are made again in `backward`."""
+        """Saves the normalisers; `backward` recomputes the logits."""
         normalisers = torch.full((len(rows),), -torch.inf, device=rows.device)
         picked = torch.zeros_like(normalisers)
         for chunk, local, inside in _chunks(rows, weight, targets):
             logits = F.linear(rows, weight[chunk]).float()
             picked += logits.gather(1, local).squeeze(1).where(inside, 0.0)
             normalisers = torch.logaddexp(normalisers, logits.logsumexp(1))
-            del logits  # before the next is made
+            del logits  # free before the next chunk
         ctx.save_for_backward(rows, weight, targets, normalisers)
         learned = targets != IGNORE
         return (normalisers - picked).where(learned, 0.0), normalisers.where(learned, 0.0)
@@ -61,7 +61,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_losses: Tensor, d_normalisers: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """With p the softmax: d logits = (d loss + d normaliser) p - d loss [the target]."""
+        """With p the softmax: d logits = (d loss + d normaliser) * p - d loss * onehot(target)."""
         rows, weight, targets, normalisers = ctx.saved_tensors
         learned = targets != IGNORE
         d_picked = d_losses.where(learned, 0.0)
@@ -79,7 +79,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _chunks(rows: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Parts of the vocabulary, with the targets [N, 1] counted from the part's start, and which [N] lie inside it."""
+    """Vocabulary chunks: slice, clamped targets [N, 1] relative to its start, and which targets [N] are in it."""
     size = max(1, _LOGITS_PER_CHUNK // max(1, len(rows)))
     for start in range(0, len(weight), size):
         stop = min(start + size, len(weight))

@@ -1,11 +1,12 @@
-"""Which keys a query may look at, and how that is handed to a kernel.
+"""Attention masks: which keys a query attends to, in the form that each kernel needs.
 
-One rule covers all: a token sees the tokens before it in its own slot, and the slot's prefix. A slot is a document, or
-a sample of an objective packed beside others; without slots a sample is one slot, without a prefix attention is causal.
+One rule covers all: a token attends to itself and earlier tokens of its slot, and to the slot's prefix. A slot is a
+document, or one of several packed samples of an objective; without slots a sample is one slot, and without a prefix
+attention is causal.
 
-The kernels need it in different forms: `None` (causal over the sample, which all of them know), a dense tensor for
-`scaled_dot_product_attention` and for scores computed here, or a block mask for `flex_attention`, which skips what is
-invisible. A form is built once per micro-batch, from lengths, never from token values.
+The forms are `None` (causal over the sample), a dense tensor for `scaled_dot_product_attention` and `scaled_attention`,
+or a block mask for `flex_attention`, which skips masked blocks. A mask is built once per micro-batch, from lengths,
+never from token values.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from fsdp_pretrain.errors import ConfigError
 
 Backend = Literal["sdpa", "flex"]
 Mask = Tensor | BlockMask | None
-"""None; bool [B or 1, 1, S, S], True where a query (row) sees a key (column); float [B or 1, heads, S, S], added to the
-scores; or a BlockMask."""
+"""None; bool [B or 1, 1, S, S], True where a query (row) attends to a key (column); float [B or 1, heads, S, S], added
+to the scores; or a BlockMask."""
 
 
 @dataclass(frozen=True)
@@ -32,36 +33,36 @@ class Slots:
     """The slots of a micro-batch.
 
     Attributes:
-        lengths: int [B, D], their lengths in order, zero-padded; each row sums to S.
-        prefix: int [B, D], how much of each every token of it may look at; None: nothing.
+        lengths: int [B, D], in order, zero-padded; each row sums to S.
+        prefix: int [B, D], tokens at the start of each slot that all its tokens attend to; None: 0.
     """
 
     lengths: Tensor
     prefix: Tensor | None = None
 
     def ids(self, length: int) -> Tensor:
-        """Number of each position's slot in its sample, from 0: int64 [B, S]."""
+        """Index of each position's slot: int64 [B, S]."""
         ends = self.lengths.cumsum(1)
         positions = torch.arange(length, device=ends.device).expand(ends.shape[0], -1)
         return torch.searchsorted(ends, positions.contiguous(), right=True)
 
     def positions(self, length: int) -> Tensor:
-        """Positions that start again at 0 in each slot: int64 [B, S].
+        """Positions that restart at 0 in each slot: int64 [B, S].
 
-        A document that began in an earlier sample starts at 0 too: what the model cannot see does not count.
+        A document continued from an earlier sample also starts at 0, since the model cannot see its earlier part.
         """
         starts = self.lengths.cumsum(1) - self.lengths
         return torch.arange(length, device=starts.device) - starts.gather(1, self.ids(length))
 
     def in_prefix(self, length: int) -> Tensor:
-        """Whether each position belongs to its slot's prefix: bool [B, S]."""
+        """Whether each position is in its slot's prefix: bool [B, S]."""
         if self.prefix is None:
             return torch.zeros(self.lengths.shape[0], length, dtype=torch.bool, device=self.lengths.device)
         return self.positions(length) < self.prefix.gather(1, self.ids(length))
 
 
 def dense_mask(slots: Slots | None, length: int, device: torch.device) -> Tensor:
-    """The rule as a tensor: bool [B or 1, 1, S, S]."""
+    """The mask as a tensor: bool [B or 1, 1, S, S]."""
     visible = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
     if slots is not None:
         ids = slots.ids(length)
@@ -70,7 +71,7 @@ def dense_mask(slots: Slots | None, length: int, device: torch.device) -> Tensor
 
 
 def block_mask(slots: Slots, length: int, device: torch.device) -> BlockMask:
-    """The rule as a block mask for `flex_attention`."""
+    """The mask for `flex_attention`."""
     ids, prefix = slots.ids(length), slots.in_prefix(length)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -81,14 +82,15 @@ def block_mask(slots: Slots, length: int, device: torch.device) -> BlockMask:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Slopes of ALiBi (arXiv 2108.12409): 2^(-8i/n); n no power of two: and every second one of twice as many."""
+    """ALiBi slopes (arXiv 2108.12409): 2^(-8i/n), n the largest power of two up to `heads`; further heads use every
+    second slope of 2n."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
 
 
 def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """A dense mask as values to add to the scores, with ALiBi: [B or 1, heads, S, S] of `dtype`."""
+    """A bias for the scores from a boolean mask, with ALiBi: [B or 1, heads, S, S] of `dtype`."""
     positions = torch.arange(visible.shape[-1], device=visible.device)
     distance = positions.unsqueeze(0) - positions.unsqueeze(1)  # key minus query: 0 or less where causal
     slopes = torch.tensor(alibi_slopes(heads), device=visible.device)
@@ -97,9 +99,9 @@ def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def choose_backend(asked: str, model: AnyModel, device: torch.device) -> Backend:
-    """The kernels that will compute attention where a mask is needed, for `parallel.attention` as asked.
+    """The attention backend for masked attention; `asked` is `parallel.attention`.
 
-    Raises ConfigError if `flex` was asked for and cannot do it.
+    Raises ConfigError if `flex` was asked for and cannot be used.
     """
     obstacles = _flex_obstacles(model, device)
     if asked == "flex" and obstacles:

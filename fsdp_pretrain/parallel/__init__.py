@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: the mesh, FSDP2, the optimiser, the comparison of replicas."""
+"""Distributed training: the mesh, FSDP2, the optimiser, the comparison of replicas."""

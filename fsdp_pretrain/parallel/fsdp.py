@@ -1,4 +1,4 @@
-"""From a model on the meta device to a sharded one with values, in one fixed order.
+"""Shard and initialise a model from the meta device, in a fixed order.
 
 activation checkpointing -> compile -> fully_shard (blocks, then root) -> to_empty -> initialise by name.
 """
@@ -29,7 +29,7 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
         The same object: parameters are fp32 DTensors (Replicate, Shard(0)); compute runs in `compute_dtype`.
 
     Raises:
-        ConfigError: the attention kernels asked for cannot serve this model on this device.
+        ConfigError: the configured attention backend does not support this model on this device.
     """
     model.recompute_every = config.parallel.recompute
     model.backend = choose_backend(config.parallel.attention, config.model, world.device)
@@ -37,12 +37,12 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
         for block in model.blocks:
             block.compile()
     dtype = compute_dtype(config, world.device)
-    # Inputs are not cast: the residual stream already has the dtype of the embedding, rotary tables stay fp32.
+    # Inputs are not cast: the residual stream already has the embedding's dtype, and rotary tables stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = config.parallel.reshard_after_forward
     for block in model.blocks:
         fully_shard(block, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # The root holds embedding and output matrix, which the backward pass needs first: keep them gathered.
+    # The root has the output matrix, which the backward pass needs first: keep it gathered.
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
     return materialise(model, config.run.seed, world.device)
 
@@ -56,9 +56,9 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def materialise(model: Decoder, seed: int, device: torch.device) -> Decoder:
-    """Allocate parameters on `device` and set them to their initial values.
+    """Allocate parameters on `device` and initialise them.
 
-    The values depend on (seed, parameter name, shape) alone: the same bits for any mesh, without communication.
+    The values depend only on (seed, parameter name, shape): bit-identical for any mesh, without communication.
     """
     model.to_empty(device=device)
     assert not list(model.buffers()), "to_empty leaves garbage in buffers; compute such tensors in forward"
@@ -69,12 +69,12 @@ def materialise(model: Decoder, seed: int, device: torch.device) -> Decoder:
 
 
 def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
-    """Fill `parameter` (plain, or a DTensor sharded over dim 0) with its share of the full initial tensor."""
+    """Fill `parameter` (plain, or a DTensor sharded over dim 0) with its part of the full initial tensor."""
     if isinstance(initial, Constant):
         parameter.fill_(initial.value)
         return
     local, first = local_part(parameter), first_row(parameter)
-    # Rows are drawn in blocks, each from a generator of its own, so a rank draws only the blocks it owns part of.
+    # Blocks of rows have their own generators, so a rank draws only the blocks that overlap its shard.
     row_size = math.prod(parameter.shape[1:])
     per_block = max(1, _ELEMENTS_PER_DRAW // row_size)
     row, end = first, first + local.shape[0]
@@ -90,10 +90,10 @@ def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Tell FSDP whether this backward pass ends the step.
+    """Set whether the next backward pass is the last of the step.
 
-    Gradients are reduce-scattered over the shard axis after every micro-batch (so no rank ever holds a full set) and
-    all-reduced over the replicas once, after the last.
+    FSDP reduce-scatters gradients over the shard axis after every micro-batch (so no rank holds a full set), and
+    all-reduces them over the replicas only after the last.
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(last)

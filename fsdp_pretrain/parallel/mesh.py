@@ -1,6 +1,6 @@
-"""The process group, the 2-D HSDP mesh, and the few collective decisions the rest of the program needs.
+"""The process group, the 2-D HSDP mesh, and joint decisions of all ranks.
 
-One code path for every size: the mesh always has the axes (replicate, shard), either of which may be 1.
+There is one code path for all sizes: the mesh always has the axes (replicate, shard), either of which may be 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the others, as torchrun's environment says; a single process without torchrun."""
+    """This process's ranks from torchrun's environment; without torchrun, a single process."""
 
     rank: int
     world: int
@@ -41,7 +41,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls) -> RankInfo:
-        """Raises ConfigError if the environment is half-set."""
+        """Raises ConfigError if only some of the variables are set."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name) for name in names]
         if all(value is None for value in values):
@@ -56,7 +56,7 @@ class RankInfo:
 
 
 def shard_size(parallel: ParallelSection, world: int, local_world: int) -> int:
-    """Ranks per copy of the parameters. Raises ConfigError if the world does not divide into copies."""
+    """Ranks per replica. Raises ConfigError if it does not divide the world size."""
     size = local_world if parallel.shard == "node" else parallel.shard
     if world % size:
         raise ConfigError(
@@ -77,14 +77,14 @@ class World:
         self.replicas, self.shards = mesh.shape
 
     def on(self, host_group: dist.ProcessGroup) -> World:
-        """The same ranks, whose joint decisions go over another gloo group: for a thread of its own."""
+        """The same world with another gloo group for joint decisions, for use in another thread."""
         other = copy.copy(self)
         other.host_group = host_group
         return other
 
     @property
     def shape(self) -> WorldShape:
-        """As checkpoints and the record have it."""
+        """The shape for checkpoints and the record."""
         return WorldShape(size=self.size, replicas=self.replicas, shards=self.shards)
 
     @property
@@ -98,14 +98,14 @@ class World:
         return values
 
     def new_group(self) -> dist.ProcessGroup:
-        """Another gloo group of all ranks. Collective."""
+        """Create another gloo group of all ranks. Collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         return group
 
     def decide(self, choose: Callable[[], T]) -> T:
-        """Rank 0 evaluates `choose`; every rank gets its result, or raises the UserError it raised.
+        """Rank 0 evaluates `choose`; every rank returns its result, or raises its UserError.
 
-        So no rank can act on a view of the file system that differs from rank 0's.
+        So no rank acts on a view of the file system that differs from rank 0's.
         """
         box: list[Any] = [None, None]
         if self.is_main:
@@ -126,7 +126,7 @@ class World:
         return values
 
     def together(self, act: Callable[[], T]) -> T:
-        """Run `act` on every rank; if it raises UserError on any, raise that of the lowest such rank on all."""
+        """Run `act` on every rank; if any raises UserError, all raise that of the lowest such rank."""
         result, error = None, None
         try:
             result = act()
@@ -144,7 +144,7 @@ class World:
 
 
 class SingleProcess(World):
-    """One process without process group and mesh: for commands that write a checkpoint."""
+    """A single process without process group or mesh, for commands that write a checkpoint."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.local_world, self.replicas, self.shards = 0, 1, 1, 1, 1
@@ -159,7 +159,7 @@ class SingleProcess(World):
 
 @contextmanager
 def connect(parallel: ParallelSection) -> Iterator[World]:
-    """Join the process group and build the mesh; leave it again on a normal exit.
+    """Join the process group and build the mesh; destroy the group on a normal exit.
 
     Raises:
         ConfigError: the world does not fit the configuration or the machine.
@@ -180,16 +180,16 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     for axis in (REPLICATE, SHARD):  # a mesh group does not inherit the timeout of init_process_group
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
     yield World(ranks, device, mesh, timeout)
-    # Not in a `finally`: after an error peers may be gone, and leaving the group would wait for them.
+    # Not in a `finally`: after an error peers may be gone, and this would wait for them.
     dist.destroy_process_group()
 
 
 def _store(ranks: RankInfo, timeout: timedelta) -> dist.Store:
-    """Where ranks find each other's addresses.
+    """The rendezvous store.
 
     torchrun's agents keep one store over all restarts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and the c10d
-    rendezvous are used), so a restarted rank would read the addresses of dead peers. On one node the restart count
-    tells the attempts apart; between nodes that count can differ, and only the variable helps.
+    rendezvous are used), so a restarted rank would read addresses of dead peers. On one node the restart count
+    separates the attempts; between nodes it can differ, and only the variable helps.
     """
     if ranks.world == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
@@ -210,7 +210,7 @@ def _store(ranks: RankInfo, timeout: timedelta) -> dist.Store:
 
 
 def device_of(ranks: RankInfo) -> torch.device:
-    """The GPU of this rank, made current, or the CPU where there is none. Raises ConfigError."""
+    """The GPU of this rank, made current, or the CPU without GPUs. Raises ConfigError."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if ranks.local_rank >= torch.cuda.device_count():
@@ -225,12 +225,12 @@ def device_of(ranks: RankInfo) -> torch.device:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, plain or a DTensor."""
+    """This rank's part of a tensor, plain or a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def first_row(tensor: Tensor) -> int:
-    """The row of a tensor, plain or a DTensor sharded over dim 0, at which this rank's part begins."""
+    """The first row of this rank's part of a tensor, plain or a DTensor sharded over dim 0."""
     if not isinstance(tensor, DTensor):
         return 0
     rows = math.ceil(tensor.shape[0] / tensor.device_mesh[SHARD].size())

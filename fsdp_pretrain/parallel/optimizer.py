@@ -1,4 +1,4 @@
-"""AdamW with a group that does not decay, clipping, loss scaling, skipped steps, the optimiser's state by name."""
+"""AdamW with a no-decay group, gradient clipping, loss scaling, skipped steps, optimiser state by name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .mesh import local_part
 
 
 def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], list[str]]:
-    """Names of the parameters (that decay, that do not).
+    """Names of the parameters with and without weight decay.
 
     Raises:
-        ConfigError: a pattern matches no parameter, so it is not doing what its author thinks.
+        ConfigError: a pattern that is not a default matches no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
-    # A norm has no bias in some families: a default that matches nothing is fine, one that was written is not.
+    # Norms have no bias in some families: a default pattern may match nothing, a configured one may not.
     defaults = OptimizerSection.model_fields["no_decay"].get_default()
     for pattern in patterns:
         if pattern not in defaults and not any(re.search(pattern, name) for name in names):
@@ -48,18 +48,18 @@ def build(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
-        fused=True,  # works on CPU and with DTensor, and is several times faster than the default there
+        fused=True,  # also works on CPU and with DTensor, several times faster than the default
     )
 
 
 class LossScaler:
-    """Dynamic loss scaling for fp16: the law of Megatron-DeepSpeed, in tensors of the device, so that no step waits.
+    """Dynamic loss scaling for fp16 with Megatron-DeepSpeed's rule, in device tensors, so no step synchronises.
 
-    A step overflows if loss or gradients of any rank are not finite. All ranks then skip it. The first overflow of a
-    window only uses up hysteresis, further ones halve the scale; a good step in between does not bring hysteresis back
-    (it is not consecutive). After `window` good steps in a row the scale doubles and hysteresis is full again.
+    A step overflows if loss or gradients of any rank are not finite; all ranks then skip it. An overflow uses up
+    hysteresis; once one is left, it halves the scale. Good steps in between do not restore hysteresis; after `window`
+    good steps in a row the scale doubles and hysteresis is full again.
 
-    It continues from the `state()` of another scaler, if one is given.
+    `state`: the `state()` of another scaler to continue from.
     """
 
     def __init__(self, section: LossScaleSection, device: torch.device, state: list[float] | None = None) -> None:
@@ -69,16 +69,16 @@ class LossScaler:
 
     @property
     def scale(self) -> Tensor:
-        """What the loss of the next step is multiplied by, fp32, 0-dim."""
+        """Factor of the next step's loss, fp32, 0-dim."""
         return self._state[0]
 
     def state(self) -> list[float]:
-        """[scale, hysteresis left, good steps in a row]; waits for the device."""
+        """[scale, hysteresis left, good steps in a row]; synchronises with the device."""
         values: list[float] = self._state.tolist()
         return values
 
     def advance(self, overflow: Tensor) -> None:
-        """Apply the law after a step; `overflow`: 0-dim, the same on every rank, 1 if it was skipped, else 0."""
+        """Update after a step; `overflow`: 0-dim, the same on every rank, 1 if the step was skipped, else 0."""
         law = self._section
         scale, left, good = self._state.unbind()
         halved = torch.where(left > 1, scale, (scale / 2).clamp(min=law.min))
@@ -89,7 +89,7 @@ class LossScaler:
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Global norm of the gradients, fp32 0-dim, loss scale included; without waiting for the device. Collective."""
+    """Global gradient norm, fp32 0-dim, loss scale included; does not synchronise with the device. Collective."""
     total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return total.full_tensor() if isinstance(total, DTensor) else total
 
@@ -103,17 +103,17 @@ def clip(
     scaler: LossScaler | None,
     parts: int,
 ) -> Tensor:
-    """Limit the norm of the gradients that `apply` will use.
+    """Clip the norm of the gradients that `apply` will use.
 
     Args:
         norm: from `gradient_norm`.
-        limit: of the norm; 0 is none.
-        scaler: for fp16. The gradients are then `scaler.scale * parts` times too large, and stay it: the optimiser
+        limit: largest norm; 0 is none.
+        scaler: for fp16. The gradients are then `scaler.scale * parts` times too large, and stay so: the optimiser
             divides them.
         parts: micro-batches of the step.
 
     Returns:
-        The norm before clipping and without scale, fp32 0-dim.
+        The unscaled norm before clipping, fp32 0-dim.
     """
     if scaler is None:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit or float("inf"), norm)
@@ -126,16 +126,16 @@ def clip(
 
 
 def apply(optimizer: torch.optim.Optimizer, *, lr: float, skip: Tensor | None, scaler: LossScaler | None) -> None:
-    """Take one step, or skip it; without waiting for the device. The gradients are gone afterwards.
+    """Take or skip one step without synchronising with the device. Clears the gradients.
 
     Args:
-        skip: the same on every rank, fp32 0-dim: 1 if the step shall change neither parameters nor moments nor their
-            step counts, else 0. None skips none.
-        scaler: for fp16, with `skip`.
+        skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
+            None never skips.
+        scaler: for fp16; needs `skip`.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    # Fused AdamW does nothing where this is 1: as torch.amp.GradScaler hands it over.
+    # Fused AdamW does nothing if this is 1; torch.amp.GradScaler sets it likewise.
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
     if scaler is not None:
@@ -145,16 +145,16 @@ def apply(optimizer: torch.optim.Optimizer, *, lr: float, skip: Tensor | None, s
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Optimiser state as {parameter name: {"step", "exp_avg", "exp_avg_sq"}}, allocating what is missing.
+    """Live optimiser state as {parameter name: {"step", "exp_avg", "exp_avg_sq"}}, allocating what is missing.
 
-    By name, not by index, so that groups may change; and without `get_optimizer_state_dict`, which takes a hidden
-    step on a fresh optimiser. The tensors are the live ones: loading into them loads the optimiser.
+    It is keyed by name, not index, so that groups may change. `get_optimizer_state_dict` is avoided, since it takes a
+    hidden step on a fresh optimiser.
     """
     states = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         if not state:
-            # Fused AdamW keeps its step count on the device of the parameter.
+            # Fused AdamW keeps its step count on the parameter's device.
             state["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         states[name] = dict(state)

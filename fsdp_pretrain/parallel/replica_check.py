@@ -1,7 +1,7 @@
-"""Whether the copies of the parameters are the same on every replica: a sum of bits per rank, compared now and then.
+"""Checks periodically that all replicas have the same parameters, by a checksum per rank.
 
-Nothing else would notice a copy that went its own way: gradients are averaged over the replicas, so each of them goes
-on learning, and the losses look right (BLOOM's layer norms drifted apart unseen).
+Nothing else would detect a diverging replica: gradients are averaged over the replicas, so each keeps learning, and the
+losses look right (BLOOM's layer norms drifted apart unnoticed).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(model: nn.Module, world: World) -> Tensor:
-    """int64 [ranks], on the device: this rank's checksum of its share of the parameters, at its place; others are 0."""
+    """int64 [ranks], on the device: the checksum of this rank's shard at its index, 0 elsewhere."""
     total = torch.zeros((), dtype=torch.int64, device=world.device)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             local = local_part(parameter)
             bits = local.detach().reshape(-1).view(_BITS[local.element_size()])
-            total += bits.sum(dtype=torch.int64) * (2 * number + 1)  # so that a sum does not hide in another tensor's
+            total += bits.sum(dtype=torch.int64) * (2 * number + 1)  # so that errors in two tensors do not cancel
     sums = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     sums[world.rank] = total
     return sums
 
 
 def compare(sums: list[int], shards: int) -> Replicas:
-    """Which ranks hold other parameters than their replicas.
+    """Which ranks differ from their replicas.
 
     Args:
         sums: checksum of every rank, in rank order; rank = replica * shards + shard.
 
     Returns:
-        `digest` of the parameters (of the first replica), and `differing`: the ranks that are not like most with the
-        same share; all with it, if there is no majority.
+        `digest` of the first replica's parameters, and `differing`: the ranks that differ from the majority with the
+        same shard; without a majority, all ranks with that shard.
     """
     differing: list[int] = []
     for shard in range(shards):

@@ -1,4 +1,4 @@
-"""What the hardware could do and what the model needs: peaks, FLOPs per token, memory in use."""
+"""Peak FLOP/s of devices, FLOPs per token of models, MFU, memory in use."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _DEVICES = {
     "AMD Instinct MI250X": _Device(383e12, 64),
     "AMD Instinct MI300X": _Device(1307e12, 192),
 }
-"""By device name prefix: FLOP/s of dense bf16 matrix products from the vendors' data sheets (without sparsity); memory
-as the driver shows it, rounded, of an MI250X one of its two halves."""
+"""By prefix of the device name: FLOP/s of dense bf16 matrix products from the vendors' data sheets (without sparsity);
+memory as the driver shows it, rounded; an MI250X is one of its two dies."""
 
 
 def device_name(device: torch.device) -> str:
-    """The device as its driver calls it; `cpu` for the CPU."""
+    """The driver's name of a device; `cpu` for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense bf16 peak of a device by name, or None if it is not one we know: an unknown peak is not guessed."""
+    """Dense bf16 peak of a device by name, or None if unknown."""
     device = _known(name)
     return device.peak if device else None
 
 
 def device_memory(name: str) -> int | None:
-    """Bytes of memory of a device by name, or None if it is not one we know."""
+    """Bytes of memory of a device by name, or None if unknown."""
     device = _known(name)
     return device.memory * 2**30 if device else None
 
@@ -65,26 +65,25 @@ def _known(name: str) -> _Device | None:
 
 
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
-    """Training FLOPs per token, 6 P + 12 L h S: the PaLM appendix B formula that the published 7B FSDP figures use.
+    """Training FLOPs per token, 6 P + 12 L h S: PaLM's formula (appendix B), which the published 7B FSDP figures use.
 
-    Counts every parameter (embedding included) and full, not causal, attention; recomputation is not counted, so
-    the result measures model FLOPs (MFU), not hardware FLOPs.
+    Counts all parameters (embedding included) and full, not causal, attention, but no recomputation: these are model
+    FLOPs (MFU), not hardware FLOPs.
     """
     return 6.0 * parameters + 12.0 * model.layers * model.hidden * sequence_length
 
 
 def feed_forward(model: AnyModel) -> tuple[int, int]:
-    """Width f of the feed-forward layer, and its matrices of h x f: 2, or 3 with a gate."""
+    """Width f of the feed-forward layer, and the number of its h x f matrices: 2, or 3 with a gate."""
     return (model.ffn if isinstance(model, LlamaModel) else model.ffn_width), 2 if isinstance(model, GPTModel) else 3
 
 
 def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: int = 0) -> float:
-    """FLOPs per token that the hardware makes: Megatron-LM's formula (arXiv 2104.04473, eq. 3) for any f and KV heads.
+    """Hardware FLOPs per token: Megatron-LM's formula (arXiv 2104.04473, eq. 3) for any f and number of KV heads.
 
-    Matrix products only: of the blocks k = 3 times the forward pass, 4 times where it is recomputed; of the output
-    matrix 3 times, V being the rows of the table as padded; attention over the full, not causal, square. With f = 4h
-    (or 8h/3 and a gate), as many KV heads as heads and everything recomputed this is
-    24 * 4 * L * h^2 * (1 + S/(6h) + V/(16Lh)) per token.
+    Counts only matrix products: 3 times the forward pass of the blocks, 4 times if recomputed; 3 times that of the
+    output matrix, V being the padded rows of the table; full, not causal, attention. With f = 4h (or 8h/3 and a gate),
+    as many KV heads as heads and full recomputation this is 24 * 4 * L * h^2 * (1 + S/(6h) + V/(16Lh)) per token.
 
     Args:
         recompute: `parallel.recompute`, every n-th block; 0 is none.
@@ -98,10 +97,10 @@ def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: i
 
 @dataclass(frozen=True)
 class Speed:
-    """What a measured step comes to, of the model and of the hardware, which recomputes.
+    """Throughput of a measured step, in model FLOPs and in hardware FLOPs (with recomputation).
 
     Attributes:
-        mfu, hfu: shares of the device's dense peak; None if that is unknown.
+        mfu, hfu: model and hardware FLOPs utilisation; None if the device's peak is unknown.
     """
 
     batch: int
@@ -117,7 +116,7 @@ class Speed:
 
 
 def speed(config: Config, parameters: int, *, batch: int, seconds: float, devices: int, device: str) -> Speed:
-    """What a step of `batch` samples in `seconds` on `devices` comes to."""
+    """Throughput of a step of `batch` samples in `seconds` on `devices`."""
     length = config.data.sequence_length
     tokens = batch * length / seconds
     model = tokens * flops_per_token(parameters, config.model, length) / devices
@@ -138,7 +137,7 @@ def speed(config: Config, parameters: int, *, batch: int, seconds: float, device
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Peak bytes: allocated on the GPU, or resident for a CPU process."""
+    """Peak bytes allocated on the GPU, or peak resident bytes of a CPU process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

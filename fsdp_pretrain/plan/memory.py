@@ -1,12 +1,12 @@
-"""What a rank holds in memory while it trains, before a device is touched.
+"""Estimates a rank's training memory without a device.
 
-Parameters, gradients and optimiser are arithmetic: fp32 shards. The rest is found by making one micro-batch of the real
-model on the meta device, forward and backward: operations run on shapes alone, storages are counted as they come and
-go, and what FSDP2 gathers and reduces is added at the moments it does so. Kernels that keep less than PyTorch's generic
-code (fused attention, RMSNorm, dropout) have stand-ins that keep what they keep.
+Parameters, gradients and optimiser are computed: fp32 shards. The rest comes from running one micro-batch of the real
+model forward and backward on the meta device, counting storages as they are allocated and freed; FSDP2's gathered and
+reduced buffers are added when it would allocate them. Kernels that save less than PyTorch's generic code (fused
+attention, RMSNorm, dropout) have stand-ins that save the same as they do.
 
-Not counted: the CUDA context and NCCL (about 1 to 2 GiB outside PyTorch's allocator), fragmentation. A compiled block
-keeps less than this, which is what it keeps uncompiled.
+Not counted: the CUDA context and NCCL (about 1 to 2 GiB outside PyTorch's allocator), fragmentation. Blocks are
+estimated uncompiled; compiled ones save less.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel.fsdp import compute_dtype
 
 _MASTER_BYTES = 4
-"""fp32: parameters, gradients and both moments of AdamW, and what reduce-scatter sums."""
+"""Bytes per fp32 element of parameters, gradients, both moments of AdamW and reduce-scatter buffers."""
 
 _META = torch.device("meta")
 
@@ -45,9 +45,9 @@ class MemoryEstimate:
 
     Attributes:
         parameters, optimizer, gradients: fp32 shards.
-        gathered: copies of parameters in the dtype of compute.
-        reduce: gradients not yet sharded and what is being reduced.
-        activations: what the backward pass needs, and the working memory of blocks.
+        gathered: unsharded parameters in the compute dtype.
+        reduce: unsharded gradients and reduce-scatter buffers.
+        activations: tensors saved for backward, and working memory of blocks.
         logits: working memory of the loss.
     """
 
@@ -66,12 +66,12 @@ class MemoryEstimate:
 
 
 def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.device) -> MemoryEstimate:
-    """What the fullest rank holds at the highest point of a step.
+    """Peak memory of a step on the rank that needs most.
 
     Args:
-        shards: ranks that share one copy of the parameters.
-        accumulates: a step has several micro-batches per rank, so gradients are there from the beginning.
-        device: `cuda` or `cpu`: decides the dtype of `train.precision = "auto"` and which kernels run.
+        shards: ranks per replica.
+        accumulates: a step has several micro-batches per rank, so gradients exist from the start.
+        device: `cuda` or `cpu`: determines the dtype of `train.precision = "auto"` and the kernels.
     """
     model = models.build(config.model)
     shard = sum(_padded(parameter, shards) // shards for parameter in model.parameters()) * _MASTER_BYTES
@@ -80,20 +80,20 @@ def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.de
 
 
 def shard_padding(model: nn.Module, shards: int) -> dict[str, int]:
-    """Elements that are added to parameters whose rows do not divide by `shards`, by name."""
+    """Padding elements of parameters whose rows do not divide by `shards`, by name."""
     added = {name: _padded(parameter, shards) - parameter.numel() for name, parameter in model.named_parameters()}
     return {name: count for name, count in added.items() if count}
 
 
 def _padded(parameter: Tensor, shards: int) -> int:
-    """Elements of a parameter once its rows are rounded up to a multiple of the shards, as FSDP2 does."""
+    """Elements of a parameter with its rows rounded up to a multiple of `shards`, as in FSDP2."""
     return math.ceil(parameter.shape[0] / shards) * shards * math.prod(parameter.shape[1:])
 
 
 def _trace(
     model: models.Decoder, config: Config, shards: int, accumulates: bool, device: torch.device
 ) -> dict[str, int]:
-    """The parts of `estimate` that change during a step, at its highest point."""
+    """The parts of `estimate` that change during a step, at its peak."""
     model.recompute_every = config.parallel.recompute
     model.train()
     blocks = [list(block.parameters()) for block in model.blocks]
@@ -101,7 +101,7 @@ def _trace(
     root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     micro, data = _micro_batch(config), config.data
     if choose_backend(config.parallel.attention, config.model, device) == "flex":
-        # Block masks are small and the kernel keeps no scores: as without a mask.
+        # Block masks are small and the kernel saves no scores: like no mask.
         micro.prefix, data = None, data.model_copy(update={"attention": "causal"})
     inputs = [tensor for field in fields(micro) if (tensor := getattr(micro, field.name)) is not None]
     meter = _Meter([*model.parameters(), *inputs])
@@ -143,12 +143,12 @@ def _micro_batch(config: Config) -> MicroBatch:
 
 
 class _Sharding:
-    """What FSDP2 holds beside the shards: gathered parameters, gradients on their way to the shards.
+    """Memory of FSDP2 besides the shards: gathered parameters and unsharded gradients.
 
-    The root (embedding, output matrix, last norm) stays gathered until the end. A block that is resharded after its
-    forward is there twice: as one gathered buffer and as the parameters copied out of it, its own or its neighbour's.
-    When the gradients of a block are complete they are copied into one fp32 buffer, which stays until the next
-    block's; the root's wait for the end of the backward pass.
+    The root (embedding, output matrix, last norm) stays gathered until the end. With resharding after forward, one
+    block's parameters exist besides one all-gather buffer, its own or its neighbour's. When the gradients of a block
+    are complete, they are copied into one fp32 buffer, which stays until the next block's; the root's are reduced at
+    the end of the backward pass.
     """
 
     def __init__(self, meter: _Meter, shards: int, *, reshard: bool, accumulates: bool) -> None:
@@ -156,7 +156,7 @@ class _Sharding:
         self._reducing = 0
 
     def begin(self, root: list[nn.Parameter], blocks: list[list[nn.Parameter]]) -> None:
-        """Gather, and watch for gradients."""
+        """Add gathered parameters, and hook the gradients."""
         gathered = [sum(_padded(p, self._shards) * p.element_size() for p in block) for block in blocks]
         buffers = max(gathered, default=0) if self._shards > 1 else 0
         held = max(gathered, default=0) if self._reshard else sum(gathered)
@@ -194,17 +194,17 @@ class _Sharding:
             parameter.grad = None
         shard = buffer // self._shards
         self._meter.hold("gradients", shard)
-        if self._accumulates:  # added to what is there
+        if self._accumulates:  # added to the existing gradients
             self._meter.hold("gradients", -shard)
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of storages while they live, but for those of `known` tensors.
+    """Counts the bytes of live storages, except those of `known` tensors.
 
     Attributes:
-        category: what tensors that are made now count as.
-        live: bytes by category, now.
-        highest: `live` when its sum was highest.
+        category: of tensors allocated now.
+        live: current bytes by category.
+        highest: `live` at its highest sum.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -231,7 +231,7 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.logsumexp.default:  # exponentials of all its input, which the meta device leaves out
+        if func is torch.ops.aten.logsumexp.default:  # its temporary exp(input), which the meta kernel omits
             scratch = args[0].numel() * args[0].element_size()
             self.hold(self.category, scratch)
             self.hold(self.category, -scratch)
@@ -255,9 +255,9 @@ class _Meter(TorchDispatchMode):
 
 @contextmanager
 def _kernels(device: torch.device) -> Iterator[None]:
-    """Put stand-ins in the place of operations that have fused kernels on `device`.
+    """Replace operations that have fused kernels on `device` by stand-ins.
 
-    In the place of the functions themselves, since a TorchFunctionMode is off while blocks are recomputed backward.
+    The functions themselves are patched, since a TorchFunctionMode is off while blocks are recomputed in backward.
     """
     stand_ins: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": _attention}
     if device.type == "cuda":
@@ -273,7 +273,7 @@ def _kernels(device: torch.device) -> Iterator[None]:
 
 
 class _Fused(torch.autograd.Function):
-    """A kernel that keeps its inputs, `kept` bytes more, and perhaps its output; and needs `scratch` bytes backward."""
+    """A kernel that saves its inputs, `kept` more bytes and possibly its output, and needs `scratch` bytes backward."""
 
     @staticmethod
     def forward(ctx: Any, kept: int, scratch: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 class _Dropped(torch.autograd.Function):
-    """Dropout: keeps one byte per element."""
+    """Dropout: saves one byte per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -327,12 +327,12 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Fused attention keeps its output and one fp32 number per row; a boolean mask also as a bias for the scores.
+    """Fused attention saves its output and one fp32 number per row; with a boolean mask also a bias of its size.
 
-    With a mask and fewer KV heads than heads no fused kernel of PyTorch applies: all probabilities are kept.
+    With a mask and fewer KV heads than heads no fused kernel of PyTorch applies: all probabilities are saved.
     """
     batch, heads, length, size = query.shape
-    kept, scratch = 4 * batch * heads * length, 4 * batch * heads * length * size  # backward: fp32 sums for the queries
+    kept, scratch = 4 * batch * heads * length, 4 * batch * heads * length * size  # backward: fp32 sums of query grads
     if attn_mask is not None and enable_gqa:
         kept += batch * heads * length * length * query.element_size()
         scratch = 2 * batch * heads * length * length * query.element_size()

@@ -1,4 +1,4 @@
-"""Preflight: what a configuration means in exact numbers, on the meta device, before a GPU is touched."""
+"""Preflight: what a configuration means in exact numbers, on the meta device, without a GPU."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from . import warnings as advice
 from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
 
 _COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
-"""Of the schedule's preview; the ramps that a run has come after them."""
+"""Columns of the schedule's preview; those of the run's ramps follow."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A run on `size` ranks; bytes are those of the fullest rank.
+    """A run on `size` ranks; bytes are of the rank that needs most.
 
     Attributes:
         state_bytes: parameters, gradients and optimiser.
-        memory: the highest point of a step.
-        available: memory of a device, if it is known.
+        memory: at the peak of a step.
+        available: memory of a device, if known.
     """
 
     size: int
@@ -47,10 +47,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration comes to.
+    """The result of `plan`.
 
     Attributes:
-        markers: where the schedules bend, see `warnings.markers`.
+        markers: where schedules change, see `warnings.markers`.
         schedule: rows of `Schedule.preview`.
         world: on a given number of ranks, or None.
     """
@@ -76,7 +76,7 @@ class Plan:
     world: Layout | None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; `world` only if there is one, with total and available memory among the parts."""
+        """JSON values; without `world` if it is None, else with total and available memory among its parts."""
         values = asdict(self)
         if self.world is None:
             del values["world"]
@@ -87,12 +87,12 @@ class Plan:
 
 
 def count_parameters(model: AnyModel) -> int:
-    """Exact parameters of a model, tied ones once; builds it on the meta device."""
+    """Number of parameters of a model, tied ones once; builds it on the meta device."""
     return models.build(model).count_parameters()
 
 
 def check_declared(model: AnyModel, exact: int) -> None:
-    """Raise ConfigError if the model is not the size its configuration declares."""
+    """Raise ConfigError if the model does not have `declared_params` parameters."""
     declared = model.declared_params
     if declared is not None and declared != exact:
         raise ConfigError(
@@ -104,7 +104,7 @@ def check_declared(model: AnyModel, exact: int) -> None:
 
 
 def world_sizes(config: Config) -> Iterator[int]:
-    """World sizes up to 4096 over which every global batch of the run splits into whole micro-batches."""
+    """World sizes up to 4096 that split every global batch of the run into whole micro-batches."""
     batches = config.schedule.batches()
     for size in range(1, min(4096, min(batches) // config.train.micro_batch) + 1):
         if all(batch % (size * config.train.micro_batch) == 0 for batch in batches):
@@ -122,10 +122,10 @@ def plan(
     """Everything `fsdp-pretrain plan` shows.
 
     Args:
-        world: number of ranks to plan for; None: every feasible one is listed, and memory is not estimated.
-        gpus_per_node: ranks of a node, for `parallel.shard = "node"`.
-        device: name of the device, as its driver calls it; `cpu`; None is some GPU.
-        available: bytes of memory of a device; default: what is on file for `device`.
+        world: number of ranks to plan for; None: memory is not estimated.
+        gpus_per_node: ranks per node, for `parallel.shard = "node"`.
+        device: the driver's name of the device, or `cpu`; None: an unknown GPU.
+        available: bytes of memory of a device; default: that known for `device`.
 
     Raises:
         ConfigError: the configuration contradicts itself or the world size.
@@ -180,11 +180,11 @@ def _memory_warning(layout: Layout, device: str | None) -> Iterator[str]:
 
 
 def _space_warning(config: Config, first: SpaceNeeded) -> Iterator[str]:
-    """Whether the next checkpoint fits, where the storage of the run can be seen from here."""
+    """Whether the next checkpoint fits, if the run's storage is accessible here."""
     run = RunDir(config.run.dir)
     try:
         fit = upcoming.next_fit(run, config, first) if run.path.parent.is_dir() else None
-    except (UserError, OSError):  # a plan needs no storage: who starts the run is told what is wrong with it
+    except (UserError, OSError):  # a plan needs no storage; the start of the run reports its problems
         return
     if fit is not None and fit.severity is not None:
         yield fit.text
@@ -205,7 +205,7 @@ def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, 
 
 
 def measured(config: Config, *, seconds: float, devices: int, device: str | None) -> Speed:
-    """What a measured time per step at the full batch comes to. Raises ConfigError."""
+    """Throughput for a measured time per step at the full batch. Raises ConfigError."""
     parameters = count_parameters(config.model)
     check_declared(config.model, parameters)
     batch = config.schedule.batch.full

@@ -1,6 +1,6 @@
-"""What a configuration looks like beside models that were trained, and what in it is legal but probably not meant.
+"""Compares a configuration with published models, and warns of what is legal but probably unintended.
 
-Every warning has a run behind it or a kernel; none stops anything.
+Every warning is based on a real run or on a kernel; none is an error.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from fsdp_pretrain.units import human_bytes, human_count
 from .flops import feed_forward
 
 _WIDEST = 300
-"""hidden / layers of models that were trained lie between 30 and 200; the 104B that diverged five times had 512."""
+"""Largest hidden / layers without a warning: trained models have 30 to 200; the 104B that diverged five times 512."""
 
 _LARGEST_FUSED_HEAD = 256
-"""Flash attention takes heads up to this size."""
+"""Largest head size of flash attention."""
 
 _PADDING = 1e-3
-"""Share of a model that may be padding of its shards before it is mentioned."""
+"""Largest share of shard padding in a model without a warning."""
 
 
 @dataclass(frozen=True)
 class Proportions:
-    """Of a model; `ffn_per_hidden_usual` is that of its family, `init_std_rules` what init_std could be by rule."""
+    """Proportions of a model; `ffn_per_hidden_usual` is usual in its family, `init_std_rules` are common choices."""
 
     hidden_per_layer: float
     head_size: int
@@ -41,7 +41,7 @@ class Proportions:
 
 @dataclass(frozen=True)
 class Marker:
-    """A point of a run."""
+    """A position in a run."""
 
     step: int
     samples: int
@@ -49,7 +49,7 @@ class Marker:
 
 
 def shape(model: AnyModel) -> Proportions:
-    """The proportions of a model."""
+    """Compute the proportions of a model."""
     ffn, matrices = feed_forward(model)
     h = model.hidden
     return Proportions(
@@ -65,9 +65,10 @@ def shape(model: AnyModel) -> Proportions:
 
 
 def markers(schedule: Schedule) -> dict[str, Marker]:
-    """Where the schedules of a run bend: after which step, samples and tokens.
+    """Where the schedules of a run change: step, samples and tokens.
 
-    lr_peak is the end of the warm-up, batch_full of the batch ramp, lr_floor of the decay; those the run has.
+    lr_peak is the end of the warmup, batch_full of the batch ramp, lr_floor of the decay; ones that do not apply are
+    left out.
     """
     batch = schedule.batch
     samples = {"lr_peak": schedule.warmup, "batch_full": batch.stages[-1].consumed}
@@ -81,7 +82,7 @@ def markers(schedule: Schedule) -> dict[str, Marker]:
 
 
 def warnings(config: Config) -> list[str]:
-    """Sentences about what is legal but probably not meant."""
+    """Sentences about what is legal but probably unintended."""
     return [*_shape_warnings(config.model), *_schedule_warnings(config)]
 
 
@@ -132,7 +133,7 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
 
 
 def ramp_warning(config: Config, largest: int) -> Iterator[str]:
-    """If the batch ramp, and not the batch, limits the world, whose largest feasible size is given."""
+    """Warn if the batch ramp, not the full batch, limits the world size; `largest` is the largest feasible one."""
     alone = config.schedule.batch.full // config.train.micro_batch
     if config.schedule.batch.ramp is not None and largest < alone:
         yield (
@@ -142,7 +143,7 @@ def ramp_warning(config: Config, largest: int) -> Iterator[str]:
 
 
 def shard_warning(padding: dict[str, int], parameters: int, shards: int) -> Iterator[str]:
-    """If tensors do not divide evenly; `padding` are the elements added, by tensor."""
+    """Warn if tensors do not divide evenly; `padding`: added elements by tensor."""
     share = sum(padding.values()) / parameters
     if share > _PADDING:
         names = sorted(padding, key=lambda name: -padding[name])
@@ -151,7 +152,7 @@ def shard_warning(padding: dict[str, int], parameters: int, shards: int) -> Iter
 
 
 def memory_warning(total: int, available: int, device: str) -> Iterator[str]:
-    """If a rank does not fit, or hardly."""
+    """Warn if a rank needs more than 90% of the device's memory."""
     if total > available:
         yield (
             f"a rank needs {human_bytes(total)}, {device} has {human_bytes(available)}: shard over more ranks, "

@@ -1,1 +1,1 @@
-"""The run directory: what is written there, by whom, and how it is read. No torch."""
+"""The run directory: writers and readers of its files. No torch."""

@@ -1,8 +1,8 @@
-"""The Aim mirror: a view of the local record that can be lost, locked or broken without training noticing.
+"""The Aim mirror: a copy of the local record whose failures never affect training.
 
-Training never imports aim. A follower process (`python -m fsdp_pretrain.record.aim RUN`) reads the metrics and the
-journal as they grow and writes one Aim run; whatever goes wrong there ends the follower and becomes one journal line.
-`fsdp-pretrain aim RUN` rebuilds the same Aim run from the record at any time.
+Training never imports aim. A follower process (`python -m fsdp_pretrain.record.aim RUN`) tails the metrics and the
+journal and writes one Aim run; any error ends the follower with one journal entry. `fsdp-pretrain aim RUN` rebuilds the
+Aim run from the record at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLAIN = ("grad_norm", "lr", "tokens_per_second", "mfu", "memory_bytes", "loss_s
 
 
 def check_installed() -> None:
-    """Raise ConfigError if aim is not there."""
+    """Raise ConfigError if aim is not installed."""
     if importlib.util.find_spec("aim") is None:
         raise ConfigError(
             "aim is not installed",
@@ -47,13 +47,13 @@ def check_installed() -> None:
 
 
 def repository(run: RunDir) -> Path:
-    """The Aim repository of a run, by its configuration."""
+    """The Aim repository in a run's configuration."""
     config = tomllib.loads(run.config.read_text(encoding="utf-8"))
     return Path(config.get("record", {}).get("aim_repo", run.path / "aim"))
 
 
 class _Known(StateFile):
-    """`RUN/aim.json`: the Aim run that is written, and the head of the line that is in it."""
+    """`RUN/aim.json`: the current Aim run, and the head segment of the line in it."""
 
     repo: str = ""
     hash: str = ""
@@ -61,9 +61,9 @@ class _Known(StateFile):
 
 
 class AimMirror:
-    """Writes a run's record into Aim: the kept line. What a rollback leaves behind stays as an archived Aim run.
+    """Writes the kept line of a run's record to Aim. After a rollback, the old Aim run is archived.
 
-    Raises whatever aim raises; also if another process writes the same Aim run.
+    Raises any error of aim, also if another process writes the same Aim run.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -78,7 +78,7 @@ class AimMirror:
         if same and any(node.kind in lineage.LEAVING and node.segment > known.segment for node in nodes):
             left = aim.Repo(str(self._repo)).request_props(known.hash, read_only=False)
             left.name, left.archived = f"{left.name} (left by a rollback)", True
-            same = False  # points cannot be taken out of an Aim run
+            same = False  # points cannot be removed from an Aim run
         self._aim = aim.Run(
             run_hash=known.hash if same else None,
             repo=str(self._repo),
@@ -96,7 +96,7 @@ class AimMirror:
         self._offsets: dict[Path, int] = {}
 
     def sync(self) -> int:
-        """Track what was recorded since the last call; how many records that was. Raises if the repository is gone."""
+        """Track records added since the last call. Returns their number. Raises OSError if the repository is gone."""
         if (self._repo / ".aim").stat().st_ino != self._identity:
             raise OSError(f"{self._repo} was replaced")
         count = 0
@@ -135,7 +135,7 @@ class AimMirror:
                 self._aim.track(value, name=f"eval/{metric}", step=entry["step"], context={"task": task})
 
     def close(self) -> None:
-        """Finish the Aim run and index it, so that Aim's own queries see it."""
+        """Finish the Aim run and index it for Aim's queries."""
         from aim.sdk.index_manager import RepoIndexManager
         from aim.sdk.repo import Repo
 
@@ -144,7 +144,7 @@ class AimMirror:
 
 
 def rebuild(run: RunDir) -> tuple[Path, int]:
-    """Build or bring up to date the Aim run of a record; the repository, and how many records were tracked.
+    """Build or update the Aim run of a record. Returns the repository and the number of records tracked.
 
     Raises:
         ConfigError: aim is not installed, the run was never started, or the repository cannot be written.
@@ -165,7 +165,7 @@ def rebuild(run: RunDir) -> tuple[Path, int]:
 
 
 def start_follower(run: RunDir) -> subprocess.Popen[bytes] | None:
-    """Start the follower of a live run; None, and a journal line, if even that fails. It ends when its stdin closes."""
+    """Start a live run's follower, which ends when its stdin closes. On failure, a journal entry and None."""
     try:
         with (run.path / "aim.log").open("ab") as log:
             return start_module(__name__, str(run.path), nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)
@@ -175,13 +175,13 @@ def start_follower(run: RunDir) -> subprocess.Popen[bytes] | None:
 
 
 def finish_follower(run: RunDir, follower: subprocess.Popen[bytes]) -> None:
-    """Let the follower finish what is written; leave it behind if that takes long. Notes if it was killed before."""
+    """Let the follower catch up and end; leave it running if that takes too long. Records a death by signal."""
     if follower.stdin is not None:
         with contextlib.suppress(OSError):
             follower.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = follower.wait(_FINISH_SECONDS)
-        if code < 0:  # it could not log that itself
+        if code < 0:  # a killed follower could not record it
             _log_stop(run, f"killed by signal {-code}")
 
 
@@ -206,8 +206,8 @@ def _follow(run: RunDir) -> NoReturn:
         mirror.close()
     except Exception as error:  # aim raises anything, RocksDB errors among them
         _log_stop(run, f"{type(error).__name__}: {error}".splitlines()[0])
-        os._exit(1)  # at once: aim's destructors may wait for the broken repository
-    os._exit(0)  # nor may its threads keep a finished follower alive
+        os._exit(1)  # aim's destructors may wait for the broken repository
+    os._exit(0)  # aim's threads could keep a finished follower alive
 
 
 def _log_stop(run: RunDir, reason: str) -> None:

@@ -30,7 +30,7 @@ SEGMENT = argument("--segment", type=int, help="the start that trained it, to se
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """The argument RUN of a verb: an existing run directory."""
+    """Add the argument RUN to a verb: an existing run directory."""
     RUN(parser)
 
 
@@ -42,7 +42,7 @@ def check_begun(run: RunDir) -> None:
 
 
 def import_extra(module: str, what: str) -> ModuleType:
-    """A module of this program that needs torch; `what` says what for. Raises ConfigError."""
+    """Import a module of this program that needs torch; `what` is for the message. Raises ConfigError."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -61,7 +61,7 @@ def seconds(text: str) -> float:
 
 
 def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line of the trainer. Raises SystemExit at a mistake in it."""
+    """Parse the trainer's command line. Raises SystemExit if it is invalid."""
     parser = Parser(
         prog="python -m fsdp_pretrain.train",
         description="Train, or continue training, the run of a configuration. Start it with torchrun.",

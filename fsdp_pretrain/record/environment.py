@@ -1,4 +1,4 @@
-"""`environment.json` of a segment: the hardware and software of a start, as far as programs read it."""
+"""`environment.json` of a segment: the fields of a start's hardware and software that programs read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Environment(StateFile):
     """The hardware and software of a start, written from `fsdp_pretrain.train.environment.describe`."""
 
     time: str | None = None  # when all ranks had connected
-    launched: str | None = None  # when the process of rank 0 began
+    launched: str | None = None  # when the process of rank 0 started
     host: str = "?"  # of rank 0
     hosts: dict[str, int] = Field(default_factory=dict)  # ranks by host
     world: WorldShape | None = None
@@ -43,10 +43,10 @@ class Environment(StateFile):
 
 
 def read(run: RunDir, segment: int) -> Environment | None:
-    """Of a segment; None if it has none. Raises DamagedFileError."""
+    """A segment's environment, or None. Raises DamagedFileError, StorageError."""
     return state_files.read(run.segment(segment) / ENVIRONMENT, Environment)
 
 
 def view(run: RunDir, segment: int) -> Environment:
-    """Of a segment; the defaults if it has none, or a damaged one."""
+    """A segment's environment; the defaults if it is missing or damaged."""
     return state_files.view(run.segment(segment) / ENVIRONMENT, Environment) or Environment()

@@ -1,4 +1,4 @@
-"""`exit_intent.json` of a segment: how its start ended, for launchers, since torchrun turns every exit code into 1."""
+"""`exit_intent.json` of a segment: how its start ended. Launchers need it, since torchrun turns exit codes into 1."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class ExitIntent(StateFile):
     code: int  # see `errors.Exit`
     reason: str
     time: str | None = None  # of the decision
-    asked: bool = False  # somebody asked the run to stop
+    asked: bool = False  # the stop was requested
     restart: bool = False  # torchrun may start it again
     avoid_hosts: list[str] = Field(default_factory=list)  # not to be used again, with code 76
-    lost: list[str] = Field(default_factory=list)  # hosts that are gone, says the watchdog
+    lost: list[str] = Field(default_factory=list)  # hosts that the watchdog reported lost
     rank: int | None = None  # the rank that ended, if it was a single one
 
 
 def read(segment: Path) -> ExitIntent | None:
-    """How the start of a segment ended; None if it goes on or died without a reason, or the file is damaged."""
+    """How the start of a segment ended; None if it is running, died without recording it, or the file is damaged."""
     return state_files.view(segment / EXIT_INTENT, ExitIntent)
 
 
 def write(run: RunDir, segment: Path, code: int, reason: str, *, is_cause: bool = False, **facts: Any) -> None:
     """Record how a start ended; `facts` are further keys of `ExitIntent`, or for people.
 
-    The first writer wins, with one exception: a cause (`is_cause`) replaces an unexpected error of a rank, which may
-    have failed only because it lost its peers. A disk too full for this file does not change how the run ends.
+    The first writer wins, but a cause (`is_cause`) replaces an unexpected error of a rank, which may have failed only
+    because it lost its peers. Errors of the file system are ignored.
     """
     path = segment / EXIT_INTENT
     intent = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname(), **facts}

@@ -1,7 +1,7 @@
-"""The run directory and the ways its files are written: appended line by line, or replaced as a whole.
+"""Paths of the run directory, and the two ways to write its files: append lines, or replace the whole file.
 
-Several processes append to the same journal (trainer, evaluation, operator commands), so a line is one `write` to a
-descriptor opened for appending. A full disk must not stop training: lines wait in memory until they can be written.
+Several processes append to the same journal (trainer, evaluation, operator commands), so a line is one `write` with
+O_APPEND. A full disk must not stop training: lines wait in memory until they can be written.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class RunDir:
         self.evals = path / "evals"
         self.control = path / "control"  # inbox of requests to the running job
         self.lock = path / "lock.json"  # who may write, see `record.lock`
-        self.overrides = path / "overrides.toml"  # what rollbacks and forks changed, see `overrides`
-        self.rollback = path / "rollback.json"  # a rollback in progress, see `rollback`
+        self.overrides = path / "overrides.toml"  # changes by rollbacks and forks, see `record.overrides`
+        self.rollback = path / "rollback.json"  # a rollback in progress, see `lineage.rollback`
         self.avoid_hosts = path / "avoid_hosts"  # one host per line, see `launch`
-        self.tokenizer = path / "tokenizer"  # a copy of the one that the run was started with
+        self.tokenizer = path / "tokenizer"  # copy of the run's tokenizer
 
     @property
     def begun(self) -> bool:
-        """Whether it holds a run: one that was started, or one that will start from an imported checkpoint."""
+        """Whether it holds a run: started, or ready to start from an imported checkpoint."""
         return (self.path / "segments").is_dir() or self.checkpoints.is_dir()
 
     @property
@@ -72,10 +72,10 @@ class RunDir:
 class AppendFile:
     """A file of lines that several processes may append to.
 
-    A process that is killed during a write, or whose disk is full, leaves a line without an end. So every write first
-    checks that the file ends with a newline, and adds one if not: a fragment damages no other line. Two processes that
-    do this at once leave an empty line, which readers ignore. The file is created at the first line. With `durable`,
-    every line is followed by an fsync.
+    A process that is killed during a write, or whose disk is full, leaves an unterminated line. So every write first
+    adds a newline if the file does not end with one: a fragment damages no other line. Two processes that do this
+    concurrently leave an empty line, which readers ignore. The file is created at the first line. With `durable`, every
+    write is followed by an fsync.
     """
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
@@ -85,12 +85,12 @@ class AppendFile:
         self.problem = ""  # why the last failed write failed
 
     def write(self, line: str) -> bool:
-        """Append a line, or keep it for later if it cannot be written now. Returns whether everything is written."""
+        """Append a line, or queue it if it cannot be written now. Returns whether everything is written."""
         self._waiting.append(line.encode() + b"\n")
         return self.flush()
 
     def flush(self) -> bool:
-        """Try to write what is waiting. Returns whether everything is written."""
+        """Try to write queued lines. Returns whether everything is written."""
         try:
             if self._descriptor is None:
                 make_directory(self._path.parent)
@@ -115,7 +115,7 @@ class AppendFile:
         return True
 
     def close(self) -> bool:
-        """Write what can be written and close. Returns whether everything is written."""
+        """Flush and close. Returns whether everything is written."""
         written = self.flush()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -148,7 +148,7 @@ def read_lines(
     """Parsed lines of a JSONL file from byte `offset` on, each with the offset after it; none if there is no file.
 
     Skips lines without the bytes `holding`, and damaged lines (`parse` returns None), for which it calls `on_damaged`.
-    Stops at an unfinished last line: a writer may be in the middle of it.
+    Stops at an unterminated last line: it may still be being written.
     """
     try:
         file = path.open("rb")
@@ -169,7 +169,7 @@ def read_lines(
 
 
 def tail_offset(path: Path, reach: int) -> int:
-    """Where the last `reach` bytes of a file begin, 0 if it is shorter or missing. The first line there may be cut."""
+    """Offset of a file's last `reach` bytes, 0 if it is shorter or missing. The first line there may be partial."""
     try:
         return max(0, path.stat().st_size - reach)
     except OSError:
@@ -177,8 +177,8 @@ def tail_offset(path: Path, reach: int) -> int:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, but never a run directory that this process is bound to: one that is
-    gone must not come back empty. Raises OSError."""
+    """Create a directory and its missing parents, but never a run directory that this process is bound to: a lost one
+    must not be recreated empty. Raises OSError."""
     bound = run_id.require(path)
     if bound is None:
         path.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def make_directory(path: Path) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a small file atomically and durably; creates its directory. Raises OSError."""
+    """Replace a small file atomically and durably, creating its directory. Raises OSError."""
     make_directory(path.parent)
     atomic.replace_file(path, content)
 
@@ -198,12 +198,12 @@ def now() -> str:
 
 
 def stamp(seconds: float) -> str:
-    """Seconds since 1970 as a time of the record: ISO 8601, UTC, milliseconds."""
+    """A timestamp of the record from seconds since 1970: ISO 8601, UTC, milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def seconds_of(stamp: Any) -> float | None:
-    """A time of the record as seconds since 1970; None if it is not a time."""
+    """Seconds since 1970 of a timestamp; None if it is invalid."""
     try:
         return datetime.fromisoformat(stamp).timestamp()
     except (TypeError, ValueError, OverflowError):
@@ -211,6 +211,6 @@ def seconds_of(stamp: Any) -> float | None:
 
 
 def age(stamp: Any) -> float:
-    """Seconds since a time of the record, at least 0; infinite if it is not a time."""
+    """Seconds since a timestamp, at least 0; infinite if it is invalid."""
     seconds = seconds_of(stamp)
     return math.inf if seconds is None else max(0.0, time.time() - seconds)

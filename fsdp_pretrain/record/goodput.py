@@ -1,8 +1,8 @@
-"""Where the time of a run went: exactly one state at any instant, as a pure function of the record.
+"""Time accounting of a run: exactly one state at any instant, as a pure function of the record.
 
-Goodput is the share of the wall clock that is left of the run's final weights: steps on the kept line, at the pace the
-run has shown to be possible. Everything else has a name. What a start trained and a later one went back behind is
-lost, with the waits and saves it contained; it is known only afterwards, so the account of a run changes backwards.
+Goodput is the share of wall-clock time that contributes to the final weights: steps on the kept line, at the best pace
+that the run has shown. All other time has its own state. Steps that a later start rolled back are lost, including their
+data waits and saves; that is known only later, so past accounts change.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .files import RunDir, stamp
 from .start_history import Column, Start, StartHistory, kept_steps, left_by, read_history
 
 _WARMUP_STEPS = 20
-"""Steps of a start whose excess over the reference is its warming up, not slowness."""
+"""Steps of a start whose excess over the reference counts as warmup, not slowness."""
 _REFERENCE_STEPS = 512
 Time = Annotated[float, PlainSerializer(stamp)]
 """Seconds since 1970, ISO 8601 in JSON."""
 
 
 class State(StrEnum):
-    """What a run is doing: the name in the JSON account, and what it means."""
+    """What a run is doing: the name in JSON, and its meaning."""
 
     meaning: str
 
@@ -66,10 +66,10 @@ class Interruption(BaseModel):
         time: of its last progress.
         segment, step: the start that ended, and its last step.
         kind: `failure` or `rollback`.
-        cause: why, as recorded.
-        over: whether training went on.
-        states: seconds by state until the next first step was done, and LOST.
-        lost_steps, lost_tokens: trained by it or before it, and not kept.
+        cause: as recorded.
+        over: whether training continued.
+        states: seconds by state until the next start completed a step, and LOST.
+        lost_steps, lost_tokens: trained by it or earlier starts, and not kept.
     """
 
     time: Time
@@ -88,18 +88,18 @@ class Interruption(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def recovery_seconds(self) -> float:
-        """From the last progress until training went on, without the scheduler's queue."""
+        """From the last progress until training continued, without the queue."""
         return sum(self.states.get(state, 0.0) for state in _RECOVERY)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def cost_seconds(self) -> float:
-        """Of recovery and of what was lost."""
+        """Recovery and lost time."""
         return self.recovery_seconds + self.states.get(State.LOST, 0.0)
 
 
 class Saves(BaseModel):
-    """How many saves were completed; means of what training waited for one, and of what one took."""
+    """Number of completed saves; mean time that training waited for one, and mean duration of one."""
 
     count: int
     block_seconds: float | None
@@ -107,14 +107,14 @@ class Saves(BaseModel):
 
 
 class UnprotectedTime(BaseModel):
-    """The longest stretch without a new checkpoint; its age beyond the interval, integrated over time (seconds^2)."""
+    """Longest time without a new checkpoint; checkpoint age beyond the interval, integrated over time (seconds^2)."""
 
     longest_seconds: float
     over_interval: float | None
 
 
 class Interval(BaseModel):
-    """Between saves: as configured, at the run's typical pace; and sqrt(2 MTTI block), at least as long as a save."""
+    """Interval between saves: as configured, at the typical pace; recommended: sqrt(2 MTTI block), at least a save."""
 
     configured_seconds: float | None
     seconds: float | None
@@ -122,23 +122,23 @@ class Interval(BaseModel):
 
 
 class Damaged(BaseModel):
-    """What of the record was left out: how many lines, and what is wrong with which files."""
+    """Skipped parts of the record: number of lines, and problems of files."""
 
     lines: int
     files: list[str]
 
 
 class Account(BaseModel):
-    """The account of a run. None: not known, or without incidents not defined.
+    """The account of a run. None: unknown, or undefined without incidents.
 
     Attributes:
         states: seconds.
-        goodput: kept / wall.
-        runtime_goodput: the same without the queue.
-        ettr, ettr_queued: kept and slow / wall, without the queue and with it.
-        tokens, tokens_lost: trained since the beginning or the fork, and kept or not.
+        goodput: STEP_KEPT / wall.
+        runtime_goodput: STEP_KEPT / (wall - QUEUED).
+        ettr, ettr_queued: (STEP_KEPT + STEP_SLOW) / wall, without and with the queue.
+        tokens, tokens_lost: trained since the start or the fork: kept, and lost.
         mfu, mfu_effective: median of the kept steps, and that times goodput.
-        mtti_seconds, mttr_seconds: mean time to an interruption, and to recovery from it.
+        mtti_seconds, mttr_seconds: mean time to interruption, and to recovery.
     """
 
     begin: Time
@@ -164,7 +164,7 @@ class Account(BaseModel):
 
 
 class _Ledger:
-    """Cuts the wall clock into states, from its beginning on, without overlaps."""
+    """Divides the wall clock into consecutive states."""
 
     def __init__(self, begin: float) -> None:
         self.begin = self.at = begin
@@ -182,7 +182,7 @@ class _Ledger:
 
 
 def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
-    """Divide a run's time, of which there is at least one start, among the states; and what interrupted it."""
+    """Divide the time of a run with at least one start among the states. Returns also its interruptions."""
     references = _references(history.attempts)
     ledger = _Ledger(_launch(history, history.attempts[0], -math.inf))
     incidents: list[Interruption] = []
@@ -199,14 +199,14 @@ def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
         if incident is not None:
             incidents.append(incident)
             ledger.incident = incident
-        if after is not None or attempt.closed or attempt.ready is None:  # else it may be training, and goes on
+        if after is not None or attempt.closed or attempt.ready is None:  # else it may still be training
             _end(ledger, attempt)
         before = attempt
     return ledger, incidents
 
 
 def _launch(history: StartHistory, attempt: Start, after: float) -> float:
-    """When the launch of a start began: with its launcher, if the journal names it, else with its process."""
+    """When a start was launched: by its launcher, if that is in the journal, else the start of its process."""
     return next((time for time in history.launches if after <= time <= attempt.connected), attempt.launched)
 
 
@@ -234,7 +234,7 @@ def _train(ledger: _Ledger, attempt: Start, kept: NDArray[np.bool_], reference: 
 
 
 def _judge(history: StartHistory, attempt: Start, after: Start | None) -> Interruption | None:
-    """The incident that ended a start, if one did. A start that made no step belongs to the one it followed."""
+    """The incident that ended a start, if any. A start without steps belongs to the preceding incident."""
     until = math.inf if after is None else after.segment
     rollbacks = [n for n in history.nodes if n.kind == "rollback" and attempt.segment < n.segment < until]
     unplanned = not attempt.clean and (after is not None or attempt.closed)
@@ -247,7 +247,7 @@ def _judge(history: StartHistory, attempt: Start, after: Start | None) -> Interr
 
 
 def _end(ledger: _Ledger, attempt: Start) -> None:
-    """From the last step of a start until it was over."""
+    """Divide the time from a start's last step to its end."""
     if attempt.ready is None:
         ledger.until(attempt.end, State.LOAD)
     if attempt.saving is not None:
@@ -258,7 +258,7 @@ def _end(ledger: _Ledger, attempt: Start) -> None:
 
 
 def _charge(history: StartHistory, incidents: list[Interruption]) -> None:
-    """Add to every incident what was lost by it: what the next start that got through went back behind."""
+    """Add lost steps to the incident before the start that rolled them back."""
     for attempt in history.attempts:
         lost, culprit = ~kept_steps(history, attempt), left_by(history, attempt)
         for number in np.unique(culprit[lost]):
@@ -271,7 +271,7 @@ def _charge(history: StartHistory, incidents: list[Interruption]) -> None:
 
 
 def _references(attempts: list[Start]) -> dict[int, Column]:
-    """Reference seconds of every step: the best median of 512 steps of the same batch, length and world size."""
+    """Reference seconds per step: the lowest median over blocks of 512 steps of the same batch, length and world."""
     keys = [np.stack([a.steps.batch, a.steps.length, np.full(len(a.steps), float(a.world))], axis=1) for a in attempts]
     if not keys or not sum(len(key) for key in keys):
         return {attempt.segment: np.zeros(0) for attempt in attempts}
@@ -291,7 +291,7 @@ def _references(attempts: list[Start]) -> dict[int, Column]:
 
 
 def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Account | None:
-    """The account of a run; None if nothing was started in it. `shown` may wrap the lines in a progress bar."""
+    """The account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
     history = read_history(run, shown)
     if not history.attempts:
         return None
@@ -363,7 +363,7 @@ def _interval(configured: float | None, mtti: float | None, saves: Saves, typica
 
 
 def _configured_interval(run: RunDir, history: StartHistory, typical: float | None) -> float | None:
-    """Seconds between saves by the run's configuration, at its typical pace."""
+    """The configured interval between saves in seconds, at the typical pace."""
     batches = [attempt.steps.batch[-1] for attempt in history.attempts if len(attempt.steps)]
     try:
         config, _ = load_recorded(run.config)
@@ -388,7 +388,7 @@ def headline(found: Account) -> str:
 
 
 def render(found: Account) -> str:
-    """The account as a page for people."""
+    """The account as text for people."""
     wall = found.wall_seconds
     lines = [f"{stamp(found.begin)[:19]} to {stamp(found.end)[:19]} UTC: {human_time(wall)}"]
     for state, seconds in found.states.items():

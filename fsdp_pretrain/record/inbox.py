@@ -1,4 +1,4 @@
-"""Requests as files in a folder: anybody leaves them, one process takes them. Works on any file system they share."""
+"""A message queue of files in a shared folder: many writers, one reader."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .state_files import StateFile
 
 
 class Request(StateFile):
-    """What somebody asks for; the verb is empty in place of a request that was damaged.
+    """A request; a damaged one has an empty verb.
 
-    `reason` and `avoid_hosts` are of a stop (see `requests.send`), `key` is of an alarm.
+    `reason` and `avoid_hosts` belong to a stop (see `requests.send`), `key` to an alarm.
     """
 
     verb: str = ""
@@ -30,14 +30,14 @@ class Request(StateFile):
 
 
 def leave(folder: Path, **content: Any) -> Path:
-    """Leave a request, with the time and the user; its file. Raises OSError."""
+    """Write a request with time and user. Returns its file. Raises OSError."""
     path = folder / f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
     state_files.write(path, {**content, "time": now(), "by": who()})
     return path
 
 
 def take(folder: Path) -> list[Request]:
-    """Remove all requests, oldest first; a damaged one is empty."""
+    """Remove and return all requests, oldest first."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and name[0] != ".")  # noqa: PTH208
     except OSError:

@@ -1,6 +1,6 @@
 """The chronicle of a run: every start, stop, checkpoint, change, evaluation and failure.
 
-`journal.jsonl` is the record, `CHRONICLE.md` the same for people. Any process of the run may add entries.
+`journal.jsonl` is for programs, `CHRONICLE.md` the same for people. Any process of the run may add entries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "health-rollback": {"key": str, "start": int},
     "health-again": {"step": int, "repeats": bool},
 }
-"""Keys, with their types, that programs read from entries of a kind."""
+"""Keys and types that programs need in entries of a kind."""
 
 
 class Journal:
@@ -48,7 +48,7 @@ class Journal:
         self._chronicle = AppendFile(run.chronicle)
 
     def write(self, kind: Kind, text: str, **data: Any) -> None:
-        """Add an entry: one sentence for people, and `data` (JSON values) for programs."""
+        """Add an entry: a sentence for people, and `data` (JSON values) for programs."""
         entry: dict[str, Any] = {"time": now(), "kind": kind, "text": text}
         if self._segment is not None:
             entry["segment"] = self._segment
@@ -68,7 +68,7 @@ class Journal:
 
 
 def add(run: RunDir, kind: Kind, text: str, /, *, segment: int | None = None, **data: Any) -> None:
-    """Add one entry and close, for commands, which cannot wait until the disk has room. Raises StorageError."""
+    """Add one entry from a command, which cannot wait until the disk has room. Raises StorageError."""
     writer = Journal(run, segment)
     writer.write(kind, text, **data)
     if not writer.close():
@@ -97,7 +97,7 @@ def render(entry: dict[str, Any]) -> str:
 def entries(
     path: Path, offset: int = 0, *, on_damaged: Callable[[bytes], object] = lambda line: None
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """The entries of a journal with their offsets, see `read_lines`."""
+    """The entries of a journal with their offsets, see `files.read_lines`."""
     return read_lines(path, _entry, offset, on_damaged=on_damaged)
 
 
@@ -123,7 +123,7 @@ def read(run: RunDir) -> list[dict[str, Any]]:
 
 
 def follow(run: RunDir) -> Iterator[dict[str, Any]]:
-    """All entries, then new ones as they are added, without end."""
+    """All entries, then new ones as they are added; never ends."""
     offset = 0
     while True:
         for entry, behind in entries(run.journal, offset):

@@ -1,7 +1,7 @@
-"""A claim: a file that names the process at work. A thread keeps it fresh; that of a dead holder can be taken over.
+"""A lease: a file that names the process that holds something. A thread renews it; a dead holder's is taken over.
 
-Evaluations are claimed with it, and so is the run itself (`record.lock`). Exclusive creation works on network file
-systems, where kernel locks are often local or missing.
+Evaluations and the run itself (`record.lock`) use it. Exclusive file creation works on network file systems, where
+kernel locks are often local or missing.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _LOOKS, _LOOK_SECONDS = 10, 0.1
 
 
 class LeaseRecord(StateFile):
-    """The contents of a claim."""
+    """The contents of a lease file."""
 
     token: str  # unique
-    host: str = "?"  # this and the next three: the process, see `this_process`
+    host: str = "?"  # this and the next three identify the process, see `this_process`
     namespace: str | None = None
     pid: int | None = None
     process_started: float | None = None
-    time: str = "?"  # when it was made
+    time: str = "?"  # when it was taken
     purpose: str = "an unknown process"  # what the holder does
-    deadline: float | None = None  # seconds that this may take, if it has a limit
+    deadline: float | None = None  # time limit of the holder's work in seconds, if any
 
 
 def read(path: Path) -> LeaseRecord | None:
-    """The contents of a claim; None if there is none, or it is damaged or being written at this moment."""
+    """The contents of a lease; None if it is missing, damaged or being written."""
     return state_files.view(path, LeaseRecord)
 
 
 class Lease:
-    """A claim that this process holds and touches every `beat` seconds."""
+    """A lease that this process holds and touches every `beat` seconds."""
 
     def __init__(self, path: Path, token: str, beat: float) -> None:
         self.path, self._token, self._interval = path, token, beat
@@ -70,17 +70,17 @@ class Lease:
                 os.utime(self.path)
 
     def still_mine(self) -> bool:
-        """Whether no other process took it over, which happens to one that was frozen for long."""
+        """Whether no other process took it over, as happens after this one was suspended for long."""
         for _ in range(_LOOKS):
             try:
                 held = state_files.read(self.path, LeaseRecord)
-            except DamagedFileError:  # another's that is being written at this moment, or flipped bits
+            except DamagedFileError:  # another process is writing it, or bits flipped
                 time.sleep(_LOOK_SECONDS)
             except StorageError:
                 return False
             else:
                 return held is not None and held.token == self._token
-        return True  # flipped bits: no other process wrote it
+        return True  # bits flipped: no other process wrote it
 
     def release(self) -> None:
         self._done.set()
@@ -89,7 +89,7 @@ class Lease:
 
 
 def this_process() -> dict[str, str | float | None]:
-    """What other processes need to find out whether this one is alive."""
+    """Identifies this process, so that others can check whether it is alive."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -100,7 +100,7 @@ def this_process() -> dict[str, str | float | None]:
 
 
 def _pid_namespace() -> str | None:
-    """Containers can share a host name and not their process ids."""
+    """Containers may share a host name but not process ids."""
     try:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (not a path)
     except OSError:
@@ -108,10 +108,10 @@ def _pid_namespace() -> str | None:
 
 
 def process_start(pid: int) -> float | None:
-    """When a process began, comparable between processes of a host; None if there is no such live process.
+    """Start time of a process, comparable within a host; None if there is no such live process.
 
-    In ticks since boot where the system has them: the time of day changes when the clock is set, and then a live holder
-    would look like another process with the same id.
+    In ticks since boot where available: setting the wall clock would make a live holder look like another process with
+    the same id.
     """
     try:
         process = psutil.Process(pid)
@@ -126,7 +126,7 @@ def process_start(pid: int) -> float | None:
 
 
 def is_alive(held: LeaseRecord) -> bool | None:
-    """Whether the holder of a claim is alive; None if that cannot be determined from here."""
+    """Whether the holder of a lease is alive; None if this process cannot tell."""
     if held.host != socket.gethostname() or held.namespace != _pid_namespace():
         return None
     if held.pid is None or held.process_started is None:
@@ -136,9 +136,9 @@ def is_alive(held: LeaseRecord) -> bool | None:
 
 
 class LeaseHolder:
-    """Watches whether the holder of a claim is alive; on another host it is dead after `silent` seconds without a beat.
+    """Watches whether a lease's holder is alive; on another host it is dead after `silent` seconds without a beat.
 
-    Silence is measured on the clock of this process, from its first look on, so clocks need not agree.
+    Silence is measured on this process's clock from its first check, so hosts' clocks need not agree.
     """
 
     def __init__(self, path: Path, silent: float) -> None:
@@ -147,7 +147,7 @@ class LeaseHolder:
         self._since = 0.0
 
     def lives(self, held: LeaseRecord | None) -> bool | None:
-        """Whether the holder is alive, by the current claim; None while that is not known. OSError if it is gone."""
+        """Whether the holder of the current lease is alive; None: not known yet. Raises OSError if it was released."""
         sign = (held and held.token, self.path.stat().st_mtime)
         alive = is_alive(held) if held is not None else None
         if alive is not None:
@@ -160,11 +160,11 @@ class LeaseHolder:
 
 
 def take_away(path: Path, held: LeaseRecord | None) -> None:
-    """Remove the claim that was seen as `held`. If it is another one by now, that one is put back."""
+    """Remove the lease that was read as `held`; if another process renewed it meanwhile, put it back."""
     aside = path.with_name(f"{path.stem}-stale-{uuid.uuid4().hex[:8]}.json")
     with contextlib.suppress(OSError):
         path.rename(aside)
-        if read(aside) != held:  # between the look and the rename, another process renewed it
+        if read(aside) != held:  # renewed between read and rename
             with contextlib.suppress(OSError):
                 os.link(aside, path)
         aside.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Which segment continues which: the kept line of a run, and the branches that were left.
+"""Which segment continues which: the kept line of a run, and abandoned branches.
 
-Every segment that trains, rolls back or forks has a `lineage.json`, written once, before its first record: the segment
-and step it continues from. The newest one is the head; the kept line is the chain from it to the beginning. A segment
-without the file (a start that failed before it had a state) is on no line and has no records.
+Every segment that trains, rolls back or forks has a `lineage.json`, written once before its first record, with the
+segment and step it continues from. The newest one is the head; the kept line is the chain from it back to the root. A
+segment without the file (the start failed before it had a state) is on no line and has no records.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .state_files import DamagedFileError, StateFile
 
 LINEAGE = "lineage.json"
 LEAVING = ("rollback", "fresh")
-"""Kinds of segments that leave on purpose what was trained after the step they begin at."""
+"""Kinds of segments that deliberately abandon what was trained after the step they start from."""
 Count = Annotated[int, Field(ge=0)]
 
 
 class BranchRequest(StateFile):
-    """What a rollback was asked for."""
+    """The arguments of a rollback."""
 
     step: int  # of the checkpoint
     changes: list[str]  # `section.key=value`
@@ -37,7 +37,7 @@ class BranchRequest(StateFile):
 
 
 class ScheduleRow(StateFile):
-    """The schedules after a step."""
+    """Values of the schedules after a step."""
 
     step: int
     consumed: int
@@ -48,7 +48,7 @@ class ScheduleRow(StateFile):
 
 
 class BranchReport(StateFile):
-    """What a rollback or fork changes: its JSON output."""
+    """What a rollback or fork changes; its JSON output."""
 
     step: int
     segment: int | None
@@ -58,18 +58,18 @@ class BranchReport(StateFile):
     changes: list[str]
     since_checkpoint: list[str]
     schedule: dict[str, list[ScheduleRow]]  # `before` and `after`
-    abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside; paths of those in a fallback
+    abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside; those in a fallback as paths
     config: str = ""  # of a fork: the configuration to start with
     linked: bool = False  # the fork's checkpoint shares its bytes with the parent's
     done: Literal["now", "already", "dry run"] = "now"
 
 
 class LineageNode(StateFile):
-    """Where a segment begins. A file of release 0.1 has no `segment` (0) and may have no counters (None)."""
+    """Where a segment starts. A file of release 0.1 has no `segment` (0) and may have no counters (None)."""
 
     segment: Count = 0
-    parent: Count | None  # the segment it continues; None for a beginning
-    step: Count  # the last step it takes over from its parent
+    parent: Count | None  # the segment it continues; None for a root
+    step: Count  # the last step it inherits from its parent
     kind: Literal["start", "fresh", "rollback", "fork"]  # `fresh`: a start at step 0 by --allow-fresh
     consumed: Count | None = None  # samples trained at that step
     cursor: Count | None = None  # samples read at that step
@@ -80,7 +80,7 @@ class LineageNode(StateFile):
 
 @dataclass(frozen=True)
 class LineagePart:
-    """Steps after `after` up to and including `until` (infinity for the head) are from `segment`."""
+    """Steps in (`after`, `until`] are from `segment`; `until` is infinite for the head."""
 
     segment: int
     after: int
@@ -94,7 +94,7 @@ def record(segment: Path, *, parent: int | None, step: int, kind: str, **facts: 
 
 
 def nodes(run: RunDir) -> list[LineageNode]:
-    """Every segment that has a place in the lineage, oldest first. Raises DamagedFileError."""
+    """All segments in the lineage, oldest first. Raises DamagedFileError."""
     return [node for path in run.segments if (node := _read(path)) is not None]
 
 
@@ -118,7 +118,7 @@ def _read(segment: Path) -> LineageNode | None:
 
 
 def line(known: Iterable[LineageNode], head: int | None = None) -> list[LineagePart]:
-    """The parts of the line that ends in segment `head`, oldest first; the newest (None) gives the kept line."""
+    """The parts of the line that ends in segment `head`, oldest first; None is the newest: the kept line."""
     table = {node.segment: node for node in known}
     number = max(table, default=None) if head is None else head
     parts: list[LineagePart] = []
@@ -138,7 +138,7 @@ def holds(parts: Iterable[LineagePart], segment: int, step: int) -> bool:
 
 
 def left_on_purpose(known: Iterable[LineageNode], segment: int, step: int) -> LineageNode | None:
-    """The last node of a kind in `LEAVING` after `segment`, if it left what that segment trained up to `step`."""
+    """The last node of a kind in `LEAVING`, if it abandoned `step` of `segment`; else None."""
     table = {node.segment: node for node in known}
     last = max((node.segment for node in table.values() if node.kind in LEAVING), default=-1)
     if last < segment or holds(line(table.values(), last), segment, step):
@@ -147,7 +147,7 @@ def left_on_purpose(known: Iterable[LineageNode], segment: int, step: int) -> Li
 
 
 def drop_abandoned(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Journal entries about steps without those that a later rollback, fork or new beginning left behind."""
+    """Journal entries without those of steps that a later rollback, fork or fresh start abandoned."""
     kept: list[dict[str, Any]] = []
     for entry in entries:
         if entry.get("kind") in ("rollback", "fork", "fresh") and entry.get("step") is not None:
@@ -156,27 +156,27 @@ def drop_abandoned(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-# ------------------------------------------------------------------------ a rollback that is decided
+# ------------------------------------------------------------------------ a rollback in progress
 
 
 class DecidedRollback(StateFile):
-    """`RUN/rollback.json`: everything that carrying a rollback out needs; see `rollback.finish`."""
+    """`RUN/rollback.json`: everything needed to carry out a rollback; see `lineage.rollback.finish`."""
 
     id: str
     time: str = ""
-    segment: Count  # to be opened
-    lineage: LineageNode  # where that begins
+    segment: Count  # to be created
+    lineage: LineageNode  # of that segment
     aside: list[str]  # to be moved to `abandoned/`, relative to the checkpoints
     overrides: str  # contents of `overrides.toml`
     config: str  # contents of `config.toml`
-    lost: dict[str, int]  # steps and tokens that are left behind
+    lost: dict[str, int]  # abandoned steps and tokens
     by: str
     text: str  # of the journal entry
     status: dict[str, Any]  # entries of `status.json`
 
 
 def decided_rollback(run: RunDir) -> DecidedRollback | None:
-    """The rollback that is decided and not yet carried out, if any. Raises DamagedFileError."""
+    """The rollback in progress, if any. Raises DamagedFileError."""
     return state_files.read(
         run.rollback,
         DecidedRollback,

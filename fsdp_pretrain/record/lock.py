@@ -1,8 +1,8 @@
-"""The right to write a run: one job, rollback or fork at a time.
+"""The lock of a run: one job, rollback or fork at a time.
 
-`RUN/lock.json` is a lease (see `lease`). Whether a holder on this host is alive is known at once. A holder on another
-host is watched: a beat proves that it is alive, silence for `SILENT_SECONDS` that it is not. A long save or compilation
-is no silence, because a thread beats.
+`RUN/lock.json` is a lease (see `lease`). A holder on this host is checked directly. A holder on another host is
+watched: a beat proves that it is alive; after `SILENT_SECONDS` without one it counts as dead. Beats come from a thread,
+so they continue during long saves and compilation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LOOK_SECONDS = 1.0
 
 
 class RunLock:
-    """The lock of one run, as one process sees it.
+    """The lock of one run.
 
-    `purpose` (`training`, `rollback`, `fork`) is for the message that others get; a holder on another host counts as
+    `purpose` (`training`, `rollback`, `fork`) is for messages to other processes; a holder on another host counts as
     dead after `silent` seconds without a beat.
     """
 
@@ -35,10 +35,10 @@ class RunLock:
         self._holder, self._waiting = LeaseHolder(run.lock, silent), False
 
     def attempt(self) -> bool:
-        """Try to take it, for about a second. Returns whether it is held now.
+        """Try to take the lock, for about a second. Returns whether it is held now.
 
-        False, until it is known whether a holder on another host is alive: call it again. Raises BusyError if the
-        holder is alive, StorageError if the run directory cannot be written.
+        False means that it is not known yet whether the holder is alive: call again. Raises BusyError if the holder is
+        alive, StorageError if the run directory cannot be written.
         """
         path = self._run.lock
         try:
@@ -82,7 +82,7 @@ class RunLock:
         )
 
     def check(self) -> None:
-        """Raise BusyError if another process took the lock over, which happens after being frozen for long."""
+        """Raise BusyError if another process took over the lock, as happens after this one was suspended for long."""
         if self._claim is None or not self._claim.still_mine():
             held = lease.read(self._run.lock)
             raise BusyError(
@@ -98,7 +98,7 @@ class RunLock:
 
 
 def is_held(run: RunDir) -> bool:
-    """Whether a process seems to hold a run: it is alive, or on another host and beats."""
+    """Whether a process seems to hold a run: it is alive on this host, or its lease was renewed recently."""
     held = lease.read(run.lock)
     alive = lease.is_alive(held) if held is not None else None
     try:

@@ -1,4 +1,4 @@
-"""The metrics files: one record per optimiser step, and how the records of all segments make one curve. No torch."""
+"""The metrics files: one record per optimiser step; records of all segments combine into one curve. No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ METRICS = "metrics.jsonl"
 
 
 class RecordedStep(NamedTuple):
-    """A record, and the segment that left it by going back to an earlier step; None for the one that is kept."""
+    """A record, and the segment that abandoned it by going back to an earlier step; None if it is kept."""
 
     record: StepRecord
     left_by: int | None
 
 
 class Lost(NamedTuple):
-    """What a line trained after a step."""
+    """What was trained after a step."""
 
     steps: int
     tokens: int
@@ -34,7 +34,7 @@ def records(
     *,
     on_damaged: Callable[[bytes], object] = lambda line: None,
 ) -> Iterator[tuple[StepRecord, int]]:
-    """The records of a metrics file with their offsets; see `read_lines`."""
+    """The records of a metrics file with their offsets; see `files.read_lines`."""
     return read_lines(path, parse, offset, holding, on_damaged=on_damaged)
 
 
@@ -45,7 +45,7 @@ def last_records(segment: Path, reach: int = 1 << 18) -> list[StepRecord]:
 
 
 def find_step(run: RunDir, step: int) -> list[RecordedStep]:
-    """Every record of a step, one per segment that made it, oldest first."""
+    """Every record of a step, one per segment that trained it, oldest first."""
     known = lineage.nodes(run)
     lines = {node.segment: lineage.line(known, node.segment) for node in known}
     found = []
@@ -59,7 +59,7 @@ def find_step(run: RunDir, step: int) -> list[RecordedStep]:
 
 
 def read_metrics(run: RunDir) -> Iterator[StepRecord]:
-    """The kept line: records with strictly increasing steps, each from the segment that `lineage` names."""
+    """Records of the kept line, with strictly increasing steps."""
     last = 0
     for part in lineage.line(lineage.nodes(run)):
         for record, _ in records(run.segment(part.segment) / METRICS):
@@ -71,7 +71,7 @@ def read_metrics(run: RunDir) -> Iterator[StepRecord]:
 
 
 def left_behind(run: RunDir, step: int, tokens: int) -> Lost:
-    """What the newest line trained after a step, at which `tokens` tokens had been trained."""
+    """What the newest segment trained after a step; `tokens` is the token count at that step."""
     head = max((node.segment for node in lineage.nodes(run)), default=None)
     newest = [] if head is None else last_records(run.segment(head), 1 << 16)
     if not newest or newest[-1].step <= step:
@@ -80,7 +80,7 @@ def left_behind(run: RunDir, step: int, tokens: int) -> Lost:
 
 
 def tail(segment: Path, step: int) -> list[StepRecord]:
-    """Records of a segment from `step` on; a long file is only read from its end."""
+    """Records of a segment from `step` on; long files are read from the end."""
     reach = 1 << 20
     while True:
         found = last_records(segment, reach)

@@ -1,7 +1,7 @@
-"""Places of a run worth a line in the chronicle, computed in advance from its configuration.
+"""Milestones of a run for the chronicle, computed in advance from its configuration.
 
-Spikes and slow-downs are often put down to what happened to end at the same time: a warm-up, a batch ramp, a change of
-the mixture. So the chronicle says when these places are passed, as it does tenths of the run and round token counts.
+Spikes and slowdowns are often blamed on a schedule change at the same time, such as the end of the warmup or of the
+batch ramp. So the chronicle records these milestones, besides tenths of the run and round token counts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _FEWEST_TOKENS = 10**9
 
 
 class Milestone(NamedTuple):
-    """A place in training, in consumed samples, and what it is."""
+    """A position in consumed samples, and its text."""
 
     consumed: int
     text: str
 
 
 def milestones(config: Config) -> list[Milestone]:
-    """Those between the first and the last step, in order."""
+    """The milestones between the first and the last step, in order."""
     schedule = config.schedule
     found = [(-(-schedule.total * tenth // 10), f"{tenth * 10}% of the run") for tenth in range(1, 10)]
     if schedule.warmup:

@@ -1,8 +1,8 @@
-"""What rollbacks and forks change for good: `RUN/overrides.toml`, part of the configuration at every start.
+"""Permanent changes by rollbacks and forks: `RUN/overrides.toml`, part of the configuration at every start.
 
-A run is started again and again with the command it was first started with, often by machines. So what a rollback
-decided lives in the run directory and wins over the file; skipped samples are added to those of the file. A command
-line that contradicts it is refused rather than obeyed or ignored.
+A run is restarted many times with its first command, often automatically. So changes made by a rollback are kept in
+the run directory and win over the configuration file; skipped samples are added to the file's. A command line that
+contradicts them is refused rather than obeyed or ignored.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Overrides:
-    """Lasting changes of a run's configuration: `section.key=value`, each key once; and samples never trained."""
+    """Permanent changes of a run's configuration: `section.key=value`, each key once; and samples to skip."""
 
     set: tuple[str, ...] = ()
     skip: tuple[SampleRange, ...] = ()
 
     def add(self, changes: Sequence[str], skip: Sequence[SampleRange]) -> Overrides:
-        """These and further ones; a later value of a key replaces the earlier."""
+        """These plus further ones; a later value of a key replaces the earlier."""
         values = {text.partition("=")[0].strip(): text for text in (*self.set, *changes)}
         return Overrides(tuple(values.values()), _merge((*self.skip, *skip)))
 
@@ -72,7 +72,7 @@ def _merge(spans: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
 
 
 def read(run: RunDir) -> Overrides:
-    """The overrides of a run, as they will be once a rollback under way is finished. Raises ConfigError."""
+    """The overrides of a run, including those of a rollback in progress. Raises ConfigError, DamagedFileError."""
     decided = decided_rollback(run)
     if decided is not None:
         return Overrides.from_toml(decided.overrides, run.rollback)
@@ -88,7 +88,7 @@ def apply(path: str | Path, arguments: Sequence[str], overrides: Overrides) -> C
     """The configuration of a file, `key=value` arguments and a run's overrides.
 
     Raises:
-        ConfigError: it has problems, or the arguments say otherwise than the overrides.
+        ConfigError: it is invalid, or the arguments contradict the overrides.
     """
     config = load(path, [*arguments, *overrides.set])
     if arguments and overrides.set and (obeyed := load(path, [*overrides.set, *arguments])) != config:
@@ -110,14 +110,14 @@ def apply(path: str | Path, arguments: Sequence[str], overrides: Overrides) -> C
 
 
 def load_run(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Config, Overrides]:
-    """The configuration that a start trains with, and what of it comes from the run directory. Raises ConfigError."""
+    """The configuration of a start, and the run directory's overrides in it. Raises ConfigError."""
     config = load(path, arguments)
     overrides = read(RunDir(config.run.dir))
     return apply(path, arguments, overrides), overrides
 
 
 def value(tree: Any, key: str) -> Any:
-    """The value of a dotted key in a dumped configuration; None if it is not there."""
+    """The value of a dotted key in a dumped configuration, or None."""
     for part in key.split("."):
         if isinstance(tree, list):
             tree = tree[int(part)] if part.isdigit() and int(part) < len(tree) else None

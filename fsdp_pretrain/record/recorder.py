@@ -1,4 +1,4 @@
-"""What rank 0 writes during a run: metrics, journal, status, and the console, which is also the segment's log."""
+"""What rank 0 writes during a run: metrics, journal, status, and console output, which is also the segment's log."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Recorder:
         self.say(f"[{kind}] {text}")
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
-        """An entry in the journal only, on any rank: about what one rank may meet alone, and has printed already."""
+        """A journal entry without console output, on any rank: for events of a single rank that it printed itself."""
         self._journal.write(kind, text, **data)
 
     def step(self, record: StepRecord, *, target: int) -> None:
-        """The record of one optimiser step; `target` is the number of the last step of the run."""
+        """Record one optimiser step; `target` is the run's last step."""
         written = {"segment": self.number, "host": socket.gethostname(), "time": now()}
         self._metrics.write(record.model_copy(update=written).to_line())
         step = record.step
@@ -76,11 +76,11 @@ class Recorder:
             self.event("milestone", text, step=step, tokens=record.tokens)
 
     def watch_for(self, milestones: list[Milestone], consumed: int) -> None:
-        """Report the milestones after `consumed` samples in the journal when they are passed."""
+        """Set the milestones after `consumed` samples; each gets a journal entry when passed."""
         self._ahead = [milestone for milestone in milestones if milestone.consumed > consumed]
 
     def ended(self, text: str, *, code: int, **facts: Any) -> None:
-        """The journal entry of an end, with the tokens trained and those in no checkpoint."""
+        """Record the end, with the tokens trained and those in no checkpoint."""
         status, saved = self._status, self._status.get("checkpoint") or {}
         if status.get("step"):
             tokens, behind = status["tokens"], status["step"] - (saved.get("step") or 0)
@@ -101,11 +101,11 @@ class Recorder:
         self._status_written = time.monotonic()
         try:
             if force and self.run.segments[-1:] != [self.segment]:
-                return  # this process was frozen and the run continued elsewhere, or the run directory is gone
+                return  # the run continued elsewhere while this process was suspended, or its directory is gone
             state_files.write(self.run.status, {**self._status, "heartbeat": now()})
             self._status_fails = False
         except OSError as error:
-            if not self._status_fails:  # once, and not every second
+            if not self._status_fails:  # report once, not every second
                 print(f"cannot write {self.run.status}: {error.strerror}", file=sys.stderr)
             self._status_fails = True
 
@@ -116,13 +116,13 @@ class Recorder:
 
 
 class Silent(Recorder):
-    """The recorder of ranks other than 0: writes nothing but notes."""
+    """The recorder of ranks other than 0: writes only notes."""
 
     def __init__(self, run: RunDir, segment: Path) -> None:
         self.run, self.number = run, int(segment.name)
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
-        """An entry in the journal, which is opened for it: notes are rare, and ranks are many."""
+        """Opens the journal for one entry: notes are rare, and ranks are many."""
         journal = Journal(self.run, self.number)
         journal.write(kind, text, **data)
         journal.close()
@@ -134,7 +134,7 @@ class Silent(Recorder):
 
 
 def console_line(record: StepRecord, target: int) -> str:
-    """One step on one line, `key=value` in a fixed order, parseable by a regular expression."""
+    """One step as a line of `key=value` in a fixed order, parseable by a regular expression."""
     seconds, norm = record.seconds, record.grad_norm
     fields = {
         "step": f"{record.step}/{target}",

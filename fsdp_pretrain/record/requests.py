@@ -1,7 +1,7 @@
-"""Requests to a running job: the control inbox that operators write, and signals.
+"""Requests to a running job: the operators' control inbox, and signals.
 
-A request is a file in `RUN/control/`; rank 0 reads and removes it. What rank 0, or a signalled rank, saw is carried
-to all ranks by the sum that every step makes anyway, so all act after the same step.
+A request is a file in `RUN/control/`; rank 0 reads and removes it. Requests to rank 0 or to a signalled rank reach all
+ranks in the all-reduce that every step does anyway, so all act after the same step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def send(run: RunDir, verb: str, **more: Any) -> None:
-    """Leave a request, one of `VERBS`, for the job of a run. Raises OSError, also if there is no run.
+    """Send a request, one of `VERBS`, to the job of a run. Raises OSError, also if there is no run.
 
-    A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should do without.
+    A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should not use.
     """
     if not run.begun:
         raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
@@ -36,7 +36,7 @@ def send(run: RunDir, verb: str, **more: Any) -> None:
 
 @dataclass
 class Requests:
-    """What has been asked of this rank and not yet been answered; reason and hosts to avoid are of the stop."""
+    """Pending requests on this rank; `reason` and `avoid_hosts` belong to the stop."""
 
     stop: bool = False
     save: bool = False
@@ -45,27 +45,27 @@ class Requests:
 
 
 def interrupt_on_signal() -> None:
-    """Until an inbox listens: let SIGTERM, SIGINT and SIGUSR1 raise Interrupted in the main thread."""
+    """Until `Inbox.listen`, make SIGTERM, SIGINT and SIGUSR1 raise Interrupted in the main thread."""
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
-    for later in _SIGNALS:  # torchrun sends SIGTERM to the ranks that have not ended yet: they are to end in order
+    for later in _SIGNALS:  # torchrun sends SIGTERM to the remaining ranks: do not interrupt their shutdown
         signal.signal(later, signal.default_int_handler if later == signal.SIGINT else signal.SIG_IGN)
     raise Interrupted(f"{signal.Signals(number).name} before training began")
 
 
 class Inbox:
-    """Collects requests on one rank; `run` is None on others than rank 0."""
+    """Collects requests on one rank; `run` is None except on rank 0."""
 
     def __init__(self, run: RunDir | None) -> None:
         self._run, self._polled = run, 0.0
         self._requests = Requests()
 
     def discard(self) -> int:
-        """Remove requests that were meant for an earlier start; how many."""
+        """Remove requests meant for an earlier start. Returns their number."""
         return len(inbox.take(self._run.control)) if self._run is not None else 0
 
     def listen(self) -> None:
@@ -81,9 +81,9 @@ class Inbox:
         self._requests.reason = signal.Signals(number).name
 
     def take(self) -> Requests:
-        """What has been asked: a request to save is handed out once, one to stop stays.
+        """The pending requests: a save is returned once, a stop every time.
 
-        Looks into the inbox at most twice a second.
+        Reads the inbox at most twice a second.
         """
         if self._run is not None and time.monotonic() - self._polled >= _POLL_INTERVAL:
             self._polled = time.monotonic()

@@ -1,9 +1,9 @@
-"""The id of a run directory, which distinguishes it from an empty directory in its place.
+"""The id of a run directory, which distinguishes it from an empty mount point.
 
-When a mount goes away, its path is an empty directory, and a run started there would begin at step 0. So a run
-directory has a random id in a file; so does its `checkpoints/`, which may be a separate mount. A process that works in
-a run binds itself to these ids: from then on it creates no file or directory where the id is gone. What the starts
-under one launcher or torchrun saw of a run is noted outside of it (`LauncherMemory`): the next one notices a loss.
+When a mount disappears, its path is an empty directory, and a run started there would begin at step 0. So a run
+directory has a file with a random id, as has its `checkpoints/`, which may be a separate mount. A process that works in
+a run binds itself to these ids: it then creates no file or directory where the id is gone. What starts under one
+launcher or torchrun saw of a run is also stored outside of it (`LauncherMemory`), so the next start notices a loss.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fsdp_pretrain.errors import RunGoneError, StorageError
 NAME = "run_id"
 
 _bound: dict[Path, str | None] = {}
-"""Directories that this process is bound to, and the id that each must have; None: not known yet."""
+"""Directories that this process is bound to, with their ids; None: not known yet."""
 
 
 def read(directory: Path) -> str | None:
-    """The id of a directory; None if it has none or does not exist. Raises StorageError if that cannot be read."""
+    """The id of a directory; None if it has none or does not exist. Raises StorageError if it cannot be read."""
     try:
         return (directory / NAME).read_text(encoding="utf-8").strip() or None
     except (FileNotFoundError, NotADirectoryError):
@@ -47,9 +47,9 @@ def read(directory: Path) -> str | None:
 
 
 def give(directory: Path, run_id: str = "") -> str:
-    """Create a directory with an id, unless it exists and has one. Returns its id. Raises StorageError.
+    """Create a directory and its id, where missing. Returns the id. Raises StorageError.
 
-    With an empty `run_id`, a new id is made up.
+    With an empty `run_id`, the id is random.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def give(directory: Path, run_id: str = "") -> str:
 
 
 def bind(directory: Path, run_id: str | None) -> None:
-    """From now on this process writes into a directory only while it has this id; with None, not at all for now."""
+    """Let this process write to a directory only while it has this id; with None, not at all."""
     _bound[directory] = run_id
 
 
@@ -74,7 +74,7 @@ def bound_to(directory: Path) -> str | None:
 
 
 def require(path: Path) -> Path | None:
-    """The innermost bound directory that contains a path, if any. Raises OSError if one of them has lost its id."""
+    """The innermost bound directory that contains a path, if any. Raises OSError if one has lost its id."""
     around = [directory for directory in _bound if path.is_relative_to(directory)]
     for directory in around:
         found = None
@@ -86,19 +86,19 @@ def require(path: Path) -> Path | None:
 
 
 def lost() -> Path | None:
-    """A directory that this process is bound to and that has lost its id, if any. Raises StorageError."""
+    """A bound directory that has lost its id, if any. Raises StorageError."""
     known = [(directory, run_id) for directory, run_id in _bound.items() if run_id is not None]
     return next((directory for directory, run_id in known if read(directory) != run_id), None)
 
 
 def check() -> None:
-    """Raise RunGoneError if a bound directory has lost its id, StorageError if that cannot be read."""
+    """Raise RunGoneError if a bound directory has lost its id, StorageError if an id cannot be read."""
     if (directory := lost()) is not None:
         raise gone(directory)
 
 
 def gone(directory: Path, found: str = "") -> RunGoneError:
-    """The error about a run directory, or its checkpoints, in whose place `found` is (empty: look)."""
+    """The error for a lost run or checkpoint directory; `found`: what is there instead (empty: inspect it)."""
     what = "checkpoint" if directory.name == "checkpoints" else "run"
     return RunGoneError(
         f"the {what} directory {directory} is gone on {socket.gethostname()}: {found or _describe(directory)}",
@@ -121,15 +121,15 @@ class SeenRun:
     """What was seen of a run."""
 
     run_id: str
-    segment: int = 0  # the newest that has joined the kept line; 0: none yet
-    checkpoint: int | None = None  # the newest step of that line with a checkpoint
+    segment: int = 0  # the newest on the kept line; 0: none yet
+    checkpoint: int | None = None  # the newest checkpointed step of that line
 
 
 class LauncherMemory:
-    """What the starts under one launcher or torchrun have seen of a run (`seen`), on one node.
+    """What starts under one launcher or torchrun have seen of a run (`seen`), on one node.
 
-    `note` is the file, outside the run directory, that passes it on to the next start; None if there will be no other.
-    Only the `active` process of a node checks and writes it. Raises StorageError if the note cannot be read.
+    `note` is a file outside the run directory that passes it to the next start; None if there will be none. Only the
+    `active` process of a node checks and writes it. Raises StorageError if the note cannot be read.
     """
 
     def __init__(self, note: Path | None, *, active: bool = True) -> None:
@@ -142,9 +142,9 @@ class LauncherMemory:
             raise StorageError(f"cannot read {note}, what earlier starts have seen of the run: {error}") from None
 
     def check(self, directory: Path, newest: Callable[[], int]) -> None:
-        """Refuse a run directory that is not the one seen, or an earlier state of it, by its `newest` segment.
+        """Raise RunGoneError if a directory is not the run seen, or is an earlier state of it (by `newest` segment).
 
-        Raises RunGoneError, StorageError.
+        Raises also StorageError.
         """
         if self.seen is None or not self._active:
             return
@@ -154,7 +154,7 @@ class LauncherMemory:
             raise gone(directory, f"its newest segment is {found}, but segment {self.seen.segment} has been there")
 
     def remember(self, **facts: Any) -> None:
-        """Change fields of `seen`. A node that cannot write the note says so, and continues."""
+        """Update fields of `seen`. Prints a warning if the note cannot be written."""
         self.seen = SeenRun(**facts) if self.seen is None else replace(self.seen, **facts)
         if self._note is None or not self._active:
             return

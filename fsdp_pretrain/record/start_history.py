@@ -1,7 +1,7 @@
-"""What the record says about every start: when it was launched, connected and ready, its steps, and how it ended.
+"""Every start of a run in its record: when it was launched, connected and ready, its steps, and how it ended.
 
-Read from the files of the trainer, the launcher and the watchdog alone, so that the same record always gives the same
-answer. `goodput` makes an account of it.
+Uses only files of the trainer, the launcher and the watchdog, so the same record always gives the same answer.
+`goodput` turns it into an account.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .step_record import StepRecord
 
 _CLEAN = (0, 75)
 _DECLARING = frozenset(("hang", "rank-died"))
-"""Detectors whose alarms declare that a start is over."""
+"""Detectors whose alarms declare the end of a start."""
 _SAVING = frozenset(("checkpoint", "checkpoint-failed"))
 _READ, _TAIL, _WORTH_KEEPING = "steps.npz", 2048, 1000
 
@@ -56,12 +56,12 @@ class StepColumns:
 
     @property
     def compute(self) -> Column:
-        """Seconds of the step itself: without waiting for data and saves."""
+        """Seconds per step without waiting for data and saves."""
         return self.iteration - self.data - self.checkpoint
 
     @property
     def missing(self) -> Column:
-        """Seconds before each step that no record accounts for: of lost lines, by the times of the others."""
+        """Seconds before each step whose records were lost, from the timestamps of the others."""
         lost = np.diff(self.step, prepend=self.step[:1] - 1) > 1
         return np.where(lost, np.maximum(np.diff(self.written, prepend=self.written[:1]) - self.iteration, 0.0), 0.0)
 
@@ -71,16 +71,16 @@ class Start:
     """A start of the main job. Times are seconds since 1970."""
 
     segment: int
-    launched: float  # when its process began
-    connected: float  # when all ranks had met and the segment was opened
-    ready: float | None  # when the first step began, if it did
+    launched: float  # when its process started
+    connected: float  # when all ranks had connected and the segment was created
+    ready: float | None  # when the first step started, if it did
     steps: StepColumns
     saves: list[tuple[float, float]]  # (time, seconds it took) of completed checkpoints
-    saving: float | None  # when its last save after its last step ended, well or not
+    saving: float | None  # when its last save after its last step ended, successful or not
     declared: float | None  # when its end was declared: by itself, the watchdog or the launcher
-    end: float  # the last sign of it
-    closed: bool  # it, or the launcher, recorded that it has ended
-    clean: bool  # it stopped as it was asked to, or was complete
+    end: float  # its last sign of life
+    closed: bool  # it, the watchdog or the launcher recorded its end
+    clean: bool  # it stopped on request, or was complete
     code: int | None  # the exit code it recorded
     cause: str  # why it ended, as recorded
     host: str  # of rank 0
@@ -88,7 +88,7 @@ class Start:
 
     @property
     def progress(self) -> float:
-        """When the last recorded step ended; without steps, when the wait for the first began."""
+        """When the last recorded step ended; without steps, when it was ready or connected."""
         begun = self.connected if self.ready is None else self.ready
         return begun + float(self.steps.iteration.sum() + self.steps.missing.sum())
 
@@ -97,16 +97,16 @@ class Start:
 class StartHistory:
     """All starts of a run, oldest first, and what happened between them."""
 
-    attempts: list[Start]  # since the run, or the fork, began
+    attempts: list[Start]  # since the start of the run, or of the fork
     nodes: list[lineage.LineageNode]
-    launches: list[float]  # when a launcher started, or started again
+    launches: list[float]  # when a launcher started or restarted the job
     damaged_lines: int  # of the journal and the metrics; they are skipped
-    damaged_files: list[str]  # what is wrong with small files, whose starts are left out
+    damaged_files: list[str]  # problems of state files, whose starts are left out
 
 
 @dataclass(frozen=True)
 class _Start:
-    """A segment that was opened, and when (seconds since 1970)."""
+    """A segment, and when its ranks connected (seconds since 1970)."""
 
     number: int
     path: Path
@@ -117,8 +117,8 @@ class _Start:
 def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[StepColumns, int]:
     """The columns of a metrics file, and the number of damaged lines, which are skipped.
 
-    They are cached beside the file, so that the next call only reads what was added. `shown` may wrap the lines in a
-    progress bar.
+    They are cached beside the file, so the next call reads only new lines. `shown` may wrap the lines in a progress
+    bar.
     """
     table, offset, before = _read_before(path)
     rows, damaged, among = list[tuple[float, ...]](), list[bytes](), 0
@@ -139,7 +139,7 @@ def unread_bytes(run: RunDir) -> int:
 
 
 class _Cache(NamedTuple):
-    """What an earlier reading of a metrics file found, up to a byte offset."""
+    """The result of reading a metrics file up to a byte offset."""
 
     table: Column
     offset: int
@@ -147,7 +147,7 @@ class _Cache(NamedTuple):
 
 
 def _read_before(path: Path) -> _Cache:
-    """The cache of a metrics file; an empty one if there is none or the file is no longer the same."""
+    """The cache of a metrics file; empty if there is none or it belongs to another file."""
     width = len(fields(StepColumns))
     with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
         with np.load(path.with_name(_READ), allow_pickle=False) as kept:
@@ -158,7 +158,7 @@ def _read_before(path: Path) -> _Cache:
 
 
 def _tail(path: Path, offset: int) -> bytes:
-    """The bytes before an offset, by which a file is recognised: its lines never change."""
+    """The bytes before an offset, to recognize a file: its lines never change."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, offset - _TAIL))
@@ -170,7 +170,7 @@ def _tail(path: Path, offset: int) -> bytes:
 def _keep(path: Path, table: Column, offset: int, damaged: int) -> None:
     content, tail = io.BytesIO(), np.frombuffer(_tail(path, offset), dtype=np.uint8)
     np.savez(content, table=table, offset=offset, tail=tail, damaged=damaged)
-    with contextlib.suppress(OSError):  # reading must work on a full or read-only disk too
+    with contextlib.suppress(OSError):  # reading must also work on a full or read-only disk
         replace_file(path.with_name(_READ), content.getvalue())
 
 
@@ -190,7 +190,7 @@ def _row(record: StepRecord) -> tuple[float, ...]:
 
 
 def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> StartHistory:
-    """Everything the record of a run says about its starts; `shown` may wrap metrics lines in a progress bar."""
+    """Read the starts of a run from its record; `shown` may wrap metrics lines in a progress bar."""
     nodes = lineage.nodes(run)
     first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # before it: the parent's
     damaged, wrong = list[bytes](), list[str]()
@@ -270,7 +270,7 @@ def kept_steps(history: StartHistory, attempt: Start) -> NDArray[np.bool_]:
 
 
 def left_by(history: StartHistory, attempt: Start) -> NDArray[np.int64]:
-    """For each step of a start, the first segment that went back to before it; 0 where none did."""
+    """For each step of a start, the first later segment that abandoned it; 0 where none did."""
     found = np.zeros(len(attempt.steps), dtype=np.int64)
     for node in sorted(history.nodes, key=lambda node: node.segment):
         if node.segment <= attempt.segment:

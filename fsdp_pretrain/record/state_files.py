@@ -1,9 +1,9 @@
-"""The small JSON files that hold the state of a run: written as a whole, with a checksum, read by one strict reader.
+"""The small JSON files with the state of a run: written as a whole with a checksum, read by one strict reader.
 
-Since format 2 a file has `format` and a `checksum` over its values, so no flipped bit goes unnoticed; files of format 1
-(release 0.1) have neither and are only checked against their schema. A damaged file, or one of a later format, raises.
-A file that decides nothing may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still
-reports it.
+Since format 2 a file has `format` and a `checksum` of its values, so bit flips are detected; files of format 1 (release
+0.1) have neither and are only checked against their schema. A damaged file, or one of a later format, raises.
+Non-critical files may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still reports
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_pretrain.errors import StorageError, UserError
 from .files import replace_file
 
 FORMAT = 2
-"""Of the files that this version writes; it reads all earlier formats."""
+"""The format that this version writes; it reads all earlier ones."""
 T = TypeVar("T")
 
 
@@ -37,7 +37,7 @@ Content = StateFile | Mapping[str, Any]
 
 
 class DamagedFileError(UserError):
-    """A state file is not what was written, or has a format that this version does not know."""
+    """A state file is damaged, or has a later format."""
 
 
 def write(path: Path, content: Content) -> None:
@@ -46,12 +46,12 @@ def write(path: Path, content: Content) -> None:
 
 
 def create(path: Path, content: Content) -> None:
-    """Create a file that must not exist, whole or not at all. Raises FileExistsError, OSError."""
+    """Create a file that must not exist, atomically. Raises FileExistsError, OSError."""
     create_file(path, seal(content))
 
 
 def seal(content: Content) -> str:
-    """The text of a file with these values (of a record, those that were set), with a new format and checksum."""
+    """The JSON text of a file with these values (of a model, the set fields), with format and checksum."""
     if isinstance(content, BaseModel):
         content = content.model_dump(mode="json", exclude_unset=True)
     values = {**json.loads(json.dumps(content)), "format": FORMAT}
@@ -60,7 +60,7 @@ def seal(content: Content) -> str:
 
 
 def read(path: Path, schema: type[T], *, effect: str = "", remedy: str = "") -> T | None:
-    """The contents of a file, of any type that pydantic knows; None if there is no file.
+    """The contents of a file, of any type that pydantic supports; None if there is no file.
 
     Raises:
         DamagedFileError: it is damaged, or of a later format; `effect` and `remedy` are for the message.
@@ -79,7 +79,7 @@ def read(path: Path, schema: type[T], *, effect: str = "", remedy: str = "") -> 
 
 
 def view(path: Path, schema: type[T]) -> T | None:
-    """The contents of a file that decides nothing; None if it is missing or damaged, or cannot be read."""
+    """The contents of a non-critical file; None if it is missing, damaged or unreadable."""
     try:
         return read(path, schema)
     except UserError:
@@ -87,7 +87,7 @@ def view(path: Path, schema: type[T]) -> T | None:
 
 
 def parse(raw: bytes, schema: type[T]) -> T:
-    """The contents of a file with these bytes. Raises ValueError, with text to follow the name of the file."""
+    """Parse the bytes of a file. Raises ValueError, whose message continues the file's name."""
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def _check(values: dict[str, Any]) -> None:
-    """Check and remove format and checksum. No single flipped bit makes format 1 of 2, or removes both keys."""
+    """Check and remove format and checksum. No single bit flip turns format 2 into 1, or removes both keys."""
     format_ = values.get("format", 1)
     if type(format_) is not int or format_ < 1:
         raise ValueError(f"is damaged: its format is {format_!r}")

@@ -1,4 +1,4 @@
-"""`RUN/status.json`: the state of the run right now. A view, rewritten every second: nothing is decided by it."""
+"""`RUN/status.json`: the current state of the run, rewritten about once a second. Readers ignore a damaged one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STOPPED = (Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS)
 
 
 class SavedCheckpoint(BaseModel):
-    """The newest checkpoint, as far as the job knows."""
+    """The newest checkpoint that the job knows of."""
 
     step: int | None = None
     consumed: int | None = None
@@ -30,7 +30,7 @@ class RunEnding(BaseModel):
 
 
 class Status(StateFile):
-    """What the job, or whatever ended it, wrote. None: not known yet."""
+    """The contents of `status.json`, written by the job or what ended it. None: not known yet."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -58,12 +58,12 @@ class Status(StateFile):
 
 
 def ended(code: int, reason: str) -> dict[str, Any]:
-    """The entries for a start that has ended: complete (exit code 0), stopped (75, 76) or failed."""
+    """The entries for an ended start: complete (exit code 0), stopped (75, 76) or failed."""
     state = "complete" if code == Exit.COMPLETE else "stopped" if code in _STOPPED else "failed"
     return {"state": state, "exit_intent": {"code": code, "reason": reason}}
 
 
 def update(run: RunDir, /, **fields: Any) -> None:
-    """Change entries; a damaged file is replaced. Raises OSError."""
+    """Update entries; a damaged file is replaced. Raises OSError."""
     known = state_files.view(run.status, Status)
     state_files.write(run.status, {**(known.said() if known is not None else {}), **fields})

@@ -1,6 +1,6 @@
-"""The metrics record: what one optimiser step did and measured, one line of `metrics.jsonl`. No torch.
+"""The metrics record of one optimiser step, a line of `metrics.jsonl`. No torch.
 
-The only place that knows its keys. Lines of release 0.1 have no `schema` and are read too.
+Only this module defines its keys. Lines of release 0.1, without `schema`, are also read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Part(BaseModel):
 
 
 class HealthFinding(_Part):
-    """A health incident begins, gets worse, or ends."""
+    """A health incident starts, gets worse, or ends."""
 
     key: str  # names the incident, `detector/scope` as in an alarm
     severity: SeverityName
@@ -38,9 +38,9 @@ class HealthFinding(_Part):
 
 
 class LossSum(_Part):
-    """A loss as a sum (None if it was not finite) and a count to divide it by; natural log.
+    """A loss as a sum (None if not finite) and a count to divide it by; natural log.
 
-    The count is of target tokens; of samples in `loss_sequence`.
+    The count is target tokens, or samples for `loss_sequence`.
     """
 
     sum: float | None
@@ -48,17 +48,17 @@ class LossSum(_Part):
 
     @property
     def mean(self) -> float:
-        """NaN if it was not finite, or over nothing."""
+        """NaN if the sum is not finite or the count 0."""
         return self.sum / self.count if self.sum is not None and self.count else math.nan
 
 
 class StepSeconds(_Part):
-    """Parts of an iteration, which runs from the end of the previous update to the end of this one."""
+    """Parts of an iteration: from the end of the previous update to the end of this one."""
 
     iteration: float  # all of it
     data: float  # waiting for the batch
     checkpoint: float  # waiting for a save
-    forward_backward: float = 0.0  # on the device, as is the next
+    forward_backward: float = 0.0  # on the device, like the next
     optimizer: float = 0.0
     other: float = 0.0
 
@@ -84,10 +84,10 @@ class ReadSeconds(_Part):
 
 
 class Replicas(_Part):
-    """The comparison of the replicas' parameters before the step."""
+    """Comparison of the replicas' parameters before the step."""
 
     digest: str  # of the parameters of the first replica
-    differing: list[int]  # ranks whose share differs from that of most replicas; all of the shard without a majority
+    differing: list[int]  # ranks whose shard differs from the majority of replicas; without a majority, all its ranks
 
 
 class StepRecord(_Part):
@@ -99,13 +99,13 @@ class StepRecord(_Part):
     cursor: int  # samples read
     tokens: int  # trained
     loss: LossSum  # cross-entropy of all target tokens
-    loss_sequence: LossSum | None = None  # of the samples' means
+    loss_sequence: LossSum | None = None  # of the samples' mean losses
     z_loss: LossSum | None = None  # penalty on the squared log-normalisers, if configured
     sources: dict[str, LossSum]  # cross-entropy by source
     grad_norm: float | None  # before clipping, unscaled; None if not finite
-    clip: float = 1.0  # what gradients were multiplied by
+    clip: float = 1.0  # factor applied to gradients
     loss_scale: float | None  # of fp16
-    skipped: bool  # the update was not applied, because something was not finite
+    skipped: bool  # the update was not applied, because loss or gradients were not finite
     not_finite: Literal["loss", "gradients"] | None
     nonfinite_rank: int | None = None  # the rank whose loss was not finite, if it was a single one
     replicas: Replicas | None = None  # of the steps that compare them
@@ -116,7 +116,7 @@ class StepRecord(_Part):
     mixture: dict[str, float]  # share of each source in the target tokens
     epochs: dict[str, float] = Field(default_factory=dict)  # how often each source was read
     data_digest: str  # of the tokens of the global batch, 16 hex digits
-    data_distance: float | None = None  # of the batch's tokens from the first steps', in deviations, if compared
+    data_distance: float | None = None  # of the batch's tokens from those of the first steps, in deviations
     documents: int  # this and the next three: in the batch, see `data.packing.packer`
     separators: int
     adjacent_specials: int
@@ -128,7 +128,7 @@ class StepRecord(_Part):
     tokens_per_second: float  # of all ranks
     mfu: float | None = None  # model FLOPs utilisation, if the device's peak is known
     memory_bytes: int = 0  # in use on rank 0's device
-    health: list[HealthFinding] = Field(default_factory=list)  # what begins, gets worse or ends with it
+    health: list[HealthFinding] = Field(default_factory=list)  # what starts, gets worse or ends with this step
     segment: int = 0  # of the start
     host: str = ""  # of rank 0
     time: str = ""  # when it was written
@@ -136,21 +136,20 @@ class StepRecord(_Part):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def overflow(self) -> bool:
-        """Skipped, because the loss scale was too high."""
+        """Skipped because the loss scale was too high."""
         return self.skipped and self.loss_scale is not None
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradients were finite."""
         return self.not_finite is None and self.grad_norm is not None and math.isfinite(self.loss.mean)
 
     def to_line(self) -> str:
-        """The line of the file, without a newline."""
+        """The JSON line, without a newline."""
         return json.dumps(self.model_dump(mode="json", by_alias=True))
 
 
 def parse(line: bytes | str) -> StepRecord | None:
-    """The record on a line; None if it is damaged, or of a later schema."""
+    """The record on a line; None if it is damaged or of a later schema."""
     try:
         record = StepRecord.model_validate_json(line)
     except ValidationError:
@@ -159,5 +158,5 @@ def parse(line: bytes | str) -> StepRecord | None:
 
 
 def number(value: float) -> float | None:
-    """A float for the record; None where JSON has no number (NaN, infinity)."""
+    """A float for JSON; None for NaN and infinity."""
     return value if math.isfinite(value) else None
