@@ -57,7 +57,7 @@ def prepare(
 
     Args:
         out: created if absent; continued if it holds the same job, refused if it holds another one.
-        part: (i, n), 1-based: make only every n-th shard, for job arrays; the last part writes the manifest.
+        part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
         overwrite: discard what `out` holds.
 
     Returns:
