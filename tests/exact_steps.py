@@ -2,9 +2,9 @@
 
     python exact_steps.py CONFIG.toml OUT CASE...
 
-One rank that accumulates, and 2 x 2 ranks. Writes `OUT/CASE-WORLD-RANK.pt` for every case, world size and rank: the step
-records, and after every step the full parameters, this rank's shards of parameters and moments, and the optimiser's step
-counts.
+One rank that accumulates, and 2 x 2 ranks. Writes `OUT/CASE-WORLD-RANK.pt` for every case, world size and rank: the
+step records, and after every step the full parameters, this rank's shards of parameters and moments, and the
+optimiser's step counts.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 `FAULT` is JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` means every step from
 there on, rank `"all"` every rank. A gradient or a loss becomes NaN; `grow` multiplies all gradients by `times`; `nudge`
-changes one parameter of the rank before the step; `repeat` returns the previous batch again; `kill` kills the rank before the
-step, as a machine failure would. `hosts` are the host names of the ranks.
+changes one parameter of the rank before the step; `repeat` returns the previous batch again; `kill` kills the rank
+before the step, as a machine failure would. `hosts` are the host names of the ranks.
 """
 
 from __future__ import annotations

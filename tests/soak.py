@@ -3,7 +3,7 @@
     python tests/soak.py null --minutes 30
     python tests/soak.py faults --minutes 30 --seed 7
 
-`null` trains the quickstart model with saves and evaluations under default settings; no alarm of WARN or above is right.
+`null` trains the quickstart model with saves and evaluations under default settings: no alarm of WARN or worse.
 `faults` breaks a small run every 20 to 60 seconds, one fault after the other, and then compares it with an undisturbed
 run: the same curve to the bit, no process left, at most one page per fault, a ledger that adds up, and the documented
 exit codes. Exit 0 if all of that holds. The folder of the run is kept, and printed at the end.

@@ -52,9 +52,7 @@ def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, run_co
     run = lab.path / "run"
     for duration in ("10 steps", "20 steps"):
         lab.train(config, f"train.duration={duration}", "optimizer.decay=20 steps")
-        helpers.wait_for(
-            lambda: not followers(run), what="the end of the follower"
-        )  # left behind by a busy machine
+        helpers.wait_for(lambda: not followers(run), what="the end of the follower")  # left behind by a busy machine
     assert not helpers.journal(run, "aim-stopped"), helpers.journal(run, "aim-stopped")
     expected = {record["step"]: record["loss"]["sum"] / record["loss"]["count"] for record in helpers.metrics(run)}
     live = read_back(run / "aim")

@@ -95,7 +95,7 @@ SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # de
 def test_damage_is_passed_over_loudly(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, damage: str
 ) -> None:
-    """Fault matrix 4 and 20: the older one is used, and the damaged step is saved again, with the old one moved aside."""
+    """Fault matrix 4 and 20: the older one is used, and the damaged step is saved again, the old one moved aside."""
     config, run = copy
     act, text = DAMAGE[damage]
     act(run / "checkpoints/step-00000030")
@@ -196,7 +196,7 @@ def test_a_missing_checkpoint_is_told_once(lab: Any, copy: tuple[Path, Path], he
 
 
 def test_a_crash_before_the_first_checkpoint_starts_again(lab: Any, helpers: Any, run_command: Run) -> None:
-    """Without intervention, and the chronicle says what is lost."""
+    """Without intervention; the chronicle records the loss."""
     config, run = lab.config(train={"duration": "4000 steps"}, checkpoint={"every": "4000 steps"}), lab.path / "run"
     job = lab.start(config)
     helpers.wait_for(lambda: run.exists() and len(helpers.metrics(run)) >= 3, what="steps")
@@ -291,7 +291,7 @@ def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
 
 
 def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
-    """Fault matrix 1: A neighbour fills the disk: saves fail and are reported, training continues; saves resume with space."""
+    """Fault matrix 1: A neighbour fills the disk: saves fail and are reported until there is space."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "40_000 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
@@ -342,7 +342,7 @@ def test_too_many_failed_saves_stop_with_93(
 
 
 def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
-    """Fault matrix 2: The space is there when a save starts and gone when it writes: partial files go, training continues."""
+    """Fault matrix 2: The space is gone when a save writes: partial files are deleted, training continues."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "4000 steps"}, checkpoint={"every": "3 steps", "max_failures": 1000, "retry": "0.1 s"}
@@ -370,13 +370,13 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault matrix 2 and 22: The kernel limits the second rank's files to 1000 bytes: every rank drops the save within a step."""
+    """Fault matrix 2 and 22: rank 1 cannot write beyond 1000 bytes: every rank drops the save within a step."""
     config = lab.config(
         train={"duration": "100000 steps"},
         checkpoint={"every": "2 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},
     )
     run = lab.path / "run"
-    monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("faults.py")))  # steps take longer than a check here
+    monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("faults.py")))  # steps longer than a check
     monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 0, "kind": "wait", "seconds": 0.3}))
     job = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")

@@ -93,7 +93,7 @@ def test_another_corpus_is_told(tmp_path: Path) -> None:
 
 
 def test_milestones_are_the_ends_of_ramps_and_round_counts() -> None:
-    """tr1-13B: warm-up ends where its configuration says, which is not where its operators believed."""
+    """tr1-13B: warm-up ends where its configuration says, not where its operators believed."""
     config = load(ROOT / "configs/runs/tr1-13b.toml")
     found = milestones(config)
     assert found == sorted(found)

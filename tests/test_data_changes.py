@@ -16,7 +16,7 @@ from fsdp_pretrain.config.config import load
 
 
 def digests(config: Path, run: Path, helpers: Any) -> list[str]:
-    """Recorded digests, each checked against the samples that the run's own configuration says."""
+    """Recorded digests, each checked against the samples by the run's configuration."""
     import xxhash
 
     settings = load(str(config))

@@ -1,5 +1,5 @@
-"""Faults of storage, data, GPUs and clocks, end to end: real ranks, the real watchdog, its alarms, the journal, the exit
-code, and the curve afterwards. Only the times are short, by the public configuration.
+"""Faults of storage, data, GPUs and clocks, end to end: real ranks, the real watchdog, its alarms, the journal, the
+exit code, and the curve afterwards. Only the times are short, by the public configuration.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, 
 
 
 def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Whole) -> None:
-    """Fault matrix 2: in the middle of a shard. Training continues, one report, the save is made once there is space."""
+    """Fault matrix 2: in the middle of a shard. Training continues, one report, saved when there is space."""
     disk = small_disk("8m")
     watched.run = disk / "run"
     watched.configure()
@@ -242,7 +242,7 @@ def test_the_ballast_is_what_the_last_save_needs(watched: Watched, small_disk: D
 
 @pytest.mark.slow
 def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Disk, whole: Whole) -> None:
-    """Fault matrix 35: training and saving go on; every step, entry and alarm is there once there is space again."""
+    """Fault matrix 35: training and saving continue; every step, entry and alarm is there once there is space again."""
     record, checkpoints = small_disk("4m"), small_disk("16m")
     watched.run = record / "run"
     watched.run.mkdir()
@@ -270,7 +270,7 @@ def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Di
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["error", "read-only"])
 def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Whole, how: str) -> None:
-    """Fault matrix 21: EIO, or read-only as a file system becomes after one: reported, the fallback is used and resumed."""
+    """Fault matrix 21: EIO, or the read-only state after it: reported, the fallback is used and resumed."""
     disk, other = small_disk("16m"), watched.lab.path / "other"
     watched.run.mkdir()
     (watched.run / "checkpoints").symlink_to(disk)
@@ -377,7 +377,7 @@ def test_two_verified_checkpoints_stay_while_verification_fails(watched: Watched
 
 @pytest.mark.slow
 def test_doubled_separators(watched: Watched, run_command: Any) -> None:
-    """Fault matrix 18: refused by `validate` and by training; with the packer's check disabled, an alarm in the first step."""
+    """Fault matrix 18: refused by `validate` and training; without the packer's check an alarm in the first step."""
     tokenizer = Tokenizer.load(watched.lab.tokenizer)
     rng = np.random.default_rng(1)
     documents = [
@@ -425,7 +425,7 @@ def test_sources_that_are_swapped(watched: Watched) -> None:
 
 @pytest.mark.slow
 def test_a_shard_that_is_deleted(watched: Watched) -> None:
-    """Fault matrix 40: reported by name at the next audit; what is open continues; a start is refused until it is back."""
+    """Fault matrix 40: reported by name at the next audit; open files work on; starts are refused until it is back."""
     corpus = watched.lab.path / "corpus"
     shutil.copytree(watched.lab.corpus, corpus)
     watched.configure(data={"sources": [{"name": "text", "path": str(corpus)}]})

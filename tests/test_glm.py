@@ -253,7 +253,7 @@ def likelihood(following: Following, context: list[int], rest: list[int]) -> flo
 
 
 def test_likelihoods_are_sums_over_tokens(judged: Any) -> None:
-    """A prefix that ends in [gMASK], then sop and the continuation; contexts of other lengths in the batch change nothing."""
+    """A prefix that ends in [gMASK], then sop and the continuation; the batch's other contexts change nothing."""
     adapter, following = judged
     pairs = [
         ("the run writes", " every checkpoint"),
@@ -278,7 +278,7 @@ def test_likelihoods_are_sums_over_tokens(judged: Any) -> None:
 
 
 def test_a_long_text_is_scored_in_windows(judged: Any) -> None:
-    """62 tokens and the two special ones fill the model: the first 62 after the separator, then each after one token."""
+    """62 tokens and the two special ones fill the model: 62 after the separator, then each after one token."""
     adapter, following = judged
     room = SLOTS * SLOT - 2
     text = "gradients over replicas and the loss falls " * 20

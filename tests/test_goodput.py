@@ -1,4 +1,4 @@
-"""Goodput: every second of a run in exactly one state, from its record alone; and what operators once wrote manually."""
+"""Goodput: every second of a run in exactly one state, from its record; and what operators once wrote manually."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
 
 
 def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any, gates: Any) -> None:
-    """Fault matrix 46, in part: kill -9 and resume on two ranks, with another learning rate; every second is accounted for."""
+    """Fault matrix 46, in part: kill -9 and resume on two ranks, with another learning rate; no second is missing."""
     began = time.time()
     config = lab.config(train={"duration": "60 steps"}, checkpoint={"every": "10 steps"})
     gates(29)

@@ -244,8 +244,8 @@ def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Cal
 
 
 def test_a_launcher_that_is_about_to_end_is_gone(tmp_path: Path) -> None:
-    """Ranks die with torchrun's main thread, a moment before the kernel reports all of torchrun as ended; here the moment
-    lasts."""
+    """Ranks die with torchrun's main thread, a moment before the kernel reports all of torchrun as ended; here the
+    moment lasts."""
     script = (
         "import ctypes, threading, time\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"

@@ -69,8 +69,8 @@ def intent(run: Path) -> dict[str, Any]:
     ],
 )
 def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind: str, shard: int) -> None:
-    """Fault matrix 13: a NaN on one rank, once. The others skip too, and the run ends as one configured to skip that batch:
-    the same weights to the bit, on every replica."""
+    """Fault matrix 13: a NaN on one rank, once. The others skip too, and the run ends as one configured to skip that
+    batch: the same weights to the bit, on every replica."""
     config = lab.config(health=HEALTH, parallel={"shard": shard}, train={"duration": "14 steps"})
     fault(kind, rank=1, steps=[7])
     lab.train(config, ranks=2)
@@ -80,7 +80,7 @@ def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind
     bad = records[6]
     assert bad["not_finite"] == ("loss" if kind == "loss" else "gradients")
     assert bad["nonfinite_rank"] == (1 if kind == "loss" else None)
-    assert bad["consumed"] == 56 and records[-1]["consumed"] == 112  # the batch was read, schedules go on
+    assert bad["consumed"] == 56 and records[-1]["consumed"] == 112  # the batch was read, schedules advance
     assert (bad["grad_norm"] is None) == (kind == "gradient")
     assert all(record["replicas"]["differing"] == [] for record in records if record["replicas"])
     (skip,) = helpers.journal(run, "health-skip")
@@ -110,8 +110,8 @@ def test_without_skipping_a_bad_step_ends_the_run(lab: Any, helpers: Any, fault:
 
 @pytest.mark.slow
 def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
-    """The same under plain torchrun, which may restart: it does so after the rollback, but not after the end. The fault is
-    set in a file that Python executes at start."""
+    """The same under plain torchrun, which may restart: it does so after the rollback, but not after the end. The fault
+    is set in a file that Python executes at start."""
     config = lab.config(health=HEALTH, checkpoint={"every": "5 steps"})
     (lab.path / "sitecustomize.py").write_text(
         "import os, sys\n"
@@ -188,8 +188,8 @@ def test_a_device_that_computes_nonsense_costs_its_host(lab: Any, helpers: Any, 
 
 
 def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helpers: Any, fault: Any) -> None:
-    """Steps 14 and 15 are not finite on one rank; repeated from the same batch, 15 is. No rollback: the next start resumes
-    from the last checkpoint, trains these samples, and expects that steps now differ."""
+    """Steps 14 and 15 are not finite on one rank; repeated from the same batch, 15 is. No rollback: the next start
+    resumes from the last checkpoint, trains these samples, and expects that steps now differ."""
     config = lab.config(health=HEALTH, checkpoint={"every": "12 steps"})
     fault("loss", rank=1, steps=[14, 15])
     output = lab.train(config, ranks=2, expect=75)
@@ -227,8 +227,8 @@ def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("until", [384, pytest.param(440, marks=pytest.mark.slow)])
 def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_command: Any, until: int) -> None:
-    """Fault matrix 8: warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. With more
-    than the first rollback skips, a second one skips twice as much."""
+    """Fault matrix 8: warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. With
+    more than the first rollback skips, a second one skips twice as much."""
     config = lab.config(
         health=HEALTH,
         data=poison(lab, helpers, until),
@@ -301,8 +301,8 @@ def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -
 
 
 def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 5 and 19: killed after its checkpoint, the run repeats steps to the bit and reports nothing; with a batch
-    repeated it is stopped."""
+    """Fault matrix 5 and 19: killed after its checkpoint, the run repeats steps to the bit and reports nothing; with a
+    batch repeated it is stopped."""
     saves = {"every": "10 steps", "background": False}  # that of step 10 is there when the run is killed
     config = lab.config(health=HEALTH, checkpoint=saves)
     fault("kill", rank=1, steps=[15])

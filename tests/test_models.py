@@ -244,7 +244,7 @@ def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, mon
 
 @pytest.mark.parametrize("per_chunk", [2**12, 2**25])
 def test_log_normalisers_are_differentiable_too(per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each position with weights of its own for the loss and for the squared normaliser; in fp64 up to rounding."""
+    """Each position with its own weights for the loss and for the squared normaliser; in fp64 up to rounding."""
     monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(2, 50, 16), torch.randn(97, 16), torch.randint(97, (2, 50))

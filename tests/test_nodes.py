@@ -85,8 +85,8 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
 
 @pytest.mark.parametrize("has_seen", ["steps", "nothing"])
 def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any, has_seen: str) -> None:
-    """The watchdog of the node with the stopped rank is late: missing data is no evidence, and the alarm says so until it
-    arrives. It also reports without having seen any step times."""
+    """The watchdog of the node with the stopped rank is late: missing data is no evidence, and the alarm says so until
+    it arrives. It also reports without having seen any step times."""
     run = lab.path / "run"
 
     def stop_agent() -> None:
@@ -108,7 +108,7 @@ def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any,
 
 @pytest.mark.slow
 def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
-    """kill -9 of everything on a node: the ranks of the other fail, and its watchdog names the lost node as the reason."""
+    """kill -9 of everything on a node: the other's ranks fail, and its watchdog names the lost node as the reason."""
     job, run = pair(), lab.path / "run"
     os.kill(agent_of(run, 1), signal.SIGKILL)
     job.kill(1)
@@ -122,7 +122,7 @@ def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
-    """Fault matrix 16, between nodes: the leader reports what the other node's watchdog saw; its own rank is not blamed."""
+    """Fault matrix 16, between nodes: the leader reports what the other watchdog saw; its own rank is not blamed."""
     job, run = pair(), lab.path / "run"
     job.kill(1)
     (alarm,) = until(lambda: alarms(run, "rank-died"))

@@ -76,7 +76,7 @@ def waiting(run: Path, channel: str) -> list[Path]:
 def test_an_endpoint_that_fails_delays_and_loses_nothing(
     endpoint: Endpoint, quick: None, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault matrix 33: spooled, visible as an alarm of the channel, other channels go on, delivered once later."""
+    """Fault matrix 33: spooled, visible as an alarm of the channel, other channels continue, delivered once later."""
     endpoint.answers = {"500": 500, "redirect": 302}.get(fault, 200)
     if fault != "down":
         endpoint.up()

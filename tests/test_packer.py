@@ -176,7 +176,7 @@ def test_provenance_names_the_very_tokens(tmp_path: Path, tokenizer: Tokenizer) 
         tokens = [token for token in packer.pack(index, 1).tokens[0].tolist() if token != EOD]
         found = []
         for before, piece in enumerate(packer.provenance(index)):
-            assert piece.position == len(found) + before  # a separator behind each
+            assert piece.position == len(found) + before  # a separator after each
             assert piece.length == len(Shard(path / "shards" / piece.shard).document(piece.document))
             found += Shard(path / "shards" / piece.shard).document(piece.document)[piece.start : piece.stop].tolist()
         assert found == tokens

@@ -120,7 +120,7 @@ def test_byte_ranges_lose_and_repeat_no_line(tmp_path: Path, texts: list[str], s
 
 
 def test_interrupted_runs_continue(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
-    """kill -9 in the middle; the second run makes only what is missing, with the same result as an uninterrupted one."""
+    """kill -9 in the middle; the second run makes only what is missing, and the result is the same."""
     source = write(tmp_path / "a.jsonl", texts * 120)
     arguments = ["-m", "data.cli", "prepare", str(source), "--tokenizer", str(shared_corpus / "tokenizer"), "--quiet"]
     arguments += ["--shard-size", "200KB", "--workers", "2", "--out"]
@@ -413,7 +413,7 @@ def test_user_defined_control_in_sentencepiece_is_refused(tmp_path: Path, shared
 def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
 ) -> None:
-    """With a tokenizer whose second special can be spelt by text, such documents are left out; too many are an error."""
+    """If text can spell a tokenizer's second special, such documents are left out; too many are an error."""
     from data.prepare.prepare import PrepareOptions, prepare
 
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")

@@ -270,7 +270,7 @@ def test_one_rank_alone_ends_the_run_on_all_and_the_mirror_carries_it_on(
     assert "Traceback" not in said
     (stop,) = helpers.journal(lab.path / "run", "stop")
     assert stop["text"].startswith("exit 75: rank 1:") and str(pipe) in stop["text"]
-    assert helpers.metrics(lab.path / "run")[-1]["step"] == step  # the following steps were damaged, and are not recorded
+    assert helpers.metrics(lab.path / "run")[-1]["step"] == step  # later steps are not recorded
     lab.train(lab.config(data=on(corpus, mirror=str(mirror))), ranks=2)
     ours, whole = (helpers.metrics(lab.path / run) for run in ("run", "whole"))
     assert [r["data_digest"] for r in ours] == [r["data_digest"] for r in whole]

@@ -80,7 +80,7 @@ def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
         file.write(b"}\n")
     assert [record for record, _ in read_lines(path, json_object, found[-1][1])] == [
         {"a": 3}
-    ]  # goes on where it stopped
+    ]  # continues where it stopped
     assert list(read_lines(tmp_path / "absent", json_object)) == []
 
 

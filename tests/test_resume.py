@@ -161,7 +161,7 @@ def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_lin
 def test_a_fallback_that_is_not_mounted_is_missed(
     lab: Any, spread: tuple[Path, Path, Path], helpers: Any, run_command: Run
 ) -> None:
-    """The record knows what was in it: reported by `status`; without another checkpoint 93; once it is back all is well."""
+    """The record knows what was in it: reported by `status`; without another checkpoint 93; resumed once it is back."""
     config, run, other = spread
     other.rename(other.with_name("unmounted"))
     status = run_command(CLI, "status", run)
@@ -440,7 +440,7 @@ def test_damaged_weights_and_another_tokenizer_are_refused(copy: tuple[Path, Pat
 
 @pytest.mark.slow
 def test_an_export_of_a_live_run_disturbs_nothing(lab: Any, trained: Path, helpers: Any) -> None:
-    """Checkpoints are exported one after the other while the run trains, saves and deletes."""
+    """Checkpoints are exported one by one while the run trains, saves and deletes."""
     config = lab.config(train={"duration": "200 steps"}, checkpoint={"every": "20 steps", "keep_last": 2})
     job, run = lab.start(config, ranks=2), RunDir(lab.path / "run")
     exported = 0

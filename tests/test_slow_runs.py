@@ -60,7 +60,7 @@ def own_times(pids: list[int]) -> dict[int, float]:
 
 @pytest.mark.parametrize("recompute", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, recompute: int) -> None:
-    """Two blocks by two micro-batches sleep 40 ms each on rank 1: counted once in its own time, and not in the other's."""
+    """Two blocks by two micro-batches sleep 40 ms each on rank 1: counted once in its own time, not in the other's."""
     dragged = [{"rank": 1, "step": 0, "kind": "drag", "seconds": 0.040}]
     config = slow(4000, dragged, {"window": 8}, parallel={"timeout": "60 s", "recompute": recompute})
     job = lab.start(config, ranks=2)
@@ -97,7 +97,7 @@ def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, rank
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("slower", [0.05, 0.10])
 def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow, slower: float) -> None:
-    """Fault matrix 10: all ranks slower from step 580 to 700: reported within 40 steps (5%: 48), once; then resolved."""
+    """Fault matrix 10: all ranks slower from step 580 to 700: reported once within 40 steps (5%: 48), then resolved."""
     usual = {"rank": "all", "step": 0, "kind": "wait", "seconds": 0.25}
     faults = [
         {**usual, "until": 580},
@@ -211,7 +211,7 @@ def test_a_slow_decline_is_told_before_it_is_large(tmp_path: Path) -> None:
 def stragglers_of(
     tmp_path: Path, ranks: int, noise: float, slow: dict[int, float], windows: int
 ) -> list[tuple[str, int]]:
-    """(key, window) of opened alarms when own times vary by a given amount, and from window 20 on some ranks are slower."""
+    """(key, window) of opened alarms with noisy own times, where from window 20 on some ranks are slower."""
     told = list[tuple[str, int]]()
     alarms = Alarms(
         tmp_path / "alarms.jsonl",

@@ -91,7 +91,7 @@ FILES: dict[str, tuple[str, Callable[[RunDir], object]]] = {
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_named_or_without_effect(written: RunDir, name: str, stride: int) -> None:
-    """Fault matrix 4: in the files that decide which checkpoint is used, which steps are kept, and what is trained next."""
+    """Fault matrix 4: in files that decide which checkpoint is used, which steps are kept, what is trained next."""
     file, look = FILES[name]
     path = written.path / file
     before, named, without_effect = look(written), 0, 0

@@ -39,7 +39,7 @@ Disk = Callable[[str], Path]
 
 
 class Watch:
-    """Detectors, and a clock that only the test moves. Probes are real, so they get real time to answer after a move."""
+    """Detectors, and a clock that only the test moves. Probes are real, so they get time to answer after a move."""
 
     def __init__(self, path: Path) -> None:
         self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.told.append(alarm))
@@ -241,7 +241,7 @@ def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float,
 def test_what_seconds_show_says_nothing_of_tomorrow(
     watch: Watch, tmp_path: Path, per_second: float, warns: bool
 ) -> None:
-    """A checkpoint every second and 40 GB free: full in half a minute is reported, a trend towards half a day is not."""
+    """A checkpoint every second and 40 GB free: full in half a minute is reported, a trend to half a day is not."""
     checkpoints = saves(watch, tmp_path)
     space = DiskSpaceDetector(
         watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints
@@ -355,7 +355,7 @@ def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch,
 
 
 def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
-    """Fault matrix 2 and 37: a failure is reported at once and resolved by the next success; ten times slower is reported."""
+    """Fault matrix 2 and 37: a failure is reported until the next success; ten times slower is reported."""
     run = tmp_path / "run"
     checkpoints = saves(watch, run)
     watch.detectors = [checkpoints]
@@ -379,7 +379,7 @@ def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
 
 
 def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
-    """Fault matrix 15: reported as the writer's, whether or not training continues. One that writes slowly is only slow."""
+    """Fault matrix 15: reported as the writer's, whether or not training continues. A slow writer is only slow."""
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     watch.detectors = [saves(watch, run)]

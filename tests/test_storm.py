@@ -190,7 +190,7 @@ def test_a_flood_of_critical_ones_is_told_within_a_minute(life: Life) -> None:
     life.said()
     for n in range(65):
         life.alarms.resolve(f"gpu/{n}")
-    assert life.said() == [f"resolved gpu/{n}" for n in range(5)]  # an alarm with a message of its own also ends with one
+    assert life.said() == [f"resolved gpu/{n}" for n in range(5)]  # alarms with an own message end with one
     life.wait(HOUR)
     listed = {alarm.key for _, m in life.sent for alarm, _ in m.held if alarm.state == "resolved"}
     assert len(life.sent) <= 12 and len(listed | {m.alarm.key for _, m in life.sent if m.alarm}) == 60

@@ -257,8 +257,8 @@ def test_two_nodes_form_one_mesh(
 def test_two_nodes_over_a_network(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: Any, killed: bool
 ) -> None:
-    """A launcher on each of two nodes that share only a cable and the file system. kill -9 of a rank of the second: both end
-    their part of the start, start the next together, and the curve is the same."""
+    """A launcher on each of two nodes that share only a cable and the file system. kill -9 of a rank of the second:
+    both end their part of the start, start the next together, and the curve is the same."""
     run = module_lab.path / f"namespaces-{killed}"
     changes = ["parallel.shard='node'", 'launch.pauses=["0.5 s"]', "launch.end_timeout=10 s"]
     nodes = two_nodes()

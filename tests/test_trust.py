@@ -1,4 +1,4 @@
-"""Untrusted files: what a checkpoint or a Hugging Face folder may do to the process that opens it. See docs/trust.md."""
+"""Untrusted files: what a checkpoint or a Hugging Face folder may do to whoever opens it. See docs/trust.md."""
 
 from __future__ import annotations
 

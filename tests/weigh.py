@@ -1,4 +1,4 @@
-"""Trains a toy on forked ranks and prints the bytes each holds: `python tests/weigh.py RANKS PORT CONFIG [key=value ...]`.
+"""Trains a toy on forked ranks and prints their memory: `python tests/weigh.py RANKS PORT CONFIG [key=value ...]`.
 
 The trainer and FSDP2 are the real ones; bytes are those of the storages behind every tensor, each counted once.
 """

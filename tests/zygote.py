@@ -4,8 +4,8 @@
 
 Reads one JSON request per line from standard input, `{"module", "arguments", "environment", "out", "err", "exit", "cwd"}`,
 answers with the child's pid, and writes the file `exit` with the exit code (negative for a signal) when the child ends.
-Exit codes, outputs, tracebacks and interrupts are those of `python -m`. It saves importing torch or lm-eval, seconds each,
-and tearing down the imported modules at the end.
+Exit codes, outputs, tracebacks and interrupts are those of `python -m`. It saves importing torch or lm-eval, seconds
+each, and tearing down the imported modules at the end.
 """
 
 import atexit

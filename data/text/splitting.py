@@ -8,7 +8,7 @@ never joins those two. That is known of a pipeline that consists only of:
   checks its neighbours (`single_word`).
 - Normalizer: none, NFC or NFKC. A letter or digit at such a place stays one, and nothing is joined across it.
 - Pre-tokenizer: splits by regular expressions whose alternatives are all in `_ALTERNATIVES`. None of these matches a
-  letter or digit together with white space behind it; none looks back; the only one that looks ahead begins at white
+  letter or digit together with following white space; none looks back; the only one that looks ahead starts at white
   space. One of them matches any white space, so a piece always begins at such a place. What a further pre-tokenizer
   does, it does inside the pieces.
 - The model sees one piece at a time.
@@ -76,7 +76,7 @@ def can_cut(pipeline: dict[str, Any], normalized: dict[str, str]) -> bool:
 
 
 def parts(text: str, size: int) -> Iterator[str]:
-    """`text` in parts of at least `size` characters (the last may be shorter), cut at the first `CUT` behind them."""
+    """`text` in parts of at least `size` characters (the last may be shorter), cut at the next `CUT`."""
     begin = 0
     while begin < len(text):
         cut = CUT.search(text, begin + size)

@@ -113,7 +113,7 @@ def decide_rollback(run: Path) -> str:
 
 
 def entry(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Archive members: no owner, and no tensors that no command reads."""
+    """An archive member without its owner; None for tensors that no command reads."""
     unread = info.name.endswith(".distcp") and ("abandoned/" in info.name or ".writing-" in info.name)
     return None if unread else info.replace(uid=0, gid=0, uname="", gname="", deep=False)
 
