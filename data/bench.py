@@ -73,7 +73,6 @@ def _sequential(packer: Packer, batch: int, seconds: float) -> float:
 
 
 def timed(packer: Packer, sample_index: int) -> float:
-    """Seconds to pack a single sample."""
     started = time.perf_counter()
     packer.pack(sample_index, 1)
     return time.perf_counter() - started
@@ -106,6 +105,5 @@ def synthetic_corpus(directory: Path, tokens: int) -> None:
 
 
 def render(figures: dict[str, float]) -> str:
-    """The figures as text, one per line."""
     shown = (f"{value:_}" if isinstance(value, int) else f"{value:_.3f}" for value in figures.values())
     return "\n".join(f"{name.replace('_', ' '):28} {text}" for name, text in zip(figures, shown, strict=True))

@@ -26,7 +26,6 @@ from .prepare import import_corpus, quickstart
 
 
 def main() -> int:
-    """Entry point of the console script."""
     command = CommandLine("fsdp-data", "Tokenisers, token shards and their validation.")
     command.add(_prepare, _import, _train_tokenizer, _validate, _inspect, _bench, _quickstart_corpus)
     return command.run()

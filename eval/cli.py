@@ -30,7 +30,6 @@ _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.dev
 
 
 def main() -> int:
-    """Entry point of the console script."""
     command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
     command.add(_run, _watch, _samples, _report)
     return command.run()

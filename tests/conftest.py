@@ -180,7 +180,6 @@ def helpers() -> Any:
 
         @staticmethod
         def journal(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-            """Journal entries of a run."""
             from fsdp_pretrain.record.files import RunDir
             from fsdp_pretrain.record.journal import read
 

@@ -90,7 +90,6 @@ class Given:
 
 
 def never(*given: Any) -> Any:
-    """Nothing here saves."""
     raise AssertionError(given)
 
 

@@ -67,7 +67,6 @@ def desync(fault: dict[str, Any]) -> None:
 
 
 def die(fault: dict[str, Any]) -> None:
-    """Get killed."""
     os.kill(os.getpid(), fault.get("signal", signal.SIGKILL))
 
 

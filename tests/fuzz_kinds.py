@@ -90,7 +90,6 @@ def texts() -> list[str]:
 
 
 def jsonl() -> bytes:
-    """The same as JSONL."""
     return "".join(json.dumps({"text": text, "id": at}) + "\n" for at, text in enumerate(texts())).encode()
 
 

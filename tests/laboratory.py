@@ -103,6 +103,5 @@ class Lab:
         return job.output()
 
     def close(self) -> None:
-        """End running jobs."""
         for job in self._jobs:
             job.kill()

@@ -48,11 +48,9 @@ class Removable:
         subprocess.run(["umount", "-l", str(self.path)], check=True)
 
     def bring_back(self) -> None:
-        """Mount it again."""
         subprocess.run(["mount", "--bind", str(self._kept), str(self.path)], check=True)
 
     def close(self) -> None:
-        """Unmount it everywhere."""
         for place in (self.path, self._kept):
             while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
                 pass
@@ -73,7 +71,6 @@ class Node(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Host name."""
         return self.prefix[3]
 
     def cable(self, state: str) -> None:

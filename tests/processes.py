@@ -87,12 +87,10 @@ class Process:
         return int(exit_code.read_text()) if exit_code.exists() else None
 
     def wait(self, timeout: float = PATIENCE) -> int:
-        """Exit code."""
         until(lambda: self.poll() is not None, timeout, f"the end of process {self.pid}", every=0.01)
         return int(self.poll() or 0)
 
     def signal(self, number: int) -> None:
-        """Send a signal if it still runs."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -165,7 +163,6 @@ class Zygotes:
         return subprocess.CompletedProcess([module, *map(str, arguments)], code, *process.output())
 
     def close(self) -> None:
-        """End the zygotes."""
         for zygote in self._zygotes.values():
             assert zygote.stdin is not None
             zygote.stdin.close()
@@ -208,7 +205,6 @@ class Job:
         ]
 
     def wait(self, timeout: float = PATIENCE) -> list[int]:
-        """Exit codes of all ranks."""
         try:
             until(lambda: None not in self.codes(), timeout, lambda: f"the end of the job\n{self.output()}", every=0.01)
         finally:
@@ -225,5 +221,4 @@ class Job:
             process.signal(number)
 
     def output(self) -> str:
-        """Output of the ranks."""
         return self.log.read_text(errors="replace")

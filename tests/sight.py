@@ -94,7 +94,6 @@ def hang(run: Path, **facts: Any) -> dict[str, Any]:
 
 
 def agents(run: Path) -> list[int]:
-    """Process ids of a run's agents."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []

@@ -116,7 +116,6 @@ class Soak:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        """The training processes."""
         return [process for process in self.processes("fsdp_pretrain.train") if rank_of(process.pid) is not None]
 
     def curve(self) -> list[tuple[int, float, float]]:

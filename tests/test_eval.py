@@ -52,7 +52,6 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run."""
     import shutil
 
     path = tmp_path / "run"

@@ -86,7 +86,6 @@ class Watched:
 
     @property
     def step(self) -> int:
-        """The last recorded step."""
         records = sorted(self.run.glob("segments/*/metrics.jsonl"))
         last = records[-1].read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] if records else b""
         return json.loads(last)["step"] if last else 0

@@ -49,7 +49,6 @@ def record(step: int, loss: float = 2.0, norm: float | None = 1.0, **changes: An
 
 
 def bad(step: int, **changes: Any) -> StepRecord:
-    """A skipped step."""
     return record(step, norm=None, **{"skipped": True, "not_finite": "gradients", **changes})
 
 

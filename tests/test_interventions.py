@@ -227,8 +227,8 @@ def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("until", [384, pytest.param(440, marks=pytest.mark.slow)])
 def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_command: Any, until: int) -> None:
-    """Fault matrix 8: warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. With
-    more than the first rollback skips, a second one skips twice as much."""
+    """Fault matrix 8: warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. If
+    more is poisoned than the first one skips, a second one skips twice as much."""
     config = lab.config(
         health=HEALTH,
         data=poison(lab, helpers, until),

@@ -49,16 +49,13 @@ class Launched:
 
     @property
     def step(self) -> int:
-        """Last recorded step."""
         steps = self._helpers.metrics(self.run) if (self.run / "segments").is_dir() else []
         return steps[-1]["step"] if steps else 0
 
     def family(self) -> list[psutil.Process]:
-        """torchrun and the ranks."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks, in order."""
         found = {number: one for one in self.family() if (number := rank_of(one.pid)) is not None}
         return [found[number] for number in sorted(found)]
 
@@ -71,7 +68,6 @@ class Launched:
         return self.output()
 
     def output(self) -> str:
-        """The output up to now."""
         return self.log.read_text(errors="replace")
 
     def intent(self) -> dict[str, Any]:
@@ -99,7 +95,6 @@ LONG = {"duration": "4000 steps", "global_batch": "8 samples", "micro_batch": 2}
 
 
 def segments(job: Launched) -> int:
-    """Number of starts."""
     return len(list((job.run / "segments").iterdir()))
 
 
@@ -320,11 +315,9 @@ class Gone:
             until(lambda: shutil.rmtree(self.run, ignore_errors=True) or not self.run.exists(), what="its removal")
 
     def left(self) -> list[Path]:
-        """What is in its place."""
         return [*(self.run if self._mount is None else self._mount.path).rglob("*")]
 
     def bring_back(self) -> None:
-        """It comes back as it was."""
         if self._mount is not None:
             self._mount.bring_back()
         else:

@@ -47,8 +47,6 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def agent_of(run: Path, node: int) -> int:
-    """Process id of a node's agent."""
-
     def find() -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             return [pid for pid in agents(run) if f"--node {node} " in " ".join(psutil.Process(pid).cmdline())]
@@ -190,17 +188,14 @@ class Side:
         return [self.process.pid, *family(self.process.pid)]
 
     def rank(self, number: int) -> int:
-        """Process id of a rank."""
         return next(pid for pid in family(self.process.pid) if rank_of(pid) == number)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all of them."""
         for pid in self.everything():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def ends(self, code: int) -> None:
-        """Wait for the exit code."""
         assert self.process.wait(2 * PATIENCE) == code, self.log.read_text(errors="replace")
 
 
@@ -252,7 +247,6 @@ def same_curve(helpers: Any, lab: Any, rel: float | None = None) -> None:
 
 
 def starts(run: Path) -> int:
-    """Number of segments."""
     return len(list((run / "segments").iterdir()))
 
 

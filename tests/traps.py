@@ -88,7 +88,6 @@ def kill_others(pids: Path) -> None:
 
 
 def fail(trap: dict[str, Any], path: str) -> None:
-    """The storage reports an error."""
     raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 

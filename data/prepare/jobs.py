@@ -39,7 +39,6 @@ class Task:
     size: int
 
     def is_done(self, suffixes: Sequence[str] = (".json", ".bin", ".idx")) -> bool:
-        """Whether all its files exist."""
         return all(self.prefix.with_name(self.prefix.name + suffix).exists() for suffix in suffixes)
 
 

@@ -57,7 +57,6 @@ def command(module: str, *arguments: object, expect: int = 0) -> str:
 
 
 def train(*overrides: str) -> subprocess.Popen[bytes]:
-    """Start the one rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -68,7 +67,6 @@ def train(*overrides: str) -> subprocess.Popen[bytes]:
 
 
 def texts(seed: int, count: int) -> str:
-    """JSONL of short documents."""
     rng = random.Random(seed)
     lines = [" ".join(rng.choices(WORDS, k=rng.randrange(3, 30))) for _ in range(count)]
     return "".join(json.dumps({"text": line}) + "\n" for line in lines)
