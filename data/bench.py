@@ -1,7 +1,7 @@
-"""How fast the packer is here: `fsdp-data bench [CORPUS]`. On your own corpus and filesystem, or on a synthetic one.
+"""Time the packer: `fsdp-data bench [CORPUS]`, on a given corpus and filesystem or on a synthetic one.
 
-One process, one thread. A first pass over the corpus warms the page cache, so that the figure is the packer's and not
-the disk's; without it (`--cold`) it is what a training process would see first.
+One process, one thread. A first pass over the corpus warms the page cache, so that the result does not depend on the
+disk; `--cold` leaves it out, which shows what a training process sees at first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def bench(
 ) -> dict[str, float]:
     """Time opening, random samples and sequential packing in three rounds of `seconds`, in batches of `batch` samples.
 
-    `corpus` None makes a synthetic one of `tokens` tokens; `warm` reads every shard once before. Returns figures by
-    name, with units in the names. Raises DataError if `corpus` is not one.
+    `corpus` None makes a synthetic one of `tokens` tokens; `warm` reads every shard once first. Returns figures by
+    name, with units in the names. Raises DataError if `corpus` is not a corpus.
     """
     with ExitStack() as stack:
         if corpus is None:
@@ -45,7 +45,7 @@ def bench(
             for number in range(len(opened_corpus.manifest.shards)):
                 opened_corpus.shard(number).tokens.max(initial=0)
         rates = [_sequential(packer, batch, seconds) for _ in range(3)]
-        epoch = int(packer.epoch_samples["bench"])  # random samples, other ones in every run:
+        epoch = int(packer.epoch_samples["bench"])  # random samples, different in every run:
         drawn = [
             timed(packer, sample_index) for sample_index in np.random.default_rng().integers(0, epoch, 1000).tolist()
         ]
@@ -64,7 +64,7 @@ def bench(
 
 
 def _sequential(packer: Packer, batch: int, seconds: float) -> float:
-    """Tokens per second of int64 batches in the order of training."""
+    """Tokens per second of packing int64 batches in training order."""
     first, started = 0, time.perf_counter()
     while (took := time.perf_counter() - started) < seconds:
         packer.pack(first, batch)
@@ -73,7 +73,6 @@ def _sequential(packer: Packer, batch: int, seconds: float) -> float:
 
 
 def timed(packer: Packer, sample_index: int) -> float:
-    """Seconds that a single sample takes."""
     started = time.perf_counter()
     packer.pack(sample_index, 1)
     return time.perf_counter() - started
@@ -82,7 +81,7 @@ def timed(packer: Packer, sample_index: int) -> float:
 def word_tokenizer(path: Path, vocabulary: dict[str, int]) -> Tokenizer:
     """A tokenizer of whole words, one of which is the separator `EOD`, written to `path`."""
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=min(set(vocabulary) - {EOD})))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # cuts the separator apart, should a text hold it
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # splits the separator if a text contains it
     model.add_special_tokens([EOD])
     model.save(str(path))
     return Tokenizer.load(path)
@@ -106,6 +105,5 @@ def synthetic_corpus(directory: Path, tokens: int) -> None:
 
 
 def render(figures: dict[str, float]) -> str:
-    """The figures for people, one per line."""
     shown = (f"{value:_}" if isinstance(value, int) else f"{value:_.3f}" for value in figures.values())
     return "\n".join(f"{name.replace('_', ' '):28} {text}" for name, text in zip(figures, shown, strict=True))

@@ -1,4 +1,4 @@
-"""`fsdp-data VERB`: from raw text to a corpus that can be trusted. Runs without torch."""
+"""`fsdp-data VERB`: from raw text to a validated corpus. Runs without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from .prepare import import_corpus, quickstart
 
 
 def main() -> int:
-    """Entry point of the console script."""
     command = CommandLine("fsdp-data", "Tokenisers, token shards and their validation.")
     command.add(_prepare, _import, _train_tokenizer, _validate, _inspect, _bench, _quickstart_corpus)
     return command.run()
@@ -222,7 +221,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
-    """What --vocab-size, --eod and --bos say, if anything. Raises DataError."""
+    """The vocabulary given by --vocab-size, --eod and --bos, if any. Raises DataError."""
     size, ids = args.vocab_size, {"--eod": args.eod, "--bos": args.bos}
     if size is None and not any(number is not None for number in ids.values()):
         return None

@@ -1,8 +1,8 @@
-"""A corpus of any size without its tokens, and what a training process needs on it: `fsdp-data bench --simulate 2T`.
+"""A simulated corpus of any size, and what a training process needs on it: `fsdp-data bench --simulate 2T`.
 
-Everything is real but the content: a manifest with all shards, the full block table, and for every shard an index with
-its documents' lengths and a token file of its full size. The token files are sparse (they read as token 0), and the
-shards are hard links to a few different ones, so 2T tokens need 150 MB of disk.
+Everything but the content is real: the manifest with all shards, the full block table, and for every shard an index of
+document lengths and a token file of full size. The token files are sparse (they read as token 0) and the shards are
+hard links to a few distinct ones, so 2T tokens need 150 MB of disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .bench import timed, word_tokenizer
 _DTYPE = np.dtype("<u2")
 _VARIANTS = 64
 _MEDIAN, _SPREAD = 450, 1.26
-"""Of the log-normal document lengths; their mean is about 1,000 tokens."""
+"""Of the log-normal document lengths; the mean is about 1,000 tokens."""
 
 
 def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
@@ -53,12 +53,12 @@ def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
 
 
 def simulate(tokens: int, shards: int, *, sequence_length: int, world: int) -> dict[str, float]:
-    """Measure what a training process needs on a simulated corpus, and prove how `world` ranks share it.
+    """Measure what a training process needs on a simulated corpus, and check how `world` ranks share it.
 
     Returns figures by name, with units in the names.
 
     Raises:
-        AssertionError: two ranks would share a sample, or one would be left out. A defect.
+        AssertionError: two ranks share a sample, or one is left out: a bug.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp-data-simulate-") as folder:
         corpus = Path(folder) / "corpus"
@@ -98,10 +98,10 @@ def simulate(tokens: int, shards: int, *, sequence_length: int, world: int) -> d
 
 
 def prove_shares(packer: Packer, samples: int, world: int, rng: np.random.Generator, steps: int = 20) -> int:
-    """Check that ranks' shares of global batches at random places and across the end of the epoch cover each exactly.
+    """Check that the ranks' shares of global batches, at random places and across the end of the epoch, are exact.
 
-    The shares must be the batch, in order, without overlap; and the batch's samples must lie at different places of the
-    epoch's line, a whole number of windows apart. Returns the steps checked.
+    The shares must be the batch, in order, without overlap, and the batch's samples must start at different places of
+    the epoch's stream, a whole number of windows apart. Returns the number of steps checked.
     """
     source, size = packer._sources[0], 4 * world
     total, length = source.epoch_length, packer.length
@@ -117,7 +117,7 @@ def prove_shares(packer: Packer, samples: int, world: int, rng: np.random.Genera
 
 
 def _memory() -> int:
-    """Bytes of this process's own memory; pages of mapped files, which all ranks of a node share, do not count."""
+    """Bytes of this process's own memory, without pages of mapped files, which all ranks of a node share."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))
 
@@ -136,7 +136,7 @@ def _variant(prefix: Path, seed: int, tokens: int) -> tuple[dict[str, Any], npt.
         "documents": len(lengths),
         "tokens": total,
         "bytes": total * _DTYPE.itemsize,
-        "bin_xxh3": "0" * 32,  # of zeros that nobody compares
+        "bin_xxh3": "0" * 32,  # zeros, never compared
         "idx_xxh3": xxhash.xxh3_128(index).hexdigest(),
     }
     return entry, build_blocks([Shard(prefix)])

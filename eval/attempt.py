@@ -1,7 +1,7 @@
-"""One try at an evaluation: in a process of its own, with a deadline. No torch here.
+"""One attempt at an evaluation, in its own process and with a deadline. No torch here.
 
-Tasks are other people's code: they wait for a network that is not there, or for each other. The worker waits for a
-child. At the first limit its stack is kept, at the second it is ended, and the worker goes on with the next try.
+Tasks are third-party code: they may wait for a network that is not there, or deadlock. The worker waits for a child. At
+the first limit it saves the child's stack, at the second it kills it and goes on to the next attempt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TIMES_TYPICAL, _TIMES_DEADLINE = 3.0, 3.0
 _STACK_SECONDS, _LAST_STACK_SECONDS = 1.0, 5.0
 """For a stack to be written; the last one may be that of a process that has just been continued."""
 _END_SECONDS = 10.0
-"""For a process that was killed to be gone."""
+"""For a killed process to end."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,12 +44,12 @@ class Results(StateFile):
 
     Attributes:
         step, tokens, checkpoint: what was evaluated.
-        committed: when that was committed; None outside a run.
-        scores, documents: by task: metrics, and how many documents were used.
-        tasks, limit: the task set, and documents per task at most.
+        committed: when the checkpoint was committed; None outside a run.
+        scores, documents: by task: metrics, and number of documents used.
+        tasks, limit: the task set, and maximum documents per task.
         versions, lm_eval: of the tasks, and of lm-eval.
-        seconds, time: that it took, and when it was done.
-        unigram_bits_per_byte: what a model of token frequencies scores, if that was asked for.
+        seconds, time: duration, and time of completion.
+        unigram_bits_per_byte: score of a model of token frequencies, if requested.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
@@ -70,23 +70,23 @@ class Results(StateFile):
 
 
 class EvaluationError(Exception):
-    """The evaluation did not give results; the message says why."""
+    """The evaluation gave no results; the message says why."""
 
 
 class RefusedError(ConfigError):
-    """The tasks cannot be evaluated as they are asked for, or not here, whatever the checkpoint."""
+    """The tasks cannot be evaluated as configured, or not here, whatever the checkpoint."""
 
 
 @dataclass(frozen=True)
 class EvaluationLimits:
-    """Seconds after which the stack of an evaluation is kept and the watchdog raises an alarm, and it is ended."""
+    """Seconds until an evaluation's stack is saved and the watchdog raises an alarm, and until it is killed."""
 
     deadline: float
     end: float
 
 
 def limits(run: RunDir, tasks: str, least: float) -> EvaluationLimits:
-    """From what earlier evaluations of the same task set took; `least` is `eval.deadline` in seconds."""
+    """Limits from the durations of earlier evaluations of the task set; `least` is `eval.deadline` in seconds."""
     found = [state_files.view(path, Results) for path in run.evals.glob(f"step-*/{tasks}/results.json")]
     took = [results.seconds for results in found if results is not None]
     deadline = max(least, _TIMES_TYPICAL * median(took) if took else 0.0)
@@ -94,15 +94,15 @@ def limits(run: RunDir, tasks: str, least: float) -> EvaluationLimits:
 
 
 def apart(work: Callable[[], Results], limit: EvaluationLimits, stacks: Path, late: Callable[[str], None]) -> Results:
-    """Do `work` in a forked child; the caller must not have used a device.
+    """Run `work` in a forked child; the caller must not have used a device.
 
     Args:
-        stacks: where its stack is added at a limit.
+        stacks: file to which its stack is appended at a limit.
         late: called with a text when the deadline has passed.
 
     Raises:
-        RefusedError: it raised that.
-        EvaluationError: it raised anything else, died, or took too long.
+        RefusedError: raised by `work`.
+        EvaluationError: `work` raised anything else, died, or took too long.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -139,18 +139,18 @@ def apart(work: Callable[[], Results], limit: EvaluationLimits, stacks: Path, la
 
 
 class _Child:
-    """The process that evaluates, as the worker sees it."""
+    """The evaluating process, as seen by the worker."""
 
     def __init__(self, pid: int, dumps: IO[bytes], stacks: Path) -> None:
         self._pid, self._dumps, self._stacks = pid, dumps, stacks
         self._ended, self._kept = os.pidfd_open(pid), 0
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end, at most this long."""
+        """Wait for its end, at most this long; whether it ended."""
         return bool(select.select([self._ended], [], [], seconds)[0])
 
     def keep_stack(self, *, last: bool = False) -> None:
-        """Have it write where it stands, at C level; a stopped one too if it is the last time."""
+        """Have faulthandler write its stack; if `last`, also that of a stopped process, by continuing it."""
         os.kill(self._pid, signal.SIGUSR2)
         if last:
             os.kill(self._pid, signal.SIGCONT)
@@ -170,7 +170,7 @@ class _Child:
                 file.write(f"# {now()} pid {self._pid}\n{text or 'no answer: the process is stopped'}\n")
 
     def end(self) -> int | None:
-        """It has ended, or is ended; its wait status, None if it waits for a file system in the kernel."""
+        """Kill it if it still runs; its wait status, None if it is stuck in the kernel, waiting for a file system."""
         os.kill(self._pid, signal.SIGKILL)
         gone = select.select([self._ended], [], [], _END_SECONDS)[0]
         os.close(self._ended)
@@ -178,9 +178,9 @@ class _Child:
 
 
 def _work(work: Callable[[], Results], answers: IO[bytes], dumps: IO[bytes], parent: int) -> NoReturn:
-    """In the child: evaluate, answer, end."""
+    """In the child: evaluate, answer, exit."""
     faulthandler.register(signal.SIGUSR2, file=dumps, all_threads=True, chain=False)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it never outlives its worker
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the worker
     if os.getppid() != parent:
         os._exit(1)
     answer: dict[str, Any]

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model in one process. Needs no lm-eval."""
+"""Loading a checkpoint as a model in one process. Needs no lm-eval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fsdp-eval VERB`: judge checkpoints with lm-eval."""
+"""`fsdp-eval VERB`: evaluate checkpoints with lm-eval."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.dev
 
 
 def main() -> int:
-    """Entry point of the console script."""
     command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
     command.add(_run, _watch, _samples, _report)
     return command.run()
@@ -75,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
     results = evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer)
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
-    if args.out:  # last: what cannot be written was at least shown
+    if args.out:  # last: if it cannot be written, the results were at least printed
         replace_file(args.out, text + "\n")
     return 0
 
@@ -218,7 +217,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
 
 
 def _be_quiet() -> None:
-    """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may look for a network."""
+    """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may access the network."""
     import logging
     import os
     import warnings

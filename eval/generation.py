@@ -1,4 +1,4 @@
-"""What a task asks of the generation of answers, and what of it is done here: greedy continuations. No torch."""
+"""A task's options for generating answers, of which greedy decoding is supported. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 _TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_TOKENS = 256
-"""Of lm-eval's adapter for transformers."""
+"""The default of lm-eval's adapter for transformers."""
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "seed")
 """Without effect on greedy decoding."""
 _NEUTRAL: dict[str, object] = {
@@ -28,7 +28,7 @@ _NEUTRAL: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Greedy:
-    """A greedy continuation of at most `tokens` tokens; `stops` are texts that end it and are not part of it."""
+    """A greedy continuation of at most `tokens` tokens; the texts in `stops` end it and are not part of it."""
 
     stops: tuple[str, ...]
     tokens: int
@@ -38,7 +38,7 @@ class Greedy:
         """Read a task's `generation_kwargs`, with lm-eval's defaults and its names for the number of tokens.
 
         Raises:
-            ValueError: they ask for anything but greedy decoding; names every option that does.
+            ValueError: they ask for anything but greedy decoding; names the options that do.
         """
         given = {name: value for name, value in options.items() if value is not None}
         until = given.pop("until", [])

@@ -1,7 +1,7 @@
-"""Our models behind lm-eval's interface, read straight from a DCP checkpoint in one process.
+"""A checkpoint's model behind lm-eval's interface, read from DCP in one process.
 
-Encoding is the training tokenizer's, which adds nothing; a text begins after one document separator, as it did in
-training. No request cache is offered: lm-eval's ignores which model filled it.
+Encoding is the training tokenizer's, which adds nothing; a text starts after one document separator, as in training.
+No request cache is offered: lm-eval's ignores which model filled it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CheckpointLM(TemplateLM):
         windows = [
             (job, *window) for job, (tokens, first) in enumerate(jobs) for window in self._windows(tokens, first)
         ]
-        windows.sort(key=lambda item: len(item[1]), reverse=True)  # alike lengths together; the largest first
+        windows.sort(key=lambda item: len(item[1]), reverse=True)  # similar lengths together; the largest first
         totals, greedy = [0.0] * len(jobs), [True] * len(jobs)
         bar = tqdm(total=len(windows), desc="scoring", unit="seq", disable=True if quiet else None)
         with bar:
@@ -138,9 +138,9 @@ class CheckpointLM(TemplateLM):
         return totals.tolist(), hit.all(1).tolist()
 
     def _logits(self, texts: list[tuple[list[int], list[int]]]) -> Tensor:
-        """fp32 [n, width, V] for (context, what was said since); rows are padded on the right, which changes nothing.
+        """fp32 [n, width, V] for (context, continuation); rows are padded on the right, which does not affect them.
 
-        Under the GLM objective the context is a prefix, `[gMASK]` at its end, and `sop` begins what is said.
+        Under the GLM objective the context is a prefix that ends in `[gMASK]`, and `sop` begins the continuation.
         """
         between = [] if self._ids is None else [self._ids.gmask, self._ids.sop]
         rows = [[*context, *between, *said] for context, said in texts]
@@ -160,10 +160,10 @@ class CheckpointLM(TemplateLM):
 
     @torch.inference_mode()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations up to a stop string; without a cache of keys and values, so meant for short answers.
+        """Greedy continuations up to a stop string; without a KV cache, so meant for short answers.
 
         Raises:
-            RefusedError: a request asks for another way of decoding.
+            RefusedError: a request needs another way of decoding.
         """
         try:
             asked = [(context, Greedy.read(options)) for context, options in (request.args for request in requests)]

@@ -1,8 +1,8 @@
-"""The scheduled job: every due checkpoint evaluated exactly once, by any number of workers, crash-safe. No torch here.
+"""Scheduled evaluations: each due checkpoint exactly once, by any number of workers, crash-safe. No torch here.
 
 A worker claims a checkpoint by creating `claim.json` exclusively and touches it while it works. A claim whose owner is
 dead, or silent for too long, is moved away by an atomic rename, which only one other worker can win. Results are
-published by a rename too, and only by the worker whose claim still stands.
+published by rename too, and only while the worker's claim stands.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Job:
     """One evaluation: a checkpoint and a task set.
 
     Attributes:
-        committed: when the checkpoint was: sets it apart from one of the same step, made after a rollback.
+        committed: time of the checkpoint's commit: distinguishes it from one of the same step, made after a rollback.
     """
 
     checkpoint: Checkpoint
@@ -51,13 +51,13 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether there are results, of this very checkpoint; damaged ones are made again."""
+        """Whether there are results of this very checkpoint; damaged ones are made again."""
         results = state_files.view(self.results, Results)
         return results is not None and results.committed == self.committed
 
     @property
     def failures(self) -> int:
-        """How often it was tried and failed."""
+        """Number of failed attempts."""
         return len(list(self.folder.glob("failed-*.json")))
 
 
@@ -68,7 +68,7 @@ def task_set(tasks: list[str]) -> str:
 
 
 def is_due(config: Config, manifest: CheckpointManifest) -> bool:
-    """Whether the run's configuration wants a checkpoint with this manifest evaluated."""
+    """Whether the configuration asks to evaluate a checkpoint with this manifest."""
     if config.eval.every is None:
         return False
     if manifest.final:
@@ -78,9 +78,9 @@ def is_due(config: Config, manifest: CheckpointManifest) -> bool:
 
 
 def due_jobs(run: RunDir, config: Config) -> list[Job]:
-    """Evaluations that are due and neither done nor given up, oldest first; claimed ones included."""
+    """Evaluations that are due and neither done nor given up, oldest first, including claimed ones."""
     jobs = []
-    whole = {item.step: item for item in stores(run).scan() if item.problem is None}  # one of each step
+    whole = {item.step: item for item in stores(run).scan() if item.problem is None}  # one per step
     for checkpoint in whole.values():
         if not is_due(config, manifest := checkpoint.manifest()):
             continue
@@ -94,7 +94,7 @@ def due_jobs(run: RunDir, config: Config) -> list[Job]:
 def protected_steps(run: RunDir, config: Config) -> set[int]:
     """Steps whose checkpoints an evaluation is reading or will read next.
 
-    Only the oldest few of those that wait, or evaluations that never come would fill the disk.
+    Only the oldest few that wait: evaluations that never run would fill the disk.
     """
     waiting = due_jobs(run, config)
     claimed = {job.checkpoint.step for job in waiting if (job.folder / "claim.json").exists()}
@@ -103,7 +103,7 @@ def protected_steps(run: RunDir, config: Config) -> set[int]:
 
 @contextmanager
 def claim(job: Job, limit: EvaluationLimits | None = None) -> Iterator[Work | None]:
-    """Hold a job for the block, and say how long it may take; None if another worker holds it or it is done."""
+    """Hold a job for the block, with its deadline in the claim; None if another worker holds it or it is done."""
     make_directory(job.folder)
     path = job.folder / "claim.json"
     _drop_if_stale(path)
@@ -126,7 +126,7 @@ class Work:
     claim: Lease
 
     def publish(self, results: Results) -> bool:
-        """Write the results, unless the claim was lost meanwhile. Whether they were written."""
+        """Write the results, unless the claim was lost; returns whether they were written."""
         if not self.claim.still_mine():
             return False
         state_files.write(self.job.results, {**results.model_dump(exclude_unset=True), "committed": self.job.committed})
@@ -146,10 +146,10 @@ def _drop_if_stale(path: Path) -> None:
 
 
 def watch_once(run: RunDir, config: Config, evaluate: Callable[[Checkpoint], Results]) -> tuple[int, int]:
-    """Evaluate, in forked children, every due checkpoint that no other worker holds; how many are done, and failed.
+    """Evaluate, in forked children, every due checkpoint that no other worker holds; numbers of done and failed ones.
 
     Raises:
-        RefusedError: the tasks cannot be evaluated, whatever the checkpoint. That is no attempt: everything stays due.
+        RefusedError: the tasks cannot be evaluated, whatever the checkpoint. Not an attempt: everything stays due.
     """
     journal = Journal(run)
     evaluated = failed = 0
@@ -189,7 +189,7 @@ def _evaluate(
         )
     except RefusedError as refused:
         if all(entry["text"] != refused.cause for entry in read(run) if entry["kind"] == "eval-refused"):
-            journal.write("eval-refused", refused.cause, step=step)  # every worker from now on would say the same
+            journal.write("eval-refused", refused.cause, step=step)  # every later worker would report the same
         raise
     except EvaluationError as failed:
         note = {"time": now(), "reason": str(failed)}

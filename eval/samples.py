@@ -1,4 +1,4 @@
-"""The loss of each sample of one step, computed again from a checkpoint: which text made a step's loss what it was."""
+"""The loss of each sample of one step, recomputed from a checkpoint: which text caused a step's loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .checkpoints import read_checkpoint
 
 
 class Loss(BaseModel):
-    """Natural log: a sum over `count` target tokens, and the mean; None where it is not known or not finite."""
+    """Natural log: a sum over `count` target tokens, and the mean; None where unknown or not finite."""
 
     sum: float | None
     count: int
@@ -30,7 +30,6 @@ class Loss(BaseModel):
 
     @classmethod
     def of(cls, total: float | None, count: int) -> Loss:
-        """The loss of a sum over a number of tokens."""
         mean = number(total / count) if total is not None and count else None
         return cls(sum=None if total is None else number(total), count=count, mean=mean)
 
@@ -39,14 +38,14 @@ class Loss(BaseModel):
 
 
 class SampleLoss(Loss, ShownSample):
-    """The loss of a sample, and where that comes from."""
+    """The loss of a sample, and its origin."""
 
 
 class StepLosses(BaseModel):
-    """The losses of a step: of the batch, as they were recorded in training, by source, and by sample, highest first.
+    """The losses of a step: of the batch, as recorded in training, by source, and by sample, highest first.
 
     Attributes:
-        checkpoint: step of the one whose parameters they were computed with.
+        checkpoint: step of the checkpoint whose parameters were used.
     """
 
     step: int
@@ -65,7 +64,7 @@ def sample_losses(
 
     Args:
         checkpoint: step of the checkpoint; None is the newest before the step.
-        segment: the start that trained the step; None is the one whose step was kept.
+        segment: the segment that trained the step; None is the one whose step was kept.
         device: None is the run's `eval.device`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Tasks made from held-out documents, so that every run can be judged without a download.
+"""Tasks made from held-out documents, so that every run can be evaluated without a download.
 
 `heldout_bpb`: bits per byte of the documents, by rolling likelihood. `heldout_choice`: which of four continuations
-belongs to a passage, the others being real passages of the same length from other documents; chance is 0.25.
+belongs to a passage; the others are real passages of the same length from other documents; chance is 0.25.
 Both are deterministic functions of the file.
 """
 
@@ -43,11 +43,11 @@ def read_heldout(path: Path) -> list[str]:
 
 
 def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Path]) -> dict[str, Any]:
-    """lm-eval's task objects for task names, groups nested, ready for its `evaluate`.
+    """lm-eval's task objects for task names, groups nested, as its `evaluate` takes them.
 
     Raises:
-        RefusedError: a task or a directory does not exist, or a task lacks its held-out documents or asks for what is
-            not done here.
+        RefusedError: a task or a directory does not exist, or a task lacks its held-out documents or needs an
+            unsupported option.
         DataError: the held-out file cannot be used.
     """
     from lm_eval.tasks import TaskManager, get_task_dict
@@ -75,7 +75,7 @@ def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Pat
     tasks: dict[str, Any] = get_task_dict([makers[name](texts) if name in makers else name for name in names], manager)
     single = list(_single(tasks))
     _check_generation(single)
-    for task in single:  # as lm-eval's command line does: no examples unless the task wants some, drawn repeatably
+    for task in single:  # as lm-eval's command line does: zero-shot unless the task sets it, with a fixed seed
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(1234)
@@ -92,7 +92,7 @@ def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
 
 
 def _check_generation(tasks: Sequence[Any]) -> None:
-    """Raise RefusedError if a task wants its answers generated in a way that is not done here."""
+    """Raise RefusedError if a task needs an unsupported way of generating answers."""
     problems = []
     for task in tasks:
         try:
@@ -109,7 +109,7 @@ def _check_generation(tasks: Sequence[Any]) -> None:
 
 
 def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """A task in lm-eval's terms, which calls `custom_dataset` to get the documents."""
+    """A task in lm-eval's terms, which calls `custom_dataset` for the documents."""
     from datasets import Dataset
 
     return {
@@ -136,7 +136,7 @@ def _choice(texts: list[str]) -> dict[str, Any]:
     questions = choice_questions(texts)
     if not questions:
         raise DataError("the held-out documents are too few or too short for heldout_choice")
-    # Some passages are likelier than others anywhere: the score that counts subtracts that (mutual information).
+    # Some passages are likely after any context: acc_mutual_info subtracts that.
     metrics = ("acc_mutual_info", "acc")
     return _task(
         "heldout_choice",

@@ -1,4 +1,4 @@
-"""Fixtures: processes, laboratories, broken machines, and an endpoint that listens."""
+"""Fixtures: processes, laboratories, broken machines, and a webhook endpoint."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tqdm import tqdm
 # Zygotes and tests fork, so neither pyarrow's allocator nor a progress bar may start a thread.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 tqdm.monitor_interval = 0
-# Files that take longest, longest first: workers that begin with them end together.
+# The slowest files, slowest first, so that parallel workers finish at the same time.
 LONG = "docs training interventions launch hangs checkpoints eval saves kills prepare aim".split()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is slow is not quick, also in a file that is. Ctrl-C reaches what tests start."""
+    """Slow tests are not quick, even in a quick file. Ctrl-C reaches the processes that tests start."""
     if config.option.markexpr == "quick":
         config.option.markexpr = "quick and not slow"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first."""
+    """Put the slowest files first."""
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
 
@@ -69,7 +69,7 @@ def tokenizer(shared_corpus: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygotes]:
-    """What commands and ranks are forked from."""
+    """Processes that commands and ranks are forked from."""
     started = Zygotes(tmp_path_factory.mktemp("processes"))
     yield started
     started.close()
@@ -93,8 +93,8 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
 
 @pytest.fixture
 def gates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Path]]:
-    """`gates(5, 9)`: runs that start from now on wait before these steps until the files that it returns exist, so that
-    they do not end before the test has done something to them. `gates()`: they do not wait any more."""
+    """`gates(5, 9)`: runs started from now on wait before these steps until the returned files exist, so that they do
+    not end before the test has acted on them. `gates()`: they no longer wait."""
     made: list[Path] = []
 
     def make(*steps: int) -> list[Path]:
@@ -121,7 +121,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.fixture
 def removable(tmp_path: Path) -> Iterator[Callable[[Path], Removable]]:
-    """`removable(path)` mounts a file system there that can be taken away."""
+    """`removable(path)` mounts a file system that can be taken away."""
     with contextlib.ExitStack() as mounted:
         numbers = itertools.count()
 
@@ -154,7 +154,7 @@ def start_command(zygotes: Zygotes) -> Callable[..., Process]:
 
 @pytest.fixture(scope="session")
 def helpers() -> Any:
-    """Functions for tests, those that look at a run above all."""
+    """Functions for tests, mainly to inspect a run."""
 
     class Helpers:
         root = ROOT
@@ -180,7 +180,6 @@ def helpers() -> Any:
 
         @staticmethod
         def journal(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-            """Journal entries of a run."""
             from fsdp_pretrain.record.files import RunDir
             from fsdp_pretrain.record.journal import read
 
@@ -194,7 +193,7 @@ def helpers() -> Any:
 
 @pytest.fixture
 def endpoint(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    """Where the webhook `[watchdog.notify.webhook]` of a test's runs goes; down until `up` is called."""
+    """Target of the webhook `[watchdog.notify.webhook]` of a test's runs; down until `up` is called."""
     for variable in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(variable, raising=False)
     served = Endpoint(helpers.port())

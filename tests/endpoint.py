@@ -1,4 +1,4 @@
-"""A web server for tests of notification, with the faults that real ones have."""
+"""A web server for notification tests, with the faults of real ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Endpoint:
 
     Attributes:
         port: fixed; `down` closes it.
-        answers: the status of every answer.
+        answers: status of every answer.
         delay: seconds before an answer.
-        requests: (path, headers, body) of what was answered with 200, in order.
-        seen: how many requests came.
+        requests: (path, headers, body) of requests answered with 200, in order.
+        seen: number of requests.
     """
 
     def __init__(self, port: int) -> None:

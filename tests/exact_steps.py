@@ -2,8 +2,9 @@
 
     python exact_steps.py CONFIG.toml OUT CASE...
 
-As one rank that accumulates, and as 2 x 2. Writes `OUT/CASE-WORLD-RANK.pt` for every case, world size and rank: the step records, and after every step the full parameters, this
-rank's shards of parameters and moments, and the optimiser's step counts.
+One rank that accumulates, and 2 x 2 ranks. Writes `OUT/CASE-WORLD-RANK.pt` for every case, world size and rank: the
+step records, and after every step the full parameters, this rank's shards of parameters and moments, and the
+optimiser's step counts.
 """
 
 import json
@@ -55,7 +56,7 @@ def configure(path: str, case: str, world: int) -> Config:
 
 
 def global_batch(step: int, *, poison: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 tokens [8, 17] and labels [8, 16], with 0 to 16 targets a sample; poison is in the last sample of step 2."""
+    """int64 tokens [8, 17] and labels [8, 16], 0 to 16 targets per sample; poison is in the last sample of step 2."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(POISON, (BATCH, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -89,7 +90,6 @@ class Given:
 
 
 def never(*given: Any) -> Any:
-    """Nothing here saves."""
     raise AssertionError(given)
 
 
@@ -102,7 +102,7 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
     model = fsdp.parallelize(models.build(config.model), config, world)
     model.train()
     fp16 = config.train.precision == "fp16"
-    if case == "poison":  # larger than fp16 can hold: infinite wherever the token is looked up, and nowhere else
+    if case == "poison":  # larger than fp16 can hold: infinite only where the token is looked up
         weight = model.embedding.weight.to_local()
         first = mesh_row(model.embedding.weight)
         if first <= POISON < first + len(weight):
@@ -161,7 +161,7 @@ def start(path: str, size: int, out: Path, cases: tuple[str, ...]) -> int:
 
 
 def main(path: str, out: str, *cases: str) -> int:
-    """Every case on every mesh; the worst exit code."""
+    """Run every case on every mesh; the worst exit code."""
     return max(start(path, size, Path(out), cases) for size in MESHES)
 
 

@@ -1,8 +1,8 @@
-"""Faults that a test puts into chosen ranks, without a hook in the program.
+"""Faults that a test injects into chosen ranks, without a hook in the program.
 
-The variable `EXECUTE_FIRST` names this file (see `zygote.py`), or torchrun is given it as the script in place of the
-trainer; `FAULT` is JSON: `{"rank": 1, "step": 30, "kind": "hold"}`, or a list of such. Before the step (0: before it
-starts) a rank does what the kind says, with `on` before all later ones too, up to `until`; see `KINDS`.
+The variable `EXECUTE_FIRST` names this file (see `zygote.py`), or torchrun gets it as the script in place of the
+trainer. `FAULT` is JSON: `{"rank": 1, "step": 30, "kind": "hold"}`, or a list of such. Before the step (0: before
+training starts) the rank executes the kind, with `on` before all later steps too, up to `until`; see `KINDS`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from dataclasses import replace
 from typing import Any
 
 _NOW = [0]
-"""The step this rank is in."""
+"""The current step of this rank."""
 _ENDED = [0.0]
-"""When the last step that had to wait ended."""
+"""End of the last step that had to wait."""
 
 
 def hold(fault: dict[str, Any]) -> None:
-    """Wait in C for ever with the interpreter lock held: no other thread of the rank runs. No signal wakes it."""
+    """Wait forever in C with the interpreter lock held: no other thread of the rank runs, no signal wakes it."""
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
 
 
 def doze(fault: dict[str, Any]) -> None:
-    """Sleep in Python, as code that waits for something of its own."""
+    """Sleep in Python, like code that waits for something."""
     time.sleep(fault.get("seconds", 600))
 
 
 def wait(fault: dict[str, Any]) -> None:
-    """Let every step take so many seconds, from `from` to `until` if they are given, as if a device were at work: the
-    noise of the machine in what is shorter does not show."""
+    """Make every step take `seconds`, from `from` to `until` if given, as if a device were busy: hides the
+    machine's noise in shorter steps."""
     from fsdp_pretrain.parallel import optimizer
 
     update = optimizer.apply
@@ -54,30 +54,29 @@ def wait(fault: dict[str, Any]) -> None:
 
 
 def await_file(fault: dict[str, Any]) -> None:
-    """Wait until the file `path` exists: what a test does to a run comes before the steps that follow."""
+    """Wait until the file `path` exists, so that the test acts on the run before the following steps."""
     while not os.path.exists(fault["path"]):  # noqa: PTH110
         time.sleep(0.01)
 
 
 def desync(fault: dict[str, Any]) -> None:
-    """Call a collective operation that no other rank calls."""
+    """Call a collective that no other rank calls."""
     import torch.distributed as dist
 
     dist.barrier()
 
 
 def die(fault: dict[str, Any]) -> None:
-    """Be killed."""
     os.kill(os.getpid(), fault.get("signal", signal.SIGKILL))
 
 
 def crash(fault: dict[str, Any]) -> None:
-    """Raise what nobody expects."""
+    """Raise an unexpected exception."""
     raise RuntimeError("a planted defect")
 
 
 def drag(fault: dict[str, Any]) -> None:
-    """Make every block's forward pass last so many seconds longer, from `from` to `until` if they are given."""
+    """Make every block's forward pass `seconds` slower, from `from` to `until` if given."""
     from fsdp_pretrain.models.llama import LlamaBlock
 
     forward = LlamaBlock.forward
@@ -91,7 +90,7 @@ def drag(fault: dict[str, Any]) -> None:
 
 
 def rewind(fault: dict[str, Any]) -> None:
-    """Read the data from its beginning again."""
+    """Read the data from the start again."""
     from data.packing.loader import Loader
     from data.packing.position import Position
 
@@ -105,7 +104,7 @@ def rewind(fault: dict[str, Any]) -> None:
 
 
 def swap(fault: dict[str, Any]) -> None:
-    """Take the samples of the second of two sources where those of the first are due, and the other way round."""
+    """Swap the samples of two sources."""
     from data.packing.mixture import Mixture
 
     source_of = Mixture.source_of
@@ -118,7 +117,7 @@ def swap(fault: dict[str, Any]) -> None:
 
 
 def trust(fault: dict[str, Any]) -> None:
-    """Believe that documents hold no special tokens."""
+    """Assume that documents hold no special tokens."""
     from data.packing.packer import Packer
 
     Packer._clean = lambda *_: True  # type: ignore[method-assign]
@@ -131,7 +130,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def arm(faults: list[dict[str, Any]]) -> None:
-    """Put the faults of this rank into its loop."""
+    """Install the faults of this rank in its loop."""
     mine = [fault for fault in faults if fault["rank"] in (int(os.environ.get("RANK", "0")), "all")]
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     mine = [fault for fault in mine if fault.get("attempt", attempt) == attempt]
@@ -140,7 +139,7 @@ def arm(faults: list[dict[str, Any]]) -> None:
     from fsdp_pretrain.train.trainer import Trainer
 
     for fault in mine:
-        if fault["step"] == 0:  # from the beginning of this start
+        if fault["step"] == 0:  # from the first step on
             KINDS[fault["kind"]](fault)
     step = Trainer.step
 

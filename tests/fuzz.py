@@ -1,8 +1,8 @@
-"""Mutated files for every reader of files from outside: each must answer with an exit code, in bounded time and memory.
+"""Mutated files for every reader of external files: each must end with an exit code, in bounded time and memory.
 
     python tests/fuzz.py                                   10,000 files with seed 1: what the slow tests run
     python tests/fuzz.py --seed 7 --cases 2000 --only zst parquet
-    python tests/fuzz.py --seed 7 --only zst --case 412    one of them again: its output, and its files are kept
+    python tests/fuzz.py --seed 7 --only zst --case 412    repeat one case: prints its output and keeps its files
 
 A case copies a small valid input, damages one of its files and runs one command in a forked process. It fails if the
 process dies of a signal, prints a traceback, returns a code it may not, takes over 30 s of processor time, grows by more
@@ -50,7 +50,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Case:
-    """What one damaged file led to; `problem` is empty if all is well."""
+    """Result of one damaged file; `problem` is empty if all is well."""
 
     name: str
     number: int
@@ -65,7 +65,7 @@ class Case:
 
 
 def damaged(rng: random.Random, name: str, content: bytes) -> bytes:
-    """Content with one to three things done to it."""
+    """Content with one to three damages."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         content = _damage(rng, name, content)
     return content
@@ -99,7 +99,7 @@ def _damage(rng: random.Random, name: str, content: bytes) -> bytes:
 
 
 def _damage_json(rng: random.Random, content: bytes) -> bytes:
-    """Another value in place of one of a JSON file, or of one line of a JSONL file."""
+    """Replace a value of a JSON file, or of one line of a JSONL file."""
     lines = content.split(b"\n")
     whole = content.lstrip().startswith(b"{\n") or content.lstrip().startswith(b"[")
     at = rng.randrange(len(lines))
@@ -136,7 +136,7 @@ def _holders(value: Any) -> Iterator[Any]:
 
 
 def run_command(folder: Path, command: str) -> int:
-    """What `python -m MODULE ARGUMENTS` does in a folder."""
+    """Run `python -m MODULE ARGUMENTS` in a folder."""
     module, *arguments = shlex.split(command.format(folder=folder))
     os.chdir(folder)
     sys.argv = [module, *arguments]
@@ -144,7 +144,7 @@ def run_command(folder: Path, command: str) -> int:
 
 
 def run_case(kinds: dict[str, Kind], name: str, number: int, seed: int, inputs: Path, scratch: Path) -> Case:
-    """One damaged file, read once; `scratch` holds it afterwards."""
+    """Damage one file and read it; `scratch` holds it afterwards."""
     kind, rng = kinds[name], random.Random(f"{seed}/{name}/{number}")
     folder, log = scratch / "case", scratch / "log"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -168,7 +168,7 @@ def run_case(kinds: dict[str, Kind], name: str, number: int, seed: int, inputs: 
     return Case(name, number, command, str(victim.relative_to(folder)), problem, code, output)
 
 
-# ------------------------------------------------------------------- all of them
+# ------------------------------------------------------------------- all cases
 
 
 def plan(kinds: dict[str, Kind], cases: int, only: list[str]) -> list[tuple[str, int]]:
@@ -215,7 +215,7 @@ def main() -> int:
 
 
 def run_all(kinds: dict[str, Kind], cases: list[tuple[str, int]], args: argparse.Namespace, folder: Path) -> bool:
-    """Share the cases among forked workers, and say what failed."""
+    """Distribute the cases over forked workers, and report failures."""
     begun, found = time.monotonic(), []
     readers = []
     for worker in range(args.workers):

@@ -1,4 +1,4 @@
-"""The kinds of files that `fuzz.py` damages: how a valid one is made, which commands read it, and what they must count."""
+"""The kinds of files that `fuzz.py` damages: how to make a valid one, which commands read it, what they must count."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROCESSOR_SECONDS, ADDRESSES = 30, 1 << 30
 EOD = 0
 READS, REPORTS = frozenset((0, 78, 93)), frozenset((0, 1, 2, 78, 93))
-"""Exit codes of commands that make something, and of commands that report what they found."""
+"""Exit codes of commands that make something, and of commands that report findings."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Kind:
         share: of all cases.
         make: writes a valid input into an empty folder.
         victims: patterns of the files to damage.
-        commands: of which each case runs one, in the folder: module, arguments.
-        codes: exit codes they may have.
-        lost: what a command that ended with 0 did not count, given the damaged folder; "" if nothing.
+        commands: module and arguments; each case runs one, in the folder.
+        codes: allowed exit codes.
+        lost: what a command that exited with 0 did not count, given the damaged folder; "" if nothing.
     """
 
     share: int
@@ -49,7 +49,7 @@ class Kind:
 
 
 def isolated(act: Callable[[], int], log: Path, size: int) -> tuple[int, int]:
-    """Run in a forked process under limits: (exit code, negative for a signal; bytes by which it grew)."""
+    """Run in a forked process under limits: (exit code, negative for a signal; growth in bytes)."""
     pages = [int(number) * resource.getpagesize() for number in Path("/proc/self/statm").read_text().split()[:2]]
     pid = os.fork()
     if pid == 0:
@@ -76,7 +76,7 @@ def isolated(act: Callable[[], int], log: Path, size: int) -> tuple[int, int]:
 
 
 def call(*arguments: object) -> None:
-    """A command of this project that must succeed."""
+    """Run a command of this project that must succeed."""
     line = [sys.executable, "-m", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True, cwd="/", env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,12 +90,11 @@ def texts() -> list[str]:
 
 
 def jsonl() -> bytes:
-    """The same as JSONL."""
     return "".join(json.dumps({"text": text, "id": at}) + "\n" for at, text in enumerate(texts())).encode()
 
 
 def counted(folder: Path, documents: int | None) -> str:
-    """What `prepare` or `import` did not count of so many documents; None: the input has no meaning."""
+    """What `prepare` or `import` did not count of `documents`; None: the input has no meaning."""
     manifest = json.loads((folder / "out/manifest.json").read_text())
     kept, numbers = manifest["documents"], manifest["statistics"]
     read = numbers.get("read", kept)
@@ -107,7 +106,7 @@ def counted(folder: Path, documents: int | None) -> str:
 
 
 def lines_of(content: bytes | None) -> int | None:
-    """Records of JSONL, or None if one is none."""
+    """Number of JSONL records, or None if one is invalid."""
     if content is None:
         return None
     try:
@@ -119,7 +118,7 @@ def lines_of(content: bytes | None) -> int | None:
 
 
 def gunzipped(content: bytes) -> bytes | None:
-    """What a gzip file holds, or None if it is damaged."""
+    """Content of a gzip file, or None if it is damaged."""
     try:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error):
@@ -127,7 +126,7 @@ def gunzipped(content: bytes) -> bytes | None:
 
 
 def unzstd(content: bytes) -> bytes | None:
-    """What the frames of a zstd file hold, or None if one is damaged or unfinished."""
+    """Content of the frames of a zstd file, or None if one is damaged or unfinished."""
     out = b""
     try:
         while content:
@@ -142,7 +141,7 @@ def unzstd(content: bytes) -> bytes | None:
 
 
 def documents_by(reference: Callable[[Path], int | None]) -> Callable[[Path], str]:
-    """A check of the number of documents against another reader, run where it may crash."""
+    """Checks the number of documents against another reader, in a process that may crash."""
 
     def lost(folder: Path) -> str:
         if not (folder / "out").exists():
@@ -163,7 +162,7 @@ def arrow_rows(folder: Path) -> int:
     import pyarrow
 
     content = (folder / "a.arrow").read_bytes()
-    if content.startswith(b"ARROW1"):  # a file is a stream with a footer that says the same once more
+    if content.startswith(b"ARROW1"):  # a file is a stream with a footer that repeats its contents
         content = content[8:]
     table = pyarrow.ipc.open_stream(pyarrow.py_buffer(content)).read_all()
     table.validate(full=True)
@@ -174,7 +173,7 @@ def parquet_rows(folder: Path) -> int | None:
     import pyarrow
     from pyarrow import parquet
 
-    # Only the column that is read, and its bytes as they are: `prepare` counts what it repairs.
+    # Only the column that is read, as raw bytes: `prepare` counts repairs.
     column = parquet.read_table(folder / "a.parquet", columns=["text"], use_threads=False)["text"]
     return len(column) if pyarrow.types.is_string(column.type) and not column.null_count else None
 
@@ -185,7 +184,7 @@ def megatron_documents(folder: Path) -> int:
 
 
 def make_kinds(shared: Path) -> dict[str, Kind]:
-    """All kinds of files; `shared` gets the tokenizer and the runs that they refer to."""
+    """All kinds of files; `shared` gets the tokenizer and the runs they need."""
     shared.mkdir()
     (shared / "train.jsonl").write_bytes(jsonl() * 20)
     tokenizer, corpus = shared / "tokenizer", shared / "corpus"
@@ -386,7 +385,7 @@ enabled = false
 
 
 def _make_runs(shared: Path) -> None:
-    """A run that went back once and can go on, one that did go on, and its Hugging Face folder."""
+    """A rolled-back run that can be resumed, one that was resumed, and its Hugging Face folder."""
     run, config = shared / "run", shared / "run.toml"
     config.write_text(RUN.format(run=run, corpus=shared / "corpus", heldout=shared / "train.jsonl"))
     call("fsdp_pretrain.train", config)
@@ -398,7 +397,7 @@ def _make_runs(shared: Path) -> None:
 
 
 def _changed_curve(run: Path, untouched: Path) -> str:
-    """Which steps of a resumed run are not those of a run whose files nobody touched."""
+    """Which steps of a resumed run differ from a run with undamaged files."""
     from fsdp_pretrain.record.files import RunDir
     from fsdp_pretrain.record.metrics import read_metrics
 

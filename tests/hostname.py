@@ -1,4 +1,4 @@
-"""Gives every node of a job that is started without torchrun a host name of its own: node-0, node-1. See `zygote.py`."""
+"""Gives every node of a job started without torchrun its own host name: node-0, node-1. See `zygote.py`."""
 
 from __future__ import annotations
 

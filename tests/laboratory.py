@@ -1,4 +1,4 @@
-"""Small real corpora, run configurations and training jobs, and what a test reads of a run."""
+"""Small real corpora, run configurations and training jobs, and what tests read from a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = (
 
 
 def make_text(seed: int, words: int) -> str:
-    """Repeatable text with white space, code and a little non-ASCII."""
+    """Reproducible text with white space, code and a little non-ASCII."""
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) for _ in range(words)) + rng.choice(["\n", "", " é", " 文\n"])
 
@@ -33,7 +33,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: str = "<u2", shards: int = 2) -> Path:
-    """A corpus of the given token lists as they are, dealt over its shards in turn."""
+    """A corpus of the given token lists, unchanged, dealt over its shards in turn."""
     import numpy as np
 
     from data.corpus.corpus import write_corpus
@@ -51,7 +51,7 @@ def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: 
 
 
 class Lab:
-    """A directory with a corpus, and the means to train on it.
+    """A directory with a corpus and what is needed to train on it.
 
     Attributes:
         path: of the laboratory.
@@ -80,7 +80,7 @@ class Lab:
             "parallel": {"timeout": "60 s"},
             "checkpoint": {"every": "10 steps"},
             "record": {"console_every": 5},
-            "watchdog": {"enabled": False},  # a process more for every run: tests of the watchdog turn it on
+            "watchdog": {"enabled": False},  # one process more per run: tests of the watchdog turn it on
         }
         for section, changes in sections.items():
             values[section] = {**values.get(section, {}), **changes}
@@ -90,19 +90,18 @@ class Lab:
         return path
 
     def start(self, config: Path, *overrides: str, ranks: int = 1, flags: tuple[str, ...] = (), nodes: int = 1) -> Job:
-        """Start a training job, as if on so many nodes (their host names: `hostname.py`)."""
+        """Start a training job, as if on `nodes` nodes (their host names: `hostname.py`)."""
         job = Job(self._zygotes, config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags, nodes)
         self._jobs.append(job)
         return job
 
     def train(self, config: Path, *overrides: str, ranks: int = 1, expect: int = 0, flags: tuple[str, ...] = ()) -> str:
-        """Run a training job to its end; what it printed. Fails the test if its exit code is another."""
+        """Run a training job to its end and return its output. Fails the test on another exit code."""
         job = self.start(config, *overrides, ranks=ranks, flags=flags)
         codes = job.wait()
         assert codes == [expect] * ranks, f"exit codes {codes}\n{job.output()}"
         return job.output()
 
     def close(self) -> None:
-        """End what is still running."""
         for job in self._jobs:
             job.kill()

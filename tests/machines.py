@@ -1,4 +1,4 @@
-"""File systems and network cables of their own, which a test can fill, take away and pull. All need root."""
+"""Private file systems and network cables that a test can fill, remove and unplug. All need root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 def mount_tmpfs(path: Path, options: str) -> None:
-    """Mount a file system, of so many bytes for example (`size=4m`); without root the test is skipped."""
+    """Mount a tmpfs with options such as `size=4m`; without root the test is skipped."""
     path.mkdir(parents=True, exist_ok=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True).returncode:
         pytest.skip("mounting a tmpfs needs root")
@@ -21,7 +21,7 @@ def mount_tmpfs(path: Path, options: str) -> None:
 
 @contextlib.contextmanager
 def tmpfs(path: Path, options: str = "size=64m") -> Iterator[Path]:
-    """A file system for a while."""
+    """A temporary file system."""
     mount_tmpfs(path, options)
     try:
         yield path
@@ -30,11 +30,11 @@ def tmpfs(path: Path, options: str = "size=64m") -> Iterator[Path]:
 
 
 class Removable:
-    """A mounted file system that goes away under those who use it, and comes back with all that was on it.
+    """A mounted file system that disappears while in use, and comes back with its contents.
 
     Args:
         path: where it is mounted.
-        kept: a second place, by which it outlives being unmounted from the first.
+        kept: a second mount, which keeps it alive while the first is gone.
     """
 
     def __init__(self, path: Path, kept: Path) -> None:
@@ -44,15 +44,13 @@ class Removable:
         self.bring_back()
 
     def take_away(self) -> None:
-        """Unmount it as busy as it is: an empty directory is left."""
+        """Unmount it while busy: an empty directory is left."""
         subprocess.run(["umount", "-l", str(self.path)], check=True)
 
     def bring_back(self) -> None:
-        """Mount it again."""
         subprocess.run(["mount", "--bind", str(self._kept), str(self.path)], check=True)
 
     def close(self) -> None:
-        """Unmount it everywhere."""
         for place in (self.path, self._kept):
             while subprocess.run(["umount", "-l", str(place)], capture_output=True).returncode == 0:
                 pass
@@ -63,8 +61,8 @@ class Node(NamedTuple):
 
     Attributes:
         prefix: what to put before a command to run it there.
-        options: of the launcher.
-        environment: what its ranks need.
+        options: for the launcher.
+        environment: for its ranks.
     """
 
     prefix: list[str]
@@ -73,11 +71,10 @@ class Node(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Host name."""
         return self.prefix[3]
 
     def cable(self, state: str) -> None:
-        """Pull it (`down`) or plug it in (`up`)."""
+        """Unplug it (`down`) or plug it in (`up`)."""
         end = self.environment["GLOO_SOCKET_IFNAME"]
         subprocess.run(["ip", "-n", self.name, "link", "set", end, state], check=True)
 

@@ -1,9 +1,9 @@
 """Numeric faults in a training rank, executed before it starts (`EXECUTE_FIRST` names this file, see `zygote.py`).
 
-`FAULT` says which, as JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` is every step
-from there on, rank `"all"` is every rank. A gradient or a loss becomes NaN; `grow` makes all gradients `times` as large;
-`nudge` changes one parameter of the rank before the step; `repeat` hands out the batch before again; `kill` ends the rank
-before the step, as a machine would. `hosts` are names of the ranks' hosts.
+`FAULT` is JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` means every step from
+there on, rank `"all"` every rank. A gradient or a loss becomes NaN; `grow` multiplies all gradients by `times`; `nudge`
+changes one parameter of the rank before the step; `repeat` returns the previous batch again; `kill` kills the rank
+before the step, as a machine failure would. `hosts` are the host names of the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ now = 0
 
 
 def here() -> bool:
-    """Whether this rank is to be hit in this step."""
+    """Whether this rank is hit in this step."""
     due = now >= FAULT["from"] if "from" in FAULT else now in FAULT["steps"]
     return due and FAULT["rank"] in (int(os.environ["RANK"]), "all")
 

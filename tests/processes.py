@@ -1,4 +1,4 @@
-"""Commands of this project and ranks of a training job as real processes, forked from one that has imported everything."""
+"""Commands of this project and ranks of a training job as real processes, forked from one with everything imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def python_path(*folders: object) -> str:
-    """PYTHONPATH with these folders and this checkout first; the packages that it carries already stay."""
+    """PYTHONPATH with these folders and this checkout first; existing entries stay."""
     return os.pathsep.join(map(str, filter(None, (*folders, ROOT, os.environ.get("PYTHONPATH")))))
 
 
@@ -48,7 +48,7 @@ LAUNCH = (sys.executable, "-m", "fsdp_pretrain.cli", "launch")
 
 
 def spawn(line: Sequence[object], log: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """Start a command as a user's shell does, in a session of its own; both outputs are appended to a log."""
+    """Start a command as a user's shell does, in its own session; both outputs are appended to a log."""
     with log.open("ab") as out:
         return subprocess.Popen(
             [str(part) for part in line],
@@ -60,7 +60,7 @@ def spawn(line: Sequence[object], log: Path, **variables: str) -> subprocess.Pop
         )
 
 
-# What a zygote imports before it forks the first command of a package. Its environment has what those imports read.
+# What a zygote imports before it forks the first command of a package, with the environment that those imports read.
 IMPORTS = {
     "data": ["data.cli", "tokenizers", "sentencepiece"],
     "fsdp_pretrain": [
@@ -76,7 +76,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 
 class Process:
-    """A command of this project that was forked from a zygote."""
+    """A command of this project, forked from a zygote."""
 
     def __init__(self, pid: int, files: Path) -> None:
         self.pid, self._files = pid, files
@@ -87,18 +87,16 @@ class Process:
         return int(exit_code.read_text()) if exit_code.exists() else None
 
     def wait(self, timeout: float = PATIENCE) -> int:
-        """Exit code."""
         until(lambda: self.poll() is not None, timeout, f"the end of process {self.pid}", every=0.01)
         return int(self.poll() or 0)
 
     def signal(self, number: int) -> None:
-        """Send a signal if it still runs."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def output(self) -> tuple[str, str]:
-        """What it wrote to standard output and standard error so far."""
+        """Its standard output and standard error up to now."""
         out, err = (self._files.with_suffix(end).read_text() for end in (".out", ".err"))
         return out, err
 
@@ -156,7 +154,7 @@ class Zygotes:
     def run(
         self, module: str, *arguments: object, timeout: float = PATIENCE, cwd: Path = Path("/"), **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a module to its end and capture what it says."""
+        """Run a module to its end and capture its output."""
         process = self.start(module, *arguments, environment=clean_environment(**extra), cwd=cwd)
         try:
             code = process.wait(timeout)
@@ -165,7 +163,6 @@ class Zygotes:
         return subprocess.CompletedProcess([module, *map(str, arguments)], code, *process.output())
 
     def close(self) -> None:
-        """End the zygotes."""
         for zygote in self._zygotes.values():
             assert zygote.stdin is not None
             zygote.stdin.close()
@@ -208,7 +205,6 @@ class Job:
         ]
 
     def wait(self, timeout: float = PATIENCE) -> list[int]:
-        """Exit codes of all ranks."""
         try:
             until(lambda: None not in self.codes(), timeout, lambda: f"the end of the job\n{self.output()}", every=0.01)
         finally:
@@ -225,5 +221,4 @@ class Job:
             process.signal(number)
 
     def output(self) -> str:
-        """What the ranks printed."""
         return self.log.read_text(errors="replace")

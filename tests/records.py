@@ -1,4 +1,4 @@
-"""Records as a run writes them, for tests that write a run rather than train it."""
+"""Records as a run writes them, for tests that write a run instead of training it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORLD = WorldShape(size=1, replicas=1, shards=1)
 
 
 def step_record(step: int, *, batch: int = 8, length: int = 32, **changes: Any) -> StepRecord:
-    """The metrics record of a step; values of a line, or of `StepRecord`."""
+    """The metrics record of a step; `changes` are values of a line, or of `StepRecord`."""
     consumed = step * batch
     values: dict[str, Any] = {
         "step": step, "consumed": consumed, "cursor": consumed, "tokens": consumed * length, "batch": batch,
@@ -34,7 +34,7 @@ def step_record(step: int, *, batch: int = 8, length: int = 32, **changes: Any) 
 
 
 def metric(step: int, **changes: Any) -> dict[str, Any]:
-    """The values of its line, as the real writer writes it, and further ones."""
+    """The values of its line, as the real writer writes it, with `changes`."""
     known = {key: value for key, value in changes.items() if key in (*StepRecord.model_fields, "length")}
     line: dict[str, Any] = json.loads(step_record(step, **known).to_line())
     return {**line, **{key: value for key, value in changes.items() if key not in known}}
@@ -48,7 +48,7 @@ def parsed(line: dict[str, Any]) -> StepRecord:
 
 
 def manifest(step: int, attempt: Path, *, batch: int = 8, length: int = 32, **changes: Any) -> CheckpointManifest:
-    """What a trainer promises of a checkpoint that is completely written into `attempt`."""
+    """The manifest of a trainer for a checkpoint that is completely written into `attempt`."""
     consumed = step * batch
     values: dict[str, Any] = {
         "step": step, "consumed": consumed, "cursor": consumed, "batch": batch, "tokens": consumed * length,
@@ -66,7 +66,7 @@ CHECKPOINT = {WEIGHTS: b"weights", ".metadata": b"meta", TRAIN_STATE: b"{}", CON
 def commit(
     store: Store, step: int, files: dict[str, bytes] = CHECKPOINT, *, verified: bool = True, **changes: Any
 ) -> Checkpoint:
-    """Make a checkpoint of these files, with changes to its manifest, as a save does."""
+    """Commit a checkpoint of these files, with changes to its manifest, as a save does."""
     attempt = store.begin(step)
     for name, content in files.items():
         (attempt / name).write_bytes(content)
@@ -75,5 +75,5 @@ def commit(
 
 
 def results(**changes: Any) -> dict[str, Any]:
-    """What an evaluation gives."""
+    """Results of an evaluation."""
     return {"step": 1, "tokens": 1, "scores": {}, "seconds": 1.0, "time": "2026-06-01T12:00:00.000Z", **changes}

@@ -1,4 +1,4 @@
-"""Runs of earlier releases (`tests/releases`), unpacked where a test wants them."""
+"""Unpacks runs of earlier releases (`tests/releases`)."""
 
 from __future__ import annotations
 

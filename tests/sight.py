@@ -1,4 +1,4 @@
-"""What tests see of a watched run from outside: its record, its alarms, its processes."""
+"""What tests observe of a watched run from outside: its record, its alarms, its processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 
 WATCHED = {"enabled": True, "interval": "0.2 s", "hang": {"soft": "2 s", "hard": "5 s", "save_soft": "4 s"}}
-"""A watchdog that is quick about it."""
+"""A fast watchdog."""
 PATIENT = {**WATCHED, "hang": {"soft": "60 s", "hard": "120 s"}}
-"""The same where nothing hangs: a busy machine may keep all ranks from running for some seconds."""
+"""For runs without hangs: a busy machine may stop all ranks for some seconds."""
 CALM = {"enabled": False, "window": 10**6}
-"""`watchdog.pace` where nothing is to be slow: steps on a busy machine are now and then."""
+"""`watchdog.pace` for runs without slowdowns: a busy machine slows steps now and then."""
 PATIENCE = 180.0
-"""Seconds that tests wait for what takes a few: the machine may have other work to do."""
+"""Timeout in seconds for what takes a few: the machine may be busy."""
 
 
 def family(pid: int) -> list[int]:
@@ -31,7 +31,7 @@ def family(pid: int) -> list[int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """Number of the rank that a process is; None of any other, which may have ended meanwhile."""
+    """The rank of a process; None if it is none, or has ended."""
     try:
         number = psutil.Process(pid).environ().get("RANK")
     except psutil.NoSuchProcess:
@@ -48,8 +48,8 @@ def until(
     """Poll until a condition holds; its value. Tests wait for other processes and threads in this way only.
 
     Args:
-        what: is waited for, or a function that says it with what there is instead.
-        every: seconds between two looks.
+        what: what is waited for, or a function that returns it with the state found instead.
+        every: seconds between two checks.
     """
     deadline = time.monotonic() + timeout
     while not (value := condition()):
@@ -59,15 +59,14 @@ def until(
 
 
 def seeded(seed: int | None = None) -> random.Random:
-    """The generator of a test that is random, a new one without a seed. A failure shows its seed; `TEST_SEED` repeats
-    it."""
+    """A test's random generator, by default with a new seed. A failure shows the seed; `TEST_SEED` repeats it."""
     seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(10**6) if seed is None else seed))
     print(f"random with seed {seed} (again: TEST_SEED={seed})")
     return random.Random(seed)
 
 
 def steps(run: Path) -> int:
-    """Steps in the newest segment's record."""
+    """Number of steps in the newest segment's record."""
     found = sorted((run / "segments").glob("*/metrics.jsonl"))
     return found[-1].read_text().count("\n") if found else 0
 
@@ -82,8 +81,8 @@ def alarms(run: Path, key: str | None = None) -> list[dict[str, Any]]:
 
 
 def hang(run: Path, **facts: Any) -> dict[str, Any]:
-    """Wait until a hang is told with these facts; the transition. An earlier one may be of a machine that was busy, or
-    have told less."""
+    """Wait until a hang is reported with these facts; the transition. Earlier ones may be due to a busy machine, or
+    have fewer facts."""
     return until(  # type: ignore[no-any-return]
         lambda: [
             alarm
@@ -95,7 +94,6 @@ def hang(run: Path, **facts: Any) -> dict[str, Any]:
 
 
 def agents(run: Path) -> list[int]:
-    """Agents of a run."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
@@ -105,7 +103,7 @@ def agents(run: Path) -> list[int]:
 
 
 def intent(run: Path) -> Any:
-    """What the newest start said of its end."""
+    """The exit intent of the newest start."""
     for path in sorted((run / "segments").glob("*/exit_intent.json"), reverse=True):
         return json.loads(path.read_text())
     return None

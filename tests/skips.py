@@ -1,4 +1,4 @@
-"""Hooks of pytest by which a skip that the machine does not explain is a failure: what nobody runs proves nothing."""
+"""Pytest hooks that fail a test skipped without a reason in the machine: a test that nobody runs proves nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 MACHINE = r"needs a CUDA device|needs? root|aim has no release for this Python|this is not a checkout"
 PACKAGES = r"could not import|is an optional extra|the project is not installed here"
-"""Further reasons, but not where all packages are installed: with `TEST_PACKAGES=all`, which `scripts/test.sh` sets."""
+"""Further allowed reasons, unless all packages are installed: `TEST_PACKAGES=all`, which `scripts/test.sh` sets."""
 
 needs_aim = pytest.mark.skipif(
     importlib.util.find_spec("aim") is None,
@@ -22,7 +22,7 @@ needs_aim = pytest.mark.skipif(
 
 
 def judge(report: Any) -> Any:
-    """The report, as that of a failure if it is of a skip without a good reason."""
+    """The report, turned into a failure if it is of a skip without a good reason."""
     if report.skipped and isinstance(report.longrepr, tuple) and not hasattr(report, "wasxfail"):
         accepted = MACHINE if os.environ.get("TEST_PACKAGES") == "all" else f"{MACHINE}|{PACKAGES}"
         path, line, reason = report.longrepr

@@ -1,12 +1,12 @@
-"""Long runs with a real launcher, real ranks and a real watchdog: nothing happens, or everything does.
+"""Long runs with a real launcher, real ranks and a real watchdog: either undisturbed or with all kinds of faults.
 
     python tests/soak.py null --minutes 30
     python tests/soak.py faults --minutes 30 --seed 7
 
-`null` trains the quickstart model with saves and evaluations under default settings: no alarm of WARN or above is right.
-`faults` breaks a small run every 20 to 60 seconds, one fault after the other, and then compares it with a run that
-nobody touched: the same curve to the bit, no process left, at most one page per fault, a ledger that adds up, and the
-exit codes that were promised. Exit 0 if all of that holds. The folder of the run is kept, and named at the end.
+`null` trains the quickstart model with saves and evaluations under default settings: no alarm of WARN or worse.
+`faults` breaks a small run every 20 to 60 seconds, one fault after the other, and then compares it with an undisturbed
+run: the same curve to the bit, no process left, at most one page per fault, a ledger that adds up, and the documented
+exit codes. Exit 0 if all of that holds. The folder of the run is kept, and printed at the end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if os.environ.get("RANK") == "1":
         return norm(model)
     trainer.Trainer.step, optim.gradient_norm = counted, spoilt
 """
-"""In `sitecustomize` of the ranks: a gradient of rank 1 is NaN in the steps that a file lists, whoever trains them."""
+"""In `sitecustomize` of the ranks: a gradient of rank 1 is NaN in the steps that a file lists, on every attempt."""
 
 
 class Soak:
@@ -89,7 +89,7 @@ class Soak:
             self.command("data.cli", *arguments)
 
     def command(self, module: str, *arguments: object) -> str:
-        """Run `python -m`; what it prints."""
+        """Run `python -m`; its output."""
         line = [sys.executable, "-m", module, *map(str, arguments)]
         environment = clean_environment(**self.variables)
         return subprocess.run(line, env=environment, cwd="/", check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -106,7 +106,7 @@ class Soak:
         return 0
 
     def processes(self, module: str = "") -> list[psutil.Process]:
-        """All that were started for this soak, or those of them that run a module."""
+        """All processes started for this soak, or those that run a module."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -116,7 +116,6 @@ class Soak:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        """The training processes."""
         return [process for process in self.processes("fsdp_pretrain.train") if rank_of(process.pid) is not None]
 
     def curve(self) -> list[tuple[int, float, float]]:
@@ -131,7 +130,7 @@ def stop(job: subprocess.Popen[bytes]) -> int:
 
 
 def null(folder: Path, minutes: float) -> list[str]:
-    """Train in peace; what was wrong."""
+    """Train undisturbed; the problems found."""
     soak = Soak(folder, train={"duration": "1_000_000 steps"}, optimizer={"curve": "constant", "min_lr": 3e-3})
     soak.prepare()
     job = soak.launch()
@@ -148,7 +147,7 @@ def null(folder: Path, minutes: float) -> list[str]:
 
 
 def leaked(soak: Soak) -> list[str]:
-    """Processes that outlive a run."""
+    """Processes that outlived the run."""
     with contextlib.suppress(AssertionError):
         until(lambda: not soak.processes(), 60, "the end of all processes", every=0.2)
     left = [f"left behind: {process.pid} {' '.join(process.cmdline())[:150]}" for process in soak.processes()]
@@ -164,8 +163,8 @@ class Breaker:
     """Breaks a run again and again.
 
     Attributes:
-        job: the launcher that is at work.
-        wrong: what did not hold.
+        job: the running launcher.
+        wrong: problems found.
     """
 
     def __init__(self, soak: Soak, endpoint: Endpoint, seed: int) -> None:
@@ -188,14 +187,14 @@ class Breaker:
                 agent.kill()
 
     def nan(self) -> None:
-        """A gradient that is not finite, once."""
+        """A non-finite gradient, once."""
         with self.soak.nan.open("a") as file:
             file.write(f"{self.soak.step() + 40}\n")
 
     def disk(self) -> None:
         """The checkpoints' file system is full for eight seconds."""
         hog = self.soak.run / "checkpoints/hog"
-        # without a buffer, which would fail once more at the end
+        # unbuffered: a buffer would fail once more at the end
         with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(b"\0" * 65536)
@@ -203,21 +202,21 @@ class Breaker:
         hog.unlink()
 
     def terminate(self) -> None:
-        """SIGTERM of a rank: the job stops with 75, and somebody starts it again."""
+        """SIGTERM of a rank: the job stops with 75, and is started again."""
         self.random.choice(self.soak.ranks()).terminate()
         if (code := self.job.wait(120)) != 75:
             self.wrong.append(f"SIGTERM of a rank: exit {code} instead of 75")
         self.job = self.soak.launch()
 
     def webhook(self) -> None:
-        """Nobody can be told while a rank is killed."""
+        """The webhook is down while a rank is killed."""
         self.endpoint.down()
         self.kill()
         time.sleep(10)
         self.endpoint.up()
 
     def once(self) -> None:
-        """One fault and the recovery from it. Each kind in turn, in a random order."""
+        """One fault and the recovery from it. Each kind in turn, in random order."""
         if not self._left:
             self._left = ["kill", "suspend", "agent", "nan", "disk", "terminate", "webhook"]
             self.random.shuffle(self._left)
@@ -244,7 +243,7 @@ class Breaker:
 
 
 def faults(folder: Path, minutes: float, seed: int) -> list[str]:
-    """Break a run for some minutes, compare it with one that was left alone; what was wrong."""
+    """Break a run for some minutes and compare it with an undisturbed one; the problems found."""
     quick: dict[str, dict[str, Any]] = {
         "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "declared_params": None},
         "train": {"duration": "1_000_000 steps", "global_batch": "8 samples", "micro_batch": 2},
@@ -298,7 +297,7 @@ def judge_ledger(soak: Soak) -> list[str]:
 
 
 def untouched(soak: Soak, steps: int) -> list[tuple[int, float, float]]:
-    """The curve of the same run without faults (those of the data and the numbers are part of it)."""
+    """The curve of the same run without faults, except those of the data and the numbers."""
     other, soak.run = soak.run, soak.folder / "whole"
     settings = ("checkpoint.every='100_000 steps'", "watchdog.enabled=false", f"run.dir={soak.run}")
     job = soak.launch(*settings)

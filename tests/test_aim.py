@@ -1,4 +1,4 @@
-"""The Aim mirror: complete, rebuildable, and unable to hurt training whatever happens to its repository."""
+"""The Aim mirror: complete, rebuildable, and harmless to training whatever happens to its repository."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = needs_aim
 
 
 def read_back(repo: Path) -> dict[str, dict[int, float]]:
-    """What Aim's own interface gives: {"name context": {step: value}}, in a process of its own."""
+    """What Aim's own API returns: {"name context": {step: value}}, in a separate process."""
     code = f"""
 import json
 from aim.sdk.repo import Repo
@@ -52,9 +52,7 @@ def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, run_co
     run = lab.path / "run"
     for duration in ("10 steps", "20 steps"):
         lab.train(config, f"train.duration={duration}", "optimizer.decay=20 steps")
-        helpers.wait_for(
-            lambda: not followers(run), what="the end of the follower"
-        )  # which a busy machine leaves behind
+        helpers.wait_for(lambda: not followers(run), what="the end of the follower")  # left behind by a busy machine
     assert not helpers.journal(run, "aim-stopped"), helpers.journal(run, "aim-stopped")
     expected = {record["step"]: record["loss"]["sum"] / record["loss"]["count"] for record in helpers.metrics(run)}
     live = read_back(run / "aim")
@@ -106,7 +104,7 @@ DAMAGE = ["deleted"], ["locked", "a-file", "follower-killed", "read-only", "cann
 def test_damage_to_the_repository_is_one_journal_line(
     lab: Any, helpers: Any, reference: list[Any], damage: str, small_disk: Any, gates: Any
 ) -> None:
-    """Training is bitwise what it is without Aim, ends with 0, and the journal has exactly one line about it."""
+    """Training is bitwise what it is without Aim, exits with 0, and the journal has exactly one line about it."""
     run, repo, holder = lab.path / "run", lab.path / "aim", None
     if damage == "read-only":
         repo = small_disk("50m") / "aim"
@@ -161,7 +159,7 @@ time.sleep(600)
 
 
 def test_asking_for_aim_without_having_it_is_refused(lab: Any, helpers: Any) -> None:
-    """Found out before training starts, not at its end."""
+    """Refused before training starts, not at its end."""
     blocker = lab.path / "site/aim"
     blocker.mkdir(parents=True)
     code = (

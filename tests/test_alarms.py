@@ -1,4 +1,4 @@
-"""What people and Prometheus see of alarms: commands, requests to the watchdog, metrics, alert rules."""
+"""Alarms as people and Prometheus see them: commands, requests to the watchdog, metrics, alert rules."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_acknowledging_without_a_watchdog(run: Path, alarms: Alarms, verb: Verb,
 
 
 def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) -> None:
-    """While it runs it alone writes; it is asked and answers within a pass."""
+    """While it runs, only the watchdog writes; it answers requests within a pass."""
     alarms.open("hang", CRIT, "no progress")
     claim = operator.keep_alarms(RunDir(run), "watchdog")
     assert claim is not None
@@ -125,7 +125,7 @@ def test_the_claim_of_a_dead_watchdog_is_taken(run: Path, alarms: Alarms, helper
 
 
 def test_a_maintenance_window(run: Path, verb: Verb, helpers: Any) -> None:
-    assert verb("mute", "2h").returncode == 78  # why?
+    assert verb("mute", "2h").returncode == 78  # no reason given
     assert verb("mute", "2", "switches").returncode == 78 and verb("mute", "soon", "switches").returncode == 78
     assert "more than a year" in verb("mute", "99999999 days", "switches").stderr
     before = time.time()
@@ -138,7 +138,7 @@ def test_a_maintenance_window(run: Path, verb: Verb, helpers: Any) -> None:
 
 
 def full() -> Snapshot:
-    """A snapshot in which everything is known."""
+    """A snapshot with every value known."""
     snapshot = Snapshot(
         'a "run"', segment=3, step=1200, total_steps=2000, segment_steps=200, tokens=10**9, step_drift=1.03, world=16,
         verified_step=1000, verified_age=640.5, unprotected_tokens=10**6, checkpoint_failures=2,
@@ -185,7 +185,7 @@ def test_metrics_by_http() -> None:
     assert status["step"] == 1200 and "loss_z" not in status
     shown.show(Snapshot("blind", pass_age=61.0))
     assert get(shown.port, "/healthz")[0] == 503
-    assert "train_step{" not in get(shown.port, "/metrics")[1]  # not known is not zero
+    assert "train_step{" not in get(shown.port, "/metrics")[1]  # unknown is not zero
     shown.close()
     with pytest.raises(urllib.error.URLError):
         get(shown.port, "/metrics")

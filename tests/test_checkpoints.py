@@ -1,4 +1,4 @@
-"""Checkpoints of real jobs: damage is passed over loudly, a full disk is survived, nothing valid is never step 0."""
+"""Checkpoints of real jobs: damage is skipped and reported, a full disk is survived, no fallback to step 0."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.fixture
 def copy(module_lab: Any, trained: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """(configuration, run directory) of a copy of the run as it was after step 30, to be damaged."""
+    """(configuration, run directory) of a copy of the run as of step 30, to be damaged."""
     run = tmp_path / "copy"
     shutil.copytree(trained, run)
     shutil.rmtree(run / "checkpoints/step-00000040")
@@ -86,7 +86,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # noticed as the others are
+SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # detected like the others
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # no
 def test_damage_is_passed_over_loudly(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, damage: str
 ) -> None:
-    """Fault matrix 4 and 20: the older one is taken, and the damaged step made again, with the old one moved aside."""
+    """Fault matrix 4 and 20: the older one is used, and the damaged step is saved again, the old one moved aside."""
     config, run = copy
     act, text = DAMAGE[damage]
     act(run / "checkpoints/step-00000030")
@@ -107,7 +107,7 @@ def test_damage_is_passed_over_loudly(
     resume = helpers.journal(run, "resume")[-1]
     assert resume["step"] == 20 and len(resume["passed_over"]) == 1
     assert helpers.losses(run) == helpers.losses(trained)
-    assert Store(run / "checkpoints").find(30).verified  # made again; the damaged one was moved aside
+    assert Store(run / "checkpoints").find(30).verified  # saved again; the damaged one was moved aside
     assert len(list((run / "checkpoints/abandoned").iterdir())) == 1
 
 
@@ -151,8 +151,8 @@ def test_nothing_valid_is_an_error_and_never_step_0(lab: Any, copy: tuple[Path, 
 def test_a_record_without_its_checkpoints_never_begins_at_step_0(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run
 ) -> None:
-    """Fault matrix 51: they are gone without a trace, but the record knows of them: 93, however often. With
-    --allow-fresh another line begins, and nothing of the old one is on it, not even if it comes back."""
+    """Fault matrix 51: they are gone without a trace, but the record knows of them: 93, every time. With
+    --allow-fresh a new line starts, and nothing of the old one is on it, not even if it comes back."""
     config, run = copy
     for path in (run / "checkpoints").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -181,7 +181,7 @@ def test_a_record_without_its_checkpoints_never_begins_at_step_0(
 
 
 def test_a_missing_checkpoint_is_told_once(lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run) -> None:
-    """The newest is gone, an older one is there: loud, and training goes on. What was moved aside is not missed."""
+    """The newest is gone, an older one exists: reported, and training continues. What was moved aside is not missed."""
     config, run = copy
     status = run_command("fsdp_pretrain.cli", "status", run)
     assert status.returncode == 2 and "step 40 was saved, and the newest there is of step 30" in status.stdout
@@ -196,7 +196,7 @@ def test_a_missing_checkpoint_is_told_once(lab: Any, copy: tuple[Path, Path], he
 
 
 def test_a_crash_before_the_first_checkpoint_starts_again(lab: Any, helpers: Any, run_command: Run) -> None:
-    """Nobody is needed for that, and the chronicle says what is lost."""
+    """Without intervention; the chronicle records the loss."""
     config, run = lab.config(train={"duration": "4000 steps"}, checkpoint={"every": "4000 steps"}), lab.path / "run"
     job = lab.start(config)
     helpers.wait_for(lambda: run.exists() and len(helpers.metrics(run)) >= 3, what="steps")
@@ -263,7 +263,7 @@ def test_hyperparameters_of_the_configuration_win(lab: Any, copy: tuple[Path, Pa
 
 
 def test_another_model_does_not_load_silently(lab: Any, copy: tuple[Path, Path]) -> None:
-    """Should the identity check ever pass, names, shapes and dtypes are compared before DCP may ignore or cast them."""
+    """If the identity check ever passes, names, shapes and dtypes are compared before DCP may ignore or cast them."""
     config, run = copy
     for path in (run / "checkpoints").glob("*/train_state.json"):
         state = json.loads(path.read_text())
@@ -291,7 +291,7 @@ def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
 
 
 def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
-    """Fault matrix 1: A neighbour fills the disk: saves fail, training goes on and says so; space returns, saving does too."""
+    """Fault matrix 1: A neighbour fills the disk: saves fail and are reported until there is space."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "40_000 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
@@ -313,9 +313,9 @@ def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_dis
 
 
 def fill(disk: Path, hog: Path, leave: int) -> None:
-    """Take all free space of a file system but `leave` bytes."""
+    """Fill a file system up to `leave` bytes."""
     size = shutil.disk_usage(disk).free - leave
-    with contextlib.suppress(OSError):  # the job writes too: full sooner is as full
+    with contextlib.suppress(OSError):  # the job writes too: an earlier full disk is fine
         hog.write_bytes(b"x" * max(0, size))
 
 
@@ -342,7 +342,7 @@ def test_too_many_failed_saves_stop_with_93(
 
 
 def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
-    """Fault matrix 2: The space is there when a save begins and gone when it writes: partial files go, training goes on."""
+    """Fault matrix 2: The space is gone when a save writes: partial files are deleted, training continues."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "4000 steps"}, checkpoint={"every": "3 steps", "max_failures": 1000, "retry": "0.1 s"}
@@ -370,13 +370,13 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Cal
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault matrix 2 and 22: The second rank's files end at 1000 bytes, by the kernel: every rank drops the save, and knows within a step."""
+    """Fault matrix 2 and 22: rank 1 cannot write beyond 1000 bytes: every rank drops the save within a step."""
     config = lab.config(
         train={"duration": "100000 steps"},
         checkpoint={"every": "2 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},
     )
     run = lab.path / "run"
-    monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("faults.py")))  # steps are longer than a look here
+    monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("faults.py")))  # steps longer than a check
     monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 0, "kind": "wait", "seconds": 0.3}))
     job = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a first checkpoint")

@@ -1,4 +1,4 @@
-"""The chronicle: what operators of large runs wrote by hand stands in it without anybody typing."""
+"""The chronicle: it contains automatically what operators of large runs wrote manually."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def segment(run: RunDir, number: int, *overrides: str, **environment: Any) -> No
 
 
 def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any) -> None:
-    """A run that is killed meanwhile leaves no lock in it."""
+    """A run killed meanwhile leaves no lock in it."""
     checkout = tmp_path / "checkout"
     if subprocess.run(["git", "clone", "-q", str(helpers.root), str(checkout)], capture_output=True).returncode:
         pytest.skip("this is not a checkout")
-    os.utime(checkout / "README.md", (1, 1))  # what git notes, unless it is told not to
+    os.utime(checkout / "README.md", (1, 1))  # what git records, unless told not to
     index = (checkout / ".git/index").read_bytes()
     code = (
         "import json; from fsdp_pretrain.train.environment import describe; from fsdp_pretrain.parallel.mesh import SingleProcess\n"
@@ -73,11 +73,11 @@ def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any
 def test_a_start_says_what_is_not_as_it_was(
     tmp_path: Path, overrides: tuple[str, ...], environment: dict[str, Any], said: list[str]
 ) -> None:
-    """Fault matrix 46: a restart with another configuration, world size or host list says so, in values."""
+    """Fault matrix 46: a restart with another configuration, world size or host list reports the changed values."""
     run = RunDir(tmp_path)
     segment(run, 1)
     assert compare(run, 1, {"web": "f1"}) is None
-    lineage.record(run.segment(2), parent=1, step=0, kind="rollback")  # no start
+    lineage.record(run.segment(2), parent=1, step=0, kind="rollback")  # not a start
     segment(run, 3, *overrides, **environment)
     found = compare(run, 3, {"web": "f1"})
     assert found is not None and found[0] == 1 and len(found[1]) == len(said), found
@@ -93,7 +93,7 @@ def test_another_corpus_is_told(tmp_path: Path) -> None:
 
 
 def test_milestones_are_the_ends_of_ramps_and_round_counts() -> None:
-    """tr1-13B: warm-up ends where its configuration says, which is not where its operators believed."""
+    """tr1-13B: warm-up ends where its configuration says, not where its operators believed."""
     config = load(ROOT / "configs/runs/tr1-13b.toml")
     found = milestones(config)
     assert found == sorted(found)

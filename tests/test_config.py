@@ -1,4 +1,4 @@
-"""Configuration: strict, all problems at once, each with its origin and a way out."""
+"""Configuration: strict, all problems at once, each with its origin and a remedy."""
 
 from __future__ import annotations
 

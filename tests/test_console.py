@@ -1,4 +1,4 @@
-"""Mistakes on the command line and refusals of the operating system: one message and the same exit codes everywhere."""
+"""Command-line mistakes and operating system errors: one message and the same exit codes everywhere."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
 
 
 def test_output_that_cannot_be_written(helpers: Any, shared_corpus: Path) -> None:
-    """Found before Python would fail over it at its end."""
+    """Detected before Python would fail on it at exit."""
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = command(
             *("-m", "data.cli", "inspect", shared_corpus / "corpus"),
@@ -106,7 +106,7 @@ def test_output_that_cannot_be_written(helpers: Any, shared_corpus: Path) -> Non
 
 
 def test_output_that_cannot_be_shown(helpers: Any, shared_corpus: Path) -> None:
-    """Text with what the encoding of standard output does not have."""
+    """Text with characters that the encoding of standard output lacks."""
     lines = (shared_corpus / "train.jsonl").read_text().splitlines()
     number = next(n for n, line in enumerate(lines) if not json.loads(line)["text"].isascii())
     done = command(
@@ -117,7 +117,7 @@ def test_output_that_cannot_be_shown(helpers: Any, shared_corpus: Path) -> None:
 
 
 def test_a_run_that_may_not_be_read(helpers: Any, tmp_path: Path) -> None:
-    """`status` as a user without permission (whom root turns into, if the tests run as root)."""
+    """`status` as a user without permission (root switches to one)."""
     run = tmp_path / "run"
     (run / "segments").mkdir(parents=True)
     run.chmod(0)

@@ -16,7 +16,7 @@ from fsdp_pretrain.config.config import load
 
 
 def digests(config: Path, run: Path, helpers: Any) -> list[str]:
-    """Recorded digests, each checked against the samples that the run's own configuration says."""
+    """Recorded digests, each checked against the samples by the run's configuration."""
     import xxhash
 
     settings = load(str(config))
@@ -33,7 +33,7 @@ def digests(config: Path, run: Path, helpers: Any) -> list[str]:
 
 
 def test_skipped_steps_across_crashes(lab: Any, helpers: Any, gates: Any) -> None:
-    """Steps 10 to 20 at 4 x 3 samples: never trained, whether the skip is there from the start or comes after a crash."""
+    """Steps 10 to 20 at 4 x 3 samples: never trained, whether the skip is configured at first or after a crash."""
     train = {"duration": "30 steps", "global_batch": "12 samples", "micro_batch": 6}
     plain = lab.config("plain", train=train, checkpoint={"every": "6 steps"})
     skipping = lab.config("skipping", train=train, checkpoint={"every": "6 steps"}, data={"skip": ["108:240 samples"]})
@@ -43,7 +43,7 @@ def test_skipped_steps_across_crashes(lab: Any, helpers: Any, gates: Any) -> Non
     assert (entry["first"], entry["stop"]) == (108, 240)
     assert helpers.metrics(lab.path / "skipping")[9]["cursor"] == 252  # step 10 trains samples 240 to 251
 
-    late = lab.path / "late"  # trained step 6 without the skip, crashed in step 14, resumed from 12 would be too late
+    late = lab.path / "late"  # trained step 6 without the skip, crashed in step 14; resuming from 12 would be too late
     lab.train(plain, f"run.dir={late}", "train.duration=6 steps", "optimizer.decay=30 steps")
     for step in (8, 16):  # before and after the range
         gates(step + 4)
@@ -55,13 +55,13 @@ def test_skipped_steps_across_crashes(lab: Any, helpers: Any, gates: Any) -> Non
         job.kill(0, signal.SIGKILL)
         job.wait()
     gates()
-    lab.train(skipping, f"run.dir={late}")  # declared once is enough
+    lab.train(skipping, f"run.dir={late}")  # declaring it once is enough
     assert digests(skipping, late, helpers) == reference
     assert helpers.losses(late) == helpers.losses(lab.path / "skipping")
 
 
 def test_adding_and_dropping_sources_on_the_way(lab: Any, helpers: Any) -> None:
-    """A resume may change the mixture ahead and not behind; a run that knew it from the start is the same run."""
+    """A resume may change the mixture ahead but not behind; a run that had it from the start is identical."""
     a, b, c = (
         {"name": name, "path": str(lab.corpus), "weight": weight}
         for name, weight in (("a", 3.0), ("b", 1.0), ("c", 2.0))
@@ -114,7 +114,7 @@ def test_mistakes(lab: Any, data: dict[str, Any], expected: str) -> None:
 
 
 def test_a_corpus_with_bad_documents_is_trained(lab: Any, helpers: Any) -> None:
-    """1% empty, 1% of one token, 1% of nothing but separators: every other document once, no adjacent separators."""
+    """1% empty, 1% of one token, 1% only separators: every other document once, no adjacent separators."""
     tokenizer = Tokenizer.load(lab.tokenizer)
     rng = np.random.default_rng(3)
     assert max(tokenizer.specials) < 5
@@ -148,7 +148,7 @@ def test_a_corpus_with_bad_documents_is_trained(lab: Any, helpers: Any) -> None:
 
 
 def test_where_knows_what_was_skipped(lab: Any, helpers: Any, run_command: Any) -> None:
-    """The samples of a step that straddles a skipped range, proved by the recorded digest."""
+    """The samples of a step that straddles a skipped range, verified by the recorded digest."""
     lab.train(lab.config(data={"skip": ["20:29 samples"]}, train={"duration": "5 steps"}), ranks=2)
     done = run_command("fsdp_pretrain.cli", "where", lab.path / "run", "--step", 3, "--json")
     assert done.returncode == 0, done.stderr

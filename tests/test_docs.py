@@ -26,18 +26,18 @@ PAGES = [
 
 
 def blocks(page: str) -> list[str]:
-    """The blocks of a page marked as run."""
+    """The blocks of a page that are marked to run."""
     return re.findall(r"^```bash run\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 class Reader:
-    """Types the commands of page after page into one directory."""
+    """Runs the commands of page after page in one directory."""
 
     def __init__(self, path: Path, environment: dict[str, str]) -> None:
         self.path, self._environment, self._read = path, environment, 0
 
     def read_up_to(self, page: str) -> None:
-        """Run the pages up to this one that have not been run yet."""
+        """Run the pages up to this one that were not run yet."""
         for name in PAGES[self._read : PAGES.index(page) + 1]:
             self._read += 1
             for block in blocks(name):
@@ -80,7 +80,7 @@ def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str)
 
 COMMANDS = {"fsdp-data": "data.cli", "fsdp-eval": "eval.cli", "fsdp-pretrain": "fsdp_pretrain.cli"}
 CODES = {
-    "fsdp-pretrain status": 1,  # the alarm that is open
+    "fsdp-pretrain status": 1,  # the open alarm
     "fsdp-pretrain alarms": 1,
     "fsdp-pretrain control": 78,  # no job is running
 }
@@ -157,12 +157,12 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, ru
 
 @pytest.fixture(scope="module")
 def examples(run_command: Any) -> list[str]:
-    """Every example in a `--help`, in the order in which a reader meets them."""
+    """All examples in `--help`, in the order of reading."""
 
     found: list[str] = []
 
     def read(module: str, *words: str) -> list[str]:
-        """Take the examples of one help text; the verbs that it lists."""
+        """Collect the examples of one help text; the verbs it lists."""
         shown = run_command(module, *words, "--help")
         verbs, _, rest = shown.stdout.replace("\\\n", " ").partition("\nexample:\n")
         lines = [line.strip() for line in rest.splitlines() if line.strip()]
@@ -181,12 +181,12 @@ def examples(run_command: Any) -> list[str]:
 
 
 def code_of(example: str) -> int:
-    """The exit code that an example should have."""
+    """The expected exit code of an example."""
     return next((code for begin, code in CODES.items() if example.startswith(begin)), 0)
 
 
 def test_examples_of_help_run(quickstart: Path, examples: list[str], run_command: Any) -> None:
-    """One after the other in one directory: a reader who tries them sees them work."""
+    """One after the other in one directory, as a reader would try them."""
     short = [text for text in examples if not text.startswith(LONG)]
     wrong = []
     for text in short:

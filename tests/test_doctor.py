@@ -1,4 +1,4 @@
-"""The hardware check, on four ranks that are a node each, with faults that are put into one of them."""
+"""The hardware check, on four ranks that are a node each, with faults injected into one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG = (
 def check(
     start_command: Any, helpers: Any, path: Path, ranks: int, faults: dict[int, str]
 ) -> tuple[list[int], dict[str, Any]]:
-    """Exit codes of the ranks, and what the first printed."""
+    """Exit codes of the ranks, and the first one's output."""
     port, processes = helpers.port(), []
     for rank in range(ranks):
         variables = {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
@@ -69,7 +69,7 @@ def test_the_bad_node_is_named(
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7, 16, 125])
 def test_pairs_change_from_round_to_round(nodes: int) -> None:
-    """Every round pairs a node at most once, at most one sits out, and nobody meets a partner twice."""
+    """Every round pairs a node at most once, at most one sits out, and no pair meets twice."""
     rounds = pair_rounds(range(nodes))
     assert len(rounds) == max(1, min(nodes - 1 + nodes % 2, max(3, (nodes + nodes % 2 - 1).bit_length())))
     for pairs in rounds:

@@ -1,4 +1,4 @@
-"""Evaluation: the adapter against sums written out by hand, and the scheduled job exactly once whatever happens to it."""
+"""Evaluation: the adapter against explicit sums, and the scheduled job exactly once in spite of any failure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def trained(module_lab: Any) -> Path:
-    """Saved and due for evaluation at 10, 20 and 30; nobody has evaluated yet."""
+    """Saved and due for evaluation at 10, 20 and 30; not evaluated yet."""
     config = module_lab.config(
         "trained",
         train={"duration": "30 steps"},
@@ -52,7 +52,6 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run."""
     import shutil
 
     path = tmp_path / "run"
@@ -136,7 +135,7 @@ def test_generation_stops_where_it_should(adapter: CheckpointLM) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"do_sample": False, "temperature": 0.0, "top_p": 0.95, "top_k": 40},  # of sampling, which is off
+        {"do_sample": False, "temperature": 0.0, "top_p": 0.95, "top_k": 40},  # sampling options, while sampling is off
         {"temperature": 0.0, "num_beams": 1, "repetition_penalty": 1.0, "until": [""]},
         {"do_sample": None, "seed": 7},
     ],
@@ -152,7 +151,7 @@ def test_greedy_options_are_accepted(adapter: CheckpointLM, options: dict[str, A
     ("options", "named"),
     [
         ({"do_sample": True, "temperature": 0.7, "top_p": 0.95}, ["do_sample=True", "temperature=0.7", "top_p=0.95"]),
-        ({"temperature": 0.2}, ["temperature=0.2"]),  # lm-eval samples then
+        ({"temperature": 0.2}, ["temperature=0.2"]),  # makes lm-eval sample
         ({"do_sample": False, "num_beams": 4, "repetition_penalty": 1.2}, ["num_beams=4", "repetition_penalty=1.2"]),
         ({"max_length": 100, "bad_words_ids": [[3]]}, ["max_length=100", "bad_words_ids=[[3]]"]),
     ],
@@ -160,7 +159,7 @@ def test_greedy_options_are_accepted(adapter: CheckpointLM, options: dict[str, A
 def test_options_that_are_not_done_are_refused_by_name(
     adapter: CheckpointLM, options: dict[str, Any], named: list[str]
 ) -> None:
-    """Before the first answer: what is generated greedily is not what such a task scores."""
+    """Before the first answer: greedy generation is not what such a task scores."""
     with pytest.raises(RefusedError) as refused:
         adapter.generate_until([Request("the run", {"until": [" "]}), Request("the run", {"until": [" "], **options})])
     assert all(part in refused.value.cause for part in named) and "until" not in refused.value.cause
@@ -294,12 +293,12 @@ def test_claims(run: Path) -> None:
     first, second, _ = jobs.due_jobs(RunDir(run), config)
     with jobs.claim(first) as mine:
         assert mine is not None and mine.claim.still_mine()
-        with jobs.claim(first) as other:  # held: nobody else gets it
+        with jobs.claim(first) as other:  # held: no other worker gets it
             assert other is None
         with jobs.claim(second) as other:  # another job is free
             assert other is not None
         assert mine.publish(Results(**records.results()))
-    with jobs.claim(first) as done:  # done: nobody gets it again
+    with jobs.claim(first) as done:  # done: not claimed again
         assert done is None
     assert [job.checkpoint.step for job in jobs.due_jobs(RunDir(run), config)] == [20, 30]
 
@@ -310,7 +309,7 @@ def test_claims(run: Path) -> None:
     [
         ({}, 0, False),
         ({"pid": 2**22 + 5}, 0, True),
-        ({"process_started": 1.0}, 0, True),  # the process id was used again
+        ({"process_started": 1.0}, 0, True),  # the process id was reused
         ({"host": "elsewhere", "pid": 2**22 + 5}, 30, False),
         ({"host": "elsewhere"}, 300, True),
     ],
@@ -328,7 +327,7 @@ def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
     job = jobs.due_jobs(RunDir(run), load(run / "config.toml"))[0]
     with jobs.claim(job) as mine:
         assert mine is not None
-        make_claim(job)  # somebody took over meanwhile
+        make_claim(job)  # taken over meanwhile
         assert not mine.publish({})
     assert not job.results.exists() and (job.folder / "claim.json").exists()
 
@@ -358,7 +357,7 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 @pytest.fixture
 def sampled(tmp_path: Path) -> Path:
-    """A folder for `eval.include` with a task whose answers are to be drawn at random."""
+    """A folder for `eval.include` with a task that samples its answers."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "sampled.yaml").write_text(SAMPLED)
@@ -382,7 +381,7 @@ def test_a_task_that_samples_is_refused_before_the_model_is_read(
 def test_tasks_that_are_refused_end_the_worker_and_use_up_no_attempt(
     run: Path, sampled: Path, helpers: Any, run_command: Run
 ) -> None:
-    """Every checkpoint would fail alike: the worker says so once and ends, and all stay due for mended tasks."""
+    """Every checkpoint would fail alike: the worker reports it once and exits, and all stay due for corrected tasks."""
     set_eval(run, include=[str(sampled)], tasks=["sampled"])
     for once in ([], ["--once"]):
         done = run_command("eval.cli", "watch", run, *once)
@@ -412,7 +411,7 @@ def test_mistakes(trained: Path, run_command: Run, arguments: list[str], expecte
 
 
 def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any, run_command: Run) -> None:
-    """Beside training, without delaying or changing it; a due checkpoint outlives retention until it is judged."""
+    """Beside training, without delaying or changing it; a due checkpoint outlives retention until it is evaluated."""
     common = {"train": {"duration": "30 steps"}, "checkpoint": {"every": "5 steps", "keep_last": 2}}
     scheduled = {"every": "10 steps", "heldout": str(lab.heldout), "limit": 3}
     lab.train(lab.config("with", **common, eval=scheduled), ranks=2)
@@ -447,7 +446,7 @@ def set_eval(run: Path, **values: Any) -> None:
 
 @pytest.fixture
 def hanging(run: Path, helpers: Any) -> Path:
-    """A run whose evaluations wait for ever."""
+    """A run whose evaluations wait forever."""
     set_eval(run, include=[str(helpers.root / "tests/deadlock")], tasks=["deadlock"], deadline="0.7 s", attempts=1)
     return run
 
@@ -455,7 +454,7 @@ def hanging(run: Path, helpers: Any) -> Path:
 def test_an_evaluation_that_hangs_is_ended_with_its_stack(
     hanging: Path, helpers: Any, start_command: Callable[..., Any]
 ) -> None:
-    """Fault matrix 26: a dead-lock in an evaluation: its stack at the deadline, its end later, then the next one."""
+    """Fault matrix 26: a deadlock in an evaluation: stack at the deadline, killed later, then the next one."""
     worker = start_command("eval.cli", "watch", hanging, "--once")
     assert worker.wait() == 1, worker.output()
     failed = helpers.journal(hanging, "eval-failed")
@@ -471,7 +470,7 @@ def test_an_evaluation_that_hangs_is_ended_with_its_stack(
 
 @pytest.mark.slow
 def test_an_evaluation_that_is_stopped_is_ended(hanging: Path, helpers: Any, start_command: Callable[..., Any]) -> None:
-    """Fault matrix 26: SIGSTOP: it says nothing at the deadline, and where it stood at the end."""
+    """Fault matrix 26: SIGSTOP: no stack at the deadline, one when it is killed."""
     worker = start_command("eval.cli", "watch", hanging, "--once")
     (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")
     child.suspend()
@@ -484,7 +483,7 @@ def test_an_evaluation_that_is_stopped_is_ended(hanging: Path, helpers: Any, sta
 def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
     hanging: Path, helpers: Any, start_command: Callable[..., Any]
 ) -> None:
-    """The kernel ends it for its memory: a try, or it would be tried for ever. A worker that is killed takes it along."""
+    """An OOM kill counts as an attempt, or it would repeat forever. A killed worker takes its evaluation along."""
     set_eval(hanging, deadline="60 s", attempts=2)
     worker = start_command("eval.cli", "watch", hanging, "--once")
     (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")

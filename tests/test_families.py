@@ -1,4 +1,4 @@
-"""Masks, and what sets the Megatron-GPT and GLM families apart, against closed forms and formulas written out again."""
+"""Masks and the specifics of the Megatron-GPT and GLM families, against closed forms and reimplemented formulas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def slots(lengths: list[list[int]], prefix: list[list[int]] | None = None) -> Sl
 
 
 def rule(lengths: list[int], prefix: list[int] | None) -> list[list[bool]]:
-    """visible(q, k) = same slot and (k <= q or k in the slot's prefix), one token after the other."""
+    """visible(q, k) = same slot and (k <= q or k in the slot's prefix), token by token."""
     where = [(i, j) for i, length in enumerate(lengths) for j in range(length)]
     return [[a == b and (k <= q or k < (prefix[a] if prefix else 0)) for b, k in where] for a, q in where]
 
@@ -174,7 +174,7 @@ def test_alibi_is_a_slope_times_the_key_index() -> None:
 def test_alibi_has_no_table_and_no_longest_sequence() -> None:
     model = make(GPT, positions="alibi")
     assert model.count_parameters() == make(GPT).count_parameters() - 40 * 48
-    assert model(tokens(1, 60)).shape == (1, 60, 97)  # longer than the table of the other
+    assert model(tokens(1, 60)).shape == (1, 60, 97)  # longer than the position table of the other
     x, y = tokens(), tokens()
     y[:, 12] = (y[:, 12] + 1) % 97
     assert torch.equal(model(x)[:, :12], model(y)[:, :12])
@@ -243,7 +243,7 @@ def test_rope_scaling(kind: Any) -> None:
 
 @pytest.mark.parametrize("positions", ["rope", "rope-2d"])
 def test_glm_against_plain_formulas(positions: str) -> None:
-    """A whole model with one blank, written out again in fp64 with nothing shared."""
+    """A whole model with one blank, reimplemented in fp64 with nothing shared."""
     model, x = make(GLM, positions=positions, layers=2), tokens(1, 9)
     places = torch.tensor([[0, 1, 2, 3, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 2, 3, 4, 5]])
     values = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
@@ -366,7 +366,7 @@ def test_permuting_slots_permutes_outputs() -> None:
 
 
 def test_one_dimensional_positions_leave_the_order_in_a_blank_to_the_mask() -> None:
-    """All tokens of a blank share a position: exchanging two changes only what lies between and at them."""
+    """All tokens of a blank share a position: swapping two affects only those and what lies between them."""
     model, x = make(GLM, layers=1), tokens(1, 12)
     x[0, 9], x[0, 10] = 5, 6
     y = x.clone()

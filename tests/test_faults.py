@@ -1,6 +1,6 @@
-"""docs/faults.md names for every fault the tests that show it, and no others; their docstrings say "Fault matrix N".
+"""docs/faults.md names for every fault exactly the tests that show it; their docstrings say "Fault matrix N".
 
-python tests/test_faults.py    # writes the names into the page again
+python tests/test_faults.py    # rewrites the names in the page
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def shown() -> dict[int, list[str]]:
 
 
 def written(page: str) -> str:
-    """The page with the last column as it should be."""
+    """The page with the correct last column."""
     tests = shown()
     return _ROW.sub(
         lambda row: f"| {row[1]} |{row[2]}| {', '.join(tests.get(int(row[1]), ['to come']))} |",

@@ -1,5 +1,5 @@
-"""Faults of storage, data, GPUs and clocks, from end to end: real ranks, the real watchdog beside them, its alarms,
-the journal, the exit code, and the curve afterwards. Only the times are made small, by the public configuration.
+"""Faults of storage, data, GPUs and clocks, end to end: real ranks, the real watchdog, its alarms, the journal, the
+exit code, and the curve afterwards. Only the times are short, by the public configuration.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLD_AND_OVER: Said = [("CRIT", "open"), ("CRIT", "resolved")]
 
 
 class Watched:
-    """A run with a watchdog that is quick about it, and ranks that can be given a fault."""
+    """A run with a fast watchdog, and ranks that can be given a fault."""
 
     def __init__(self, lab: Any, helpers: Any, run_command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lab, self.helpers, self._command, self._patch = lab, helpers, run_command, monkeypatch
@@ -40,7 +40,7 @@ class Watched:
         self.ranks = 1
 
     def configure(self, *, ranks: int = 1, watchdog: dict[str, Any] | None = None, **sections: dict[str, Any]) -> None:
-        """What every start of the run has in common."""
+        """Settings that every start of the run shares."""
         changes = {"enabled": True, "interval": "0.1 s", "storage": STORAGE, **(watchdog or {})}
         checkpoint = {"every": "20 steps", "retry": "0.1 s", "max_failures": 1000, **sections.pop("checkpoint", {})}
         train = {"duration": "100000 steps", "micro_batch": 8 // ranks}
@@ -48,7 +48,7 @@ class Watched:
         self._config = self.lab.config(train=train, checkpoint=checkpoint, watchdog=changes, **sections)
 
     def start(self, *overrides: str, trap: dict[str, Any] | None = None, fault: dict[str, Any] | None = None) -> Any:
-        """Begin a start, sound or with a fault of storage (see traps.py) or of another kind (see faults.py)."""
+        """Start it, without a fault or with one of storage (see traps.py) or of another kind (see faults.py)."""
         for name, content, file in (("TRAP", trap, "traps.py"), ("FAULT", fault, "faults.py")):
             if content is not None:
                 self._patch.setenv(name, json.dumps(content))
@@ -59,7 +59,7 @@ class Watched:
         return job
 
     def stop(self, job: Any) -> None:
-        """Ask for its end; it saves and exits with 75."""
+        """Ask it to stop; it saves and exits with 75."""
         job.kill(0, signal.SIGTERM)
         self.ends(job, 75)
 
@@ -70,7 +70,7 @@ class Watched:
         self.is_consistent()
 
     def until(self, key: str, state: str = "open", severity: str = "") -> dict[str, Any]:
-        """Wait until an alarm stands like this; the transition."""
+        """Wait for a state of an alarm; the transition."""
 
         def standing() -> Any:
             alarm = (self.helpers.alarms(self.run, key) or [{}])[-1]
@@ -80,19 +80,18 @@ class Watched:
         return found
 
     def reaches(self, steps: int, more: bool = False) -> None:
-        """Wait for a step, or for so many more."""
+        """Wait for a step, or for that many more."""
         begin = self.step if more else 0
         self.helpers.wait_for(lambda: self.step >= begin + steps, what=f"step {begin} + {steps}")
 
     @property
     def step(self) -> int:
-        """The last that is recorded."""
         records = sorted(self.run.glob("segments/*/metrics.jsonl"))
         last = records[-1].read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] if records else b""
         return json.loads(last)["step"] if last else 0
 
     def saved(self) -> list[int]:
-        """Steps of the checkpoints that are on storage and verified."""
+        """Steps of the verified checkpoints on storage."""
         names = (path.parent.name for path in (self.run / "checkpoints").glob("step-*/verified.json"))
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{8}", name))
 
@@ -101,12 +100,12 @@ class Watched:
         return [(alarm["severity"], alarm["state"]) for alarm in self.helpers.alarms(self.run, key)]
 
     def warnings(self) -> set[str]:
-        """Keys of all alarms of WARN or worse, but those that a tiny model or a busy machine gives by itself."""
+        """Keys of all alarms of WARN or worse, except those typical of a tiny model or a busy machine."""
         found = {alarm["key"] for alarm in self.helpers.alarms(self.run) if alarm["severity"] != "INFO"}
         return {key for key in found if key.partition("/")[0] not in NOISE}
 
     def is_consistent(self) -> None:
-        """Every transition is one, and in the journal; every second is in one state; nothing half-written is left."""
+        """Every transition is valid and in the journal; every second is in one state; nothing half-written is left."""
         told = [(a["key"], a["severity"], a["state"]) for a in self.helpers.alarms(self.run)]
         for key in {key for key, _, _ in told}:
             mine = self.said(key)
@@ -123,7 +122,7 @@ class Watched:
         assert verified.returncode == 0, verified.stdout
 
     def learned_as(self, whole: list[Any]) -> None:
-        """The curve is that of a run that was left alone."""
+        """The curve is that of an undisturbed run."""
         losses = self.helpers.losses(self.run)
         assert [step for step, _, _ in losses] == list(range(1, len(losses) + 1))
         assert losses[: len(whole)] == whole[: len(losses)]
@@ -136,7 +135,7 @@ def watched(lab: Any, helpers: Any, run_command: Any, monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module")
 def whole(module_lab: Any, helpers: Any) -> Callable[[int], list[Any]]:
-    """`whole(ranks)`: the first 100 steps of a run that is left alone."""
+    """`whole(ranks)`: the first 100 steps of an undisturbed run."""
     known: dict[int, list[Any]] = {}
 
     def train(ranks: int) -> list[Any]:
@@ -151,7 +150,7 @@ def whole(module_lab: Any, helpers: Any) -> Callable[[int], list[Any]]:
 
 
 def take(disk: Path, leave: int) -> Path:
-    """Take all but some bytes of a file system; the file that does."""
+    """Fill a file system except for `leave` bytes; the file that does."""
     take_space(str(disk / "hog"), leave)
     return disk / "hog"
 
@@ -167,11 +166,11 @@ def at(path: str, act: str, verb: str = "open", *, skip: int = 0, times: int = 1
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "lacking"), [("6m", "needs"), ("32m,nr_inodes=400", "room for")])
 def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, size: str, lacking: str) -> None:
-    """Fault matrix 1 and 39: told before the save that would fail; nothing half-written; 93; the last one loads."""
+    """Fault matrix 1 and 39: reported before the save that would fail; nothing half-written; 93; the last one loads."""
     disk = small_disk(size)
     watched.run = disk / "run"
     saves = {"every": "100 steps", "max_failures": 2, "retry": "2 s", "keep_last": 2, "ballast": False}
-    watched.configure(checkpoint=saves)  # several looks between the first failure and the end
+    watched.configure(checkpoint=saves)  # several checks between the first failure and the end
     job = watched.start()
     watched.helpers.wait_for(watched.saved, what="a checkpoint")
     left = []
@@ -202,7 +201,7 @@ def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, 
 
 
 def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Whole) -> None:
-    """Fault matrix 2: in the middle of a shard. Training goes on, told once, made up for when there is space again."""
+    """Fault matrix 2: in the middle of a shard. Training continues, one report, saved when there is space."""
     disk = small_disk("8m")
     watched.run = disk / "run"
     watched.configure()
@@ -244,7 +243,7 @@ def test_the_ballast_is_what_the_last_save_needs(watched: Watched, small_disk: D
 
 @pytest.mark.slow
 def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Disk, whole: Whole) -> None:
-    """Fault matrix 35: training and saving go on; every step, entry and alarm is there once there is space again."""
+    """Fault matrix 35: training and saving continue; every step, entry and alarm is there once there is space again."""
     record, checkpoints = small_disk("4m"), small_disk("16m")
     watched.run = record / "run"
     watched.run.mkdir()
@@ -255,7 +254,7 @@ def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Di
     hog = take(record, leave=0)
     begin = watched.saved()[-1]
     watched.helpers.wait_for(lambda: watched.saved()[-1] >= begin + 60, what="checkpoints of a run without a record")
-    time.sleep(1)  # several looks
+    time.sleep(1)  # several checks
     hog.unlink()
     watched.until("disk/run", "resolved")
     watched.stop(job)
@@ -272,7 +271,7 @@ def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Di
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["error", "read-only"])
 def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Whole, how: str) -> None:
-    """Fault matrix 21: EIO, or read-only as a file system becomes after one: told, the fallback is used and resumed."""
+    """Fault matrix 21: EIO, or the read-only state after it: reported, the fallback is used and resumed."""
     disk, other = small_disk("16m"), watched.lab.path / "other"
     watched.run.mkdir()
     (watched.run / "checkpoints").symlink_to(disk)
@@ -299,7 +298,7 @@ def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Who
 
 @pytest.mark.slow
 def test_a_writer_that_hangs(watched: Watched, whole: Whole) -> None:
-    """Fault matrix 15: told as the writer's, never as a hang of training; the save after it is made by another."""
+    """Fault matrix 15: reported as the writer's, never as a hang of training; another writer makes the next save."""
     watched.configure(
         checkpoint={"every": "100 steps"},
         parallel={"timeout": "10 s"},
@@ -320,7 +319,7 @@ def test_a_writer_that_hangs(watched: Watched, whole: Whole) -> None:
 
 @pytest.mark.slow
 def test_writers_that_die(watched: Watched, whole: Whole) -> None:
-    """Fault matrix 22: the thread that writes, here, twice. Each is a failed save, and the next one works."""
+    """Fault matrix 22: the writing thread dies, twice. Each is a failed save, and the next one works."""
     watched.configure(ranks=2, checkpoint={"every": "40 steps"}, parallel={"timeout": "10 s"})
     # 1: fine; 2: dies; 3: made while training waits; 4: dies; 5: as 3
     job = watched.start(trap=at(r"\.train_state", "end_thread", skip=1, times=3))
@@ -334,7 +333,7 @@ def test_writers_that_die(watched: Watched, whole: Whole) -> None:
 
 @pytest.mark.slow
 def test_a_writer_that_is_slow(watched: Watched) -> None:
-    """Fault matrix 37: told as slow; one save in flight at most; the newest checkpoint is not late yet."""
+    """Fault matrix 37: reported as slow; at most one save in flight; the newest checkpoint is not late yet."""
     watched.configure(watchdog={"storage": {"interval": "10 s"}})
     job = watched.start(trap=at("__0_0.distcp", "wait", skip=8, seconds=7))
     flying = 0
@@ -353,7 +352,7 @@ def test_a_writer_that_is_slow(watched: Watched) -> None:
 
 @pytest.mark.slow
 def test_two_verified_checkpoints_stay_while_verification_fails(watched: Watched) -> None:
-    """Fault matrix 23: what reads back wrong is put aside and told of, and nothing older goes for it."""
+    """Fault matrix 23: what reads back wrong is moved aside and reported, and nothing older is deleted for it."""
     watched.configure(checkpoint={"keep_last": 2})
     job = watched.start(trap=at(r"/step-\d{8}$", "flip", "rename", skip=3, times=4))
     watched.helpers.wait_for(lambda: len(watched.saved()) >= 2, what="two checkpoints")
@@ -379,7 +378,7 @@ def test_two_verified_checkpoints_stay_while_verification_fails(watched: Watched
 
 @pytest.mark.slow
 def test_doubled_separators(watched: Watched, run_command: Any) -> None:
-    """Fault matrix 18: refused by `validate` and by training; with the packer's check put out, told in the first step."""
+    """Fault matrix 18: refused by `validate` and training; without the packer's check an alarm in the first step."""
     tokenizer = Tokenizer.load(watched.lab.tokenizer)
     rng = np.random.default_rng(1)
     documents = [
@@ -399,7 +398,7 @@ def test_doubled_separators(watched: Watched, run_command: Any) -> None:
 
 
 def test_data_from_the_beginning_after_a_restart(watched: Watched) -> None:
-    """Fault matrix 19: told at the first step that reads what was read before."""
+    """Fault matrix 19: an alarm at the first step that reads old data again."""
     watched.configure()
     job = watched.start()
     watched.reaches(30)
@@ -413,7 +412,7 @@ def test_data_from_the_beginning_after_a_restart(watched: Watched) -> None:
 
 @pytest.mark.slow
 def test_sources_that_are_swapped(watched: Watched) -> None:
-    """Fault matrix 41: the shares are not the planned ones any more: both are told within 100 steps."""
+    """Fault matrix 41: the shares are not the planned ones any more: both alarm within 100 steps."""
     source = {"path": str(watched.lab.corpus)}
     sources = [{"name": "a", "weight": 3, **source}, {"name": "b", "weight": 1, **source}]
     watched.configure(data={"sources": sources})
@@ -427,7 +426,7 @@ def test_sources_that_are_swapped(watched: Watched) -> None:
 
 @pytest.mark.slow
 def test_a_shard_that_is_deleted(watched: Watched) -> None:
-    """Fault matrix 40: told by name at the next audit; what is open goes on; a start refuses cleanly until it is back."""
+    """Fault matrix 40: reported by name at the next audit; open files work on; starts are refused until it is back."""
     corpus = watched.lab.path / "corpus"
     shutil.copytree(watched.lab.corpus, corpus)
     watched.configure(data={"sources": [{"name": "text", "path": str(corpus)}]})
@@ -453,13 +452,13 @@ GPUS = [{"index": index, "clock": 1900, "busy": 0.99} for index in range(8)]
 
 
 def show(path: Path, devices: list[dict[str, Any]]) -> None:
-    """What a provider does: another file in its place."""
+    """Write the file as a provider does: by replacing it."""
     path.with_suffix(".new").write_text(json.dumps({"devices": devices}))
     path.with_suffix(".new").rename(path)
 
 
 def test_a_gpu_that_breaks(watched: Watched) -> None:
-    """Fault matrix 45, as the file provider tells it: saves, stops, exit 76, and says which host to avoid."""
+    """Fault matrix 45, as the file provider reports it: saves, stops, exit 76, and names the host to avoid."""
     gpus = watched.lab.path / "gpus.json"
     show(gpus, GPUS)
     hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
@@ -478,7 +477,7 @@ def test_a_gpu_that_breaks(watched: Watched) -> None:
 
 @pytest.mark.slow
 def test_a_gpu_helper_that_hangs(watched: Watched) -> None:
-    """Fault matrix 45: a warning and nothing else; gone when it answers."""
+    """Fault matrix 45: only a warning, resolved when it answers."""
     gpus, host = watched.lab.path / "gpus.json", os.uname().nodename
     show(gpus, GPUS)
     hardware = {"provider": f"file:{gpus}", "interval": "0.2 s", "deadline": "0.5 s"}
@@ -524,7 +523,7 @@ for module in list(sys.modules.values()):
 
 @pytest.mark.slow
 def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
-    """Fault matrix 47: the wall clock of ranks and watchdog goes an hour ahead, then two back: told, nothing follows."""
+    """Fault matrix 47: the wall clock of ranks and watchdog jumps an hour ahead, then two back: reported, no effect."""
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()
     first.write_text(CLOCK.format(jump=str(jump)))

@@ -140,11 +140,11 @@ def test_kill_and_restart_is_bitwise(
     assert resume["step"] == 5
 
 
-# ------------------------------------------------------------------------ a model with nothing of the trainer's
+# ------------------------------------------------------------------------ a model independent of the trainer
 
 
 def logits_of(model: Decoder, row: list[int], prefix: int, places: Tensor) -> Tensor:
-    """One slot by itself: every token sees the prefix and what stands before it. fp32 [tokens, V]."""
+    """One slot alone: every token sees the prefix and what precedes it. fp32 [tokens, V]."""
     size = len(row)
     visible = torch.tensor([[key <= query or key < prefix for key in range(size)] for query in range(size)])
     hidden = model.embedding.weight[torch.tensor(row)].unsqueeze(0)
@@ -233,7 +233,7 @@ def judged(trained: Callable[[str], Path], request: pytest.FixtureRequest) -> tu
     gmask, sop = tokenizer.vocab_size + 1, tokenizer.vocab_size + 4
 
     def following(context: list[int], rest: list[int]) -> Tensor:
-        """fp64 [V], logits of the token behind `rest`."""
+        """fp64 [V], logits of the token after `rest`."""
         row, prefix = [*context, gmask, sop, *rest], len(context) + 1
         places = torch.arange(len(row))
         if (
@@ -253,7 +253,7 @@ def likelihood(following: Following, context: list[int], rest: list[int]) -> flo
 
 
 def test_likelihoods_are_sums_over_tokens(judged: Any) -> None:
-    """A prefix with [gMASK] at its end, then sop and the continuation; contexts of other lengths beside change nothing."""
+    """A prefix that ends in [gMASK], then sop and the continuation; the batch's other contexts change nothing."""
     adapter, following = judged
     pairs = [
         ("the run writes", " every checkpoint"),
@@ -278,7 +278,7 @@ def test_likelihoods_are_sums_over_tokens(judged: Any) -> None:
 
 
 def test_a_long_text_is_scored_in_windows(judged: Any) -> None:
-    """62 tokens and the two special ones fill the model: the first 62 behind the separator, then each behind one token."""
+    """62 tokens and the two special ones fill the model: 62 after the separator, then each after one token."""
     adapter, following = judged
     room = SLOTS * SLOT - 2
     text = "gradients over replicas and the loss falls " * 20

@@ -1,4 +1,4 @@
-"""Goodput: every second of a run in one state, exactly, from its record alone; and what operators once wrote by hand."""
+"""Goodput: every second of a run in exactly one state, from its record; and what operators once wrote manually."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BEGIN = 1_700_000_000.0
 
 
 class Script:
-    """Writes the record of a run that follows a script, and knows the truth about it.
+    """Writes the record of a run that follows a script, and knows the true account.
 
     Files are as the trainer writes them; every line that is written is kept in `lines`, in order of time.
     """
@@ -34,7 +34,7 @@ class Script:
         self.run, self.clock, self.number = RunDir(path), begin, 0
         self.truth = dict.fromkeys(State, 0.0)
         self.lines: list[tuple[float, Path, str]] = []
-        self.done: list[tuple[int, int, float]] = []  # (segment, step, seconds) on the line so far
+        self.done: list[tuple[int, int, float]] = []  # (segment, step, seconds) on the current line
         self.step = self.saved = 0
         self.stalled = 0.0
 
@@ -54,7 +54,7 @@ class Script:
         self.write(self.run.journal, entry)
 
     def start(self, *, launch: float = 10.0, load: float = 5.0, told: str = "") -> None:
-        """A start that gets ready: `told` is the launcher's entry, if there is a launcher."""
+        """A start that prepares: `told` is the launcher's entry, if there is a launcher."""
         if told:
             self.tell(told, outside=True)
         launched = self.clock
@@ -95,12 +95,12 @@ class Script:
             self.write(self.run.segment(self.number) / "metrics.jsonl", {**record, "time": stamp(self.clock)})
 
     def save(self, stall: float = 0.0) -> None:
-        """A save in the background: training waited `stall` for it, before the next step."""
+        """A background save: training waited `stall` for it, before the next step."""
         self.saved, self.stalled = self.step, stall
         self.tell("checkpoint", step=self.step, seconds=1.0, bytes=1)
 
     def stop(self, code: int = 75, *, save: float = 3.0, down: float = 1.0) -> None:
-        """An end on purpose: saves, says so."""
+        """A deliberate end: saves, and records it."""
         self.spend(save, State.CKPT_BLOCK)
         self.save()
         self.tell("stop", code=code, step=self.step)
@@ -119,14 +119,14 @@ class Script:
         self.write(path, {"code": code, "reason": reason, "time": stamp(self.clock)})
 
     def hang(self, *, detect: float = 30.0, down: float = 5.0) -> None:
-        """The watchdog notices that nothing moves, and ends the start."""
+        """The watchdog notices a hang, and ends the start."""
         self.spend(detect, State.DETECT)
         self.tell("alarm", outside=True, key="hang", state="open")
         self.spend(down, State.TEARDOWN)
         self.intend(75, "hang")
 
     def vanish(self, *, gap: float) -> None:
-        """A power cut: nothing more is written by anybody for so long."""
+        """A power cut: nothing more is written for `gap`."""
         self.spend(gap, State.IDLE_UNKNOWN)
 
     def kill(self, *, detect: float = 1.0) -> None:
@@ -155,7 +155,7 @@ class Script:
 
 @pytest.mark.quick
 def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
-    """Fault matrix 32: crash, rollback and requeue; states sum to the wall clock, what was lost is exact."""
+    """Fault matrix 32: crash, rollback and requeue; states sum to the wall clock, lost time is exact."""
     script = Script(tmp_path)
     script.start()
     script.train(30)
@@ -262,7 +262,7 @@ def test_a_run_that_trains_is_accounted_for_up_to_its_last_step(tmp_path: Path, 
     refused = run_command("fsdp_pretrain.cli", "goodput", tmp_path)
     assert refused.returncode == 78 and "was never started" in refused.stderr
     script.start()
-    assert goodput(script.run) is not None  # and no step yet
+    assert goodput(script.run) is not None  # no step yet
     script.train(3)
     script.tell("checkpoint-late", step=3)
     found = script.check(step_kept=6.0, data_wait=0.3)
@@ -339,7 +339,7 @@ def rebuild(lines: list[tuple[float, Path, str]], old: Path, new: Path) -> RunDi
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))
 def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
-    """States sum to the wall clock and agree with the truth; twice is the same; a cut record loses one interval."""
+    """States sum to the wall clock and agree with the truth; it is deterministic; a cut record loses one interval."""
     rng = random.Random(seed)
     script = Script(tmp_path_factory.mktemp("any"))
     script.start(launch=rng.uniform(0, 30), load=rng.uniform(0, 30))
@@ -392,7 +392,7 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
 
 
 def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any, gates: Any) -> None:
-    """Fault matrix 46, in part: kill -9 and resume on two ranks, with another learning rate; every second is named."""
+    """Fault matrix 46, in part: kill -9 and resume on two ranks, with another learning rate; no second is missing."""
     began = time.time()
     config = lab.config(train={"duration": "60 steps"}, checkpoint={"every": "10 steps"})
     gates(29)
@@ -405,7 +405,7 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     gates()
     recorded = helpers.metrics(run)[-1]["step"]
     writer = Journal(RunDir(run))
-    writer.write("restart", "rank 0 died by SIGKILL")  # as the launcher says it
+    writer.write("restart", "rank 0 died by SIGKILL")  # as the launcher writes it
     writer.close()
     flags = ("--allow", "optimizer.lr", "--reason", "it was too high")
     lab.train(config, "optimizer.lr=2e-3", ranks=2, flags=flags)

@@ -1,4 +1,4 @@
-"""Runs that hang, ranks that die, agents and launchers that are killed: what the watchdog sees, says and does."""
+"""Hanging runs, dying ranks, killed agents and launchers: what the watchdog detects, reports and does."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ FAULTS = Path(__file__).resolve().parent / "faults.py"
 
 @pytest.fixture
 def watched(lab: Any) -> Callable[..., Path]:
-    """A configuration of a run long enough to be broken, with a watchdog that is quick about it."""
+    """A configuration of a run long enough to be broken, with a fast watchdog."""
 
     def make(name: str = "run", **sections: dict[str, Any]) -> Path:
         sections.setdefault("train", {"duration": "4000 steps"})
-        sections.setdefault("checkpoint", {"every": "1000 steps"})  # how long a save may take is not known at first
+        sections.setdefault("checkpoint", {"every": "1000 steps"})  # how long a save may take is unknown at first
         config: Path = lab.config(name, **{"watchdog": WATCHED, **sections})
         return config
 
@@ -97,11 +97,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
 def test_hangs_are_told_apart(
     lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Fault matrix 7 and 28: the interpreter lock held in C, code that waits for ever, another collective."""
+    """Fault matrix 7 and 28: the interpreter lock held in C, code that waits forever, another collective."""
     fault, verdict, suspects, words = CASES[case]
     monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
     monkeypatch.setenv("FAULT", json.dumps({"rank": 1, "step": 30, **fault}))
-    deadlines = {"soft": "6 s", "hard": "9 s"}  # a wedged interpreter shows after five seconds
+    deadlines = {"soft": "6 s", "hard": "9 s"}  # a blocked interpreter shows after five seconds
     job = lab.start(watched(watchdog={**WATCHED, "hang": deadlines}), ranks=2)
     run = lab.path / "run"
     alarm = hang(run, verdict=verdict)
@@ -111,7 +111,7 @@ def test_hangs_are_told_apart(
 
 
 def standing(rank: int, host: str, **changes: Any) -> RankSnapshot:
-    """Where a rank stands; as long as nothing is changed, it waits in the operation in which all do."""
+    """Snapshot of a rank; unchanged, it waits in the operation in which all do."""
     known: dict[str, Any] = {
         "collective": "all_reduce", "place": "distributed_c10d.py:9 all_reduce", "group": ("all_reduce", "mesh.py:sum_"),
         **changes,
@@ -120,7 +120,7 @@ def standing(rank: int, host: str, **changes: Any) -> RankSnapshot:
 
 
 NO_STACK: dict[str, Any] = {"collective": None, "place": "", "group": ()}
-"""It was asked for its stack and has not answered."""
+"""Its stack was requested, without an answer yet."""
 STUCK: dict[str, Any] = {**NO_STACK, "place": "threading.py:9 wait", "group": ("", "saves.py:finish")}
 VICTIM, STOPPED = standing(0, "n0"), standing(1, "n1", state="T", **NO_STACK)
 OTHER = {"group": ("all_gather", "parallel.py:gather")}
@@ -152,7 +152,7 @@ def test_a_verdict_is_as_good_as_what_is_known(
     hosts: tuple[str, ...],
     said: str,
 ) -> None:
-    """Nothing is concluded from what a node or a rank has not said yet, and two causes are both told."""
+    """Nothing is concluded from missing answers of a node or a rank, and two causes are both reported."""
     verdict = judge(standings, quiet, untold)
     assert (verdict.kind, verdict.suspects, verdict.hosts) == (kind, suspects, hosts) and said in verdict.text
     assert verdict.silent == tuple(quiet) and set(untold) <= set(verdict.unknown)
@@ -184,14 +184,14 @@ def test_a_shard_that_does_not_answer_is_named(
 def test_a_killed_rank_is_seen_at_once_and_torchrun_goes_on(
     lab: Any, watched: Callable[..., Path], start: Callable[..., Elastic], helpers: Any
 ) -> None:
-    """Fault matrix 16: kill -9 of a rank: seen within a second, restarted, the curve as if nothing had happened."""
+    """Fault matrix 16: kill -9 of a rank: detected within a second, restarted, the curve as if nothing had happened."""
     sections = {"train": {"duration": "60 steps"}, "checkpoint": {"every": "20 steps"}, "watchdog": PATIENT}
     config, run = watched(**sections), lab.path / "run"
     lab.train(config, f"run.dir={lab.path / 'whole'}", "watchdog.enabled=false", ranks=2)
     fault = {"rank": 1, "step": 33, "kind": "die", "attempt": 0}
     job = start(config, restarts=1, FAULT=json.dumps(fault))
     alarm = until(lambda: helpers.alarms(run, "rank-died"))[0]
-    assert "rank 1" in alarm["summary"] and alarm["step"] == 32  # it died before it began step 33
+    assert "rank 1" in alarm["summary"] and alarm["step"] == 32  # it died before step 33 started
     assert job.process.wait(PATIENCE) == 0
     assert helpers.alarms(run, "rank-died")[-1]["state"] == "resolved" or len(helpers.alarms(run, "rank-died")) == 1
     died = json.loads((run / "segments/0001/exit_intent.json").read_text())
@@ -232,7 +232,7 @@ def test_nothing_outlives_a_killed_torchrun(
 
 
 def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Callable[..., Path]) -> None:
-    """It was started, or held up, until a moment before the hang, and has seen no step itself."""
+    """It was started, or delayed, until just before the hang, and has seen no step itself."""
     run = lab.path / "run"
     job = lab.start(watched(watchdog={**WATCHED, "hang": {"soft": "2 s", "hard": "600 s"}}), ranks=2)
     (agent,) = until(lambda: agents(run))
@@ -244,7 +244,7 @@ def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Cal
 
 
 def test_a_launcher_that_is_about_to_end_is_gone(tmp_path: Path) -> None:
-    """Ranks die with torchrun's main thread, a moment before the kernel says that all of torchrun has ended: here the
+    """Ranks die with torchrun's main thread, a moment before the kernel reports all of torchrun as ended; here the
     moment lasts."""
     script = (
         "import ctypes, threading, time\n"
@@ -270,7 +270,7 @@ def test_a_launcher_that_is_about_to_end_is_gone(tmp_path: Path) -> None:
 def test_long_first_steps_and_saves_are_no_hang(
     lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault matrix 31, and 15 as seen by the hang detector: a first step of many deadlines; ends in order."""
+    """Fault matrix 31, and 15 as seen by the hang detector: a first step of many deadlines; a regular end."""
     monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
     monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 1, "kind": "doze", "seconds": 6}))
     config, run = watched(train={"duration": "40 steps"}, checkpoint={"every": "20 steps"}), lab.path / "run"
@@ -282,7 +282,7 @@ def test_long_first_steps_and_saves_are_no_hang(
 def test_status_shows_alarms_and_whether_anybody_watches(
     lab: Any, watched: Callable[..., Path], helpers: Any, run_command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """One screen: the open alarm with its exit code, acknowledged it is only a warning, and the watchdog's last look."""
+    """One screen: the open alarm with its exit code, only a warning once acknowledged, and the watchdog's last pass."""
     run = lab.path / "run"
     watchdog = {**WATCHED, "hang": {"soft": "3 s", "hard": "600 s"}, "pace": CALM}
     job = lab.start(watched(watchdog=watchdog), ranks=2)
@@ -303,14 +303,14 @@ def test_status_shows_alarms_and_whether_anybody_watches(
 def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
     lab: Any, watched: Callable[..., Path], helpers: Any
 ) -> None:
-    """The agent blocks in the run directory: that is told, and ranks that stop meanwhile are ended nevertheless."""
+    """The agent blocks in the run directory: that is reported, and ranks that stop meanwhile are still ended."""
     run, told = lab.path / "run", lab.path / "told"
     command = {"argv": ["sh", "-c", f"cat >> {told}; echo >> {told}"]}
     job = lab.start(watched(watchdog={**WATCHED, "notify": {"command": command}}), ranks=2)
     until(lambda: steps(run) > 20)
     metrics = run / "segments/0001/metrics.jsonl"
     metrics.rename(metrics.with_suffix(".away"))
-    os.mkfifo(metrics)  # whoever opens it to read waits; the trainer has its file open
+    os.mkfifo(metrics)  # whoever opens it to read blocks; the trainer has its file open
     messages = lambda: map(json.loads, told.read_text().splitlines() if told.exists() else ())  # noqa: E731
     (message, *_) = until(lambda: [each for each in messages() if each["key"].startswith("blind/")])
     assert "does not answer" in message["summary"]

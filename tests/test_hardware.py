@@ -1,4 +1,4 @@
-"""GPUs told by a file, a helper that hangs, hosts that leak memory or lose the clock."""
+"""GPUs reported by a file, a helper that hangs, hosts that leak memory or lose the clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEALTHY = {
 
 
 class Machine:
-    """Eight GPUs in a file, watched by a helper process; the test moves the clock."""
+    """Eight GPUs in a file, watched by a helper process; the test controls the clock."""
 
     def __init__(self, path: Path, **section: Any) -> None:
         self.path, self.told = path / "gpus.json", list[Alarm]()
@@ -52,7 +52,7 @@ class Machine:
         )
 
     def look(self, count: int = 1, *, answers: bool = True) -> None:
-        """Write the file, and let the detector look at it so many times."""
+        """Write the file, and let the detector check it `count` times."""
         if self.path.is_file():
             self.path.write_text(self.content or json.dumps({"devices": self.devices}))
         for _ in range(count):
@@ -94,7 +94,7 @@ def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
     ],
 )
 def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any], says: str) -> None:
-    """Fault matrix 45: at the next look, once, and with the host to avoid."""
+    """Fault matrix 45: at the next check, once, and with the host to avoid."""
     machine.look(3)
     assert machine.told == []
     fault(machine.devices)
@@ -118,7 +118,7 @@ def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any],
     ],
 )
 def test_an_odd_gpu_is_told_when_it_stays_so(machine: Any, fault: Callable[..., Any], says: str) -> None:
-    """Fault matrix 45: a warning after 15 of 20 looks; gone when it is gone."""
+    """Fault matrix 45: a warning after 15 of 20 checks; resolved when it is gone."""
     machine.look(2)
     fault(machine.devices)
     machine.look(14)
@@ -141,7 +141,7 @@ def test_an_odd_gpu_is_told_when_it_stays_so(machine: Any, fault: Callable[..., 
     ],
 )
 def test_what_is_normal_is_not_told(machine: Any, harmless: Callable[..., Any]) -> None:
-    """Errors of programs, idle GPUs, all alike, a few per cent."""
+    """Program errors, idle GPUs, all alike, a few per cent."""
     machine.look()
     harmless(machine.devices)
     machine.look(20)
@@ -160,7 +160,7 @@ def test_links_that_err_again_and_again(machine: Any) -> None:
 
 
 def test_a_helper_that_hangs_is_told_and_left(machine: Any) -> None:
-    """Fault matrix 45: the driver does not answer. Here a FIFO, whose opening blocks, is in place of the file."""
+    """Fault matrix 45: the driver does not answer. Here a FIFO, which blocks when opened, replaces the file."""
     machine.look()
     machine.path.unlink()
     os.mkfifo(machine.path)
@@ -221,7 +221,7 @@ IDLE = HostState(200 * GIB, 256 * GIB, 0, 0.1, 0.0, 0.0)
 
 
 def watch_host(tmp_path: Path, states: list[HostState], clock: Callable[[float], float] = lambda now: now) -> list[Any]:
-    """Alarms as (key, severity, state, minute) of a host looked at every minute."""
+    """Alarms as (key, severity, state, minute) of a host checked every minute."""
     told: list[Any] = []
     time_is = [0.0]
     alarms = Alarms(
@@ -238,7 +238,7 @@ def watch_host(tmp_path: Path, states: list[HostState], clock: Callable[[float],
 
 
 def memory(hours: float, gib_per_hour: float) -> list[HostState]:
-    """Caches make what is available vary by gigabytes."""
+    """Caches make available memory vary by gigabytes."""
     rng = np.random.default_rng(3)
     noise = rng.normal(0, 3, int(60 * hours)) + np.where(rng.random(int(60 * hours)) < 0.1, -15, 0)
     return [replace(IDLE, available=int((200 - gib_per_hour * n / 60 + noise[n]) * GIB)) for n in range(len(noise))]
@@ -279,7 +279,7 @@ def test_a_clock_that_jumps_is_told_and_nothing_else_is(tmp_path: Path) -> None:
 
 
 def test_a_look_at_this_host() -> None:
-    """Against what the system says of itself."""
+    """Against what the system reports."""
     files = [open(os.devnull) for _ in range(50)]  # noqa: PTH123, SIM115
     state = look([os.getpid()])
     for file in files:

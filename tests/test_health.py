@@ -1,4 +1,4 @@
-"""Verdicts on simulated records: what is told, what is not, when a run goes back, and when it must not."""
+"""Verdicts on simulated records: what is reported, what is not, when a run rolls back, and when it must not."""
 
 from __future__ import annotations
 
@@ -36,25 +36,24 @@ checkpoint = { every = "100 steps" }
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Everything of `[health]` as it is by default."""
+    """The defaults of `[health]`."""
     path = tmp_path / "run.toml"
     path.write_text(CONFIG)
     return load(path)
 
 
 def record(step: int, loss: float = 2.0, norm: float | None = 1.0, **changes: Any) -> StepRecord:
-    """The record of a step; no two losses are the same to the bit, unless their `total` is given."""
+    """The record of a step; no two losses are bitwise equal, unless their `total` is given."""
     total = changes.pop("total", loss * 256 + step * 1e-9)
     return step_record(step, **{"loss": {"sum": total, "count": 256}, "grad_norm": norm, **changes})
 
 
 def bad(step: int, **changes: Any) -> StepRecord:
-    """A skipped step."""
     return record(step, norm=None, **{"skipped": True, "not_finite": "gradients", **changes})
 
 
 def judge(health: Health, records: Iterable[StepRecord]) -> list[tuple[int, HealthOutcome]]:
-    """Verdicts that say anything, by step."""
+    """Verdicts with findings, by step."""
     all_ = [(entry.step, health.step(entry)) for entry in records]
     return [(step, judgement) for step, judgement in all_ if judgement != HealthOutcome()]
 
@@ -77,7 +76,7 @@ def retreats(verdicts: list[tuple[int, HealthOutcome]]) -> list[tuple[int, Rollb
 
 
 def noise(seed: int, steps: int, ranks: int) -> np.ndarray:
-    """Deviations of the mean loss of so many ranks: of one, sd 0.15 nats at 64k tokens with a kurtosis near 30."""
+    """Deviations of the mean loss over `ranks`: of one, sd 0.15 nats at 64k tokens with a kurtosis near 30."""
     rng = np.random.default_rng(seed)
     wide = np.where(rng.random((steps, ranks)) < 0.015, 6.0, 1.0) / math.sqrt(0.985 + 0.015 * 36)
     return 0.15 * (rng.normal(size=(steps, ranks)) * wide).mean(1)
@@ -111,7 +110,7 @@ def test_a_healthy_run_is_left_alone(config: Config, ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_spike_that_recovers_is_told_of_and_left(config: Config, seed: int) -> None:
-    """Fault matrix 9: up by one nat in three steps, back within thirty, as at BLOOM. What is saved meanwhile is suspect."""
+    """Fault matrix 9: up by one nat in three steps, back within thirty, as at BLOOM. Saves meanwhile are suspect."""
     loss = 2 + noise(seed, 900, 8)
     age = np.arange(300)
     loss[600:] += np.minimum(1, (age + 1) / 3) * np.exp(-np.maximum(0, age - 3) / 8)
@@ -141,7 +140,7 @@ def test_a_loss_that_stays_up_is_rolled_back(config: Config, norm: float, delay:
 
 
 def test_an_explosion_does_not_wait(config: Config) -> None:
-    """Loss and norm both far out in three of five steps."""
+    """Loss and norm are both far out in three of five steps."""
     loss, gradients = 2 + noise(7, 700, 8), norms(7, 700, 0)
     loss[600:] += 3
     gradients[600:] *= 50
@@ -156,7 +155,7 @@ def test_told_only_if_so_configured(config: Config) -> None:
     health = Health(only_tell)
     verdicts = judge(health, simulated(loss, norms(7, 1200, 0)))
     assert len(told(verdicts, "loss/spike", "CRIT")) == 1 and not retreats(verdicts)
-    assert told(verdicts, "loss/spike", "CRIT", resolved=True)  # it is the usual loss by then
+    assert told(verdicts, "loss/spike", "CRIT", resolved=True)  # the usual loss by then
 
 
 @pytest.mark.parametrize(("ranks", "shift"), [(8, 0.05), pytest.param(64, 0.03, marks=pytest.mark.slow)])
@@ -182,7 +181,7 @@ def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:
 
 
 def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:
-    """The last records before it are enough for the same verdicts."""
+    """The last records before it suffice for the same verdicts."""
     loss = 2 + noise(3, 1500, 8)
     loss[1190:] += 0.6
     records = list(simulated(loss, norms(3, 1500)))
@@ -192,7 +191,7 @@ def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:
 
 
 def test_a_start_begins_with_what_goes_on(config: Config) -> None:
-    """Its first record names the spike that is open, and not the learning rate that was changed on purpose."""
+    """Its first record names the open spike, but not the learning rate that was changed on purpose."""
     loss = 2 + noise(3, 700, 8)
     loss[690:] += 0.6
     records = [entry.model_copy(update={"lr": 2e-3}) for entry in simulated(loss, norms(3, 700, 0))]
@@ -270,7 +269,7 @@ def test_what_cannot_be_answered_ends_the_run(config: Config, change: dict[str, 
     assert errors[0][0] == (11 if skipped else 10) and errors[0][1].exit == 93 and not retreats(verdicts)
 
 
-# ---------------------------------------------------------------------- learning that is none, copies that differ
+# ---------------------------------------------------------------------- no learning, replicas that differ
 
 
 @pytest.mark.parametrize(
@@ -301,7 +300,7 @@ def test_steps_that_change_nothing_by_intention(config: Config) -> None:
     ("sums", "shards", "differing"),
     [
         ([5, -7, 5, -7], 2, []),
-        ([5, -7, 5, 8], 2, [1, 3]),  # which of two is right cannot be told
+        ([5, -7, 5, 8], 2, [1, 3]),  # with two, the right one is unknown
         ([5, 5, 6, 5], 1, [2]),
         ([1, 2, 1, 3, 4, 2], 2, [3, 4]),
         ([9], 1, []),
@@ -352,7 +351,7 @@ def test_repeated_steps(config: Config, exact: bool, change: dict[str, Any], sev
     ],
 )
 def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[str, int, int]], refused: str) -> None:
-    """(key, first step, hours ago) of the rollbacks so far; the last case has only old ones, and gets further."""
+    """(key, first step, hours ago) of earlier rollbacks; the last case has only old ones, and gets further."""
     run = RunDir(tmp_path / "run")
     entries = [
         {

@@ -1,6 +1,6 @@
-"""Hugging Face folders: what transformers computes from an export, and what training makes of an import.
+"""Hugging Face folders: what transformers computes from an export, and training on an import.
 
-transformers is the judge here and is imported nowhere else.
+transformers is the reference here and is imported nowhere else.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def assert_equal_logits(ours: Tensor, theirs: Tensor) -> None:
 
 
 def assert_other_logits(folder: Path, copy: Path, name: str) -> None:
-    """A copy of an export without one part of its rotary positions is another function."""
+    """A copy of an export without one part of its rotary positions gives other logits."""
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text())
     for place in (config, config["rope_parameters"], config["rope_scaling"]):
@@ -126,7 +126,7 @@ def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert done.parameters == model.num_parameters() and done.bytes == 4 * done.parameters
     assert type(model).__name__ == ("GPT2LMHeadModel" if family == "gpt" else "LlamaForCausalLM")
-    if family != "gpt":  # base and scaling matter in these logits: without either they are others
+    if family != "gpt":  # base and scaling matter in these logits
         for name in ("rope_theta", "factor"):
             assert_other_logits(out, tmp_path / name, name)
     ours = Tokenizer.load(run.tokenizer)
@@ -267,7 +267,7 @@ THEIRS: dict[str, dict[str, Any]] = {
 
 
 def make_folder(path: Path, name: str, **save: Any) -> Path:
-    """A folder as transformers writes it, of a model with weights far from their initial scale."""
+    """A folder written by transformers, of a model with weights far from their initial scale."""
     kind = transformers.LlamaConfig if name.startswith("llama") else transformers.GPT2Config
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(kind(**THEIRS[name]))
@@ -279,7 +279,7 @@ def make_folder(path: Path, name: str, **save: Any) -> Path:
 
 
 def configure(lab: Any, folder: Path, name: str = "imported", **model: Any) -> Path:
-    """A configuration whose model is that of the folder."""
+    """A configuration with the model of the folder."""
     shown = json.loads(read_model(folder).model_dump_json(exclude_none=True))
     unset = {"kv_heads": None, "ffn": None} if shown["family"] == "gpt" else {}
     config: Path = lab.config(name, model={**unset, **shown, **model})
@@ -310,7 +310,7 @@ def test_config_json_of_transformers_4_is_read(tmp_path: Path) -> None:
 
 
 def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: Any) -> None:
-    """The first loss is the one transformers computes for the same batch; what is saved then is a whole checkpoint."""
+    """The first loss is the one transformers computes for the same batch; the checkpoint saved then is complete."""
     folder = make_folder(lab.path / "theirs", "llama-llama3")
     shutil.copytree(lab.tokenizer, folder, dirs_exist_ok=True)
     shown = run_command("fsdp_pretrain.cli", "checkpoints", "/nowhere", "import", folder, "--show-model")
@@ -342,7 +342,7 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
 
 @pytest.mark.parametrize("name", ["llama-base", "llama-linear", "llama-llama3", "gpt2"])
 def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> None:
-    """In, four steps of hybrid sharding, out: the same function in transformers; in again: bit for bit."""
+    """Import, four steps of hybrid sharding, export: the same function in transformers; imported again: bit for bit."""
     folder = make_folder(lab.path / "theirs", name)
     path = configure(lab, folder)
     config = load(path, ["train.duration=4 steps", "optimizer.warmup=1 steps"])
@@ -464,8 +464,8 @@ def test_imports_into_the_wrong_run_are_refused(lab: Any, plain_folder: Path) ->
 
 @pytest.mark.slow
 def test_memory_is_that_of_a_tensor_not_of_the_model(lab: Any, helpers: Any) -> None:
-    """400 MB of weights go in and out; own memory (not the pages of mapped files) grows by the largest tensor, a few
-    times (17 MB each)."""
+    """400 MB of weights are imported and exported; own memory (not the pages of mapped files) grows by a few times the
+    largest tensor (17 MB each)."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 16}
     config = transformers.LlamaConfig(**{**TINY_LLAMA, **sizes, "num_key_value_heads": 16})
     transformers.LlamaForCausalLM(config).save_pretrained(lab.path / "theirs")

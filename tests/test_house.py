@@ -1,4 +1,4 @@
-"""The house: which package may import which, what runs without torch, and what a clash of names does."""
+"""Project structure: which package may import which, what runs without torch, and the effect of a name clash."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(module: str, path: Path) -> set[str]:
-    """Modules of this project that a file imports, at any depth of its code."""
+    """Modules of this project that a file imports, anywhere in its code."""
     found = set()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -70,7 +70,7 @@ def imports(module: str, path: Path) -> set[str]:
 
 
 def package(module: str) -> str:
-    """The package that a module is in; a package is in itself."""
+    """The package of a module; a package is in itself."""
     path = modules()[module]
     return module if path.name == "__init__.py" else module.rpartition(".")[0]
 
@@ -82,7 +82,7 @@ def floors_of_the_docs() -> dict[str, int]:
 
 
 def test_imports_between_packages_point_down() -> None:
-    """So they form no circle. The floors are those that docs/architecture.md shows."""
+    """So there are no cycles. The floors are those of docs/architecture.md."""
     floors = floors_of_the_docs()
     assert set(floors) == {package(module) for module in modules()} and max(floors.values()) < 10
     wrong = []
@@ -171,7 +171,7 @@ def test_files_fit_a_head() -> None:
 
 
 def test_what_a_name_does_not_say_a_docstring_does() -> None:
-    """Every module and public class says what it is for; so does a public function of more than ten lines."""
+    """Every module and public class has a docstring; so does a public function of more than ten lines."""
     bare = []
     for name, path in modules().items():
         tree = ast.parse(path.read_text())

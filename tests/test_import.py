@@ -1,4 +1,4 @@
-"""`fsdp-data import`: the same documents, however stored, train identically; anything but what was declared is refused."""
+"""`fsdp-data import`: the same documents, however stored, train identically; undeclared content is refused."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def samples(path: Path, count: int = 150) -> Any:
 def test_storage_does_not_show_in_the_samples(
     tmp_path_factory: Any, tokenizer: Tokenizer, count: int, empty: int, seed: int, dtype: str
 ) -> None:
-    """None, trailing, leading, with empty documents among them: block table and samples are the same bits."""
+    """None, trailing, leading, with empty documents among them: block table and samples are bitwise equal."""
     docs = documents(count, seed)
     for _ in range(empty):
         docs.insert(random.Random(seed).randint(0, len(docs)), [])
@@ -169,7 +169,7 @@ def test_adopted_shards_are_not_touched_and_the_manifest_tells_the_truth(
     assert "with each document: none" in shown.stdout and str(tmp_path / "y/other") in shown.stdout
 
 
-# ---------------------------------------------------------------- measured, never believed
+# ---------------------------------------------------------------- measured, not trusted
 
 
 def both(docs: Documents) -> Documents:
@@ -242,7 +242,7 @@ def test_import_refuses_exactly_what_validate_calls_an_error(
 def test_the_clean_twin_of_a_refused_import_is_adopted_at_once(
     tmp_path: Path, run_command: Run, tokenizer: Tokenizer
 ) -> None:
-    """Exit 78 with places decoded; the corrected command needs no --overwrite."""
+    """Exit 78 with decoded places; the corrected command needs no --overwrite."""
     store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron")
     arguments = ["import", tmp_path / "in", "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--separators"]
     refused = run_command("data.cli", *arguments, "leading")
@@ -399,7 +399,7 @@ def test_a_killed_import_leaves_no_manifest_and_continues(
 ) -> None:
     docs = carry(documents(3000), "trailing")
     megatron(tmp_path / "in/s0", docs)
-    megatron(tmp_path / "in/s1", docs * 40)  # the others take long enough to be met by the kill
+    megatron(tmp_path / "in/s1", docs * 40)  # the others take long enough for the kill
     for number, suffix in product(range(2, 10), (".bin", ".idx")):
         shutil.copy(tmp_path / f"in/s1{suffix}", tmp_path / f"in/s{number}{suffix}")
     arguments = ["-m", "data.cli", "import", str(tmp_path / "in"), "--tokenizer", str(tokenizer.path), "--quiet"]
@@ -455,7 +455,7 @@ def test_records_prove_one_separator_per_document(lab: Any, helpers: Any, tokeni
 
 
 def test_adjacent_specials_are_counted_from_the_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """The witness sees what the packer would never write."""
+    """The check sees what the packer would never write."""
     write = tmp_path / "c"
     megatron(write / "shards/s", documents())
     entry = {

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def carried(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An environment whose Python has nothing installed; packages come by PYTHONPATH alone."""
+    """An environment whose Python has nothing installed; packages come from PYTHONPATH alone."""
     folders = [*(path for path in sys.path if path.endswith("-packages")), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
     environment: dict[str, str] = helpers.environment(
@@ -35,14 +35,14 @@ def test_scripts_without_an_installation(carried: dict[str, str], tmp_path: Path
 
 
 def test_the_gpu_suite_without_an_installation(carried: dict[str, str]) -> None:
-    """Without a GPU, that it is collected."""
+    """Without a GPU, it is at least collected."""
     done = subprocess.run([ROOT / "scripts/test_gpu.sh", "suite"], env=carried, capture_output=True, text=True)
     assert done.returncode == 0 and " skipped" in done.stdout and "error" not in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_data_tools_in_an_environment_without_torch(tmp_path: Path) -> None:
-    """`pip install .` alone, not editable, from a copy: the whole way from text to a validated corpus."""
+    """`pip install .` alone, not editable, from a copy: from text to a validated corpus."""
     source, home = tmp_path / "source", tmp_path / "home"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(source)], check=True)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)

@@ -1,4 +1,4 @@
-"""Numbers that go wrong in real runs on several ranks: skipped, rolled back, stopped; and what must not be disturbed."""
+"""Numeric faults in real runs on several ranks: skipped, rolled back, stopped; and what must not be disturbed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEALTH = {
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`fault(kind, rank=1, steps=[7])` breaks the runs that follow; without arguments they are sound again."""
+    """`fault(kind, rank=1, steps=[7])` breaks the following runs; without arguments they run without faults again."""
 
     def set_(kind: str = "", **where: Any) -> None:
         if kind:
@@ -69,8 +69,8 @@ def intent(run: Path) -> dict[str, Any]:
     ],
 )
 def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind: str, shard: int) -> None:
-    """Fault matrix 13: a NaN on one rank, once. The others skip too, and the run ends where one that was told to leave
-    that batch out would: the same weights to the bit, on every replica."""
+    """Fault matrix 13: a NaN on one rank, once. The others skip too, and the run ends as one configured to skip that
+    batch: the same weights to the bit, on every replica."""
     config = lab.config(health=HEALTH, parallel={"shard": shard}, train={"duration": "14 steps"})
     fault(kind, rank=1, steps=[7])
     lab.train(config, ranks=2)
@@ -80,7 +80,7 @@ def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind
     bad = records[6]
     assert bad["not_finite"] == ("loss" if kind == "loss" else "gradients")
     assert bad["nonfinite_rank"] == (1 if kind == "loss" else None)
-    assert bad["consumed"] == 56 and records[-1]["consumed"] == 112  # the batch was read, schedules go on
+    assert bad["consumed"] == 56 and records[-1]["consumed"] == 112  # the batch was read, schedules advance
     assert (bad["grad_norm"] is None) == (kind == "gradient")
     assert all(record["replicas"]["differing"] == [] for record in records if record["replicas"])
     (skip,) = helpers.journal(run, "health-skip")
@@ -91,7 +91,7 @@ def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind
 
     (end,) = (run / "checkpoints").glob("step-00000014/manifest.json")
     twin = lab.config("twin", health=HEALTH, parallel={"shard": shard}, train={"duration": "14 steps"})
-    fault("gradient", rank=0, steps=[7])  # another fault in the same step comes to the same
+    fault("gradient", rank=0, steps=[7])  # another fault in the same step has the same result
     lab.train(twin, ranks=2)
     (other,) = (lab.path / "twin/checkpoints").glob("step-00000014/manifest.json")
     assert json.loads(end.read_text())["state_digest"] == json.loads(other.read_text())["state_digest"]
@@ -99,7 +99,7 @@ def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind
 
 @pytest.mark.slow
 def test_without_skipping_a_bad_step_ends_the_run(lab: Any, helpers: Any, fault: Any) -> None:
-    """Nothing that is spoilt is saved."""
+    """Nothing damaged is saved."""
     fault("gradient", rank=1, steps=[12])
     output = lab.train(lab.config(health={"skip_nonfinite": False}), ranks=2, expect=93)
     assert "not finite" in output and output.count("error:") == 1
@@ -110,8 +110,8 @@ def test_without_skipping_a_bad_step_ends_the_run(lab: Any, helpers: Any, fault:
 
 @pytest.mark.slow
 def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
-    """The same under plain torchrun, which may restart: after the rollback it does, after the end it does not. The fault
-    is set in a file that Python executes at its start."""
+    """The same under plain torchrun, which may restart: it does so after the rollback, but not after the end. The fault
+    is set in a file that Python executes at start."""
     config = lab.config(health=HEALTH, checkpoint={"every": "5 steps"})
     (lab.path / "sitecustomize.py").write_text(
         "import os, sys\n"
@@ -158,14 +158,14 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
     records = helpers.metrics(run)
     assert records[10]["cursor"] == 152 and records[10]["consumed"] == 88  # 80 to 143 were passed over
 
-    fault()  # a person mends the cause
+    fault()  # the cause is repaired
     lab.train(config, ranks=2)
     assert not any(record["skipped"] for record in helpers.metrics(run))
 
 
 @pytest.mark.slow
 def test_what_comes_back_is_no_fault_of_a_device(lab: Any, helpers: Any, fault: Any) -> None:
-    """The same steps are bad again after the next start has trained up to them: they are left after all."""
+    """The same steps are bad again after the next start has trained up to them: they are skipped after all."""
     config = lab.config(health=HEALTH, checkpoint={"every": "12 steps"})
     fault("loss", rank=1, steps=[14, 15])
     lab.train(config, ranks=2, expect=75)
@@ -179,7 +179,7 @@ def test_what_comes_back_is_no_fault_of_a_device(lab: Any, helpers: Any, fault: 
 
 @pytest.mark.slow
 def test_a_device_that_computes_nonsense_costs_its_host(lab: Any, helpers: Any, fault: Any) -> None:
-    """As below, with a host for every rank: the next start is to do without that one."""
+    """As below, with a host for every rank: the next start must avoid that one."""
     fault("loss", rank=1, steps=[14, 15], hosts=["sound-1", "odd-2"])
     lab.train(lab.config(health=HEALTH), ranks=2, expect=76)
     assert intent(lab.path / "run")["code"] == 76
@@ -188,8 +188,8 @@ def test_a_device_that_computes_nonsense_costs_its_host(lab: Any, helpers: Any, 
 
 
 def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helpers: Any, fault: Any) -> None:
-    """Steps 14 and 15 are not finite on one rank; repeated from the same batch, 15 is. No rollback: the next start goes
-    on from the last checkpoint, trains these samples, and does not wonder that steps now come out otherwise."""
+    """Steps 14 and 15 are not finite on one rank; repeated from the same batch, 15 is. No rollback: the next start
+    resumes from the last checkpoint, trains these samples, and expects that steps now differ."""
     config = lab.config(health=HEALTH, checkpoint={"every": "12 steps"})
     fault("loss", rank=1, steps=[14, 15])
     output = lab.train(config, ranks=2, expect=75)
@@ -208,7 +208,7 @@ def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helper
 
 
 def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
-    """`data` with a second source of random tokens, which is all there is from sample 320 (step 41) on."""
+    """`data` with a second source of random tokens, which is the only one from sample 320 (step 41) on."""
     rng = random.Random(5)
     documents = [[rng.randrange(20, 200) for _ in range(200)] for _ in range(40)]
     from data.text.tokenizer import Tokenizer
@@ -227,8 +227,8 @@ def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("until", [384, pytest.param(440, marks=pytest.mark.slow)])
 def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_command: Any, until: int) -> None:
-    """Fault matrix 8: warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. More than
-    the first rollback skips are met again, and skipped by a second, which skips twice as much."""
+    """Fault matrix 8: warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. If
+    more is poisoned than the first one skips, a second one skips twice as much."""
     config = lab.config(
         health=HEALTH,
         data=poison(lab, helpers, until),
@@ -272,7 +272,7 @@ def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_
 
 @pytest.mark.slow
 def test_only_telling(lab: Any, helpers: Any) -> None:
-    """With `health.rollback` off the same run is told of it and goes on to its end; the clean checkpoint is kept."""
+    """With `health.rollback` off the same run only reports, and trains to its end; the clean checkpoint is kept."""
     config = lab.config(
         health={**HEALTH, "rollback": False, "quiet": "200 steps"},
         data=poison(lab, helpers, 440),
@@ -289,7 +289,7 @@ def test_only_telling(lab: Any, helpers: Any) -> None:
 
 
 def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 43: one parameter of one replica changes. Nobody else would notice."""
+    """Fault matrix 43: one parameter of one replica changes, which nothing else would detect."""
     fault("nudge", rank=3, steps=[7])
     config = lab.config(health=HEALTH, parallel={"shard": 2}, train={"micro_batch": 1})
     output = lab.train(config, ranks=4, expect=93)
@@ -301,8 +301,8 @@ def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -
 
 
 def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 5 and 19: killed after its checkpoint, the run repeats steps to the bit and says nothing; with a batch
-    repeated it is stopped."""
+    """Fault matrix 5 and 19: killed after its checkpoint, the run repeats steps to the bit and reports nothing; with a
+    batch repeated it is stopped."""
     saves = {"every": "10 steps", "background": False}  # that of step 10 is there when the run is killed
     config = lab.config(health=HEALTH, checkpoint=saves)
     fault("kill", rank=1, steps=[15])
@@ -323,11 +323,11 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
     lab.train(config, ranks=2)
 
 
-# ---------------------------------------------------------------- what is only told
+# ---------------------------------------------------------------- only reported
 
 
 def told(lab: Any, helpers: Any) -> list[tuple[str, str, int]]:
-    """(key, severity, step) of what the watchdog opened, when it has read all of a run that ended."""
+    """(key, severity, step) of the watchdog's alarms, once it has read all of a run that ended."""
     run = lab.path / "run"
     helpers.wait_for(lambda: not helpers.agents(run), what="the end of the agent")
     return [(each["key"], each["severity"], each["step"]) for each in helpers.alarms(run) if each["state"] == "open"]
@@ -338,7 +338,7 @@ WATCHED = {"enabled": True, "interval": "0.2 s"}
 
 @pytest.mark.slow  # test_told_runs has both without ranks
 def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 44: every other step of an fp16 run overflows on one rank; what is lost is steps, not weights."""
+    """Fault matrix 44: every other step of an fp16 run overflows on one rank; steps are lost, not weights."""
     bad = list(range(41, 60, 2))
     fault("gradient", rank=1, steps=bad)
     scale = {"first": 1024.0, "window": 1000, "hysteresis": 1, "min": 1e-6}
@@ -357,7 +357,7 @@ def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, hel
 
 @pytest.mark.slow
 def test_single_steps_of_large_gradients_are_noted_and_no_more(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 49: the norm stands out in four single steps; clipping does what it is for."""
+    """Fault matrix 49: the norm stands out in four single steps; clipping handles them."""
     steps = [150, 200, 250, 300]
     fault("grow", rank="all", times=100.0, steps=steps)
     calm = {"lr": 1e-3, "min_lr": None, "curve": "constant"}

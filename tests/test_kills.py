@@ -1,7 +1,7 @@
 """kill -9 while checkpoints are made: at every point of the protocol, and anywhere.
 
-Whatever was killed, the next start continues from the newest committed checkpoint, and the curve is to the bit that of
-a run that was left alone.
+Whatever was killed, the next start continues from the newest committed checkpoint, and the curve is bitwise that of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS = 80
 EVERY = 2
 WRITING, STEP = r"step-\d{8}\.writing-\w+", r"step-\d{8}"
 
-# What is about to happen when the process is killed: name -> (rank, verb, path). In the order of a save.
+# What happens next when the process is killed: name -> (rank, verb, path). In the order of a save.
 POINTS: dict[str, tuple[int, str, str]] = {
     "begin": (0, "mkdir", f"{WRITING}$"),
     "shard-0": (0, "open", "__0_0.distcp"),
@@ -50,7 +50,7 @@ COMMITTED = list(POINTS).index("commit")
 
 
 def committed(run: Path) -> int:
-    """The newest step that has a checkpoint; all that have one must be whole to the last byte."""
+    """The newest step with a checkpoint; all of them must be complete to the last byte."""
     found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(STEP, path.name)]
     for checkpoint in Store(run / "checkpoints").scan():
         assert checkpoint.problem is None and verify_files(checkpoint.path, checkpoint.files()) == [], checkpoint
@@ -58,7 +58,7 @@ def committed(run: Path) -> int:
 
 
 class Chain:
-    """One run that is killed again and again, beside one that was not."""
+    """A run that is killed repeatedly, and one that is not."""
 
     def __init__(self, lab: Any, helpers: Any, config: Path, whole: Path, ranks: int, name: str) -> None:
         self._lab, self._helpers, self._config, self.ranks = lab, helpers, config, ranks
@@ -72,7 +72,7 @@ class Chain:
         )
 
     def check(self, job: Any) -> None:
-        """After a start was killed, or ended: it continued from where it should have, with the same numbers."""
+        """After a start was killed or ended: it continued from the right step, with the same numbers."""
         resumed = [e for e in self._helpers.journal(self.run, "resume") if e["segment"] == self.segment()]
         assert [entry["step"] for entry in resumed] == ([self._expected] if self._expected else []), job.output()
         assert all(entry["passed_over"] == [] for entry in resumed)
@@ -84,7 +84,7 @@ class Chain:
         return max(int(path.name) for path in (self.run / "segments").iterdir())
 
     def end(self) -> None:
-        """Left alone at last, it goes on as if nothing had happened."""
+        """Undisturbed at last, it completes as if nothing had happened."""
         last = min(STEPS, committed(self.run) + 2 * EVERY)
         job = self.start(f"train.duration={last} steps")
         assert job.wait() == [0] * self.ranks, job.output()
@@ -96,7 +96,7 @@ class Chain:
 
 @pytest.fixture(scope="module")
 def chain(module_lab: Any, helpers: Any) -> Callable[[int, str], Chain]:
-    """`chain(ranks, name)`: a run to be killed, of so many ranks."""
+    """`chain(ranks, name)`: a run to be killed, on `ranks` ranks."""
     whole: dict[int, Path] = {}
     configs: dict[int, Path] = {}
 
@@ -207,7 +207,7 @@ def test_killed_at_any_instant_of_a_save(chain: Any, helpers: Any, seed: int, ki
 
 
 def wait_for_save(run: Path, job: Any, number: int) -> None:
-    """Until so many saves of a start have begun."""
+    """Wait until `number` saves of a start have started."""
     old: set[str] = {path.name for path in (run / "checkpoints").glob("*.writing-*")}
     new: set[str] = set()
 

@@ -25,7 +25,7 @@ HASTE = {"pauses": ["0.1 s"], "end_timeout": "30 s", "stop_timeout": "120 s"}
 
 
 class Launched:
-    """A launcher at work on a run, with arguments of the trainer and options of its own; `extra` are variables."""
+    """A running launcher, with arguments of the trainer and options of its own; `extra` are variables."""
 
     def __init__(
         self,
@@ -49,21 +49,18 @@ class Launched:
 
     @property
     def step(self) -> int:
-        """Last recorded step."""
         steps = self._helpers.metrics(self.run) if (self.run / "segments").is_dir() else []
         return steps[-1]["step"] if steps else 0
 
     def family(self) -> list[psutil.Process]:
-        """torchrun and the ranks."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks, in order."""
         found = {number: one for one in self.family() if (number := rank_of(one.pid)) is not None}
         return [found[number] for number in sorted(found)]
 
     def ends(self, code: int) -> str:
-        """Wait for the exit code; what was printed."""
+        """Wait for the exit code; the output."""
         try:
             assert self.process.wait(2 * PATIENCE) == code, self.output()
         finally:
@@ -71,7 +68,6 @@ class Launched:
         return self.output()
 
     def output(self) -> str:
-        """What was printed so far."""
         return self.log.read_text(errors="replace")
 
     def intent(self) -> dict[str, Any]:
@@ -99,12 +95,11 @@ LONG = {"duration": "4000 steps", "global_batch": "8 samples", "micro_batch": 2}
 
 
 def segments(job: Launched) -> int:
-    """How many starts there were."""
     return len(list((job.run / "segments").iterdir()))
 
 
 def dies_at(folder: Path, cursor: int) -> Path:
-    """A folder for PYTHONPATH: rank 1 dies of a defect when it has read the batch that ends at a cursor."""
+    """A folder for PYTHONPATH: rank 1 crashes when it has read the batch that ends at a cursor."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import os\n"
@@ -121,8 +116,8 @@ def dies_at(folder: Path, cursor: int) -> Path:
 
 
 def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
-    """Fault matrix 16, 11: kill -9 of a rank is told with its number, and a new start goes on; SIGUSR1 to the launcher
-    saves, stops, exits 75."""
+    """Fault matrix 16, 11: kill -9 of a rank is reported with its number and followed by a new start; SIGUSR1 to the
+    launcher saves, stops, exits 75."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
     job = launch(config)
     job.reaches(12)
@@ -178,7 +173,7 @@ def test_stops_are_not_started_again(launch: Launch, lab: Any, helpers: Any, run
 
 @pytest.mark.slow
 def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helpers: Any) -> None:
-    """Nothing is lost, so nobody is alarmed: 75, and no death, hang or traceback is told of."""
+    """Nothing is lost, so there is no alarm: 75, and no report of a death, hang or traceback."""
     folder = lab.path / "hook"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
@@ -195,7 +190,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helper
     helpers.wait_for(lambda: len(list(lab.path.glob("loads-*"))) == 2, what="ranks that load")
     job.process.send_signal(signal.SIGTERM)
     assert "stopped: SIGTERM before training began" in job.ends(75)
-    assert "Interrupted" not in job.output()  # torchrun has a traceback of its own for every exit but 0
+    assert "Interrupted" not in job.output()  # torchrun prints its own traceback for every exit but 0
     helpers.wait_for(lambda: not helpers.agents(job.run), what="the end of the agent")
     assert not helpers.alarms(job.run) and segments(job) == 1
     assert "SIGTERM before training began" in helpers.journal(job.run)[-1]["text"]
@@ -204,7 +199,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helper
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "torchrun"])
 def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, victim: str) -> None:
-    """Fault matrix 25: kill -9 of the launcher ends everything; of torchrun: the ranks, and another start goes on."""
+    """Fault matrix 25: kill -9 of the launcher ends everything; of torchrun: the ranks, and another start follows."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch=HASTE))
     job.reaches(7)
     family, ranks = job.family(), job.ranks()
@@ -222,7 +217,7 @@ def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, 
 
 @pytest.mark.slow
 def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helpers: Any) -> None:
-    """torchrun is frozen and a rank dead: both go after `end_timeout`, and the next start goes on."""
+    """torchrun is frozen and a rank dead: both are killed after `end_timeout`, and the next start continues."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch={**HASTE, "end_timeout": "3 s"}))
     job.reaches(7)
     ranks = job.ranks()
@@ -256,7 +251,7 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, he
 
 @pytest.mark.slow
 def test_refusals_are_not_repeated(launch: Launch, lab: Any) -> None:
-    """What ranks refuse before there is a segment ends the launcher with 78, at once."""
+    """A refusal by the ranks before there is a segment ends the launcher with 78, at once."""
     job = launch(lab.config(parallel={"shard": 3}, launch=HASTE))
     printed = job.ends(78)
     assert "does not divide the world size" in printed and not (job.run / "segments").exists()
@@ -295,10 +290,10 @@ def test_a_reason_is_no_setting(lab: Any, run_command: Any) -> None:
 
 
 class Gone:
-    """Ways in which a run directory goes away, and comes back.
+    """Ways in which a run directory disappears, and comes back.
 
     Args:
-        how: its mount, or the one of what is above it or of its checkpoints, is taken away; or it is removed, or moved.
+        how: its mount, that of a parent or of its checkpoints is taken away; or it is removed, or moved.
         path: the run directory.
         mount: the fixture `removable`.
     """
@@ -309,22 +304,20 @@ class Gone:
         self._mount = mount(mounted[how]) if how in mounted else None
 
     def take_away(self) -> None:
-        """It goes."""
+        """Make it disappear."""
         if self._mount is not None:
             self._mount.take_away()
         elif self.how == "moved":
             self.run.rename(self._aside)
         else:
-            subprocess.run(["cp", "-r", self.run, self._aside])  # files that it replaces meanwhile may be missed
-            # again if what is written meanwhile makes it fail
+            subprocess.run(["cp", "-r", self.run, self._aside])  # files replaced meanwhile may be missed
+            # again if concurrent writes make it fail
             until(lambda: shutil.rmtree(self.run, ignore_errors=True) or not self.run.exists(), what="its removal")
 
     def left(self) -> list[Path]:
-        """What is in its place."""
         return [*(self.run if self._mount is None else self._mount.path).rglob("*")]
 
     def bring_back(self) -> None:
-        """It comes back as it was."""
         if self._mount is not None:
             self._mount.bring_back()
         else:
@@ -338,7 +331,7 @@ SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("itself", "ch
 def test_a_run_directory_that_is_gone_is_not_begun_again(
     launch: Launch, lab: Any, helpers: Any, removable: Any, run_command: Any, how: str
 ) -> None:
-    """Fault matrix 51: 93 at the next save, nothing is in its place, and when it is back the same command goes on."""
+    """Fault matrix 51: 93 at the next save, nothing in its place, and when it is back the same command continues."""
     run = lab.path / "disk/run"
     directory = Gone(how, run, removable)
     config = lab.config(train=LONG, checkpoint={"every": "40 steps"}, launch=HASTE)
@@ -374,7 +367,7 @@ def test_a_run_directory_that_is_gone_is_not_begun_again(
 def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
     launch: Launch, lab: Any, helpers: Any, removable: Any, endpoint: Any, how: str
 ) -> None:
-    """Fault matrix 51: long before the next save; the message goes out though the run directory takes nothing."""
+    """Fault matrix 51: long before the next save; the message is sent although the run directory takes no writes."""
     run = lab.path / "disk/run"
     directory = Gone(how, run, removable)
     endpoint.up()
@@ -394,7 +387,7 @@ def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
 def test_a_launcher_does_not_accept_less_than_it_has_seen(
     launch: Launch, lab: Any, helpers: Any, run_command: Any
 ) -> None:
-    """Somebody deletes the newest checkpoint under a live run, and a rank dies: an older one is not taken in silence."""
+    """The newest checkpoint is deleted under a live run, and a rank dies: an older one is not used silently."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "100_000 steps"}, launch=HASTE))
     for count in (1, 2):
         job.reaches(5)
@@ -405,7 +398,7 @@ def test_a_launcher_does_not_accept_less_than_it_has_seen(
     job.ranks()[1].kill()
     printed = job.ends(93)
     assert f"a checkpoint of step {newest} was saved" in printed and f"--to {older}" in printed
-    assert run_command("fsdp_pretrain.cli", "rollback", job.run, "--to", older).returncode == 0  # says that it is meant
+    assert run_command("fsdp_pretrain.cli", "rollback", job.run, "--to", older).returncode == 0  # declares the intent
     again = launch(lab.path / "run.toml")
     again.reaches(older + 5)
     again.process.terminate()
@@ -416,7 +409,7 @@ def test_a_launcher_does_not_accept_less_than_it_has_seen(
 
 @pytest.mark.slow
 def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(lab: Any, helpers: Any, removable: Any) -> None:
-    """Fault matrix 51, without the launcher: the ranks that torchrun starts again know what those before them had."""
+    """Fault matrix 51, without the launcher: the ranks that torchrun restarts know what those before them had."""
     run, disk = lab.path / "disk/run", removable(lab.path / "disk")
     config, log = lab.config(train=LONG, checkpoint={"every": "40 steps"}), lab.path / "log"
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2]

@@ -1,5 +1,5 @@
-"""The launcher's rules: what follows an end, when to stop, what torchrun and Slurm are given. No process is started but
-the batch script's."""
+"""The launcher's rules: what follows an end, when to stop, the arguments of torchrun and Slurm. Only the batch script
+starts a process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_pauses_grow_and_progress_shortens_them() -> None:
 
 
 def test_nodes_that_do_not_meet_are_no_failed_start() -> None:
-    """All try for `join_timeout` in total, then 75; starts before and after count as if these had not been."""
+    """All try for `join_timeout` in total, then 75; starts before and after count as if these had not happened."""
 
     def unmet(at: float, seconds: float) -> EndedStart:
         return EndedStart(at, StartOutcome(None, "why", met=False), 0, seconds=seconds)
@@ -77,14 +77,14 @@ def test_nodes_that_do_not_meet_are_no_failed_start() -> None:
 
 
 def test_a_launcher_knows_the_segments_of_its_host(tmp_path: Path) -> None:
-    """A node that was frozen does not take the segment for its own in which the others went on."""
+    """A node that was frozen does not mistake the others' new segment for its own."""
     run = RunDir(tmp_path)
     for hosts in ({"a": 1, "b": 1}, {"a": 1}):
         (run.new_segment() / "environment.json").write_text(json.dumps({"hosts": hosts}))
     assert [segment_of(run, 0, host) for host in ("a", "b", "c", None)] == [2, 1, 0, 2]
     assert segment_of(run, 1, "b") == 1
     run.new_segment()
-    assert segment_of(run, 0, "b") == 3  # whose hosts are not known yet
+    assert segment_of(run, 0, "b") == 3  # its hosts are not known yet
 
 
 def test_a_job_that_may_shrink_goes_on_without_a_bad_host() -> None:
@@ -110,7 +110,7 @@ def test_hosts_to_avoid_are_kept_once(tmp_path: Path) -> None:
 
 
 def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.5 times four steps and two saves, never less than configured or two minutes; Slurm knows the limit."""
+    """1.5 times four steps and two saves, at least what is configured or two minutes; Slurm gets the limit."""
     run = RunDir(tmp_path)
     assert limit.needed_grace(run) is None and limit.grace(run, None) == 120
     segment = run.new_segment()
@@ -174,7 +174,7 @@ def test_torchrun_gets_what_it_needs() -> None:
     ],
 )
 def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: int, expected: list[str]) -> None:
-    """The batch script with a Slurm that only takes notes."""
+    """The batch script with a fake Slurm that records its calls."""
     script, log = Path(__file__).resolve().parent.parent / "scripts/slurm/train.sbatch", tmp_path / "log"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     (tmp_path / "run").mkdir()

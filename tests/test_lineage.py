@@ -1,4 +1,4 @@
-"""Going back, forking, and one writer per run: with real jobs, and killed between any two file operations."""
+"""Rollback, fork, and one writer per run: with real jobs, and killed between any two file operations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.fixture
 def copy(module_lab: Any, trained: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """(configuration, run directory) of a copy of the run, with results of evaluations."""
+    """(configuration, run directory) of a copy of the run, with evaluation results."""
     run = tmp_path / "copy"
     shutil.copytree(trained, run)
     for step in (6, 12, 18):
@@ -98,7 +98,7 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
 
     shorter = ("train.duration=18 steps", "optimizer.decay=24 steps")
     lab.train(config, f"run.dir={run}", *shorter, flags=("--allow", "train.duration"))
-    lab.train(config, f"run.dir={run}")  # the command the run was first started with
+    lab.train(config, f"run.dir={run}")  # the run's first command
     kept = helpers.metrics(run)
     assert [r["step"] for r in kept] == list(range(1, 25))
     assert (kept[13]["cursor"], kept[14]["cursor"]) == (112, 144)  # steps 15 to 17 had samples 112 to 135
@@ -183,7 +183,7 @@ def test_what_cannot_be_is_refused_before_anything_changes(
 
 
 def killed_at(act: Callable[[], object], operation: int) -> bool:
-    """Run `act` in a child that is killed before its n-th change of the file system; whether it was."""
+    """Run `act` in a child that is killed before its n-th file system change; whether it was killed."""
     pid = os.fork()
     if pid == 0:
         kill_before(operation, "open|rename|mkdir|remove|rmdir|link|symlink")
@@ -200,7 +200,7 @@ def killed_at(act: Callable[[], object], operation: int) -> bool:
 
 
 def check_loads(run: RunDir) -> None:
-    """A run that a start could go on with, whatever was killed."""
+    """The run can be resumed, whatever was killed."""
     steps = [record.step for record in read_metrics(run)]
     assert steps == list(range(1, len(steps) + 1))
     newest = Store(run.checkpoints).newest()
@@ -237,7 +237,7 @@ def outcome(run: Path) -> Any:
     [("rollback", 3), ("fork", 11), *(pytest.param(verb, 1, marks=pytest.mark.slow) for verb in ("rollback", "fork"))],
 )
 def test_killed_between_any_two_operations(copy: tuple[Path, Path], tmp_path: Path, verb: str, stride: int) -> None:
-    """It leaves a run that loads, and the same command completes what it left."""
+    """The run still loads, and the same command completes the operation."""
     _, origin = copy
     changes, place = ["optimizer.lr=0.005"], tmp_path / "place"
 
@@ -299,7 +299,7 @@ def test_a_start_finishes_an_interrupted_rollback(lab: Any, copy: tuple[Path, Pa
 def test_what_decides_the_line_is_refused_when_it_is_damaged(
     lab: Any, copy: tuple[Path, Path], run_command: Run, name: str, also_refused: list[tuple[object, ...]]
 ) -> None:
-    """By every start and every command that would go by it, with nothing changed; the others say it."""
+    """By every start and every command that depends on it, with nothing changed; the others report it."""
     config, run = copy
     operation = 1
     while name == "rollback.json" and not (run / name).exists():
@@ -323,7 +323,7 @@ def test_what_decides_the_line_is_refused_when_it_is_damaged(
 
 
 def test_a_flipped_override_is_no_declared_change(lab: Any, copy: tuple[Path, Path]) -> None:
-    """What overrides.toml says must be what the rollback made the run to be, unless somebody says otherwise."""
+    """overrides.toml must match the rollback's result, unless a change is declared."""
     config, run = copy
     rollback(RunDir(run), 12, changes=["optimizer.lr=0.005"])
     text = (run / "overrides.toml").read_text()
@@ -387,7 +387,7 @@ def test_a_fork_to_another_file_system_is_a_verified_copy(
 
 
 class Simulation:
-    """A run directory in which training is written rather than done, and what its kept line must be."""
+    """A run directory in which training is written instead of done, and its expected kept line."""
 
     def __init__(self, trained: Path, path: Path, seed: int) -> None:
         self.rng, self.path, self.run, self.forks, self.marks = random.Random(seed), path, RunDir(path / "run-0"), 0, 0
@@ -398,7 +398,7 @@ class Simulation:
         self.kept: list[tuple[int, int]] = []
 
     def train(self) -> None:
-        """A start: goes on from the newest checkpoint, saves at multiples of 5, dies somewhere after."""
+        """A start: continues from the newest checkpoint, saves at multiples of 5, dies somewhere after."""
         store = Store(self.run.checkpoints)
         with hold(self.run, "training"):
             finish(self.run)
@@ -428,7 +428,7 @@ class Simulation:
         journal.close()
 
     def branch(self, verb: str) -> None:
-        """A rollback or fork to any checkpoint, killed somewhere or not, and then repeated."""
+        """A rollback or fork to any checkpoint, killed somewhere or not, then repeated."""
         steps = [checkpoint.step for checkpoint in Store(self.run.checkpoints).scan()]
         if not steps:
             return
@@ -507,7 +507,7 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
     assert held is not None
     state_files.write(run / "lock.json", {**held.model_dump(), "token": "x"})  # frozen, taken
     assert second.wait() == [78, 78] and "lost the lock" in second.output()
-    assert (run / "lock.json").exists()  # it is the other's
+    assert (run / "lock.json").exists()  # it belongs to the other
 
 
 @pytest.mark.quick

@@ -60,7 +60,7 @@ def test_digests_add_up_to_the_same_whatever_the_ranks(packer: Packer, world: in
 def test_state_is_small_and_resumes_at_another_world_size(packer: Packer) -> None:
     expected = global_batches(packer, 2, 12)
     loader = Loader(packer, BATCHES, rank=0, world=2, micro_batch=2)
-    position = [next(loader).position for _ in range(7)][-1]  # of the batch handed out, not of what was prefetched
+    position = [next(loader).position for _ in range(7)][-1]  # of the batch returned, not of the prefetched ones
     assert len(json.dumps(vars(position))) < 1024
     resumed = global_batches(packer, 3, 5, start=position)
     assert all(torch.equal(a, b) for a, b in zip(resumed, expected[7:], strict=True))
@@ -80,7 +80,7 @@ def test_document_lengths_travel_only_when_wanted(packer: Packer) -> None:
 
 def test_quarantined_stretches_are_not_learned(packer: Packer) -> None:
     spelt = int(packer.pack(0, 1).tokens[0, 5])
-    packer._special[spelt] = True  # from now on this token is a special one
+    packer._special[spelt] = True  # from now on this is a special token
     quarantined = 0
     for step in steps(packer, 0, 1, 3, micro_batch=4):
         learned = 0

@@ -1,4 +1,4 @@
-"""The memory estimate of `plan` against what training really holds, and its parts against closed forms."""
+"""The memory estimate of `plan` against training, and its parts against closed forms."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, An
     ids=["llama", "gpt", "glm", "mostly-parameters"],
 )
 def test_shards_of_two_ranks(lab: Any, helpers: Any, model: dict[str, Any], overrides: list[str]) -> None:
-    """What each holds, and the highest point of a step. 509 rows do not divide by two: the padding counts."""
+    """What each holds, and the peak of a step. 509 rows do not divide by two: the padding counts."""
     overrides = ["parallel.shard=2", "train.micro_batch=4", *overrides]
     config = configuration(lab, model, *overrides)
     arguments = [2, helpers.port(), lab.path / "toy.toml", *overrides]
@@ -114,7 +114,7 @@ def test_shards_of_two_ranks(lab: Any, helpers: Any, model: dict[str, Any], over
 def activations(lab: Any, model: dict[str, Any], *overrides: str) -> int:
     """Bytes that one more layer keeps for the backward pass on a GPU, per token of 8 x 128.
 
-    With a vocabulary large enough for the highest point to be in the loss, when all layers have run.
+    The vocabulary is large enough for the peak to be in the loss, after all layers.
     """
     sizes = []
     for layers in (6, 7):

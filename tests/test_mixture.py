@@ -108,7 +108,7 @@ def test_ramped_shares_follow_the_schedule() -> None:
 
 
 def test_what_happens_later_does_not_touch_what_was_before() -> None:
-    """Adding C at S, and dropping A at T, leaves everything before untouched and the order of the others as it was."""
+    """Adding C at S, and dropping A at T, leaves everything before unchanged and the order of the others as it was."""
     added, dropped = 5000, 9001
     named = {"a": MixtureWeight(((0, 3.0), (8000, 1.0))), "b": MixtureWeight(((0, 2.0),))}
     before = Mixture(named)
@@ -246,7 +246,7 @@ def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
 
 
 def test_skipping_steps_drops_exactly_their_samples(shared_corpus: Path) -> None:
-    """Steps 10 to 20 at 12 samples a step: 132 samples, counted by hand, and nothing else moves."""
+    """Steps 10 to 20 at 12 samples a step: 132 samples, counted manually, and nothing else moves."""
     plain, first, stop = packer(shared_corpus), 9 * 12, 20 * 12
 
     def trained(skips: Skips, steps: int) -> list[int]:

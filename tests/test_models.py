@@ -146,7 +146,7 @@ def test_document_ids_and_mask() -> None:
 
 
 def test_llama_against_plain_formulas() -> None:
-    """One block and the head, written out again with nothing shared."""
+    """One block and the head, reimplemented with nothing shared."""
     model = make(LLAMA, layers=1)
     x = tokens(1, 9)
     parameters = dict(model.named_parameters())
@@ -244,7 +244,7 @@ def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, mon
 
 @pytest.mark.parametrize("per_chunk", [2**12, 2**25])
 def test_log_normalisers_are_differentiable_too(per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each position with weights of its own for the loss and for the squared normaliser; in fp64 up to rounding."""
+    """Each position with its own weights for the loss and for the squared normaliser; in fp64 up to rounding."""
     monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(2, 50, 16), torch.randn(97, 16), torch.randint(97, (2, 50))
@@ -278,7 +278,7 @@ def test_shrink_changes_the_gradient_of_the_table_and_nothing_else(values: dict[
         assert torch.equal(losses, other)
         for name, gradient in gradients.items():
             expected = plain[name]
-            if name == "embedding.weight":  # tied: g_in + g_out, where g_out alone is what is left without input
+            if name == "embedding.weight":  # tied: g_in + g_out, where g_out is the gradient without input
                 out = without_input[name]
                 expected = shrink * plain[name] if head else shrink * (plain[name] - out) + out
             torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
@@ -314,7 +314,7 @@ def test_recomputation_changes_no_gradient(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", [{**LLAMA, "hidden": 384, "ffn": 512}, {**GPT, "hidden": 384}])
 def test_initial_values(values: dict[str, Any]) -> None:
-    """Standard deviations per tensor, and every parameter and no garbage covered."""
+    """Standard deviations per tensor; every parameter is initialised."""
     model = make(values)
     for name, parameter in model.named_parameters():
         kind = name.split(".")[-2]

@@ -1,4 +1,4 @@
-"""Jobs of two nodes that lose one: what the watchdogs see, say and do, who speaks for the job, and how it goes on."""
+"""Two-node jobs that lose a node: what the watchdogs detect, report and do, who leads the job, and how it continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sight import PATIENCE, WATCHED, agents, alarms, family, hang, intent, rank_
 
 HOSTNAME = Path(__file__).resolve().parent / "hostname.py"
 SLOW = {"timeout": "600 s"}
-"""Collective operations on a busy machine: the watchdog's deadlines, which grow with the steps, are to come first."""
+"""Collectives on a busy machine: the watchdog's deadlines, which grow with the steps, must come first."""
 NODES = {**WATCHED, "beat": "0.5 s", "silent": "3 s"}
 
 
@@ -47,8 +47,6 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def agent_of(run: Path, node: int) -> int:
-    """Process id of a node's agent."""
-
     def find() -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             return [pid for pid in agents(run) if f"--node {node} " in " ".join(psutil.Process(pid).cmdline())]
@@ -58,7 +56,7 @@ def agent_of(run: Path, node: int) -> int:
 
 
 def chronicle(run: Path) -> str:
-    """What the watchdogs said in it."""
+    """What the watchdogs wrote into it."""
     lines = map(json.loads, (run / "journal.jsonl").read_text().splitlines())
     return "\n".join(line["text"] for line in lines if line["kind"] == "watchdog")
 
@@ -71,7 +69,7 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     assert alarm["facts"]["verdict"] == "stopped"
     assert f"rank 1 (node-1, pid {job.ranks[1].pid}) is stopped" in alarm["summary"]
     assert {rank["host"] for rank in alarm["facts"]["ranks"]} == {"node-0", "node-1"}
-    assert set(job.wait()) <= {1, -signal.SIGKILL}  # one node is a moment earlier, and the other loses the connection
+    assert set(job.wait()) <= {1, -signal.SIGKILL}  # one node is earlier, and the other loses the connection
     found = intent(run)
     assert (found["code"], found["suspects"], found["hosts"]) == (75, [1], ["node-1"])
     stacks = sorted(path.name for path in (run / "watchdog/stacks").iterdir())
@@ -85,8 +83,8 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
 
 @pytest.mark.parametrize("has_seen", ["steps", "nothing"])
 def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any, has_seen: str) -> None:
-    """The watchdog of the node whose rank is stopped is late: what it has not said is no evidence, and the alarm says
-    so until it has. It says it also if it does not know how long steps take, having seen none."""
+    """The watchdog of the node with the stopped rank is late: missing data is no evidence, and the alarm says so until
+    it arrives. It also reports without having seen any step times."""
     run = lab.path / "run"
 
     def stop_agent() -> None:
@@ -108,7 +106,7 @@ def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any,
 
 @pytest.mark.slow
 def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
-    """kill -9 of all of a node: the ranks of the other fail, and its watchdog says which node is the reason."""
+    """kill -9 of everything on a node: the other's ranks fail, and its watchdog names the lost node as the reason."""
     job, run = pair(), lab.path / "run"
     os.kill(agent_of(run, 1), signal.SIGKILL)
     job.kill(1)
@@ -122,7 +120,7 @@ def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
-    """Fault matrix 16, between nodes: the leader tells what the other node's watchdog saw; its own rank is no suspect."""
+    """Fault matrix 16, between nodes: the leader reports what the other watchdog saw; its own rank is not blamed."""
     job, run = pair(), lab.path / "run"
     job.kill(1)
     (alarm,) = until(lambda: alarms(run, "rank-died"))
@@ -135,8 +133,8 @@ def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
 
 @pytest.mark.slow
 def test_another_node_takes_the_lead(lab: Any, pair: Any) -> None:
-    """Fault matrix 24: the leader's agent is killed, and its rank stopped, which would start it again: the next node's
-    watchdog takes over and tells. Thawed, the first does not take it back, and says nothing twice."""
+    """Fault matrix 24: the leader's agent is killed, and its rank, which would restart it, is stopped: the next node's
+    watchdog takes over and reports. Thawed, the first does not take the lead back, and repeats nothing."""
     job, run = pair(hard="60 s"), lab.path / "run"
     job.kill(0, signal.SIGSTOP)
     os.kill(agent_of(run, 0), signal.SIGKILL)
@@ -154,7 +152,7 @@ def test_another_node_takes_the_lead(lab: Any, pair: Any) -> None:
 
 @pytest.mark.slow
 def test_a_frozen_leader_gives_up_the_lead(lab: Any, pair: Any) -> None:
-    """Only its agent is frozen: another takes over, and when it is thawed there is still one that writes alarms."""
+    """Only its agent is frozen: another takes over, and after the thaw there still is one that writes alarms."""
     job, run = pair(), lab.path / "run"
     first = agent_of(run, 0)
     os.kill(first, signal.SIGSTOP)
@@ -164,7 +162,7 @@ def test_a_frozen_leader_gives_up_the_lead(lab: Any, pair: Any) -> None:
     until(lambda: "this one was frozen" in chronicle(run))
     assert json.loads((run / "watchdog/agent.json").read_text())["host"] == "node-1"
     until(lambda: [alarm["state"] for alarm in alarms(run, "node/node-0")] == ["open", "resolved"])
-    until(lambda: steps(run) > before + 10)  # nothing of it touches training
+    until(lambda: steps(run) > before + 10)  # training is not affected
     job.kill(1, signal.SIGTERM)
     assert job.wait() == [75, 75]
     until(lambda: not agents(run))
@@ -186,21 +184,18 @@ class Side:
         self.process = spawn([*node.prefix, *LAUNCH, *node.options, config, *changes], log, **node.environment)
 
     def everything(self) -> list[int]:
-        """The launcher, torchrun, ranks and agent."""
+        """Process ids of the launcher, torchrun, ranks and agent."""
         return [self.process.pid, *family(self.process.pid)]
 
     def rank(self, number: int) -> int:
-        """Process id of a rank."""
         return next(pid for pid in family(self.process.pid) if rank_of(pid) == number)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all of it."""
         for pid in self.everything():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def ends(self, code: int) -> None:
-        """Wait for the exit code."""
         assert self.process.wait(2 * PATIENCE) == code, self.log.read_text(errors="replace")
 
 
@@ -229,7 +224,7 @@ def sides(lab: Any, two_nodes: Any) -> Iterator[Callable[..., list[Side]]]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process exists and has not ended: a torchrun that waits for another node does not reap its ranks."""
+    """Whether a process is alive, not a zombie: a torchrun that waits for another node does not reap its ranks."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -237,9 +232,9 @@ def lives(pid: int) -> bool:
 
 
 def same_curve(helpers: Any, lab: Any, rel: float | None = None) -> None:
-    """The run is complete, and its losses are those of the run that nothing happened to.
+    """The run is complete, and its losses are those of the undisturbed run.
 
-    On another mesh (`rel`) for five steps from the first that differs in a bit: later, rounding grows as it will.
+    On another mesh (`rel`) for five steps from the first that differs in a bit: later, rounding errors grow.
     """
     ours, theirs = helpers.metrics(lab.path / "run"), helpers.metrics(lab.path / "whole")
     assert [one["data_digest"] for one in ours] == [one["data_digest"] for one in theirs]
@@ -252,14 +247,13 @@ def same_curve(helpers: Any, lab: Any, rel: float | None = None) -> None:
 
 
 def starts(run: Path) -> int:
-    """How many segments there are."""
     return len(list((run / "segments").iterdir()))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Sides) -> None:
-    """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve goes on bitwise."""
+    """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve continues bitwise."""
     both, run = sides(ranks=2), lab.path / "run"
     name, pid = both[1].node.name, both[1].rank(3)
     os.kill(pid, signal.SIGSTOP)
@@ -279,7 +273,7 @@ def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Side
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
 def test_a_node_dies(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
-    """kill -9 of all of the second node. A job that may shrink goes on on the first; another ends with 75."""
+    """kill -9 of everything on the second node. A job that may shrink continues on the first; another ends with 75."""
     both, run = sides(nnodes=nnodes), lab.path / "run"
     name = both[1].node.name
     both[1].signal(signal.SIGKILL)
@@ -300,7 +294,7 @@ def test_a_node_dies(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mended", [True, False])
 def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Sides, mended: bool) -> None:
-    """gloo does not notice. Both watchdogs are heard, so the verdict is the network; all ranks are ended at the hard
+    """gloo does not notice. Both watchdogs report, so the verdict is the network; all ranks are ended at the hard
     deadline, and start again when the cable is back, or the launchers end with 75."""
     both, run = sides(), lab.path / "run"
     both[1].node.cable("down")
@@ -325,7 +319,7 @@ def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Sides, mended: bool) ->
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
 def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
-    """All of the second node is stopped. The first names it, ends, and goes on alone if it may. When the second is
+    """All of the second node is stopped. The first names it, ends, and continues alone if allowed. When the second is
     thawed its ranks end without a trace in the run; then it takes part again."""
     both, run = sides(300 if nnodes == "1:2" else 120, nnodes=nnodes), lab.path / "run"
     name, stale = both[1].node.name, both[1].rank(1)

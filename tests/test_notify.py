@@ -1,4 +1,4 @@
-"""Messages arrive: by every channel, once, with endpoints that are down, slow or broken, and watchdogs that are killed."""
+"""Messages arrive on every channel, exactly once, with endpoints down, slow or broken, and with killed watchdogs."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ INFO, WARN, CRIT = Severity
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of a tenth and less where something is waited for that does not come."""
+    """Times of a tenth and less where something that does not come is waited for."""
     monkeypatch.setattr(notifier, "RETRIES", (0.05, 0.05, 0.05, 0.1))
     monkeypatch.setattr(notifier, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.3)
 
 
 class Watch:
-    """What the watchdog has of notification: alarms, their notifier, passes."""
+    """The watchdog's side of notification: alarms, their notifier, passes."""
 
     def __init__(self, run: Path, environment: dict[str, str], **tables: Any) -> None:
         section = NotifySection.model_validate(tables)
@@ -56,7 +56,7 @@ class Watch:
         self.alarms = Alarms(run / "watchdog/alarms.jsonl", on_change=self.notifier.on_change)
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        """Let passes go by until a condition holds; its value."""
+        """Run passes until a condition holds; its value."""
 
         def looked() -> Any:
             self.notifier.tick(self.alarms)
@@ -76,14 +76,14 @@ def waiting(run: Path, channel: str) -> list[Path]:
 def test_an_endpoint_that_fails_delays_and_loses_nothing(
     endpoint: Endpoint, quick: None, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault matrix 33: spooled, visible as an alarm of the channel, other channels go on, delivered once later."""
+    """Fault matrix 33: spooled, visible as an alarm of the channel, other channels continue, delivered once later."""
     endpoint.answers = {"500": 500, "redirect": 302}.get(fault, 200)
     if fault != "down":
         endpoint.up()
     if fault == "hangs":
         monkeypatch.setattr(channels, "_ANSWER_SECONDS", 0.2)
         endpoint.delay = 0.4
-        endpoint.answers = 503  # what it says in the end, when nobody listens any more
+        endpoint.answers = 503  # its final answer, when nobody is waiting
     hook = tmp_path / "hook"
     hook.write_text(
         f"#!/bin/sh\nuntil [ -e {tmp_path}/go ]; do sleep 0.05; done\necho $WD_KEY $WD_STATE >>{tmp_path}/heard\n"
@@ -94,12 +94,12 @@ def test_an_endpoint_that_fails_delays_and_loses_nothing(
     for n in range(3):
         alarm = watch.alarms.open(f"disk/{n}", CRIT, f"disk {n} is full")
     for _ in range(100):
-        watch.notifier.on_change(alarm, alarm)  # the same again: nothing to say, and no channel is waited for
+        watch.notifier.on_change(alarm, alarm)  # the same again: nothing to send, and no channel is waited for
     (tmp_path / "go").touch()
     watch.until(lambda: watch.open("notify/webhook") == "WARN")
     assert len(waiting(tmp_path, "webhook")) == 3
     watch.until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_text().count("\n") >= 4)
-    heard = (tmp_path / "heard").read_text().splitlines()  # told by another channel, not by itself
+    heard = (tmp_path / "heard").read_text().splitlines()  # reported by another channel, not by itself
     assert heard == ["disk/0 open", "disk/1 open", "disk/2 open", "notify/webhook open"]
     if fault == "down":
         endpoint.up()
@@ -112,7 +112,7 @@ def test_an_endpoint_that_fails_delays_and_loses_nothing(
 
 
 def test_an_endpoint_that_is_slow_hears_once(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
-    """Fault matrix 33, slow: longer than to connect may take, yet it got the message and is not sent it again."""
+    """Fault matrix 33, slow: longer than the connect timeout, yet it got the message and is not sent it again."""
     endpoint.up()
     endpoint.delay = 0.6
     watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
@@ -177,7 +177,7 @@ def test_a_killed_watchdog_leaves_its_messages_to_the_next(
 def test_a_run_directory_that_cannot_be_written(
     endpoint: Endpoint, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages wait on the node, in a folder of the user's own, for the next watchdog there."""
+    """Messages wait on the node, in a private folder of the user, for the next watchdog there."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     (tmp_path / "run").mkdir()
@@ -197,7 +197,7 @@ def test_a_run_directory_that_cannot_be_written(
 
 
 def test_a_file_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
-    """Of a mount that does not answer, played by a named pipe that nobody writes."""
+    """A file on a hung mount, here a named pipe without a writer."""
     os.mkfifo(tmp_path / "pipe")
     worker, tried = Worker("disk"), list[int]()
     with pytest.raises(TimeoutError):
@@ -474,4 +474,4 @@ def test_the_dead_mans_switch_is_held_only_while_it_sees(endpoint: Endpoint, qui
         until(lambda seen=seen: endpoint.seen >= seen, what=f"a ping at {now}")
         assert endpoint.seen == seen
     endpoint.down()
-    ping.passed(observed=True, now=2000)  # nobody there: nothing happens
+    ping.passed(observed=True, now=2000)  # nobody there: no effect

@@ -95,7 +95,7 @@ def test_answers_end_with_eop_in_every_scheme(scheme: Any, positions: list[int])
 
 
 def rebuilt(slot: Slot) -> list[int]:
-    """The text of a slot: its prefix with each mask replaced by the blank that stands at the mask's place."""
+    """The text of a slot: its prefix with each mask replaced by its blank."""
     blanks: dict[int, list[int]] = {}
     for at in range(slot.prefix, len(slot.inputs)):
         if slot.inside[at] == 1:
@@ -166,7 +166,7 @@ def test_spans_follow_poisson_and_the_budget(drawn: dict[str, Any]) -> None:
     weights = np.cumprod([3 / length for length in range(1, 40)])
     assert abs((weights * np.arange(1, 40)).sum() / weights.sum() - 3.157) < 5e-4
     total, expected = sum(counts.values()), weights / weights.sum()
-    for length in range(1, 8):  # all but the last span of a piece, which the budget chooses by size
+    for length in range(1, 8):  # all but the last span of a piece, whose size the budget decides
         assert abs(counts[length] / total - expected[length - 1]) < 0.012
     assert abs(np.mean([len(piece[1]) for piece in usual]) - 24.2) < 0.15
     assert abs(np.mean([piece[2].sum() for piece in usual]) - 76.5) < 0.2
@@ -184,7 +184,7 @@ def test_truncation_loses_a_third_of_the_targets_and_shrinking_none(drawn: dict[
         assert abs(sum(beyond) / sum(targets) - share) < (0.012 if share else 1e-12)
     full = [size for size, starts, _, _ in drawn["shrink"] if size > 400 and len(starts) > 1]
     assert abs(np.mean(full) - 466.9) < 0.5
-    for size, starts, _, _ in drawn["shrink"]:  # as much text as fits: one more token would need room of its own
+    for size, starts, _, _ in drawn["shrink"]:  # as much text as fits: one more token would need its own space
         assert size + 2 * len(starts) >= 512 - 3 or size < 466 or len(starts) == 1
 
 
@@ -210,7 +210,7 @@ def test_samples_have_the_declared_shares_and_shapes(positions: str) -> None:
     assert made.positions.shape == ((3000, 64) if positions == "glm1d" else (3000, 2, 64))
     assert (made.inputs[~blanks, 61:] == 0).all() and (place[~blanks, 61:] == 0).all()
     assert (made.labels[~blanks, 61:] == IGNORE).all()
-    assert (place[blanks, 32] == 0).all()  # positions begin again in every slot
+    assert (place[blanks, 32] == 0).all()  # positions restart in every slot
     if positions == "glm1d":
         assert (made.positions[~blanks, :61] == np.arange(61)).all()
 
@@ -297,7 +297,7 @@ def test_every_token_is_in_one_row_of_an_epoch(packer: Packer) -> None:
         packed = packer.pack(first, min(100, samples - first))
         labels = maker.apply(packed).labels[:, 1:57]
         for row, (_, offset) in zip(labels, places[first : first + 100], strict=True):
-            rest = min(56, total - offset)  # the last row goes on with the next epoch
+            rest = min(56, total - offset)  # the last row continues into the next epoch
             assert np.array_equal(row[:rest], whole[offset : offset + rest])
 
 

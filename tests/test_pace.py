@@ -1,4 +1,4 @@
-"""Drift of the step time: no incident in a million noisy steps, real changes found as fast as published."""
+"""Drift of the step time: no incident in a million noisy steps, real changes detected as fast as published."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_incident_in_fifty_thousand_steps() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize(("slower", "p90"), [(0.03, 81), (0.05, 40), (0.10, 23)])
 def test_slowdowns_are_found_in_time(slower: float, p90: int) -> None:
-    """Delays at the ninth decile of runs are the published ones; the size of the change is told within a point."""
+    """Delays at the ninth decile of runs are the published ones; the size of the change is reported within a point."""
     delays, ratios = [], []
     for seed in range(40):
         times = noise(seed, 1200)

@@ -1,4 +1,4 @@
-"""The packer: a pure function of the sample index that hands out every token exactly once per epoch."""
+"""The packer: a pure function of the sample index that returns every token exactly once per epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOCAB, EOD = 512, 0
 
 
 def unique_documents(count: int, seed: int, longest: int = 60) -> list[list[int]]:
-    """Documents whose first two tokens identify them and whose others give their position."""
+    """Documents identified by their first two tokens; the others give their position."""
     rng = random.Random(seed)
     lengths = [rng.choice([2, 3, 5, 17, longest]) for _ in range(count)]
     return [
@@ -91,12 +91,12 @@ def test_every_document_once_per_epoch(
     full = [document for document in documents if document]
     total = sum(len(document) + 1 for document in full)
 
-    # Put the windows back in line order: start_of() says where each sample starts.
+    # Put the windows back in stream order: start_of() gives the start of each sample.
     source = packer._sources[0]
     samples = -(-2 * total // length)
     order = sorted(range(samples), key=lambda i: (lambda e, o: e * total + o)(*source.start_of(i)))
     starts = [(lambda e, o: e * total + o)(*source.start_of(i)) for i in order]
-    assert starts == [k * length for k in range(samples)]  # windows tile the line
+    assert starts == [k * length for k in range(samples)]  # windows tile the stream
     tokens = [packer.pack(i, 1).tokens[0].tolist() for i in order]
     for a, b in pairwise(tokens):
         assert a[-1] == b[0]  # and overlap by exactly the label
@@ -176,7 +176,7 @@ def test_provenance_names_the_very_tokens(tmp_path: Path, tokenizer: Tokenizer) 
         tokens = [token for token in packer.pack(index, 1).tokens[0].tolist() if token != EOD]
         found = []
         for before, piece in enumerate(packer.provenance(index)):
-            assert piece.position == len(found) + before  # a separator behind each
+            assert piece.position == len(found) + before  # a separator after each
             assert piece.length == len(Shard(path / "shards" / piece.shard).document(piece.document))
             found += Shard(path / "shards" / piece.shard).document(piece.document)[piece.start : piece.stop].tolist()
         assert found == tokens
@@ -208,7 +208,7 @@ def test_bad_documents_leave_the_loss_and_nothing_else(tmp_path: Path, tokenizer
     for row, start, stop in b.ignore:
         ignored[row, start:stop] = True
     assert (a.tokens[~ignored] == b.tokens[~ignored]).all()
-    assert 3 <= ignored.sum() <= 4  # the document, once more where two samples overlap
+    assert 3 <= ignored.sum() <= 4  # the document, twice where two samples overlap
     assert b.tokens.max() < 511
 
 
@@ -262,7 +262,7 @@ def test_sources_keep_their_own_order_in_a_mixture(tmp_path: Path, tokenizer: To
 
 
 def test_parts_of_a_long_document_do_not_follow_each_other(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A lane inside a long document jumps about in it, and all lanes are read at once."""
+    """A lane permutes the parts of a long document, and all lanes are read at once."""
     path = write_tokens(tmp_path / "c", [[1 + k % 400 for k in range(39_999)]], tokenizer, shards=1)
     packer = Packer([("a", path, 1.0)], 20, seed=1, lanes=4)
     source = packer._sources[0]

@@ -309,5 +309,5 @@ def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:
     assert result["mfu"] is None and result["device"] == "cpu"
     assert result["tokens_per_second"] == pytest.approx(256 / parts["iteration"], rel=0.5)
     assert parts["forward_backward"] > 0 and result["memory_bytes"] > 1e7
-    assert not (lab.path / "run").exists()  # a benchmark leaves nothing behind
+    assert not (lab.path / "run").exists()  # a benchmark leaves no files
     assert run_command("fsdp_pretrain.bench", lab.config(), "train.micro_batch=3").returncode == 78

@@ -1,4 +1,4 @@
-"""Corpora of real text with one defect each: `validate` finds it under its name and at its rate, and nothing else.
+"""Corpora of real text with one defect each: `validate` finds exactly that one, with its name and rate.
 
 Two tokenizers are trained here, one of each library; two real ones come from packages (-m slow).
 """
@@ -51,7 +51,7 @@ class Bench:
         return self.tokenizer.encode([text])[0]
 
     def long(self, passage: str) -> list[int]:
-        """The passage over and over, 4000 tokens or so."""
+        """The passage repeated, to about 4000 tokens."""
         ids = self.encode(passage * 2000)
         return self.encode(passage * int(2000 * 4000 / len(ids)))
 
@@ -116,7 +116,7 @@ class Plant:
     """One defect.
 
     Attributes:
-        make: from the clean documents to those with the defect.
+        make: adds the defect to the clean documents.
         found: {finding: count}.
         separators: what the corpus declares; anything but `none` is a directory without a manifest.
         unit: what the rates are shares of.
@@ -255,7 +255,7 @@ assert len(PLANTS) >= 25
 
 
 def measure(path: Path, b: Bench, docs: Docs, plant: Plant, helpers: Any) -> Any:
-    """Store documents the way the plant says and validate them."""
+    """Store documents as the plant says and validate them."""
     corpus = helpers.corpus(path, docs, b.tokenizer, plant.dtype or b.dtype, plant.shards)
     if plant.separators == "none" and plant.tokenizer:
         return validate(corpus, quiet=True)
@@ -307,7 +307,7 @@ def test_clean_twins_are_clean(
 
 
 def test_examples_show_the_boundary(tmp_path: Path, trained: dict[str, Tokenizer], helpers: Any) -> None:
-    """A doubled separator can be seen: decoded, with what stands before and after it."""
+    """A doubled separator is shown decoded, with the text before and after it."""
     tokenizer = trained["bpe"]
     one, two = tokenizer.encode(["the first ends here", "and the second begins"])
     corpus = helpers.corpus(

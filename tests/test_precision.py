@@ -38,7 +38,7 @@ def scales(section: LossScaleSection, events: str, state: list[float] | None = N
 
 
 def test_the_scale_of_a_published_log() -> None:
-    """tr8b: hysteresis was full before the log; the good step did not refill it, or the sixth value were 2^17."""
+    """tr8b: hysteresis was full before the log; the good step did not refill it, or the sixth value would be 2^17."""
     law = LossScaleSection(first=2.0**20, window=500, hysteresis=2)
     assert scales(law, "OOOO.OO") == [2.0**n for n in (20, 19, 18, 17, 17, 16, 15)]
     used_up = scales(law, "OOOO.OO", [2.0**20, 1.0, 0.0])
@@ -46,7 +46,7 @@ def test_the_scale_of_a_published_log() -> None:
 
 
 def deepspeed(law: LossScaleSection, events: str) -> list[float]:
-    """The law as DeepSpeed words it, in iterations since the last overflow, not consecutive."""
+    """The law in DeepSpeed's terms: iterations since the last overflow, not consecutive ones."""
     scale, left, last, seen = law.first, law.hysteresis, -1, []
     for now, event in enumerate(events):
         if event == "O":
@@ -113,12 +113,12 @@ def test_the_same_steps_are_skipped_on_every_mesh(curves: dict[str, Any]) -> Non
     for name in ("one", "two", "four"):
         for record, other in zip(curves[name], curves["one"], strict=True):
             assert (record["grad_norm"] is None) == record["overflow"]
-            assert record["consumed"] == record["step"] * 8  # skipped steps advance the clock of every schedule
+            assert record["consumed"] == record["step"] * 8  # skipped steps advance all schedules
             assert record["loss"]["sum"] == pytest.approx(other["loss"]["sum"], rel=2e-3)
 
 
 def test_the_norm_is_that_of_unscaled_gradients(curves: dict[str, Any]) -> None:
-    """Parameters have not moved until the first step that is not skipped; its batch in fp32 gives the same norm."""
+    """Parameters do not change until the first step that is not skipped; its batch in fp32 gives the same norm."""
     first = next(record for record in curves["one"] if not record["overflow"])
     assert first["grad_norm"] < 10
     assert first["clip"] == pytest.approx(min(1.0, 1 / first["grad_norm"]), rel=1e-4)

@@ -1,4 +1,4 @@
-"""From raw text to shards: every format, any number of workers, kills and resumes, and nothing special slipped in."""
+"""From raw text to shards: every format, any number of workers, kills and resumes, and no special tokens added."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_formats_and_workers_give_the_same_documents(
 
 
 def test_shards_are_megatron_core_indexed_datasets(shared_corpus: Path) -> None:
-    """Read with nothing but the published layout."""
+    """Read with the published layout only."""
     prefix = shared_corpus / "corpus/shards" / read_manifest(shared_corpus / "corpus").shards[0].name
     raw = prefix.with_suffix(".idx").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00"
@@ -120,7 +120,7 @@ def test_byte_ranges_lose_and_repeat_no_line(tmp_path: Path, texts: list[str], s
 
 
 def test_interrupted_runs_continue(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
-    """kill -9 in the middle; the second run makes only what is missing and the result is the uninterrupted one."""
+    """kill -9 in the middle; the second run makes only what is missing, and the result is the same."""
     source = write(tmp_path / "a.jsonl", texts * 120)
     arguments = ["-m", "data.cli", "prepare", str(source), "--tokenizer", str(shared_corpus / "tokenizer"), "--quiet"]
     arguments += ["--shard-size", "200KB", "--workers", "2", "--out"]
@@ -261,7 +261,7 @@ def test_own_tokenizers_are_lossless_and_literals_stay_text(
 def test_templates_truncation_and_padding_in_the_file_are_switched_off(
     tmp_path: Path, shared_corpus: Path, kind: str
 ) -> None:
-    """A tokenizer.json that adds BOS and EOS, cuts at 4, pads and drops out: what our `encode` gives has none of it."""
+    """A tokenizer.json that adds BOS and EOS, cuts at 4, pads and drops out: our `encode` does none of it."""
     from tokenizers import Tokenizer as Model
     from tokenizers.processors import RobertaProcessing, TemplateProcessing
 
@@ -304,7 +304,7 @@ def byte_bpe(**special: Any) -> Any:
 
 @pytest.mark.parametrize("special", [{}, {"lstrip": True, "rstrip": True}, {"normalized": True}, {"single_word": True}])
 def test_no_option_of_a_special_token_lets_text_spell_it(tmp_path: Path, special: dict[str, bool]) -> None:
-    """Neither its literal nor what a normaliser makes of full-width letters; the spaces around it stay."""
+    """Neither its literal nor a normaliser's result for full-width letters; the spaces around it stay."""
     model = byte_bpe(**special)
     model.save(str(tmp_path / "tokenizer.json"))
     eod = model.token_to_id("</s>")
@@ -319,7 +319,7 @@ def test_no_option_of_a_special_token_lets_text_spell_it(tmp_path: Path, special
 
 @pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "unknown"])
 def test_a_separator_that_the_model_itself_produces_is_refused(tmp_path: Path, kind: str) -> None:
-    """Special it may be: the vocabulary of the model holds its text, or it stands for unknown text."""
+    """Although special: the vocabulary of the model holds its text, or it is the unknown token."""
     from tokenizers import Tokenizer as Model
     from tokenizers import models, pre_tokenizers
 
@@ -360,7 +360,7 @@ def lossy_sentencepiece(folder: Path, shared_corpus: Path) -> None:
 def test_normalisers_that_change_text_are_reported_and_add_nothing(
     tmp_path: Path, shared_corpus: Path, run_command: Run, helpers: Any, kind: str
 ) -> None:
-    """Full-width letters of the separator, text that vanishes, and tokens that a tokenizer declares to be text."""
+    """Full-width letters of the separator, text that vanishes, and tokens that a tokenizer declares as text."""
     if kind == "sentencepiece":
         lossy_sentencepiece(tmp_path, shared_corpus)
     else:
@@ -382,7 +382,7 @@ def test_normalisers_that_change_text_are_reported_and_add_nothing(
 
 
 def test_a_separator_that_text_can_spell_is_refused(tmp_path: Path, shared_corpus: Path) -> None:
-    """An added token that is not `special` is always parsed from text: never a separator."""
+    """An added token that is not `special` is always parsed from text, so it cannot be a separator."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Model
 
@@ -413,7 +413,7 @@ def test_user_defined_control_in_sentencepiece_is_refused(tmp_path: Path, shared
 def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
 ) -> None:
-    """With a tokenizer whose second special is spelt by text, such documents are left out; too many are an error."""
+    """If text can spell a tokenizer's second special, such documents are left out; too many are an error."""
     from data.prepare.prepare import PrepareOptions, prepare
 
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")

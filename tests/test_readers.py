@@ -1,4 +1,4 @@
-"""Files from anywhere: cut off, damaged, lying, or not what their names say. An error that names them, never less data."""
+"""Input files that are truncated, damaged, inconsistent or misnamed: an error that names them, never less data."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_several_members_or_frames_are_one_file(tmp_path: Path, suffix: str) -> 
 
 @pytest.mark.parametrize("suffix", PACK)
 def test_a_packed_file_cut_anywhere_is_an_error(tmp_path: Path, suffix: str) -> None:
-    """At every byte but the one between two members, where nothing can tell."""
+    """At every byte except between two members, where it cannot be detected."""
     halves = [PACK[suffix](half) for half in (LINES[:500], LINES[500:])]
     whole = b"".join(halves)
     for stop in range(len(whole)):
@@ -152,7 +152,7 @@ def test_what_unpacks_to_much_is_read_piece_by_piece(tmp_path: Path, suffix: str
     ],
 )
 def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path: Path, line: bytes, said: str) -> None:
-    """Whichever piece of work it falls into."""
+    """Whichever unit it falls into."""
     path = put(tmp_path / "a.jsonl", LINES + line)
     with pytest.raises(DataError) as refused:
         texts(path, size=100)
@@ -332,7 +332,7 @@ def test_output_that_cannot_be_written(tmp_path: Path, run_command: Run, shared_
 def test_a_full_disk_keeps_what_was_finished(
     small_disk: Any, tmp_path: Path, run_command: Run, shared_corpus: Path, workers: int
 ) -> None:
-    """Exit 93, the file named, nothing half-written; with more space the same command goes on."""
+    """Exit 93, the file named, nothing half-written; with more space the same command continues."""
     disk = small_disk("1m")
     lines = (shared_corpus / "train.jsonl").read_bytes()
     path = put(tmp_path / "a.jsonl", lines * (4_000_000 // len(lines)))

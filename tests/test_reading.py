@@ -1,4 +1,4 @@
-"""Corpora on storage that hangs, fails or is changed: an error that names the file in time, or the mirror's copy."""
+"""Corpora on storage that hangs, fails or changes: an error that names the file in time, or the mirror's copy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PIPES: list[Path] = []
 
 
 def hang(path: Path) -> Path:
-    """Replace a file by a named pipe that nobody writes to: opening it blocks for ever."""
+    """Replace a file by a named pipe without a writer: opening it blocks forever."""
     path.unlink()
     os.mkfifo(path)
     PIPES.append(path)
@@ -150,7 +150,7 @@ def test_a_hanging_mount_costs_the_timeout_once(corpus: Path, mirror: Path, capf
     for path in sorted(corpus.glob("shards/*.bin")):
         hang(path)
     assert packed(open_packer(corpus, mirror, timeout=2)) == expected
-    assert capfd.readouterr().err.count("did not answer for 2 s") == 1  # and not once for each of four shards
+    assert capfd.readouterr().err.count("did not answer for 2 s") == 1  # not once for each of four shards
 
 
 @pytest.mark.quick
@@ -173,7 +173,7 @@ def test_a_mirror_of_another_corpus_is_refused(corpus: Path, mirror: Path, share
 
 @pytest.mark.quick
 def test_a_shard_cut_while_it_is_open_is_an_error_and_no_signal(corpus: Path, mirror: Path) -> None:
-    """Touching pages that are gone kills a process (SIGBUS); loading them first does not."""
+    """Touching missing pages kills a process (SIGBUS); loading them first does not."""
     path = corpus / "shards/shard-0.bin"
     reader, whole = Corpus(corpus, mirror), Shard(mirror / "shards/shard-0").tokens.tolist()
     reader.shard(0)
@@ -253,12 +253,12 @@ def test_a_run_on_a_hanging_shard_ends_on_every_rank(lab: Any, corpus: Path, suf
 def test_one_rank_alone_ends_the_run_on_all_and_the_mirror_carries_it_on(
     lab: Any, tmp_path: Path, shared_corpus: Path, helpers: Any
 ) -> None:
-    """Rank 1 meets the pipe, rank 0 has no need of that shard: both end at once, with the file in the journal."""
+    """Rank 1 opens the pipe, rank 0 does not need that shard: both end at once, with the file in the journal."""
     corpus = build(tmp_path / "wide", shared_corpus, 40, 4)
     mirror = Path(shutil.copytree(corpus, tmp_path / "mirror"))
     packer = Packer([("text", corpus, 1.0)], 32, seed=1234, lanes=8)
     halves = [{piece.shard for i in range(4 * h, 4 * h + 4) for piece in packer.provenance(i)} for h in range(20)]
-    step, name = next(  # first needed by rank 1, and not by rank 0 before the ranks have agreed
+    step, name = next(  # first needed by rank 1, and by rank 0 only after the ranks have agreed
         (step, name)
         for step in range(1, 8)
         for name in sorted(halves[2 * step + 1])
@@ -270,7 +270,7 @@ def test_one_rank_alone_ends_the_run_on_all_and_the_mirror_carries_it_on(
     assert "Traceback" not in said
     (stop,) = helpers.journal(lab.path / "run", "stop")
     assert stop["text"].startswith("exit 75: rank 1:") and str(pipe) in stop["text"]
-    assert helpers.metrics(lab.path / "run")[-1]["step"] == step  # what followed was spoilt, and is not recorded
+    assert helpers.metrics(lab.path / "run")[-1]["step"] == step  # later steps are not recorded
     lab.train(lab.config(data=on(corpus, mirror=str(mirror))), ranks=2)
     ours, whole = (helpers.metrics(lab.path / run) for run in ("run", "whole"))
     assert [r["data_digest"] for r in ours] == [r["data_digest"] for r in whole]

@@ -1,4 +1,4 @@
-"""The record: lines that survive crashes and full disks, one curve out of many starts, a status valid at any instant."""
+"""The record: lines that survive crashes and full disks, one curve from many starts, a status that is always valid."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
         file.write(b"}\n")
     assert [record for record, _ in read_lines(path, json_object, found[-1][1])] == [
         {"a": 3}
-    ]  # goes on where it stopped
+    ]  # continues where it stopped
     assert list(read_lines(tmp_path / "absent", json_object)) == []
 
 
 def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Any) -> None:
-    """What a killed process left of a line is no part of the next entry, by whomever, also in a file long open."""
+    """A partial line of a killed process never joins the next entry, by any writer, also in a file long open."""
     run = RunDir(tmp_path)
     (tmp_path / "segments").mkdir()
     journal = Journal(run, 1)
@@ -101,13 +101,13 @@ def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Any) -> No
     texts = [text for number in range(3) for text in (f"entry {number}", f"note {number}")]
     damaged: list[bytes] = []
     assert [entry["text"] for entry, _ in entries(run.journal, on_damaged=damaged.append)] == texts
-    assert len(damaged) == 5  # the last is not over yet
+    assert len(damaged) == 5  # the last is not complete yet
     lines = run.chronicle.read_text().splitlines()
     assert [line.rpartition("** ")[2].partition(" (")[0] for line in lines if line.startswith("- ")] == texts
 
 
 def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Any) -> None:
-    """The first wrote a part of a line; the other came before it could go on. Each line is there once."""
+    """The first wrote a part of a line; the other wrote before it could continue. Each line is there once."""
     disk = small_disk("1m")
     first, other = AppendFile(disk / "lines.jsonl"), AppendFile(disk / "lines.jsonl")
     assert first.write(json.dumps({"n": 0})) and other.write(json.dumps({"n": 1}))
@@ -166,7 +166,7 @@ def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
     assert run_id.give(run.path) == known
     run_id.bind(run.path, known)
     run.new_segment()
-    WRITERS[writer](run)  # as long as it is there
+    WRITERS[writer](run)  # while it exists
     run.path.rename(tmp_path / "away")
     if left != "nothing":
         run.path.mkdir()
@@ -185,7 +185,7 @@ def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
 
 
 def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> None:
-    """A run directory that has gone back to an earlier state, as a snapshot does, is as bad as one that is gone."""
+    """A run directory that went back to an earlier state, as by a snapshot, is as bad as a missing one."""
     run, note = RunDir(tmp_path / "run"), tmp_path / "notes/seen.json"
     first = LauncherMemory(note)
     first.check(run.path, lambda: 0)  # nothing was seen
@@ -206,7 +206,7 @@ def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> No
 
 
 def test_restarts_make_one_curve(tmp_path: Path) -> None:
-    """A segment that goes on from step r takes the place of what came after r; one without a state takes no place."""
+    """A segment resumed from step r replaces the steps after r; one without a state replaces nothing."""
     run = RunDir(tmp_path)
     starts: list[tuple[int | None, int | None, range]] = [
         (None, 0, range(1, 8)), (1, 4, range(5, 7)), (None, None, range(0)), (2, 5, range(6, 11)),
@@ -222,7 +222,7 @@ def test_restarts_make_one_curve(tmp_path: Path) -> None:
     assert [record.step for record in kept] == list(range(1, 11))
     assert [record.segment for record in kept] == [1] * 4 + [2] + [4] * 5
     assert [(record.segment, left_by) for record, left_by in find_step(run, 6)] == [(1, 2), (2, 4), (4, None)]
-    lineage.record(recorder(run).segment, parent=1, step=6, kind="start")  # somebody brought step 6 of 1 back
+    lineage.record(recorder(run).segment, parent=1, step=6, kind="start")  # step 6 of segment 1 was restored
     assert [(record.step, record.segment) for record in read_metrics(run)] == [(step, 1) for step in range(1, 7)]
     assert [(record.segment, left_by) for record, left_by in find_step(run, 6)] == [(1, None), (2, 4), (4, 5)]
 
@@ -272,7 +272,7 @@ def test_first_exit_intent_wins(tmp_path: Path) -> None:
     ("code", "state"), [(0, "complete"), (75, "stopped"), (76, "stopped"), (78, "failed"), (1, "failed")]
 )
 def test_an_exit_code_means_one_state(tmp_path: Path, code: int, state: str) -> None:
-    """Whoever writes it: the watchdog and launcher by the intent, the trainer by its recorder."""
+    """By any writer: the watchdog and launcher through the intent, the trainer through its recorder."""
     run = RunDir(tmp_path)
     record = recorder(run)
     record.status(force=True, state="running")
@@ -284,7 +284,7 @@ def test_an_exit_code_means_one_state(tmp_path: Path, code: int, state: str) -> 
 
 
 def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:
-    """A rank that lost its peer may write at any time between two of the watchdog's looks."""
+    """A rank that lost its peer may write at any time between two of the watchdog's passes."""
     run = RunDir(tmp_path)
     segment = recorder(run).segment
     exit_intent.write(run, segment, 1, "RuntimeError: connection closed by peer", rank=0)
@@ -328,7 +328,7 @@ def test_status_after_a_rollback(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record = recorder(run)
     record.step(step_record(9), target=10)
-    assert "progress" not in render(inspect(run))  # the first look
+    assert "progress" not in render(inspect(run))  # the first pass
     record.status(force=True, step=4)
     assert "progress    went back 5 steps in the " in render(inspect(run))
     record.status(force=True, step=6)
@@ -350,12 +350,12 @@ def test_control_is_refused_when_nobody_listens(tmp_path: Path, run_command: Any
     assert not run.control.exists()
 
 
-# ---------------------------------------------------------------- a directory that may not be written
+# ---------------------------------------------------------------- a read-only directory
 
 
 @pytest.fixture(scope="module")
 def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run of the first release with a live job, as its status says, on a file system that is read-only."""
+    """A run of the first release with a live job, according to its status, on a read-only file system."""
     with tmpfs(tmp_path_factory.mktemp("mounted")) as place:
         run = RunDir(unpack(ARCHIVES[0], place))
         run.lock.unlink()
@@ -381,7 +381,7 @@ def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ids=lambda arguments: " ".join(map(str, arguments[:1] + arguments[2:3])),
 )
 def test_a_command_that_cannot_write_says_so(read_only: Path, run_command: Any, arguments: tuple[object, ...]) -> None:
-    """Exit 93 and why; nothing on standard output looks like success."""
+    """Exit 93 and the reason; standard output shows no success."""
     done = run_command("fsdp_pretrain.cli", *(str(each).replace("RUN", str(read_only)) for each in arguments))
     assert done.returncode == 93, done.stdout + done.stderr
     assert "Read-only file system" in done.stderr and not done.stdout and "Traceback" not in done.stderr

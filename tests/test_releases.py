@@ -1,4 +1,4 @@
-"""What a release has written, every later one shows and goes on with. See docs/training.md for the rule."""
+"""Every later version can show and resume what a release has written. See docs/training.md for the rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLI = "fsdp_pretrain.cli"
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.xz"))
 def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a release's run lies, only to be looked at."""
+    """A release's run, read only."""
     place = tmp_path_factory.mktemp("release")
     unpack(request.param, place)
     return place
@@ -29,7 +29,7 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def copy(release: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be changed."""
+    """A copy of the run, for changes."""
     shutil.copytree(release / "run", tmp_path / "run")
     shutil.copyfile(release / "rollback.json", tmp_path / "rollback.json")
     (tmp_path / "run/lock.json").unlink()  # its job was killed on another host: 90 seconds of silence would show it

@@ -1,4 +1,4 @@
-"""What a resume takes up and what it refuses: checkpoints in the fallback, changes in three classes, partial loads."""
+"""What a resume accepts and refuses: checkpoints in the fallback, three classes of changes, partial loads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CLI = "fsdp_pretrain.cli"
 
 @pytest.fixture(scope="module")
 def trained(module_lab: Any) -> Path:
-    """24 steps of 8 samples on one rank, saved every 6; a fallback is configured, and was not needed."""
+    """24 steps of 8 samples on one rank, saved every 6; a fallback is configured, but was not needed."""
     config = module_lab.config(
         "trained",
         train={"duration": "24 steps"},
@@ -63,7 +63,7 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.fixture
 def copy(module_lab: Any, trained: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """(configuration, run directory) of the run as if it had been trained in another place, to be changed."""
+    """(configuration, run directory) of the run as if trained in another place, for changes."""
     run = tmp_path / "copy"
     shutil.copytree(trained, run)
     for path in (run / "config.toml", run / "segments/0001/config.toml"):
@@ -124,7 +124,7 @@ def test_a_fork_from_the_fallback_owns_its_checkpoint(spread: tuple[Path, Path, 
 def test_a_rollback_moves_aside_what_lies_in_the_fallback(
     lab: Any, spread: tuple[Path, Path, Path], helpers: Any, run_command: Run
 ) -> None:
-    """Otherwise the next start would take the line that was left."""
+    """Otherwise the next start would resume the abandoned line."""
     config, run, other = spread
     before = helpers.losses(run)
     done = run_command(CLI, "rollback", run, "--to", 12)
@@ -140,7 +140,7 @@ def test_a_rollback_moves_aside_what_lies_in_the_fallback(
 def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_line(
     lab: Any, spread: tuple[Path, Path, Path], helpers: Any
 ) -> None:
-    """Its storage was away when the run went back: a resume knows from the lineage what was left."""
+    """Its storage was missing during the rollback: a resume knows from the lineage what was abandoned."""
     config, run, other = spread
     other.rename(other.with_name("unmounted"))
     rollback(RunDir(run), 6)
@@ -153,7 +153,7 @@ def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_lin
     assert steps(run) == [6, 12] and len(list((other / "abandoned").iterdir())) == 3
     (brought_back,) = (other / "abandoned").glob("step-00000018*")
     brought_back.rename(other / "step-00000018")
-    rollback(RunDir(run), 18)  # going there on purpose is another matter
+    rollback(RunDir(run), 18)  # explicitly chosen
     lab.train(config, "train.duration=19 steps", "optimizer.decay=24 steps", flags=("--allow", "train"))
     assert helpers.journal(run, "resume")[-1]["step"] == 18
 
@@ -161,7 +161,7 @@ def test_a_fallback_that_comes_back_after_a_rollback_does_not_bring_back_the_lin
 def test_a_fallback_that_is_not_mounted_is_missed(
     lab: Any, spread: tuple[Path, Path, Path], helpers: Any, run_command: Run
 ) -> None:
-    """The record knows what was in it: told by `status`; without another checkpoint 93; when it is back all is well."""
+    """The record knows what was in it: reported by `status`; without another checkpoint 93; resumed once it is back."""
     config, run, other = spread
     other.rename(other.with_name("unmounted"))
     status = run_command(CLI, "status", run)
@@ -279,7 +279,7 @@ def test_what_cannot_be_allowed(name: str, said: str) -> None:
 def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
     lab: Any, copy: tuple[Path, Path], helpers: Any, gates: Any
 ) -> None:
-    """Fault matrix 46: what cannot go on is refused."""
+    """Fault matrix 46: changes that a resume cannot accept are refused."""
     config, run = copy
     changed = ("optimizer.lr=5e-3", "train.duration=30 steps", "train.z_loss=1e-4", "parallel.shard=1")
     output = lab.train(config, *changed, "model.ffn=96", ranks=2, expect=78)
@@ -299,7 +299,7 @@ def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
     job.kill()
     job.wait()
     gates()
-    lab.train(config, *changed, ranks=2)  # said once is enough, also if the start came to no checkpoint
+    lab.train(config, *changed, ranks=2)  # declaring it once is enough, also if the start made no checkpoint
     first, last = helpers.journal(run, "resume")
     assert len(first["declared"]) == 3 and not last["declared"] and last["changed"] == first["changed"]
     assert "optimizer.lr: 0.01 -> 0.005" in first["text"] and helpers.metrics(run)[-1]["step"] == 30
@@ -312,7 +312,7 @@ def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
 def test_keys_of_another_version(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, table: str, code: int
 ) -> None:
-    """In what a start recorded: free ones are listed; what could change what is learned is not left out in silence."""
+    """In the record of a start: free ones are listed; keys that could affect training are not dropped silently."""
     config, run = copy
     shutil.rmtree(run / "checkpoints/step-00000024")
     (run / "segments/0001/config.toml").open("a").write(f"\n{table}\n")
@@ -372,7 +372,7 @@ def test_the_optimiser_begins_anew_where_it_is_asked_to_and_nowhere_else(
 def test_a_run_begins_with_the_weights_of_another(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run
 ) -> None:
-    """Into a model with more rows; the schedule may still be chosen when it starts, for nothing was learned so far."""
+    """Into a model with more rows; the schedule may still be chosen, since nothing was learned yet."""
     config, run = copy
     new = run.with_name("new")
     changed = [f"run.dir={new}", "model.vocab_multiple=600", "optimizer.lr=1e-3", "train.duration=4 steps"]
@@ -440,7 +440,7 @@ def test_damaged_weights_and_another_tokenizer_are_refused(copy: tuple[Path, Pat
 
 @pytest.mark.slow
 def test_an_export_of_a_live_run_disturbs_nothing(lab: Any, trained: Path, helpers: Any) -> None:
-    """Checkpoints are exported one after the other while the run trains, saves and deletes."""
+    """Checkpoints are exported one by one while the run trains, saves and deletes."""
     config = lab.config(train={"duration": "200 steps"}, checkpoint={"every": "20 steps", "keep_last": 2})
     job, run = lab.start(config, ranks=2), RunDir(lab.path / "run")
     exported = 0

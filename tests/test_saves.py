@@ -1,4 +1,4 @@
-"""Saving beside training: what it costs, what happens when space is short, and what a commit sets off."""
+"""Saving during training: its cost, its behaviour when space is short, and commit hooks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_is_given_up_and_in_which_order(small_disk: Callable[[str], Path]) 
 
 @pytest.mark.quick
 def test_names_can_run_out_before_bytes(small_disk: Callable[[str], Path]) -> None:
-    """Fault matrix 39: before a save is begun."""
+    """Fault matrix 39: before a save is started."""
     disk = small_disk("8m,nr_inodes=12")
     assert list(make_room(disk, SpaceNeeded(1000, 5), [])) == []
     for n in range(9):
@@ -58,7 +58,7 @@ def test_names_can_run_out_before_bytes(small_disk: Callable[[str], Path]) -> No
 
 @pytest.mark.quick
 def test_ballast_is_small_and_only_of_what_is_to_spare(small_disk: Callable[[str], Path]) -> None:
-    """Fault matrix 36: what is held back."""
+    """Fault matrix 36: the size of the ballast."""
     disk = small_disk("8m")
     ballast = Ballast(disk)
     ballast.take(1_000_000)
@@ -119,7 +119,7 @@ def test_other_storage_takes_over(lab: Any, helpers: Any, small_disk: Callable[[
     assert helpers.losses(disk / "run") == helpers.losses(lab.path / "whole")
 
 
-# ---------------------------------------------------------------------- beside training
+# ---------------------------------------------------------------------- during training
 
 
 @pytest.mark.quick
@@ -163,7 +163,7 @@ def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any, ranks:
 
 
 def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -> None:
-    """Bytes and manifest agree, the digest of the state does not: what damaged memory would give."""
+    """Bytes and manifest agree, the digest of the state does not, as with damaged memory."""
     config = lab.config()
     lab.train(config, "train.duration=10 steps", "optimizer.decay=20 steps")
     path = Store(lab.path / "run/checkpoints").find(10).path / "manifest.json"
@@ -203,7 +203,7 @@ def test_a_command_for_every_checkpoint(lab: Any, helpers: Any) -> None:
 
 
 def test_a_path_is_never_a_command(lab: Any, helpers: Any) -> None:
-    """Whatever it holds: it is a parameter. Where an older configuration makes it text, such a path is refused."""
+    """Whatever it contains: it is a parameter. Where an older configuration makes it text, such a path is refused."""
     out, marker, path = (
         lab.path / "out",
         lab.path / "executed",
@@ -228,7 +228,7 @@ def test_a_path_is_never_a_command(lab: Any, helpers: Any) -> None:
 
 
 def test_a_command_that_hangs_or_fails_harms_nothing(lab: Any, helpers: Any) -> None:
-    """Hanging ones keep their checkpoints and are not piled up; failing ones are lines in the journal."""
+    """Hanging ones keep their checkpoints and do not pile up; failing ones are lines in the journal."""
     config = lab.config(
         train={"duration": "40 steps", "micro_batch": 8},
         checkpoint={

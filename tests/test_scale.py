@@ -1,4 +1,4 @@
-"""A corpus of 2T tokens, simulated: every file but the tokens is real. What a rank needs, and how 1,024 of them share it."""
+"""A simulated corpus of 2T tokens, real except for the tokens: what a rank needs, and how 1,024 ranks share it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ranks_build_what_the_arithmetic_says(packer: Packer) -> None:
         assert torch.equal(step.micro[0].tokens, torch.from_numpy(packer.pack(share[0], 8).tokens))
         assert not step.quarantined
         rows |= {tuple(row.nonzero()[0]) for row in step.micro[0].tokens.numpy()}
-    assert len(rows) > 16  # the places of the separators tell the samples apart
+    assert len(rows) > 16  # separator positions distinguish the samples
 
 
 @pytest.mark.quick

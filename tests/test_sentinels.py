@@ -1,4 +1,4 @@
-"""Data sentinels on the records of real runs: silent on what is right, loud on what is made wrong in them."""
+"""Data sentinels on the records of real runs: no alarm for correct data, alarms for faults edited in."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_sound_run_is_silent(records: Records, tmp_path: Path) -> None:
 
 
 def edit(step: int, **changes: Any) -> Callable[[Records], None]:
-    """Change one record; a function changes the value that is there."""
+    """Change one record; a function changes the existing value."""
 
     def apply(records: Records) -> None:
         for key, value in changes.items():
@@ -119,7 +119,7 @@ def test_what_is_wrong_is_told(
 
 
 def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_path: Path) -> None:
-    """Also of a document that goes on in many samples and ends in none of them."""
+    """Also of a document that spans many samples and ends in none of them."""
     alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
     detector = DataInvariants(alarms, SentinelSection(), rates={}, row=32, causal=True, max_quarantined=1e-4)
     for record in records[:3]:
@@ -160,7 +160,7 @@ def test_a_restart_goes_on_where_the_run_was(records: Records, tmp_path: Path, a
 
 
 def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path) -> None:
-    """Fault matrix 42, on an idealised vocabulary: Zipf's law, documents of a topic each."""
+    """Fault matrix 42, on an idealised vocabulary: Zipf's law, each document on one topic."""
     rng = np.random.default_rng(1)
     zipf = 1 / np.arange(1, 20_001) ** 1.05
 
@@ -183,7 +183,7 @@ def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
-    """Fault matrix 42 from end to end: between two starts every id of the corpus grows by one, and the sizes stay."""
+    """Fault matrix 42 end to end: between two starts every id of the corpus grows by one, and the sizes stay."""
     corpus = lab.path / "corpus"
     shutil.copytree(lab.corpus, corpus)
     config = lab.config(
@@ -192,7 +192,7 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
         checkpoint={"every": "60 steps"},
         optimizer={"decay": "70 steps"},
         watchdog={"enabled": True, "sentinels": {"learn": 20}},
-        health={"rollback": False},  # or the run would leave these samples before the detector is asked
+        health={"rollback": False},  # or the run would skip these samples before the detector reads them
     )
     lab.train(config, "train.duration=60 steps")
     for path in (corpus / "shards").glob("*.bin"):

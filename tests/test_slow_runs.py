@@ -1,4 +1,4 @@
-"""Runs that get slower, as a whole or by one rank: real ranks, slowed by sleeps, and what the watchdog says of them."""
+"""Runs that get slower, as a whole or by one rank: real ranks, slowed by sleeps, and the watchdog's reports."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def slow(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 def alarms_of(lab: Any, helpers: Any, detector: str) -> list[dict[str, Any]]:
-    """Transitions of the alarms of a detector, when the agent of a run that ended has read all of it."""
+    """Transitions of the alarms of a detector, once the agent of a run that ended has read all of it."""
     run = lab.path / "run"
     helpers.wait_for(lambda: not helpers.agents(run), what="the end of the agent")
     return [alarm for alarm in helpers.alarms(run) if alarm["key"].partition("/")[0] == detector]
 
 
 def own_times(pids: list[int]) -> dict[int, float]:
-    """The own times in the pages of some processes, by rank; others' pages come and go."""
+    """The own times in the pages of some processes, by rank; other processes' pages come and go."""
     beats = []
     for folder in rank_client.root().iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -60,7 +60,7 @@ def own_times(pids: list[int]) -> dict[int, float]:
 
 @pytest.mark.parametrize("recompute", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, recompute: int) -> None:
-    """Two blocks by two micro-batches sleep 40 ms each on rank 1: that is in its own time once, and not in the other's."""
+    """Two blocks by two micro-batches sleep 40 ms each on rank 1: counted once in its own time, not in the other's."""
     dragged = [{"rank": 1, "step": 0, "kind": "drag", "seconds": 0.040}]
     config = slow(4000, dragged, {"window": 8}, parallel={"timeout": "60 s", "recompute": recompute})
     job = lab.start(config, ranks=2)
@@ -68,13 +68,13 @@ def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, 
     own = helpers.wait_for(lambda: len(found := own_times(pids)) == 2 and found, what="own times")
     typical = sorted(record["seconds"]["iteration"] for record in helpers.metrics(lab.path / "run"))
     assert 0.120 < own[1] - own[0] < 0.300, own  # it would be 0.320 if recomputing counted, and noise is milliseconds
-    assert own[0] < 0.080 and typical[len(typical) // 2] > 0.160  # the wait for rank 1 is no time of its own
+    assert own[0] < 0.080 and typical[len(typical) // 2] > 0.160  # waiting for rank 1 is not its own time
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, ranks: int) -> None:
-    """Fault matrix 12: all ranks slower: nobody; then one more than the others: it alone, within four windows."""
+    """Fault matrix 12: all ranks slower: no alarm; then one more than the others: it alone, within four windows."""
     window, guilty, blocks = 12, ranks - 1, 2 * 4 // ranks
     faults = [
         {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.040 / blocks},
@@ -97,7 +97,7 @@ def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, rank
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("slower", [0.05, 0.10])
 def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow, slower: float) -> None:
-    """Fault matrix 10: all ranks slower from step 580 to 700: told within 40 steps (5%: 48), once; then resolved."""
+    """Fault matrix 10: all ranks slower from step 580 to 700: reported once within 40 steps (5%: 48), then resolved."""
     usual = {"rank": "all", "step": 0, "kind": "wait", "seconds": 0.25}
     faults = [
         {**usual, "until": 580},
@@ -138,7 +138,7 @@ def test_a_slowdown_that_comes_and_goes_is_three_messages(
 def test_a_slower_restart_names_the_new_hosts(
     lab: Any, helpers: Any, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault matrix 30: the second start, on another host, makes steps that last 20% longer."""
+    """Fault matrix 30: the second start, on another host, has steps 20% longer."""
     usual = {"rank": "all", "step": 0, "kind": "wait", "seconds": 0.2}
     best = lab.path / "run/watchdog/pace.json"
     lab.train(slow(130, [usual], {}), ranks=2)
@@ -161,7 +161,7 @@ def test_a_slower_restart_names_the_new_hosts(
 
 
 def told_of(tmp_path: Path, changes: Callable[[int], dict[str, Any]], steps: int) -> list[tuple[str, int]]:
-    """(state, step) of what a run of steps around 100 ms is told of; `changes` may slow, tag or reshape a step."""
+    """(state, step) of the alarms of a run with steps around 100 ms; `changes` may slow, tag or reshape a step."""
     told = list[tuple[str, int]]()
     alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.state, alarm.step or 0)))
     drift = SlowdownDetector(alarms, PaceSection(), tmp_path / "pace.json", [HOST])
@@ -176,7 +176,7 @@ def told_of(tmp_path: Path, changes: Callable[[int], dict[str, Any]], steps: int
 
 
 def bumps(step: int, tagged: bool) -> dict[str, Any]:
-    """Every 25 steps a save makes 5 steps 60% longer, every 400 steps an evaluation does so with 40."""
+    """Every 25 steps a save makes 5 steps 60% longer, every 400 steps an evaluation 40."""
     if step % 400 < 40:
         return {"times": 1.6, "beside": ["eval"] if tagged else []}
     return {"times": 1.6, **({"checkpoint": 0.02} if tagged else {})} if step % 25 < 5 else {}
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_planned_is_no_incident(tmp_path: Path, case: str) -> None:
-    """Fault matrix 10, negative controls, each beside what it would be if nobody had planned it."""
+    """Fault matrix 10, negative controls, each compared with the same slowdown unplanned."""
     changes, unplanned = CASES[case]
     told = told_of(tmp_path, changes, 3000)
     assert bool(told) == unplanned, told
@@ -211,7 +211,7 @@ def test_a_slow_decline_is_told_before_it_is_large(tmp_path: Path) -> None:
 def stragglers_of(
     tmp_path: Path, ranks: int, noise: float, slow: dict[int, float], windows: int
 ) -> list[tuple[str, int]]:
-    """(key, window) of what is opened when own times vary so much, and from window 20 on some ranks are slower."""
+    """(key, window) of opened alarms with noisy own times, where from window 20 on some ranks are slower."""
     told = list[tuple[str, int]]()
     alarms = Alarms(
         tmp_path / "alarms.jsonl",
@@ -230,7 +230,7 @@ def stragglers_of(
 def test_ranks_that_vary_are_no_stragglers_and_those_that_are_slow_are(
     tmp_path: Path, ranks: int, noise: float
 ) -> None:
-    """Fault matrix 12: nobody in many windows of noise; a rank slower by more than that in the third window."""
+    """Fault matrix 12: no alarm in many windows of noise; a rank slower by more than that in the third window."""
     assert stragglers_of(tmp_path, ranks, noise, {}, 3000 if ranks < 8 else 12000 // ranks) == []
     slower = max(0.06, 14 * noise)
     assert stragglers_of(tmp_path, ranks, noise, {1: slower}, 40)[0] in [("straggler/rank-1", n) for n in (23, 24)]

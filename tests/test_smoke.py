@@ -1,4 +1,4 @@
-"""One small case each of what only the slow tests prove: loss scaling in fp16 and an export to Hugging Face.
+"""One small case each of what only slow tests cover: loss scaling in fp16 and an export to Hugging Face.
 
 The third, two nodes, is `test_training.py::test_two_nodes_form_one_mesh`.
 """

@@ -30,7 +30,7 @@ DEEPSEEK = [
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 ]
-# What the vocabulary learns: pieces with white space at every place, so that a cut in the wrong place shows.
+# What the vocabulary learns: pieces with white space everywhere, so that a wrong cut shows.
 TRAINING = [
     "a b c\n\nab  bc 1 12 123 a.\n\n ab, é の 文字\n don't I'LL b's й\n\n \n" * 20,
     "aaaa    \n\n\n\n....1111 " * 20,
@@ -99,7 +99,7 @@ def test_parts_give_the_ids_of_the_whole(kind: str, tmp_path: Path, monkeypatch:
         pieces = list(splitting.parts(text, size))
         assert "".join(pieces) == text and all(len(piece) >= size for piece in pieces[:-1])
         cut += len(pieces) > 2
-    assert cut > 500  # it was not one part each time
+    assert cut > 500  # it was cut sometimes
 
 
 @pytest.mark.parametrize("kind", WHOLE)
@@ -110,7 +110,7 @@ def test_other_tokenizers_get_their_texts_whole(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["rstrip", "a token over a cut", "prefix space", "decomposed", "no pieces"])
 def test_cutting_those_would_show(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The conditions are needed: for a text there is, the parts give other ids than the whole."""
+    """The conditions are necessary: for some text the parts give other ids than the whole."""
     tokenizer = make(tmp_path, *WHOLE[kind])
     texts = ["ab  bc a b", "b \nc", "a b", "aaaa    \n", "й\n\nb й.\n\n"]
     whole = tokenizer.encode(texts)
@@ -120,7 +120,7 @@ def test_cutting_those_would_show(kind: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_stands_before_a_cut_stays_a_letter_or_digit() -> None:
-    """Whatever the version of Unicode a library has, and through the normalizers that are allowed."""
+    """In any Unicode version of the library, and through the allowed normalizers."""
     before = [chr(n) for n in range(0x110000) if splitting.CUT.search(chr(n) + " ")]
     assert len(before) > 30_000
     for character in before:

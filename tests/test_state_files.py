@@ -1,4 +1,4 @@
-"""The small files of a run directory: every flipped bit is named or without effect, and nothing stray stops a command."""
+"""The small files of a run directory: every flipped bit is reported or without effect, stray files stop no command."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ FILES: dict[str, tuple[str, Callable[[RunDir], object]]] = {
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_named_or_without_effect(written: RunDir, name: str, stride: int) -> None:
-    """Fault matrix 4: of what decides which checkpoint is taken, which steps are kept, and what is trained next."""
+    """Fault matrix 4: in files that decide which checkpoint is used, which steps are kept, what is trained next."""
     file, look = FILES[name]
     path = written.path / file
     before, named, without_effect = look(written), 0, 0
@@ -105,7 +105,7 @@ def test_every_flipped_bit_is_named_or_without_effect(written: RunDir, name: str
             assert found == before
             without_effect += 1
     if name == "verified":
-        assert not named  # it says what it says by being there
+        assert not named  # its existence is its content
     else:
         assert named > 50 * without_effect
 
@@ -184,7 +184,7 @@ def test_an_id_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run of the first release, to be changed."""
+    """A run of the first release, for changes."""
     found = RunDir(unpack(ARCHIVES[0], tmp_path))
     found.lock.unlink()
     return found
@@ -192,7 +192,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture(scope="module")
 def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which people, crashes and other versions have left what no reader expects."""
+    """A run directory with files left by people, crashes and other versions that no reader expects."""
     run = unpack(ARCHIVES[0], tmp_path_factory.mktemp("strays"))
     (run / "lock.json").write_text("{")
     os.utime(run / "lock.json", (1, 1))
@@ -254,7 +254,7 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_strays_stop_no_command(
     strayed: Path, run_command: Run, arguments: tuple[object, ...], code: int, said: list[str]
 ) -> None:
-    """What is only shown is shown without them, and they are named; what would be decided by them is refused."""
+    """Displays ignore and name them; decisions that would depend on them are refused."""
     verb, *more = arguments
     done = run_command(CLI, verb, strayed, *more)
     output = done.stdout + done.stderr
@@ -263,7 +263,7 @@ def test_strays_stop_no_command(
 
 
 def without_keys(line: str) -> Iterator[str]:
-    """A line of JSON without each of its keys in turn, and without those of the objects in it."""
+    """A line of JSON without each of its keys in turn, and without those of nested objects."""
     content = json.loads(line)
     for key, value in content.items():
         yield json.dumps({other: it for other, it in content.items() if other != key})
@@ -290,7 +290,7 @@ def read_steps(run: RunDir) -> object:
     ("file", "read"), [("journal.jsonl", read_journal), ("segments/0004/metrics.jsonl", read_steps)]
 )
 def test_a_line_without_a_key_costs_no_reader(run: RunDir, file: str, read: Callable[[RunDir], object]) -> None:
-    """Each key in turn, of a line of each kind: the line is read or passed over, and counted, and the others are read."""
+    """Each key in turn, of a line of each kind: the line is read or skipped and counted, and the others are read."""
     path = run.path / file
     lines = path.read_text().splitlines(keepends=True)
     kinds = {json.loads(line).get("kind"): number for number, line in enumerate(lines)}
@@ -306,7 +306,7 @@ def test_a_line_without_a_key_costs_no_reader(run: RunDir, file: str, read: Call
 
 
 def test_hosts_to_avoid_that_cannot_be_read_are_refused(run: RunDir, run_command: Run) -> None:
-    """Nobody knows which hosts are meant: the journal does."""
+    """The hosts are unknown, but the journal names them."""
     run.avoid_hosts.write_bytes(b"node-7\n\x00\xffbinary\n")
     done = run_command(CLI, "launch", "--nproc-per-node", 1, run.path.parent / "run.toml")
     assert done.returncode == 78 and "Traceback" not in done.stderr
@@ -315,7 +315,7 @@ def test_hosts_to_avoid_that_cannot_be_read_are_refused(run: RunDir, run_command
 
 @pytest.mark.parametrize("damage", ["", "intent", "environment", "table", "lineage"])
 def test_the_end_of_a_start_is_read_whatever_else_is_damaged(run: RunDir, damage: str) -> None:
-    """By the launcher; here of a start that an automatic rollback has ended, whose newest segment has no record."""
+    """By the launcher; here of a start ended by an automatic rollback, whose newest segment has no record."""
     rollback(run, 16)
     exit_intent.write(run, run.segment(5), 75, "rolled back", restart=True)
     if damage == "table":
@@ -333,7 +333,7 @@ def test_the_end_of_a_start_is_read_whatever_else_is_damaged(run: RunDir, damage
 
 
 def test_a_run_is_asked_although_its_status_is_damaged(run: RunDir, run_command: Run) -> None:
-    """Its lock tells whether there is a job; a request that is damaged is dropped aloud."""
+    """Its lock shows whether there is a job; a damaged request is dropped with a message."""
     run.status.write_text("{")
     refused = run_command(CLI, "control", run.path, "save")
     assert refused.returncode == 78 and "no job of" in refused.stderr

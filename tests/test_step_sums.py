@@ -1,4 +1,4 @@
-"""What a step sums comes back under the names it was given, whatever fields there are."""
+"""The sums of a step are returned under their names, for any fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage as the watchdog sees it: real file systems that fill, hang and lose files, driven by a clock of the test."""
+"""Storage as the watchdog sees it: real file systems that fill, hang and lose files, on a clock of the test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Disk = Callable[[str], Path]
 
 
 class Watch:
-    """Detectors, and a clock that only the test moves. Looks are real, so after a move they get real time to answer."""
+    """Detectors, and a clock that only the test moves. Probes are real, so they get time to answer after a move."""
 
     def __init__(self, path: Path) -> None:
         self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.told.append(alarm))
@@ -48,7 +48,7 @@ class Watch:
         self.detectors: list[Detector] = []
 
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
-        """Move the clock, and let looks come back until none but so many are under way."""
+        """Move the clock, and wait until only `hanging` probes are under way."""
         self.now += seconds
         quiet = 0
 
@@ -105,11 +105,11 @@ def write_journal(run: Path, *entries: dict[str, Any]) -> None:
         file.writelines(json.dumps({"time": now(), "text": "", "segment": 2, **entry}) + "\n" for entry in entries)
 
 
-# ---------------------------------------------------------------------- looks that hang
+# ---------------------------------------------------------------------- probes that hang
 
 
 class Answers(Detector):
-    """Collects what becomes of a look."""
+    """Collects the results of a probe."""
 
     def __init__(self, alarms: Alarms, look: PeriodicProbe) -> None:
         super().__init__(alarms)
@@ -128,7 +128,7 @@ def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
     watch.detectors = [first := Answers(watch.alarms, hangs), second := Answers(watch.alarms, fine)]
     watch.advance(hanging=1)
     assert second.found[0].value["free"] > 0 and not first.found
-    for seconds, hanging in ((16, 0), (50, 1), (16, 0)):  # what is killed comes back
+    for seconds, hanging in ((16, 0), (50, 1), (16, 0)):  # a killed one is restarted
         watch.advance(seconds, hanging)
     assert [answer.late for answer in first.found] == [1, 2]
     assert [answer.late for answer in second.found] == [0, 0]
@@ -158,7 +158,7 @@ def test_a_helper_that_stopped_is_replaced(watch: Watch, tmp_path: Path) -> None
 
 
 def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
-    """Fault matrix 1: told three checkpoints ahead, and before the save that would fail."""
+    """Fault matrix 1: reported three checkpoints ahead, and before the save that would fail."""
     run = small_disk("8m") / "run"
     store = Store(run / "checkpoints")
     commit(store, 1, {"data": bytes(1_000_000)})
@@ -180,14 +180,14 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     key = "disk/checkpoints"
     assert watch.said() == [(key, "WARN", "open"), (key, "CRIT", "open"), (key, "CRIT", "resolved")]
     assert "needs 977 KiB" in watch.told[1].summary and watch.told[1].facts["fit"] == 0
-    attempt = store.begin(2)  # what a save in flight has written is no room lost
+    attempt = store.begin(2)  # space used by a save in flight is not lost
     (attempt / "data").write_bytes(bytes(900_000))
     watch.advance(61)
     assert space.fit["checkpoints"] == 5
 
 
 def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
-    """Fault matrix 35: the file system of the record, on which no checkpoint is."""
+    """Fault matrix 35: the file system of the record, which holds no checkpoint."""
     run = small_disk("4m")
     watch.detectors = [DiskSpaceDetector(watch.alarms, StorageSection(), watch.looks, [("run", run, False)])]
     watch.advance()
@@ -204,7 +204,7 @@ def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
 
 
 class Scripted:
-    """Answers of a look as a series: one at every tick."""
+    """Results of a probe as a series: one at every tick."""
 
     def __init__(self, free: list[float]) -> None:
         self._free = iter(free)
@@ -241,7 +241,7 @@ def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float,
 def test_what_seconds_show_says_nothing_of_tomorrow(
     watch: Watch, tmp_path: Path, per_second: float, warns: bool
 ) -> None:
-    """A checkpoint every second and 40 GB free: full in half a minute is told, a trend towards half a day is not."""
+    """A checkpoint every second and 40 GB free: full in half a minute is reported, a trend to half a day is not."""
     checkpoints = saves(watch, tmp_path)
     space = DiskSpaceDetector(
         watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints
@@ -257,7 +257,7 @@ def test_what_seconds_show_says_nothing_of_tomorrow(
 
 
 def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> None:
-    """100 s between checkpoints: told after 150 s, a save asked for after 250 s, a stop after 400 s; each once."""
+    """100 s between checkpoints: alarm after 150 s, a save requested after 250 s, a stop after 400 s; each once."""
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     checkpoints = saves(watch, run, every="100 steps")
@@ -294,7 +294,7 @@ def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> 
     [
         (432.0, 7 * 3600, []),  # an interval of 12 hours: 6 hours are no reason to stop
         (432.0, 19 * 3600, ["stop"]),  # ... but one and a half of it are
-        (0.01, 50, []),  # shorter than the time between two looks: nothing can be said
+        (0.01, 50, []),  # shorter than the time between two passes: nothing can be said
     ],
 )
 def test_age_in_slow_and_fast_runs(watch: Watch, tmp_path: Path, seconds: float, age: float, said: list[str]) -> None:
@@ -312,7 +312,7 @@ def test_age_in_slow_and_fast_runs(watch: Watch, tmp_path: Path, seconds: float,
 
 @pytest.mark.parametrize("written", [True, False])
 def test_steps_that_take_long_are_not_lost(watch: Watch, tmp_path: Path, written: bool) -> None:
-    """A standstill of many intervals in which no checkpoint was due; what was trained since counts, recorded or not."""
+    """A standstill of many intervals in which no checkpoint was due; steps trained since count, recorded or not."""
     reached = 50
     checkpoints = saves(watch, tmp_path / "run", reached=lambda: reached)
     watch.detectors = [checkpoints]
@@ -355,7 +355,7 @@ def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch,
 
 
 def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
-    """Fault matrix 2 and 37: a failure is told at once and ends with the next success; ten times slower is told."""
+    """Fault matrix 2 and 37: a failure is reported until the next success; ten times slower is reported."""
     run = tmp_path / "run"
     checkpoints = saves(watch, run)
     watch.detectors = [checkpoints]
@@ -379,7 +379,7 @@ def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
 
 
 def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
-    """Fault matrix 15: told as the writer's, whether or not training goes on. One that writes slowly is slow only."""
+    """Fault matrix 15: reported as the writer's, whether or not training continues. A slow writer is only slow."""
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     watch.detectors = [saves(watch, run)]
@@ -477,7 +477,7 @@ def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> N
 
 @pytest.mark.slow
 def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any, small_disk: Disk) -> None:
-    """Fault matrix 1 and 2, on a real run: its storage fills, it trains on, and ends with 93 although nobody looked."""
+    """Fault matrix 1 and 2, on a real run: its storage fills, it trains on, and ends with 93 without intervention."""
     config = lab.config(
         train={"duration": "100000 steps"},
         checkpoint={"every": "10 steps", "max_failures": 100, "retry": "0.01 s", "ballast": False},
@@ -503,7 +503,7 @@ def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any,
 
 
 def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, shared_corpus: Path) -> None:
-    """Fault matrix 40, and a mount that does not answer: told by name, while the watchdog goes on."""
+    """Fault matrix 40, and a mount that does not answer: reported by name, while the watchdog continues."""
     copy = tmp_path / "corpus"
     shutil.copytree(shared_corpus / "corpus", copy)
     shard = next((copy / "shards").glob("*.bin"))
@@ -536,7 +536,7 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
 
 
 def test_steps_that_wait_for_data(watch: Watch) -> None:
-    """Three long waits in fifty steps are told, with the file; one is not, nor is a first step."""
+    """Three long waits in fifty steps are reported, with the file; one is not, nor is a first step."""
     waits = DataWaitDetector(watch.alarms)
     for step in range(1, 200):
         waits.step(record(step, data=6.0 if step == 1 else 0.02))

@@ -1,4 +1,4 @@
-"""The checkpoint store: what exists, what is proved, what is kept. Directories only."""
+"""The checkpoint store: what exists, what is verified, what is kept. Directories only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def steps(store: Store) -> list[int]:
 def test_life_of_a_checkpoint(store: Store) -> None:
     assert store.scan() == [] and store.newest() is None
     attempt = store.begin(7)
-    assert store.scan() == []  # being written: it does not exist
+    assert store.scan() == []  # being written: not visible
     store.discard(attempt)
     made = commit(store, 7, verified=False)
     assert made.path.name == "step-00000007"
@@ -125,7 +125,7 @@ def test_retention_keeps_what_the_policy_names(store: Store) -> None:
 
 
 def test_only_verified_ones_count(store: Store) -> None:
-    """Nothing is deleted before its successors are proved, however many unproved ones there are."""
+    """Nothing is deleted before its successors are verified, however many unverified ones there are."""
     commit(store, 10)
     for step in (20, 30, 40):
         commit(store, step, verified=False)
@@ -146,14 +146,14 @@ def test_damaged_ones_do_not_count(store: Store) -> None:
     assert steps(store) == [10, 20]
 
 
-# ---------------------------------------------------------------- the policy, stated a second time
+# ---------------------------------------------------------------- the policy, reimplemented
 
 INTERVALS = ["7 steps", "90 samples", "2K tokens"]
 
 
 @dataclass
 class Save:
-    """One simulated save: what it is, and what else happens around it."""
+    """One simulated save: its kind, and what else happens around it."""
 
     batch: int
     verified: bool
@@ -163,10 +163,10 @@ class Save:
 
 
 def must_stay(made: dict[int, dict[str, Any]], keep_last: int, every: list[str], protected: set[int]) -> set[int]:
-    """What the policy names among the checkpoints there are, in the words of docs/training.md."""
+    """What the policy keeps among existing checkpoints, in the words of docs/training.md."""
     verified = sorted((step for step, facts in made.items() if facts["verified"]), reverse=True)
     if len(verified) < keep_last:
-        return set(made)  # nothing goes before its successors are proved
+        return set(made)  # nothing is deleted before its successors are verified
     units = {"7 steps": ("step", 7), "90 samples": ("consumed", 90), "2K tokens": ("tokens", 2000)}
     stay = set(verified[:keep_last]) | protected
     for step, facts in made.items():
@@ -178,10 +178,10 @@ def must_stay(made: dict[int, dict[str, Any]], keep_last: int, every: list[str],
 
 
 def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> tuple[set[int], set[int]]:
-    """Make the saves, applying the policy after each as a run does; compare what is there every time.
+    """Make the saves, applying the policy after each as a run does; compare what exists every time.
 
     Returns:
-        The steps that are there in the end, and those that were deleted.
+        The remaining steps, and the deleted ones.
     """
     config = run_config(keep_last, every)
     made: dict[int, dict[str, Any]] = {}
@@ -239,7 +239,7 @@ def test_any_saves_leave_exactly_the_policy(keep_last: int, every: list[str], sa
 
 
 def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing crashes here
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no crash here
     rng = random.Random(0)
     saves = [
         Save(
@@ -260,7 +260,7 @@ def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.Mo
 
 
 def test_a_commit_that_cannot_be_made_durable_is_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory cannot be synced after the rename: the attempt can be thrown away, and the step saved again."""
+    """The directory cannot be synced after the rename: the attempt can be discarded, and the step saved again."""
 
     def fsync(descriptor: int) -> None:
         if os.readlink(f"/proc/self/fd/{descriptor}") == str(store.directory):  # noqa: PTH115 (not a path)

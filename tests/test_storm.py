@@ -1,4 +1,4 @@
-"""Which alarms a person hears of: simulated hours of alarms that open, worsen, flap, follow from others and flood."""
+"""Which alarms reach a person: simulated hours of alarms that open, worsen, flap, follow from others and flood."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ INFO, WARN, CRIT = Severity
 
 
 def written_and_read(memory: ChannelState) -> ChannelState:
-    """What another watchdog goes on from."""
+    """The state another watchdog would continue from."""
     return TypeAdapter(ChannelState).validate_json(to_json(memory))
 
 
 class Life:
-    """Alarms of a run and one channel, with a clock that is turned by hand."""
+    """Alarms of a run and one channel, with a manual clock."""
 
     def __init__(self, least: Severity = WARN) -> None:
         self.storm, self.time, self.sent = (
@@ -45,7 +45,7 @@ class Life:
             self.sent += [(self.time, message) for message in self.storm.tick(self.time)]
 
     def said(self) -> list[str]:
-        """`kind key`, since the last time this was asked."""
+        """`kind key` of the messages since the last call."""
         said = [f"{m.kind} {m.alarm.key}" if m.alarm else m.kind for _, m in self.sent]
         self.sent.clear()
         return said
@@ -130,7 +130,7 @@ def test_flapping_is_three_messages_an_hour_and_a_digest(life: Life, severity: S
     assert 4 <= len(digests) <= 6
     life.wait(2 * HOUR)
     held = sum(count for _, m in life.sent for _, count in m.held)
-    assert turns - held - 3 in (0, 1)  # told at once, in a digest, or by the last message: nothing is lost
+    assert turns - held - 3 in (0, 1)  # sent at once, in a digest, or by the last message: nothing is lost
     assert life.said()[-1] == "resolved pace"
     life.alarms.open("pace", severity, "steps take 5% longer")
     assert life.said() == ["open pace"]
@@ -167,7 +167,7 @@ def test_a_flood_is_five_at_once_ten_an_hour_and_a_digest(life: Life) -> None:
     life.wait(HOUR)
     keys = {m.alarm.key for _, m in life.sent if m.alarm}
     keys |= {alarm.key for _, m in life.sent for alarm, _ in m.held}
-    assert len(keys) == 300  # each was heard of
+    assert len(keys) == 300  # each was sent
 
 
 def test_a_flood_of_warnings_does_not_drown_what_is_critical(life: Life) -> None:
@@ -190,7 +190,7 @@ def test_a_flood_of_critical_ones_is_told_within_a_minute(life: Life) -> None:
     life.said()
     for n in range(65):
         life.alarms.resolve(f"gpu/{n}")
-    assert life.said() == [f"resolved gpu/{n}" for n in range(5)]  # what had a message of its own ends with one
+    assert life.said() == [f"resolved gpu/{n}" for n in range(5)]  # alarms with an own message end with one
     life.wait(HOUR)
     listed = {alarm.key for _, m in life.sent for alarm, _ in m.held if alarm.state == "resolved"}
     assert len(life.sent) <= 12 and len(listed | {m.alarm.key for _, m in life.sent if m.alarm}) == 60
@@ -254,7 +254,7 @@ def test_a_maintenance_window_is_silent_and_its_end_tells_what_is_open(life: Lif
 
 
 def test_it_goes_on_after_the_watchdog_was_killed() -> None:
-    """At any time: the same is said as without."""
+    """At any time: the same messages as without the kill."""
 
     def story(die_after: int | None) -> list[str]:
         life, said = Life(), list[str]()

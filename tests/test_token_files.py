@@ -1,4 +1,4 @@
-"""Token files, manifests and tokenizers from anywhere: an error that names them, never other tokens or fewer."""
+"""Token files, manifests and tokenizers of any origin: an error that names them, never other or fewer tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def documents(path: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("make", [pa.ipc.new_stream, pa.ipc.new_file])
 def test_an_arrow_file_cut_anywhere_is_an_error(tmp_path: Path, make: Any) -> None:
-    """The stream without its end marker too: what was written behind its last batch nobody knows."""
+    """Also a stream without its end marker: what came after its last batch is unknown."""
     whole = arrow(make, LISTS)
     path = put(tmp_path / "a.arrow", whole)
     assert documents(path) == DOCUMENTS
@@ -150,7 +150,7 @@ def test_an_index_that_points_into_tokens(shard: Path) -> None:
 
 
 def test_no_change_of_an_index_gives_other_tokens(tmp_path: Path, helpers: Any, shared_corpus: Path) -> None:
-    """Every bit of the lengths and pointers of a shard, of the same size and so not found when it is opened."""
+    """Every bit of the lengths and pointers of a shard; its size stays, so opening it does not detect this."""
     plain = [[1 + n] * (1 + n % 4) for n in range(8)]
     corpus = helpers.corpus(tmp_path / "c", plain, Tokenizer.load(shared_corpus / "tokenizer"), shards=1)
     index = corpus / "shards/s0.idx"
@@ -215,7 +215,7 @@ def test_a_tokenizer_that_is_none(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_tokenizer_over_which_its_library_panics(tmp_path: Path, shared_corpus: Path) -> None:
-    """Which is no Exception: merges of tokens that the vocabulary has, but by no more than their beginnings."""
+    """A panic is not an Exception: merges of tokens that the vocabulary has only as prefixes."""
     stored = json.loads((shared_corpus / "tokenizer/tokenizer.json").read_text())
     stored["model"]["continuing_subword_prefix"] = "a prefix that is longer than the tokens"
     with pytest.raises(DataError, match="cannot load the tokenizer"):

@@ -1,4 +1,4 @@
-"""What people hear of real runs that hang, of evaluations that do, and of numbers that go wrong."""
+"""Notifications about real runs: hangs, hanging evaluations, and numeric faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def heard(endpoint: Endpoint, key: str) -> list[tuple[str, str]]:
 def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
     lab: Any, helpers: Any, endpoint: Endpoint
 ) -> None:
-    """Fault matrix 33, 48: delivered once when the endpoint is back; training goes on; the secret is nowhere."""
+    """Fault matrix 33, 48: delivered once when the endpoint is back; training continues; the secret is nowhere."""
     hang = {"soft": "4 s", "hard": "600 s"}
     watchdog = {"enabled": True, "interval": "0.2 s", "hang": hang, "pace": CALM, "notify": {"webhook": {}}}
     config = lab.config(train={"duration": "100_000 steps"}, checkpoint={"every": "10_000 steps"}, watchdog=watchdog)
@@ -53,7 +53,7 @@ def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
 
 @pytest.mark.slow
 def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers: Any) -> None:
-    """Fault matrix 26, as the watchdog of the run tells it: `evaluation/STEP`, resolved when its worker has ended it."""
+    """Fault matrix 26, as the run's watchdog reports it: `evaluation/STEP`, resolved when its worker has ended it."""
     evaluation = {
         "every": "40 steps",
         "include": [str(helpers.root / "tests/deadlock")],
@@ -88,7 +88,7 @@ def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers
 
 
 def record(step: int, **changes: Any) -> StepRecord:
-    """The record of a step; no two losses are the same to the bit."""
+    """The record of a step; no two losses are bitwise equal."""
     return step_record(step, **{"loss": {"sum": 512 + step * 1e-9, "count": 256}, "grad_norm": 1.0, **changes})
 
 

@@ -99,7 +99,7 @@ def curve(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def same_within_rounding(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """The same batches and, to the order of additions, the same losses: another number of ranks."""
+    """The same batches and, up to the order of additions, the same losses: another number of ranks."""
     assert [record["data_digest"] for record in ours] == [record["data_digest"] for record in theirs]
     assert [r["loss"]["sum"] for r in ours] == pytest.approx([r["loss"]["sum"] for r in theirs], rel=1e-5)
 
@@ -107,7 +107,7 @@ def same_within_rounding(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
 def test_kill_and_restart_is_bitwise(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Any
 ) -> None:
-    """kill -9 of one rank at random steps, several times; started again, the curve is the uninterrupted one to the bit."""
+    """kill -9 of one rank at random steps, several times; after restarts the curve is bitwise that of no kill."""
     rng = seeded()
     run = module_lab.path / "killed"
     for segment, at in ((1, rng.randrange(8, 20)), (2, rng.randrange(20, 34))):
@@ -116,7 +116,7 @@ def test_kill_and_restart_is_bitwise(
 
         def there(segment: int = segment, at: int = at, job: Any = job) -> bool:
             latest = (helpers.metrics(run) or [{"segment": 0}])[-1]
-            saved = any((run / "checkpoints").glob("step-*/verified.json"))  # saves go on beside the next steps
+            saved = any((run / "checkpoints").glob("step-*/verified.json"))  # saves continue during the next steps
             return (saved and latest["segment"] == segment and latest["step"] >= at) or job.ranks[0].poll() is not None
 
         helpers.wait_for(there, what=f"step {at} of segment {segment}")
@@ -154,7 +154,7 @@ def test_another_world_size_continues_the_same_batches(
 
 @pytest.mark.slow
 def test_a_run_that_changes_its_mesh_again_and_again(lab: Any, helpers: Any) -> None:
-    """4 -> 2 -> 8 -> 6 -> 1 -> 4 processes, shards and replicas in turn: the samples and losses of a run that stayed."""
+    """4 -> 2 -> 8 -> 6 -> 1 -> 4 processes, shards and replicas in turn: the samples and losses of an unchanged run."""
     meshes = [(4, 2), (2, 2), (8, 4), (6, 2), (1, 1), (4, 4), (2, 1)]  # (ranks, ranks per replica)
     config = lab.config(
         train={"duration": "28 steps", "global_batch": "24 samples", "micro_batch": 1},
@@ -200,7 +200,7 @@ def test_torchrun_restarts_by_itself(module_lab: Any, long_config: Path, helpers
     assert len(list((run / "segments").iterdir())) == 2
 
 
-@pytest.mark.slow  # what ends on purpose exits the same without torchrun
+@pytest.mark.slow  # a deliberate end has the same exit code without torchrun
 def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
     module_lab: Any, long_config: Path, helpers: Any, run_command: Any
 ) -> None:
@@ -221,7 +221,7 @@ def test_torchrun_does_not_restart_what_was_stopped_on_purpose(
 
 
 def end(agents: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
-    """Wait until all nodes have ended well."""
+    """Wait until all nodes have ended with 0."""
     codes = [agent.wait(PATIENCE) for agent in agents]
     assert set(codes) == {0}, "".join(log.read_text() for log in logs)
 
@@ -257,8 +257,8 @@ def test_two_nodes_form_one_mesh(
 def test_two_nodes_over_a_network(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: Any, killed: bool
 ) -> None:
-    """A launcher on each of two nodes that share nothing but a cable and the file system. kill -9 of a rank of the second:
-    both end their part of the start, begin the next together, and the curve is the same."""
+    """A launcher on each of two nodes that share only a cable and the file system. kill -9 of a rank of the second:
+    both end their part of the start, start the next together, and the curve is the same."""
     run = module_lab.path / f"namespaces-{killed}"
     changes = ["parallel.shard='node'", 'launch.pauses=["0.5 s"]', "launch.end_timeout=10 s"]
     nodes = two_nodes()
@@ -322,7 +322,7 @@ def test_stopping_saves_and_says_resume(
     job = module_lab.start(long_config, f"run.dir={run}", ranks=2)
     helpers.wait_for(lambda: reached(run, 19, helpers), what="the second start")
     assert run_command("fsdp_pretrain.cli", "control", run, "save").returncode == 0
-    time.sleep(0.5)  # requests are looked for twice a second, so the next step finds it
+    time.sleep(0.5)  # requests are checked twice a second, so the next step finds it
     first.touch()
     helpers.wait_for(
         lambda: any(stopped_at < e["step"] and e["step"] % 7 for e in helpers.journal(run, "checkpoint")),
@@ -388,7 +388,7 @@ def test_resuming_another_run_is_refused(
 def test_refused_before_work_starts(lab: Any, override: str, ranks: int, expected: str) -> None:
     output = lab.train(lab.config(), override, ranks=ranks, expect=78)
     assert expected in output and "Traceback" not in output
-    assert output.count("error:") == 1 or "does not divide" in expected  # said once, not once per rank
+    assert output.count("error:") == 1 or "does not divide" in expected  # reported once, not once per rank
     intent = lab.path / "run/segments/0001/exit_intent.json"
     if intent.exists():
         assert json.loads(intent.read_text())["code"] == 78
@@ -456,7 +456,7 @@ def test_labels_that_cross_documents_can_be_left_out(
     total, count = torch.zeros(()), 0
     for row in packed.tokens.tolist():
         start = 0
-        while start < 32:  # each document by itself, up to and without what follows its separator
+        while start < 32:  # each document alone, up to and without what follows its separator
             stop = min(next((at for at in range(start, 32) if row[at] == packer.eod), 32), 32)
             if stop > start:
                 where = torch.arange(stop - start) + (start if positions == "sample" else 0)

@@ -1,4 +1,4 @@
-"""Files of strangers: what a checkpoint or a Hugging Face folder may do to who opens it. See docs/trust.md."""
+"""Untrusted files: what a checkpoint or a Hugging Face folder may do to whoever opens it. See docs/trust.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DCP = "torch.distributed.checkpoint"
 
 
 def test_the_names_that_a_metadata_may_hold() -> None:
-    """A name that is added here is one that a stranger's file can use: it must be harmless in any combination."""
+    """Any untrusted file can use a name that is added here: it must be harmless in any combination."""
     assert NAMES - {f"torch.{dtype}" for dtype in DTYPES} == {
         *("pathlib.PosixPath", "pathlib._local.PosixPath", "torch.Size", "torch.serialization._get_layout"),
         *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -90,12 +90,12 @@ def copy(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that is there once a payload was executed."""
+    """A file that exists once a payload was executed."""
     return tmp_path / "executed"
 
 
 class Calls:
-    """Pickled, it is a call of a function."""
+    """Pickled, it is a function call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = (function, arguments)
@@ -109,20 +109,20 @@ def touch(marker: Path) -> Calls:
 
 
 def dotted(module: str, name: str, argument: str) -> bytes:
-    """A pickle that calls what is found from a module by attributes: `STACK_GLOBAL` follows the dots of a name."""
+    """A pickle that calls an attribute path of a module: `STACK_GLOBAL` follows the dots of a name."""
     first, second, third = (b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name, argument))
     return b"\x80\x04" + first + second + b"\x93" + third + b"\x85R."
 
 
 def in_a_field(folder: Path, marker: Path) -> bytes:
-    """A whole metadata, with a call in a field that nobody reads."""
+    """A whole metadata, with a call in an unread field."""
     metadata = FileSystemReader(folder).read_metadata()
     metadata.storage_meta.modules = [touch(marker)]
     return pickle.dumps(metadata)
 
 
 def moved(folder: Path, content: bytes, entry: Any = None, name: str = "model.embedding.weight") -> bytes:
-    """A metadata in which a tensor is `content`, which is put at the end of a file."""
+    """A metadata in which a tensor is `content`, appended to a file."""
     metadata = FileSystemReader(folder).read_metadata()
     metadata.state_dict_metadata[name] = entry or metadata.state_dict_metadata[name]
     place = _StorageInfo("__0_0.distcp", (folder / "__0_0.distcp").stat().st_size, len(content))
@@ -140,7 +140,7 @@ def saved(thing: Any) -> bytes:
     return file.getvalue()
 
 
-# How a stranger's step directory comes to run a program: (its new .metadata, what is said of it).
+# How a forged step directory could run a program: (its new .metadata, the expected report).
 FORGED: dict[str, tuple[Callable[[Path, Path], bytes], str]] = {
     "call": (lambda _, marker: pickle.dumps(touch(marker)), "names 'posix.system'"),
     "dotted-name": (
@@ -161,7 +161,7 @@ FORGED: dict[str, tuple[Callable[[Path, Path], bytes], str]] = {
 
 
 def commit_again(run: Path, step: int, change: Callable[[Path], object]) -> Path:
-    """Change the files of a checkpoint, with checksums that are right."""
+    """Change the files of a checkpoint and correct its checksums."""
     store = Store(run / "checkpoints")
     old, attempt = store.find(step), store.begin(step)
     for entry in old.files():
@@ -174,7 +174,7 @@ def commit_again(run: Path, step: int, change: Callable[[Path], object]) -> Path
 
 
 def forge(run: Path, step: int, name: str, marker: Path) -> Path:
-    """Make the checkpoint of a step one of `FORGED`."""
+    """Turn the checkpoint of a step into one of `FORGED`."""
     return commit_again(run, step, lambda path: (path / ".metadata").write_bytes(FORGED[name][0](path, marker)))
 
 
@@ -188,7 +188,7 @@ def test_a_forged_metadata_is_known_by_a_name(trained: Path, tmp_path: Path, mar
     assert said in wrong and not marker.exists()
 
 
-SLOW = {"dotted-name", "pickle-in-pickle", "unread-field"}  # refused as "call" is
+SLOW = {"dotted-name", "pickle-in-pickle", "unread-field"}  # refused like "call"
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_no_command_runs_what_a_checkpoint_says(
     pickle.loads((path / ".metadata").read_bytes())
     if name.endswith("-entry"):
         torch.load(io.BytesIO((path / "__0_0.distcp").read_bytes()[whole:]), weights_only=False)
-    marker.unlink()  # it works: who unpickles it runs it
+    marker.unlink()  # the payload works when unpickled
 
     verified = run_command(CLI, "checkpoints", copy, "verify", "--json")
     problems = {row["step"]: row["problem"] for row in json.loads(verified.stdout)}
-    if name != "tensor-entry":  # that is found when it is read
+    if name != "tensor-entry":  # found when it is read
         assert verified.returncode == 2 and said in problems[8] and not problems[4]
     new = copy.with_name("new")
     for command in (
@@ -225,7 +225,7 @@ def test_no_command_runs_what_a_checkpoint_says(
 def test_a_resume_passes_over_what_is_forged(
     copy: Path, marker: Path, module_lab: Any, lab: Any, helpers: Any, name: str
 ) -> None:
-    """On all ranks: in the metadata it is found before anything is loaded, in a tensor when some of it is."""
+    """On all ranks: in the metadata it is found before anything is loaded, in a tensor after some of it is."""
     forge(copy, 8, name, marker)
     output = lab.train(module_lab.path / "trained.toml", f"run.dir={copy}", ranks=2)
     assert "passed over step-00000008: " in output and FORGED[name][1] in output
@@ -238,7 +238,7 @@ def test_a_resume_passes_over_what_is_forged(
 def test_moments_of_what_is_passed_over_do_not_stay(
     copy: Path, marker: Path, module_lab: Any, lab: Any, helpers: Any
 ) -> None:
-    """The optimiser was filled when a last tensor could not be read; the checkpoint before it holds weights alone."""
+    """The optimiser was filled when a last tensor could not be read; the checkpoint before it has only weights."""
     new, path = copy.with_name("new"), module_lab.path / "trained.toml"
     changed = (f"run.dir={new}", "train.duration=4 steps", "optimizer.decay=8 steps")
     import_checkpoint(RunDir(new), copy / "checkpoints/step-00000008", load(path, changed))
@@ -263,7 +263,7 @@ def test_moments_of_what_is_passed_over_do_not_stay(
 def test_nothing_but_forged_checkpoints_needs_a_person(
     copy: Path, marker: Path, module_lab: Any, lab: Any, name: str, flags: tuple[str, ...], said: str
 ) -> None:
-    """A fresh start is refused too when a part of a checkpoint is in the model already."""
+    """A fresh start is refused too once a part of a checkpoint is in the model."""
     for step in (4, 8):
         forge(copy, step, name, marker)
     output = lab.train(module_lab.path / "trained.toml", f"run.dir={copy}", ranks=2, flags=flags, expect=93)
@@ -362,7 +362,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def folder(lab: Any) -> Path:
-    """A whole folder that fits the configuration `imported.toml` of the laboratory, to be damaged."""
+    """A valid folder that fits the configuration `imported.toml` of the laboratory, to be damaged."""
     config = load(lab.config("imported"))
     model = models.build(config.model).state_dict()
     tensors = {
@@ -379,7 +379,7 @@ def folder(lab: Any) -> Path:
 
 
 def take(lab: Any, folder: Path, *changes: str, accept: tuple[str, ...] = ()) -> str:
-    """Import the folder; what is said of its tokenizer."""
+    """Import the folder; the message about its tokenizer."""
     config = load(lab.path / "imported.toml", changes)
     return import_folder(RunDir(config.run.dir), folder, config, accept).tokenizer
 
@@ -532,7 +532,7 @@ def test_an_index_is_read(lab: Any, folder: Path) -> None:
 
 
 def test_what_a_person_vouches_for_is_noted(lab: Any, folder: Path, helpers: Any) -> None:
-    """A tokenizer that is not there, and an output matrix that a tied model does not use."""
+    """A missing tokenizer, and an output matrix that a tied model does not use."""
     set_config(tie_word_embeddings=True)(folder)
     tied = "model.tied_head=true"
     with pytest.raises(UserError, match="--accept tied-head"):

@@ -1,4 +1,4 @@
-"""Does the next checkpoint fit, is it late: `plan`, `launch`, `status` and the watchdog say the same of the same run."""
+"""Whether the next checkpoint fits or is late: `plan`, `launch`, `status` and the watchdog agree on the same run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def begin(config: Path, **status: Any) -> tuple[Config, RunDir]:
 
 @dataclass(frozen=True)
 class State:
-    """What is on a disk of 8 MiB: checkpoints of 1 MB, a save in flight, and so many bytes free."""
+    """Contents of a disk of 8 MiB: checkpoints of 1 MB, a save in flight, and free bytes."""
 
     leave: int | None = None
     checkpoints: int = 1
@@ -69,7 +69,7 @@ class State:
         (State(), None, ""),
         (State(leave=2_500_000), WARN, "2 more checkpoints fit"),
         (State(leave=900_000), CRIT, "the next checkpoint does not fit"),
-        (State(leave=1_060_000), CRIT, "the next checkpoint does not fit"),  # to the byte it would
+        (State(leave=1_060_000), CRIT, "the next checkpoint does not fit"),  # by bytes it would fit
         (State(leave=300_000, writing=900_000), WARN, "1 more checkpoint fits"),
         (State(leave=500_000, checkpoints=4), WARN, "fits only when older ones are deleted"),
         (State(leave=500_000, checkpoints=4, prune=False), CRIT, "the next checkpoint does not fit"),
@@ -83,7 +83,7 @@ def test_whether_it_fits(
 ) -> None:
     disk = small_disk(f"8m,nr_inodes={state.inodes or 1000}")
     config, run = begin(lab.config(checkpoint={"prune": state.prune}))
-    run.checkpoints.symlink_to(disk)  # what is written meanwhile is elsewhere
+    run.checkpoints.symlink_to(disk)  # further writes go elsewhere
     write_journal(run.path, {"kind": "start", "parameters": 100_000, "world": 1})
     store = Store(run.checkpoints)
     for step in range(1, state.checkpoints + 1):
@@ -117,7 +117,7 @@ def test_whether_it_fits(
         ("100 steps", 160, 200, WARN),
         ("100 steps", 160, 110, None),  # many steps in a short time
         ("100 steps", 120, 900, None),  # few in a long one
-        ("10 steps", 45, 20, None),  # the watchdog looks once a minute
+        ("10 steps", 45, 20, None),  # the watchdog checks once a minute
         ("800 samples", 160, 200, WARN),
         ("800 samples", 260, 260, CRIT),
         ("25_600 tokens", 450, 450, CRIT),
@@ -127,7 +127,7 @@ def test_whether_it_fits(
 def test_whether_it_is_late(
     lab: Any, watch: Watch, every: str, steps: int, age: float, severity: Severity | None
 ) -> None:
-    """A second a step, 8 samples of 32 tokens each, since the checkpoint of step 100."""
+    """One second per step, 8 samples of 32 tokens each, since the checkpoint of step 100."""
     counters = {"step": 100 + steps, "consumed": 8 * (100 + steps), "tokens": 256 * (100 + steps)}
     config = lab.config(checkpoint={"every": every}, train={"duration": "90_000 steps"})
     _, run = begin(config, **counters, iteration_seconds=1.0)

@@ -123,7 +123,7 @@ def test_bytes_of_no_document_are_found_without_a_manifest(corpus: Path) -> None
 def test_parts_and_processes_do_not_change_the_report(
     corpus: Path, documents: list[list[int]], tokenizer: Tokenizer, helpers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A big file is measured in parts; duplicates and counts must not depend on where they are cut."""
+    """A large file is measured in parts; duplicates and counts must not depend on where they are cut."""
     planted = [*documents, *documents[:9], [], [5, 0, 6]]
     path = helpers.corpus(corpus.parent / "d", planted, tokenizer, shards=1)
     whole = validate(path, quiet=True).as_dict()
@@ -277,7 +277,7 @@ def test_every_finding_has_a_remedy() -> None:
 
 
 def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: Path, helpers: Any) -> None:
-    """With torch (and everything else the trainer alone needs) made unimportable."""
+    """With torch (and everything else that only the trainer needs) made unimportable."""
     blocker = "import sys\nfor m in ('torch','torchdata','lm_eval','aim','safetensors'): sys.modules[m] = None\n"
     for arguments in (
         [

@@ -52,7 +52,7 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(trained: Path, run_command: Run) -> list[dict[str, Any]]:
-    """Steps 1 to 8 as the command tells them."""
+    """Steps 1 to 8 as the command reports them."""
     arguments = ["--step", 5, "--before", 9, "--after", 3, "--text", "--ids", "--json"]
     done = run_command("fsdp_pretrain.cli", "where", trained, *arguments)
     assert done.returncode == 0, done.stderr
@@ -60,7 +60,7 @@ def steps(trained: Path, run_command: Run) -> list[dict[str, Any]]:
 
 
 def test_ids_are_the_trained_batch(trained: Path, steps: list[dict[str, Any]], helpers: Any) -> None:
-    """The digest, computed here from the ids shown, is the one each step recorded while it trained."""
+    """The digest, computed here from the ids shown, is the one recorded for each step in training."""
     records = helpers.metrics(trained)
     assert [step["step"] for step in steps] == [record["step"] for record in records] == list(range(1, 9))
     for step, record in zip(steps, records, strict=True):
@@ -73,7 +73,7 @@ def test_ids_are_the_trained_batch(trained: Path, steps: list[dict[str, Any]], h
 
 def check_text(steps: list[dict[str, Any]], tokenizer: Tokenizer, originals: set[str]) -> int:
     """Pieces and separators tile every sample, text is that of its ids; a whole document shows an original text, which
-    encodes to its ids. How many of those there were."""
+    encodes to its ids. Returns the number of those."""
     whole = 0
     for sample in (sample for step in steps for sample in step["samples"]):
         rebuilt: list[int] = []
@@ -179,7 +179,7 @@ def test_a_mistake_on_the_command_line(trained: Path, run_command: Run) -> None:
 
 @pytest.fixture
 def moved(trained: Path, shared_corpus: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the run with a corpus of its own, both free to be spoilt; it still proves itself."""
+    """A copy of the run with its own corpus, both free to be damaged; its digests still match."""
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     shutil.copytree(shared_corpus / "corpus", tmp_path / "corpus")
@@ -230,7 +230,7 @@ def test_a_moved_corpus_still_proves_itself(moved: Path) -> None:
 def test_losses_of_samples(
     trained: Path, helpers: Any, steps: list[dict[str, Any]], step: int, checkpoint: int
 ) -> None:
-    """With the parameters before the step they add up to what was recorded; the highest comes first."""
+    """With the parameters before the step they add up to what was recorded; highest first."""
     found = sample_losses(RunDir(trained), step, checkpoint=None if checkpoint == 5 else checkpoint)
     record = helpers.metrics(trained)[step - 1]
     exact = checkpoint == step - 1
@@ -248,7 +248,7 @@ def test_losses_of_samples(
 
 
 def test_the_loss_of_a_sample_is_that_of_its_documents(trained: Path, steps: list[dict[str, Any]]) -> None:
-    """Each document by itself through the model: with its separator, without the label that crosses into the next."""
+    """Each document alone through the model: with its separator, without the label that crosses into the next."""
     found = sample_losses(RunDir(trained), 6).samples[0]
     (shown,) = (sample for sample in steps[5]["samples"] if sample["index"] == found.index)
     model, _ = read_checkpoint(Store(trained / "checkpoints").find(5), "cpu")

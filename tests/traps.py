@@ -1,7 +1,7 @@
-"""Kills a process, or does worse, before a chosen change that it makes to the file system; no hook in the program.
+"""Kills a process, or does worse, before a chosen change it makes to the file system; no hook in the program.
 
-Python tells audit hooks of every file that is about to be opened, renamed or removed; `os.fsync` is wrapped. A trap is
-armed by a test in a child that it forked, or by a training rank that executes this file before it starts: the variable
+Python reports every file about to be opened, renamed or removed to audit hooks; `os.fsync` is wrapped. A trap is armed
+by a test in a forked child, or by a training rank that executes this file before it starts: the variable
 `EXECUTE_FIRST` names this file (see `zygote.py`), `TRAP` says what to wait for, as JSON.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _CHANGES = {"os.rename": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.link": 1, "os.symlink": 1}
-"""Audit events, and which of their arguments is the name that appears or goes."""
+"""Audit events, and which of their arguments is the name that appears or disappears."""
 
 
 def before_changes(act: Callable[[str, str], None]) -> None:
@@ -55,8 +55,8 @@ def kill_before(
         number: from 1.
         verb: regular expression of open, rename, mkdir, remove, rmdir, link, symlink, fsync.
         path: regular expression, searched in the new or removed name.
-        after: count only what follows the making of a folder whose name matches.
-        then: done immediately before.
+        after: count only what follows the creation of a folder whose name matches.
+        then: called immediately before.
     """
     left, waiting = [number], [bool(after)]
 
@@ -73,14 +73,14 @@ def kill_before(
 
 
 def kill_when_larger(size: int) -> None:
-    """Arm a trap: the kernel kills this process in the write that takes any file beyond so many bytes."""
+    """Arm a trap: the kernel kills this process in the write that takes any file beyond `size` bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def kill_others(pids: Path) -> None:
-    """kill -9 all processes that a folder names, but this one."""
+    """kill -9 all processes named in a folder except this one."""
     for path in pids.iterdir():
         if path.name != str(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -88,18 +88,17 @@ def kill_others(pids: Path) -> None:
 
 
 def fail(trap: dict[str, Any], path: str) -> None:
-    """The storage reports an error."""
     raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
 def end_thread(trap: dict[str, Any], path: str) -> None:
-    """A thread that writes beside training ends without a word to the other ranks."""
+    """A thread that writes during training ends without notifying the other ranks."""
     if threading.current_thread() is not threading.main_thread():
         raise SystemExit("planted")
 
 
 def wait(trap: dict[str, Any], path: str) -> None:
-    """The storage takes its time: `seconds`."""
+    """The storage is slow: `seconds`."""
     time.sleep(trap["seconds"])
 
 
@@ -111,7 +110,7 @@ def take_space(hog: str, leave: int) -> None:
             try:
                 return os.posix_fallocate(file.fileno(), 0, found.f_bavail * found.f_frsize - leave)
             except OSError as error:
-                if error.errno != errno.ENOSPC:  # else somebody wrote in between
+                if error.errno != errno.ENOSPC:  # otherwise another process wrote in between
                     raise
 
 
@@ -121,7 +120,7 @@ def fill(trap: dict[str, Any], path: str) -> None:
 
 
 def flip(trap: dict[str, Any], path: str) -> None:
-    """The storage keeps another bit than was written: in the first rank's file of the attempt being committed."""
+    """The storage flips a bit: in the first rank's file of the attempt being committed."""
     (attempt,) = Path(path).parent.glob("*.writing-*")
     with (attempt / "__0_0.distcp").open("r+b") as file:
         byte = file.read(1)
@@ -133,10 +132,10 @@ ACTS = {function.__name__: function for function in (fail, end_thread, wait, fil
 
 
 def _arm(trap: dict[str, Any]) -> None:
-    """What shall happen on one rank.
+    """Arm a trap on one rank.
 
     `{"rank": 0, "size": 1000}` or rank, verb, path, after: it is killed; with `pids`, a folder, all ranks die. Or rank,
-    verb, path and `act`, one of ACTS with what it needs: at `times` such changes, from the one after `skip` on.
+    verb, path and `act`, one of ACTS with its arguments: at `times` such changes, from the one after `skip` on.
     """
     everybody = trap.get("pids")
     if everybody:

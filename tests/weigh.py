@@ -1,4 +1,4 @@
-"""Trains a toy on forked ranks and prints what each holds: `python tests/weigh.py RANKS PORT CONFIG [key=value ...]`.
+"""Trains a toy on forked ranks and prints their memory: `python tests/weigh.py RANKS PORT CONFIG [key=value ...]`.
 
 The trainer and FSDP2 are the real ones; bytes are those of the storages behind every tensor, each counted once.
 """
@@ -23,7 +23,7 @@ def held(tensors):
 
 
 def highest(live, step):
-    """Highest sum of live bytes in a step, by the allocator's own account; `live` bytes are there before."""
+    """Highest sum of live bytes in a step, by the allocator's account; `live` bytes exist before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -52,7 +52,7 @@ def rank(config):
             "optimizer": held(moments),
         }
         trainer.optimizer.zero_grad = forget
-        # Of several steps the lowest: now and then gloo still holds a buffer when the next is made.
+        # The lowest of several steps: gloo sometimes still holds a buffer when the next is made.
         line["peak"] = min(highest(line["parameters"] + line["optimizer"], trainer.step) for _ in range(4))
         world.barrier()
         os.write(1, (json.dumps(line) + "\n").encode())  # whole lines, whatever the other ranks print

@@ -4,8 +4,8 @@
 
 Reads one JSON request per line from standard input, `{"module", "arguments", "environment", "out", "err", "exit", "cwd"}`,
 answers with the child's pid, and writes the file `exit` with the exit code (negative for a signal) when the child ends.
-Exit codes, outputs, tracebacks and what an interrupt does are those of `python -m`. Saved are importing torch or lm-eval,
-seconds each, and taking the imported modules down again at the end.
+Exit codes, outputs, tracebacks and interrupts are those of `python -m`. It saves importing torch or lm-eval, seconds
+each, and tearing down the imported modules at the end.
 """
 
 import atexit
@@ -33,7 +33,7 @@ def become(request: dict) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    if "EXECUTE_FIRST" in os.environ:  # of a test: a trap, for example
+    if "EXECUTE_FIRST" in os.environ:  # set by a test, such as a trap
         runpy.run_path(os.environ["EXECUTE_FIRST"])
     sys.argv = ["-m", *request["arguments"]]
     sys.modules.pop(request["module"], None)  # imported before: executed again as __main__
@@ -41,7 +41,7 @@ def become(request: dict) -> None:
 
 
 def reap(running: dict[int, Path]) -> None:
-    """Write down the exit codes of children that have ended."""
+    """Record the exit codes of ended children."""
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -76,7 +76,7 @@ def serve() -> str | None:
 
 
 def run(module: str) -> NoReturn:
-    """`python -m MODULE` to its end; threads are waited for and exit handlers called, but no module is taken down."""
+    """`python -m MODULE` to its end; waits for threads and calls exit handlers, but tears no module down."""
     code, interrupted = 0, False
     try:
         runpy._run_module_as_main(module)
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is never looked at again is never copied
+    gc.freeze()  # never touched again, so never copied
     print("ready", flush=True)
     if chosen := serve():
         run(chosen)

@@ -1,12 +1,12 @@
-"""A corpus: shards, a manifest that says what is in them, and a block table that makes any document findable.
+"""A corpus: shards, a manifest, and a block table that locates every document.
 
     CORPUS/manifest.json     tokenizer fingerprint, separator policy, shards with sizes and checksums
     CORPUS/blocks.npy        int64 [blocks, 5], see `BLOCK_COLUMNS`
     CORPUS/tokenizer.json    or tokenizer.model: a copy of the tokenizer
     CORPUS/shards/*.bin,.idx Megatron-Core indexed datasets; adopted ones stay where they are, the manifest has the path
 
-Blocks are runs of documents of about 4M tokens within one shard. The table is all that a process must read to know
-where every training sample is: 16 MB for a corpus of 2T tokens.
+Blocks are runs of documents of about 4M tokens within one shard. A process needs only the table to locate every
+training sample: 20 MB for a corpus of 2T tokens.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .shards import Part, Shard
 
 BLOCK_TOKENS = 4_000_000
 MAX_VOCABULARY = 1 << 24
-"""More is a mistake, whose tables would not fit into memory."""
+"""More is a mistake: the tables would not fit into memory."""
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
 _OPEN_SHARDS = 512
 Separators = Literal["none", "trailing", "leading"]
-"""What stored documents carry: nothing, one separator each at the end, or one each at the beginning."""
+"""What stored documents carry: no separator, one at the end, or one at the beginning."""
 
 
 Count = Annotated[int, Field(ge=0)]
 FileName = Annotated[str, Field(pattern=r"^[^\x00]*[^\x00/.][^\x00/]*$")]
-"""What can be the path of a file: no NUL, and a last part that is more than dots."""
+"""A valid file path: no NUL, and a last part that is not only dots."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """What the token ids should be."""
+    """The valid token ids."""
 
     size: int
     eod: int
@@ -61,7 +61,7 @@ class Vocabulary:
 
 
 class TokenizerEntry(BaseModel):
-    """The tokenizer a corpus was made with."""
+    """The tokenizer of a corpus."""
 
     model_config = ConfigDict(extra="forbid")
     file: str
@@ -74,9 +74,9 @@ class TokenizerEntry(BaseModel):
 
 @dataclass(slots=True, config=ConfigDict(extra="forbid"))
 class ShardEntry:
-    """One shard: `tokens` counts what the file stores, separators included if the documents carry any.
+    """One shard: `tokens` counts what the file stores, carried separators included.
 
-    A dataclass with slots: a corpus may have tens of thousands, and models take twice the time and memory.
+    A dataclass with slots: a corpus may have tens of thousands, and pydantic models take twice the time and memory.
     """
 
     name: FileName
@@ -86,10 +86,10 @@ class ShardEntry:
     bin_xxh3: str
     idx_xxh3: str
     path: FileName | None = None
-    """Where `.bin` and `.idx` are, without suffix, if not in `shards/`: files adopted by `fsdp-data import`."""
+    """Path of `.bin` and `.idx`, without suffix, if not in `shards/`: files adopted by `fsdp-data import`."""
 
     def prefix(self, directory: Path) -> Path:
-        """Path of the shard of a corpus, without suffix."""
+        """Path of the shard, without suffix."""
         return directory / (self.path or f"shards/{self.name}")
 
 
@@ -100,7 +100,7 @@ class CorpusManifest(BaseModel):
     format: Literal[1]
     dtype: Literal["uint8", "int8", "int16", "int32", "int64", "uint16"]
     separators: Separators
-    """What stored documents carry. The packer strips it and writes the model's separator."""
+    """What stored documents carry. The packer strips it and writes its own separators."""
     pairs: bool = False
     """Documents 2k and 2k + 1 of every shard are a prompt and its answer."""
     tokenizer: TokenizerEntry
@@ -117,7 +117,7 @@ class CorpusManifest(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the token stream this corpus defines: equal fingerprints train equally."""
+        """Identity of the token stream of this corpus: equal fingerprints give equal training data."""
         parts = [self.dtype, self.separators, self.tokenizer.fingerprint, self.blocks_xxh3]
         parts += ["pairs"] if self.pairs else []
         parts += [entry.bin_xxh3 + entry.idx_xxh3 for entry in self.shards]
@@ -125,7 +125,7 @@ class CorpusManifest(BaseModel):
 
 
 def read_manifest(directory: Path) -> CorpusManifest:
-    """The manifest of a corpus. Raises DataError if it is absent, damaged or of another format."""
+    """Read the manifest of a corpus. Raises DataError if it is absent, damaged or of another format."""
     path = directory / "manifest.json"
     try:
         text = path.read_bytes()
@@ -139,7 +139,7 @@ def read_manifest(directory: Path) -> CorpusManifest:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     collecting = gc.isenabled()
-    gc.disable()  # tens of thousands of entries appear at once: looking through them for garbage doubles the time
+    gc.disable()  # garbage collection over tens of thousands of new objects would double the time
     try:
         return CorpusManifest.model_validate_json(text)
     except ValidationError as error:
@@ -156,8 +156,8 @@ def build_blocks(
 ) -> npt.NDArray[np.int64]:
     """Cut each shard into runs of documents of about `block_tokens`; int64 [blocks, 5], see `BLOCK_COLUMNS`.
 
-    The `carried` separators of each stored document are not counted, so the table is the same however it is stored.
-    With `pairs`, no block ends behind a prompt.
+    Separators that documents carry (`carried` each) are not counted, so the table does not depend on how documents are
+    stored. With `pairs`, no block separates a prompt from its answer.
     """
     rows = []
     for number, shard in enumerate(shards):
@@ -186,9 +186,9 @@ def write_corpus(
     pairs: bool = False,
     blocks: npt.NDArray[np.int64] | None = None,
 ) -> CorpusManifest:
-    """Write block table, tokenizer copy and, last and atomically, the manifest of shards already in place.
+    """Write block table, tokenizer copy and finally, atomically, the manifest of shards already in place.
 
-    The block table is made from the shards unless it is given.
+    The block table is computed from the shards unless given.
     """
     if blocks is None:
         shards = (Shard(ShardEntry(**entry).prefix(directory)) for entry in entries)
@@ -218,16 +218,16 @@ def write_corpus(
 
 
 class Corpus:
-    """A corpus opened for reading; shards are mapped when first needed and a bounded number is kept.
+    """A corpus opened for reading; shards are mapped when first needed, and a bounded number stays open.
 
-    What cannot be read from `directory` is read from `mirror`, a copy of it.
+    What cannot be read from `directory` is read from its copy `mirror`.
 
     Attributes:
         blocks: int64 [blocks, 5].
-        places: the directories, with the times of reads and what went wrong.
+        places: the directories, with read times and notices.
 
     Raises:
-        DataError: not a corpus, the block table is not the one the manifest names, or the mirror is of another corpus.
+        DataError: not a corpus, another block table than the manifest names, or a mirror of another corpus.
     """
 
     def __init__(self, directory: Path, mirror: Path | None = None, *, read_timeout: float = READ_TIMEOUT) -> None:
@@ -243,7 +243,7 @@ class Corpus:
         self._open: OrderedDict[int, Shard] = OrderedDict()
 
     def _check_mirror(self, mirror: Path, timeout: float) -> list[ShardEntry]:
-        """The mirror's shards: the same, perhaps under other paths."""
+        """The shards of the mirror: the same, possibly under other paths. Raises DataError for another corpus."""
         found = MirroredPlaces([mirror], timeout).read("manifest.json", read_manifest)
         if found.fingerprint != self.manifest.fingerprint:
             raise DataError(
@@ -270,12 +270,12 @@ class Corpus:
         return blocks
 
     def kept(self, number: int, part: Part) -> Shard | None:
-        """Shard `number` if it is open and `part` is known to be in memory; reads nothing."""
+        """Shard `number` if it is open and `part` is known to be in memory, else None; reads nothing."""
         shard = self._open.get(number)
         return shard if shard is not None and shard.resident(part) else None
 
     def shard(self, number: int, part: Part = ("tokens", 0, 0)) -> Shard:
-        """Shard `number` in the order of the manifest, opened and with `part` in memory. Raises DataError."""
+        """Shard `number` in manifest order, opened and with `part` in memory. Raises DataError."""
         if shard := self.kept(number, part):
             return shard
         entry, kept = self.manifest.shards[number], self._open.get(number)
@@ -293,7 +293,7 @@ class Corpus:
         return shard
 
     def _open_shard(self, prefix: Path, entry: ShardEntry) -> Shard:
-        """A shard that is, by its index and sizes, the one of the manifest."""
+        """Open a shard and check its index and sizes against the manifest."""
         shard = Shard(prefix)
         text = "{} documents of {} in {} bytes"
         found = text.format(shard.documents, shard.dtype.name, shard.tokens.nbytes)
@@ -319,7 +319,7 @@ class Corpus:
 
 
 def load_json(path: Path) -> Any:
-    """Parsed JSON of a file; DataError if it is not there or not JSON."""
+    """Parsed JSON of a file. Raises DataError if it is absent or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Token files as runs of whole documents, whatever their format: what `validate` measures and `import` adopts.
+"""Token files of any format as runs of whole documents: what `validate` measures and `import` adopts.
 
     megatron  PREFIX.bin and PREFIX.idx, the Megatron-Core indexed dataset
     arrow     Arrow IPC, file or stream: a list column with a document per row, or an integer column with a document
@@ -6,7 +6,7 @@
     npy, bin  one flat array of tokens, cut at the separator
     text      what `prepare` reads, encoded by a tokenizer
 
-Reading is streaming and memory-mapped: a run holds about 4M tokens, and a document is never cut.
+Reading is streaming and memory-mapped. A run holds about 4M tokens and never cuts a document.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
 RUN_TOKENS = 4_000_000
 MEASURED_TOKENS = 1_000_000
-"""Tokens per run where it is looked at more than once: it is still in the processor's cache then."""
+"""Tokens per run where it is read more than once: it then still is in the processor's cache."""
 _TEXTS = 256
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _SUFFIXES: dict[Format, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ class Run:
     Attributes:
         first: number of the first document within the file.
         lengths: int64 [documents], tokens of each, as stored (separators included where the file holds any).
-        tokens: [lengths.sum()], the documents one behind the other; any integer dtype.
+        tokens: [lengths.sum()], the documents concatenated; any integer dtype.
     """
 
     first: int
@@ -62,16 +62,16 @@ class Run:
 
     @cached_property
     def ends(self) -> Ints:
-        """[documents] where each ends in `tokens`."""
+        """[documents] end of each in `tokens`."""
         return np.cumsum(self.lengths)
 
     @cached_property
     def starts(self) -> Ints:
-        """[documents] where each begins in `tokens`."""
+        """[documents] start of each in `tokens`."""
         return self.ends - self.lengths
 
     def document_of(self, at: Ints) -> Ints:
-        """Number within the run of the document that holds each position."""
+        """Number within the run of the document at each position."""
         return np.searchsorted(self.ends, at, side="right")
 
 
@@ -79,18 +79,18 @@ class Run:
 class TokenFile:
     """One file (or pair of files) opened for reading.
 
-    Opening and reading raise DataError if it is cut off, damaged or not of its format, OSError if storage fails.
+    Opening and reading raise DataError if it is truncated, damaged or not of its format, OSError if storage fails.
 
     Attributes:
-        chunks: lengths and tokens of all documents in order, in parts of any number; as many as a given size would do.
-        shard: if it is one.
+        chunks: lengths and tokens of all documents in order, given the preferred number of tokens per chunk.
+        shard: of the format `megatron`.
     """
 
     chunks: Callable[[int], Iterator[tuple[Ints, Tokens]]]
     shard: Shard | None = None
 
     def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
-        """All documents in order, in runs of about `size` tokens and of at least one document."""
+        """All documents in order, in runs of about `size` tokens and at least one document."""
         first = 0
         for lengths, tokens in _joined(self.chunks(size), size):
             ends, at = np.cumsum(lengths), 0
@@ -103,7 +103,7 @@ class TokenFile:
 
 
 def _joined(chunks: Iterator[tuple[Ints, Tokens]], size: int) -> Iterator[tuple[Ints, Tokens]]:
-    """Chunks of at least `size` tokens each, but for the last."""
+    """Merge chunks to at least `size` tokens each, except the last."""
     held, count = list[tuple[Ints, Tokens]](), 0
     for chunk in chunks:
         held.append(chunk)
@@ -121,10 +121,10 @@ def _join(held: list[tuple[Ints, Tokens]]) -> tuple[Ints, Tokens]:
 
 
 def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  # noqa: A002
-    """The token files a path stands for, in the order of their names; of a Megatron pair, the prefix.
+    """The token files at a path, ordered by name; for a Megatron pair, the prefix.
 
-    `path` is a file, the prefix of a Megatron pair, or a directory that is searched for files. Raises DataError if
-    nothing is there, or a directory holds several formats and `format` does not choose.
+    `path` is a file, the prefix of a Megatron pair, or a directory to search. Raises DataError if nothing is found, or
+    a directory holds several formats and `format` is None.
     """
     if not path.is_dir():
         kind = format or detect_format(path)
@@ -172,15 +172,14 @@ def open_file(
     """Open one file of a format.
 
     Args:
-        path: as `find_token_files` gives it.
-        format: of the file.
+        path: from `find_token_files`.
         eod: id of the separator, at which `npy` and `bin` are cut.
         tokenizer: encodes `text`.
         dtype: NumPy name of the integer type of `bin` (default: uint16).
-        leading: the documents of `npy` and `bin` begin with each separator; otherwise they end with it.
+        leading: in `npy` and `bin` each separator begins a document; otherwise it ends one.
 
     Raises:
-        DataError: not readable, not of this format, truncated, or there is no tokenizer for a text.
+        DataError: not readable, not of this format, truncated, or text without a tokenizer.
     """
     if format == "megatron":
         shard = Shard(path)
@@ -197,7 +196,7 @@ def open_file(
 
 
 def _shard_chunks(shard: Shard, size: int) -> Iterator[tuple[Ints, Tokens]]:
-    """Documents of several sequences are read as one document each."""
+    """A document of several sequences is read as one document."""
     if problem := shard.index_problem(several=True):
         raise DataError(
             f"the index of {shard.prefix} is damaged: {problem}", remedy="restore it or prepare the shard again"
@@ -224,7 +223,7 @@ class _ArrowFile:
             raise DataError(f"{path} has no column `tokens` of integers or of lists of integers (it has {described})")
 
     def _open(self) -> tuple[Any, Any]:
-        """(mapped file, reader of its record batches). The file format is a stream with a footer behind it."""
+        """(mapped file, reader of its record batches). The file format is a stream followed by a footer."""
         import pyarrow
 
         source = pyarrow.memory_map(str(self._path))
@@ -232,7 +231,7 @@ class _ArrowFile:
         return source, pyarrow.ipc.open_stream(source)
 
     def _batches(self) -> Iterator[Any]:
-        """The record batches, then a look at whether that was all there is: the reader does not mind a missing end."""
+        """The record batches; then a check that the file is complete: the reader accepts a missing end."""
         source, reader = self._open()
         last = source.tell()
         for batch in reader:
@@ -249,11 +248,11 @@ class _ArrowFile:
             raise DataError(f"{self._path} goes on behind its end ({behind - footer} bytes)", remedy=DAMAGED)
 
     def chunks(self, size: int) -> Iterator[tuple[Ints, Tokens]]:
-        """A record batch at a time."""
+        """One chunk per record batch."""
         with _arrow(self._path):
             for number, batch in enumerate(self._batches()):
                 batch = batch.select([self._column])
-                batch.validate(full=True)  # offsets: what is read by wrong ones is another file's, or nothing at all
+                batch.validate(full=True)  # wrong offsets would read other data, or beyond the file
                 column = batch.column(0)
                 values = column.flatten() if self._is_list else column
                 if column.null_count or values.null_count:
@@ -264,7 +263,7 @@ class _ArrowFile:
 
 @contextmanager
 def _arrow(path: Path) -> Iterator[None]:
-    """What the library finds wrong with a file as DataError."""
+    """Turn pyarrow's errors about a file into DataError."""
     import pyarrow
 
     try:
@@ -277,8 +276,8 @@ def _arrow(path: Path) -> Iterator[None]:
 def _flat_chunks(tokens: Tokens, eod: int, leading: bool, size: int) -> Iterator[tuple[Ints, Tokens]]:
     """One array of tokens, cut after every separator, or before it if they are leading.
 
-    Two separators side by side give a document that is a separator alone. The stretch before the first cut and after
-    the last is a document as well, one without a separator if the array begins or ends inside a document.
+    Two adjacent separators give a document that is only a separator. What is before the first cut and after the last is
+    a document too, without a separator if the array begins or ends inside a document.
     """
     begin, end = 0, len(tokens)
     while begin < end:
@@ -311,7 +310,7 @@ def _read_npy(path: Path) -> Tokens:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (DataError, OSError):
         raise
-    except Exception as error:  # NumPy reads the header as Python text: nearly anything may come of a damaged one
+    except Exception as error:  # NumPy evaluates the header as Python text: a damaged one may raise nearly anything
         raise DataError(f"cannot read {path} as a NumPy array: {error}", remedy=DAMAGED) from None
     if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         shown = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "an archive"

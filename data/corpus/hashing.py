@@ -1,7 +1,7 @@
-"""Chance without a generator: orders and draws that depend on a key alone, now and in every later version.
+"""Randomness without a generator: permutations and draws that depend only on a key, in every later version.
 
-A run's data is a pure function of its seed, so nothing here may ever change, whatever NumPy's generators do. Each
-counter is hashed with the finaliser of splitmix64.
+A run's data is a pure function of its seed, so nothing here may ever change, unlike NumPy's generators. Each counter
+is hashed with the finaliser of splitmix64.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import xxhash
 
 
 def key_of(*parts: object) -> int:
-    """A 64-bit key of the parts, written out."""
+    """A 64-bit key of the parts' string forms."""
     return xxhash.xxh3_64_intdigest("/".join(str(part) for part in parts).encode())
 
 

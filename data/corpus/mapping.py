@@ -1,11 +1,11 @@
-"""Files mapped into memory, without a descriptor each, and their pages brought in when asked.
+"""Memory-mapped files without a file descriptor each, whose pages are loaded on request.
 
-Python's own `mmap` keeps a duplicate of the descriptor for every mapping (before 3.13, always). A packer has hundreds
-of shards open, and a process commonly may have 1,024 descriptors, so the mapping is made by the C library here.
+Python's `mmap` keeps a duplicate of the descriptor for every mapping (before 3.13, always). A packer has hundreds of
+shards open, and a process commonly may have 1,024 descriptors, so the mapping is made through the C library.
 
-Reading mapped memory is a page fault, and a fault cannot fail: storage that does not answer freezes the thread, with
-the interpreter lock if it holds it, and storage that reports an error kills the process (SIGBUS). `Mapping.load` brings
-pages in by a system call instead, which lets other threads run and reports errors.
+Reading mapped memory is a page fault, and a fault cannot return an error: storage that does not answer freezes the
+thread, with the interpreter lock if it holds it, and storage that fails kills the process (SIGBUS). `Mapping.load`
+loads pages by a system call instead, which lets other threads run and reports errors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14; the Python module does no
 
 
 now_reading: dict[int, Path] = {}
-"""The file each thread is reading, or read last, by thread identity."""
+"""The file each thread reads or read last, by thread identity."""
 
 
 class Mapping:
-    """A file's `bytes`, uint8 [size], read-only. Unmapped when neither the object nor an array made from them is left.
+    """A file's `bytes`, uint8 [size], read-only. Unmapped once neither the object nor an array made from it is left.
 
     Raises:
         OSError: it cannot be opened or mapped.
@@ -48,7 +48,7 @@ class Mapping:
         try:
             status = os.fstat(descriptor)
             size = status.st_size
-            # Of files of others the kernel claims that all is in memory (mincore could spy on them).
+            # For files of other users the kernel reports all pages as resident (mincore could spy on them).
             self._tells_residency = status.st_uid == os.geteuid() or os.access(path, os.W_OK)
             if not size:  # cannot be mapped; a shard without tokens is legal
                 self.bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -59,14 +59,14 @@ class Mapping:
         if address == _FAILED:
             raise _error(path)
         buffer = (ctypes.c_ubyte * size).from_address(address)
-        # Not at exit: a thread may still be reading then.
+        # Not at exit: a thread may still be reading.
         weakref.finalize(buffer, _library.munmap, address, size).atexit = False
         self._address = address
         self.bytes = np.frombuffer(memoryview(buffer), np.uint8)
         self.bytes.flags.writeable = False
 
     def resident(self, start: int, stop: int) -> bool:
-        """Whether bytes [start, stop) are known to be in memory, so that reading them goes to no storage."""
+        """Whether bytes [start, stop) are known to be in memory, so that reading them needs no storage."""
         stop = min(stop, len(self.bytes))
         start -= start % mmap.PAGESIZE
         if start >= stop:
@@ -79,10 +79,10 @@ class Mapping:
         )
 
     def load(self, start: int, stop: int) -> None:
-        """Bring bytes [start, stop) into memory; blocks as long as storage takes, but no other thread.
+        """Load bytes [start, stop) into memory; blocks as long as storage takes, but no other thread.
 
         Raises:
-            OSError: storage reported an error, or the file is shorter than it was when it was mapped.
+            OSError: storage reported an error, or the file is shorter than when it was mapped.
         """
         now_reading[get_ident()] = self.path
         stop = min(stop, len(self.bytes))

@@ -1,8 +1,8 @@
-"""Reading from storage that may be slow, hang or fail: watched, timed, and with a second place to turn to.
+"""Reading from storage that may be slow, hang or fail: with a timeout, timings and a mirror.
 
-A read that hangs cannot be interrupted, so reads are made in a thread of their own while the caller waits, but not
-forever. A thread that is stuck is left behind (it is a daemon: the process ends without it) and the next read gets a
-new one. Handing a read over costs about 20 microseconds; the packer does it once per block and per 64k tokens.
+A read that hangs cannot be interrupted, so reads run in another thread and the caller waits with a timeout. A stuck
+thread is abandoned (it is a daemon: the process ends without it) and the next read gets a new one. Handing a read over
+costs about 20 microseconds; the packer does it once per block and per 64k tokens.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .mapping import now_reading
 
 T = TypeVar("T")
 READ_TIMEOUT = 300.0
-"""Seconds a read may take where no configuration says otherwise."""
+"""Default timeout of a read, seconds."""
 _SLOW = 0.1
-"""A read that takes this share of the timeout is worth a notice."""
+"""Reads that take more than this share of the timeout are reported."""
 
 
 @dataclass(slots=True)
 class ReadTimes:
-    """Reads that went to storage (or the page cache) since they were last asked for."""
+    """Reads from storage (or the page cache) since `MirroredPlaces.take_times` was last called."""
 
     reads: int = 0
     seconds: float = 0.0
     slowest: float = 0.0
-    """Seconds of the longest of them."""
+    """Seconds of the longest read."""
     file: str = ""
-    """The file that one was from; empty if there were no reads."""
+    """File of the longest read; empty without reads."""
 
     def add(self, other: ReadTimes) -> None:
         self.reads += other.reads
@@ -47,18 +47,18 @@ class ReadTimes:
 
 
 def _read(path: Path, act: Callable[[], T]) -> T:
-    """In the thread; the watchdog knows a read by the name of this function."""
+    """Runs in the reading thread; the watchdog recognises a read by the name of this function."""
     now_reading[threading.get_ident()] = path
     return act()
 
 
 class MirroredPlaces:
-    """Directories with the same content, the first of which is used as long as it can be.
+    """Directories with the same content, the first of which is used as long as possible.
 
-    Every read is made in another thread and waited for at most `timeout` seconds. What fails in one place is read from
-    the next from then on. A place where a read hangs is not used again at all: every further file could cost the
-    timeout once more. A suspended process does not use the timeout up: waiting is counted in short turns. Changes of
-    place and slow reads are reported on standard error, and kept for the journal.
+    Every read runs in another thread with a `timeout` in seconds. A file that fails in one place is read from the next
+    from then on. A place where a read hangs is not used again at all: every further file could cost the timeout once
+    more. Time in which the process is suspended does not count: waiting is done in short turns. Changes of place and
+    slow reads are reported on standard error, and kept for the journal.
     """
 
     def __init__(self, directories: Sequence[Path], timeout: float) -> None:
@@ -69,12 +69,12 @@ class MirroredPlaces:
         self._notices: list[str] = []
 
     def read(self, name: str, act: Callable[[Path], T]) -> T:
-        """The result of `act(place)`, which reads file `name` of a place, for the first place where it succeeds.
+        """Return `act(place)`, which reads file `name` of a place, for the first place where it succeeds.
 
-        It runs in another thread, possibly forever: it must not change anything that is shared.
+        It runs in another thread, possibly forever: it must not change anything shared.
 
         Raises:
-            DataError: of the last place; ReadTimeoutError if it did not answer.
+            DataError: from the last place; ReadTimeoutError if it did not answer.
         """
         while True:
             left = [place for place in self._places if (name, place) not in self._failed] or self._places[-1:]
@@ -91,12 +91,12 @@ class MirroredPlaces:
                     self._warn(f"{error.cause}; read from {left[1] / name} instead")
 
     def take_times(self) -> ReadTimes:
-        """The reads since this was last called."""
+        """Reads since the last call."""
         times, self._times = self._times, ReadTimes()
         return times
 
     def take_notices(self) -> list[str]:
-        """What was reported since this was last called."""
+        """Reports since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -105,13 +105,13 @@ class MirroredPlaces:
         self._notices.append(text)
 
     def _watched(self, path: Path, act: Callable[[], T]) -> T:
-        """What `act` returns or raises; ReadTimeoutError if it does neither in time."""
+        """Return or raise what `act` does; ReadTimeoutError if it takes too long."""
         worker = self._worker = self._worker or Worker("data-read")
         started = time.perf_counter()
         try:
             return worker.call(partial(_read, path, act), self._timeout)
         except NoAnswerError:
-            self._worker = None  # left behind with what it is stuck in
+            self._worker = None  # abandoned with its thread
             raise ReadTimeoutError(
                 f"{now_reading.get(worker.identity, path)} did not answer for {self._timeout:g} s: the read hangs",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
@@ -125,5 +125,5 @@ class MirroredPlaces:
     def _count(self, file: Path, took: float) -> None:
         self._times.add(ReadTimes(1, took, took, str(file)))
         if took > self._slowest_reported:
-            self._slowest_reported = 2 * took  # the next only if it is much worse: no flood from a slow mount
+            self._slowest_reported = 2 * took  # report the next only if it is much slower: no flood from a slow mount
             self._warn(f"a slow read: {file} took {took:.1f} s to answer")

@@ -2,7 +2,7 @@
 
 Index layout (little endian): 9 bytes `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences, u64 documents + 1,
 int32 lengths[sequences] in tokens, int64 pointers[sequences] in bytes, int64 document_indices[documents + 1].
-Here every document is one sequence, which is what GPT corpora made by Megatron's tools contain as well.
+Here every document is one sequence, as in GPT corpora made by Megatron's tools.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 Part = tuple[Literal["index", "tokens"], int, int]
-"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array as far as it goes."""
+"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array, clipped to its size."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ADVICE = "restore the file from where the corpus came from, or prepare this shard again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Smallest dtype that Megatron's tools use for such a vocabulary: uint16 below 65,500, else int32."""
+    """The smallest dtype that Megatron's tools use for a vocabulary: uint16 below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
 def encode_index(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
-    """The `.idx` file of documents of these lengths [documents] that follow each other in the `.bin`."""
+    """The `.idx` file for consecutive documents of these lengths [documents]."""
     pointers = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
     pointers *= dtype.itemsize
@@ -59,7 +59,7 @@ def encode_index(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
 
 
 class ShardWriter:
-    """Writes `PREFIX.bin` and `PREFIX.idx`, which appear under their names only when complete and durable."""
+    """Writes `PREFIX.bin` and `PREFIX.idx`, which get their names only when complete and durable."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
         self._prefix, self._dtype = prefix, dtype
@@ -72,7 +72,7 @@ class ShardWriter:
         self.extend(tokens, [len(tokens)])
 
     def extend(self, tokens: npt.NDArray[Any], lengths: Sequence[int]) -> None:
-        """Add documents of the given lengths, one behind the other in `tokens` of the writer's dtype."""
+        """Add documents of the given lengths, concatenated in `tokens` of the writer's dtype."""
         data = tokens.tobytes()
         with naming(self._prefix):
             self._file.write(data)
@@ -84,7 +84,7 @@ class ShardWriter:
         return len(self._lengths)
 
     def finish(self) -> dict[str, Any]:
-        """Write the index, make both files durable and name them; the shard's entry in the corpus manifest."""
+        """Write the index, make both files durable and rename them; returns the shard's manifest entry."""
         lengths = np.asarray(self._lengths, dtype="<i4")
         index = encode_index(lengths, self._dtype)
         with naming(self._prefix):
@@ -128,12 +128,12 @@ def _close_durably(file: Any) -> None:
 
 
 class Shard:
-    """A shard opened for reading, memory-mapped; nothing is read until it is asked for.
+    """A shard opened for reading, memory-mapped; data is read on demand.
 
     Attributes:
         tokens: [tokens], the whole `.bin` as a flat array.
         lengths: int32 [documents], tokens per document.
-        pointers: int64 [documents], where each starts in `.bin`, in bytes.
+        pointers: int64 [documents], start of each in `.bin`, in bytes.
 
     Raises:
         DataError: a file is missing, not an index, or its sizes do not fit.
@@ -176,7 +176,7 @@ class Shard:
             )
 
     def load(self, part: Part) -> None:
-        """Bring a part into memory, see `Mapping.load`. Raises DataError."""
+        """Load a part into memory, see `Mapping.load`. Raises DataError."""
         for file, start, stop in self._ranges(part):
             try:
                 file.load(start, stop)
@@ -188,7 +188,7 @@ class Shard:
         return all(file.resident(start, stop) for file, start, stop in self._ranges(part))
 
     def _ranges(self, part: Part) -> list[tuple[Mapping, int, int]]:
-        """(file, first byte, last byte + 1) of what a part means."""
+        """(file, first byte, last byte + 1) of a part."""
         what, first, stop = part
         if what == "tokens":
             return [(self._data, first * self.dtype.itemsize, stop * self.dtype.itemsize)]
@@ -209,7 +209,7 @@ class Shard:
 
     @property
     def listed_bytes(self) -> int:
-        """Bytes that the index says the documents have."""
+        """Bytes of all documents according to the index."""
         return int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
 
     @property
@@ -218,9 +218,9 @@ class Shard:
         return np.array_equal(self.document_indices, np.arange(len(self.lengths) + 1))
 
     def index_problem(self, *, several: bool = False) -> str:
-        """Why sequences do not lie one behind the other and documents are not made of all of them; empty if they do.
+        """Why sequences are not contiguous or do not make up the documents; empty if they do.
 
-        With `several`, a document may have several sequences, and the first may begin anywhere in the file.
+        With `several`, a document may have several sequences, and the first may start anywhere in the file.
         """
         starts, size = self.document_indices, self.dtype.itemsize
         if not self.documents:
@@ -239,9 +239,9 @@ class Shard:
         return f"document {wrong[0]} does not begin where the one before it ends" if len(wrong) else ""
 
     def require_sound(self, first: int, stop: int) -> None:
-        """Raise DataError unless documents [first, stop) end where the next ones begin, the last where the file ends.
+        """Raise DataError unless documents [first, stop) end where the next ones start, the last where the file ends.
 
-        Each length is the distance of two pointers, so no single change of the index goes unnoticed.
+        Each length must be the distance of two pointers, so no single change of the index goes unnoticed.
         """
         begins = self.pointers[first : stop + 1]
         if stop == len(self.lengths):
@@ -275,7 +275,7 @@ def map_file(path: Path) -> Mapping:
 
 
 def file_checksum(path: Path) -> str:
-    """xxh3-128 of a file's bytes, hex. Not cryptographic: it finds damage, not malice."""
+    """xxh3-128 of a file's bytes, hex. Not cryptographic: it detects damage, not tampering."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):

@@ -1,7 +1,7 @@
-"""From samples to a rank's micro-batches, prepared ahead by a background thread. The only user of torchdata.
+"""From samples to a rank's micro-batches, prefetched by a background thread. The only user of torchdata.
 
-A batch is a function of the position before it, which is the same on every rank and fits any world size or micro-batch;
-every batch says at which position it ends.
+A batch is a function of the position before it, which is the same on every rank and for any world size or micro-batch;
+every batch carries the position after it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class MicroBatch:
     """One forward pass of one rank."""
 
     tokens: Tensor
-    """int64 [b, S + 1]; the inputs are `tokens[:, :-1]`. Under an objective the last column means nothing."""
+    """int64 [b, S + 1]; the inputs are `tokens[:, :-1]`. Under blank infilling the last column is padding."""
     labels: Tensor | None
-    """int64 [b, S] if they are not `tokens[:, 1:]`, or some tokens are not to be learned."""
+    """int64 [b, S]; None if they are `tokens[:, 1:]` and all are learned."""
     lengths: Tensor | None
-    """int32 [b, D] lengths of documents, or of an objective's slots, zero-padded, if attention needs them."""
+    """int32 [b, D] lengths of documents, or of slots under blank infilling, zero-padded, if attention needs them."""
     sources: Tensor
     """int64 [b], source of each sample."""
     prefix: Tensor | None = None
-    """int32 [b, D], how much of each slot every token of it may look at; None if causal."""
+    """int32 [b, D], length of the prefix of each slot, which all its tokens see; None if causal."""
     positions: Tensor | None = None
     """int64 [b, S], or [b, 2, S] where positions have two dimensions; None for 0 to S - 1."""
 
@@ -51,19 +51,19 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepBatch:
-    """A rank's share of one optimiser step, and this share's counts.
+    """A rank's share of one optimiser step, with counts of this share.
 
     Attributes:
-        position: after this step, of the whole global batch.
+        position: of the global batch, after this step.
         targets: tokens to predict.
         documents: documents that end in the share.
         separators, adjacent_specials: counted from the tokens; see `Packer.measure`.
         digest: sum of `Packed.digest`, as a signed 64-bit integer. Summed over ranks it identifies the global batch
-            whatever the number of ranks.
-        shares, epochs: of each source: the planned share around this step, and how often it has been read after it.
-        reads: reads from storage that preparing the share took.
+            for any number of ranks.
+        shares, epochs: by source: the planned share around this step, and epochs read after it.
+        reads: reads from storage for this share.
         notices: problems that were worked around (a shard read from the mirror), for the journal.
-        distance: of the share's tokens from what the run's look like, see `Unigrams.score`; None if not known.
+        distance: of the share's tokens from those typical of the run, see `Unigrams.score`; None if unknown.
     """
 
     micro: list[MicroBatch]
@@ -82,7 +82,7 @@ class StepBatch:
 
 
 class _Steps(BaseNode[Any]):
-    """Produces `StepBatch`es; runs in the prefetching thread."""
+    """Produces `StepBatch`es in the prefetching thread."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__()
@@ -94,33 +94,33 @@ class _Steps(BaseNode[Any]):
             raise StopIteration
         try:
             batch = self._loader.build(self._position)
-        except UserError as error:  # hand it over whole: torchdata would rebuild it around a traceback
+        except UserError as error:  # returned as it is: torchdata would rebuild it around a traceback
             self._failed = True
             return error
         self._position = batch.position
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        return {}  # a position is all there is, and every batch has its own
+        return {}  # every batch carries its position
 
 
 class Loader(Iterator[StepBatch]):
     """An endless stream of this rank's share of each global batch.
 
-    The global batch at cursor c is the next B samples from c on that are not skipped; rank r of W takes the r-th of W
+    The global batch at cursor c is the next B samples from c that are not skipped; rank r of W takes the r-th of W
     equal slices.
 
     Args:
         batches: global batch as a function of consumed samples.
         rank, world: this rank among those that split a batch.
         micro_batch: samples per forward pass.
-        skips: samples that are not trained.
+        skips: samples not to train.
         prefetch: steps prepared ahead; 0 prepares in the caller's thread.
         with_lengths: include document lengths.
-        across_documents: learn the label that crosses from a separator into the next document.
+        across_documents: learn to predict the first token of a document from the separator before it.
         infilling: makes blanks in the samples; None predicts every next token.
         pin: put tensors in pinned memory, for asynchronous copies to a GPU.
-        unigrams: compares the tokens of every step with those before.
+        unigrams: compares the tokens of every step with earlier ones.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Loader(Iterator[StepBatch]):
         self._node: BaseNode[Any] = Prefetcher(steps, prefetch, snapshot_frequency=0) if prefetch else steps
 
     def __next__(self) -> StepBatch:
-        """The next step's share. Raises DataError if a shard cannot be read; nothing follows then."""
+        """The next step's share. Raises DataError if a shard cannot be read; the stream then ends."""
         batch = next(self._node)
         if isinstance(batch, UserError):
             raise batch
@@ -157,7 +157,7 @@ class Loader(Iterator[StepBatch]):
         return result
 
     def build(self, before: Position) -> StepBatch:
-        """This rank's share of the global batch that follows a position, a pure function."""
+        """This rank's share of the global batch after a position, a pure function."""
         step = StepBatch([], before.advance(self._batches, self._skips))
         share = share_of(0, step.position.batch, self._rank, self._world)
         own = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
@@ -190,7 +190,7 @@ class Loader(Iterator[StepBatch]):
         return step
 
     def blank(self, before: Position) -> StepBatch:
-        """A share of the same shape with nothing to learn: keeps a rank that has no data in step with the others."""
+        """A share of the same shape with nothing to learn: keeps a rank without data in step with the others."""
         step, length = StepBatch([], before.advance(self._batches, self._skips)), self._packer.length
         own = share_of(0, step.position.batch, self._rank, self._world)
         for start in range(0, len(own), self._micro_batch):

@@ -1,16 +1,16 @@
-"""Which source each sample comes from: a pure function of the sample index, with weights that may change along it.
+"""The source of each sample: a pure function of the sample index, with weights that may change along it.
 
 Think of the samples as laid on a line, one per unit. Source i has a share r_i(t) of the line at position t (its weight
 over the sum of the weights) and so a cumulative share E_i(t), the integral of r_i. Its k-th sample (k = 0, 1, ...) is
 due at the last t with E_i(t) = k. Sorting all due positions gives the order of the samples. Three things follow:
 
-- Among the samples due before t every source has ceil(E_i(t)): shares never drift from the plan by a whole sample.
-- What happens at or after t has no influence on samples before t: a source can be added, dropped or re-weighted from
-  there on, and each source's own samples keep their order, since they are numbered per source.
+- Source i has ceil(E_i(t)) samples due before t: shares are always within one sample of the plan.
+- Changes at or after t do not affect samples before t: a source can be added, dropped or re-weighted from there on, and
+  each source's own samples keep their order, since they are numbered per source.
 - A sample is found from a table with one row per change of the shares.
 
-Shares are integers in units of 1 / `SCALE`, so nothing depends on the order of floating-point sums. While a weight
-ramps, it is held for `GRID` samples at a time.
+Shares are integers in units of 1 / `SCALE`, so nothing depends on the order of floating-point sums. A ramping weight is
+held for `GRID` samples at a time.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ SCALE = 1 << 28
 """Resolution of a share. int64 sums of shares reach `LONGEST` samples."""
 LONGEST = 1 << 34
 GRID = 4096
-"""Samples for which the shares are held while a weight ramps."""
+"""Samples for which a ramping weight is held."""
 CHUNK = 1024
-"""Samples whose order is worked out at a time."""
+"""Samples that are ordered at a time."""
 _MOST_CELLS = 4_000_000
 
 
 @dataclass(frozen=True)
 class MixtureWeight:
-    """Weight of one source along the data: 0 before sample `start` and from `stop` on."""
+    """Weight of one source by sample index: 0 before `start` and from `stop` on."""
 
     points: tuple[tuple[int, float], ...] = ((0, 1.0),)
     """(sample index, value), ascending; linear between them, constant before the first and after the last; two points
@@ -46,7 +46,7 @@ class MixtureWeight:
     start: int = 0
     stop: int | None = None
     limit: int | None = None
-    """Samples the source can give in all; None for no end."""
+    """Samples the source can give in total; None is unlimited."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "points": [list(point) for point in self.points]}
@@ -56,7 +56,7 @@ class MixtureWeight:
         return cls(**{**content, "points": tuple((int(p), float(v)) for p, v in content["points"])})
 
     def at(self, positions: Ints) -> npt.NDArray[np.float64]:
-        """Values at sample indices; on a ramp, those in the middle of the grid's cell."""
+        """Values at sample indices; on a ramp, that in the middle of the grid's cell."""
         x, y = np.array([p for p, _ in self.points]), np.array([v for _, v in self.points], dtype=np.float64)
         left = np.searchsorted(x, positions, "right") - 1
         right = np.minimum(left + 1, len(x) - 1)
@@ -84,14 +84,14 @@ class MixtureWeight:
 
 
 class Mixture:
-    """Maps a sample index to its source and source index. The order of the names does not matter to the samples.
+    """Maps a sample index to its source and source index. The order of the names does not affect the samples.
 
     Attributes:
         weights, names: of the sources, as given.
-        capacity: samples there are before some stretch of the data has no source left; None for no end.
+        capacity: samples before some stretch of the data has no source left; None if there is always one.
 
     Raises:
-        DataError: no source has any weight at the beginning, or a ramp is absurdly long.
+        DataError: no source has any weight at the start, or a ramp is too long.
     """
 
     def __init__(self, weights: Mapping[str, MixtureWeight]) -> None:
@@ -113,7 +113,7 @@ class Mixture:
         starts = np.unique(np.concatenate([source.knots() for source in sources]))
         values = np.stack([source.at(starts) for source in sources], axis=1)
         total = np.zeros(len(starts))
-        for column in values.T:  # one after the other: a source of weight 0 leaves the sum of the rest as it was
+        for column in values.T:  # one by one: a source of weight 0 does not change the sum of the others
             total += column
         shares = values / np.where(total == 0, 1, total)[:, None]
         rates = np.floor(shares * SCALE).astype(np.int64)
@@ -125,13 +125,13 @@ class Mixture:
         for column, source in enumerate(sources):
             if source.limit is None:
                 continue
-            if rates[-1, column] > 0 or self._sums[-1, column] > (source.limit - 1) * SCALE:  # it gets there
+            if rates[-1, column] > 0 or self._sums[-1, column] > (source.limit - 1) * SCALE:  # the limit is reached
                 whole, _ = self._due(column, np.array([source.limit - 1]))
                 ends.append((int(whole[0]) + 1, column))
         return min(ends, default=None)
 
     def _due(self, column: int, source_indices: Ints) -> tuple[Ints, npt.NDArray[np.float64]]:
-        """Where samples of a source are due: whole positions and fractions. They must be due somewhere."""
+        """Due positions of samples of a source, as whole numbers and fractions. All must be due somewhere."""
         reached = source_indices * SCALE
         cell = np.searchsorted(self._sums[:, column], reached, "right") - 1
         whole, rest = np.divmod(reached - self._sums[cell, column], self._rates[cell, column])
@@ -145,7 +145,7 @@ class Mixture:
         return counts
 
     def source_of(self, sample_index: int) -> tuple[int, int]:
-        """(source, source index) of a sample; sources count as in `names`. Raises DataError."""
+        """(source, source index) of a sample; sources are numbered as in `names`. Raises DataError."""
         if sample_index >= LONGEST:
             raise DataError(f"sample {sample_index:_} is beyond what a mixture can order ({LONGEST:_} samples)")
         if self.capacity is not None and sample_index >= self.capacity:
@@ -172,7 +172,7 @@ class Mixture:
         return {self.names[i]: float(rate) / SCALE for i, rate in zip(self._order, rates, strict=True)}
 
     def past(self, sample_index: int) -> list[tuple[int, dict[str, int]]]:
-        """The plan before a sample: (from, share in units of 1 / SCALE by name), changes only, no zeros.
+        """The plan before a sample: (start, {name: share in units of 1 / SCALE}) for each change, without zeros.
 
         Two mixtures with equal pasts give the same samples before it, source indices included.
         """
@@ -186,7 +186,7 @@ class Mixture:
         return changes
 
     def _open(self, sample_index: int) -> int:
-        """Work out the order of the chunk that holds a sample; its place in it."""
+        """Order the chunk that holds a sample; returns the sample's place in it."""
         chunk, inside = divmod(sample_index, CHUNK)
         if chunk != self._chunk:
             self._lay_out(chunk * CHUNK)
@@ -194,14 +194,14 @@ class Mixture:
         return inside
 
     def _lay_out(self, first: int) -> None:
-        """Sort the samples due around [first, first + CHUNK) and keep those with these ranks."""
+        """Sort the samples due around [first, first + CHUNK) and keep those of the chunk."""
         # Between t and t + sources samples are due before t, so [first - sources, first + CHUNK) holds the chunk.
         begin = max(0, first - len(self.names))
         base, stop = self._counts_at(begin), self._counts_at(first + CHUNK)
         indices = [np.arange(low, high, dtype=np.int64) for low, high in zip(base, stop, strict=True)]
         due = [self._due(column, own) for column, own in enumerate(indices)]
         columns = np.repeat(np.arange(len(base)), stop - base)
-        # Whole positions are exact, so that a chunk's border falls between the same two samples from both sides.
+        # Whole positions are exact, so that adjacent chunks agree on their border.
         order = np.lexsort((columns, np.concatenate([f for _, f in due]), np.concatenate([w for w, _ in due])))
         before = first - int(base.sum())
         early, order = order[:before], order[before : before + CHUNK]

@@ -1,18 +1,18 @@
-"""Blank infilling (GLM): samples of text become inputs, labels and positions with blanks to fill. No torch.
+"""Blank infilling (GLM): packed samples become inputs, labels and positions with blanks to fill. No torch.
 
-A sample is a row of text, or `slots` prompts with their answers, as the packer hands it out. It becomes `slots` slots
-of equal size, or one slot of the whole sequence, that do not see each other. In each slot a prefix is seen by every
-token of the slot, and what follows sees only what stands before it:
+A sample from the packer is a row of text, or `slots` prompts with their answers. It becomes `slots` slots of equal
+size, or one slot of the whole sequence, which do not see each other. In each slot every token sees the prefix, and what
+follows the prefix sees only what is before it:
 
     blanks          text with each span replaced by [MASK] | sop span, for every span, in random order
     ending          text up to a place, [gMASK]            | sop rest
     answer          prompt, [MASK]                         | sop answer
 
-Labels stand where their token is predicted: the span and eop, the rest, the answer and eop. The prefix has none. What
-is left of a slot is padding (id 0, position 0) at its end.
+Each label is at the input that predicts it: the span and eop, the rest, the answer and eop. The prefix has none. The
+remainder of a slot is padding (id 0, position 0).
 
-All chance of a sample comes from (data seed, source name, index in the source, slot) by `data.corpus.hashing`. Whatever
-changes a sample made from the same text must raise `VERSION`, which every checkpoint remembers.
+All randomness of a sample comes from (data seed, source name, index in the source, slot) by `data.corpus.hashing`.
+Whatever changes a sample made from the same text must raise `VERSION`, which every checkpoint records.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from fsdp_pretrain.errors import ConfigError
 from .packer import Packed
 
 IGNORE = -100
-"""Label of tokens that are not learned; the value PyTorch's losses ignore by default."""
+"""Label of tokens that are not learned; the default `ignore_index` of PyTorch's losses."""
 VERSION = 1
 """Of the construction: part of a run's identity."""
 LONGEST_SPAN = 39
 SHORTEST = 32
-"""Tokens that a shortened piece keeps at least."""
+"""Minimum tokens of a shortened piece."""
 
 Ints = npt.NDArray[np.int64]
 Scheme = Literal["arange", "mask", "unified"]
 
 
 class Specials(NamedTuple):
-    """Ids of the objective's tokens. `smask` and `eod` are reserved, so that the others have the published order."""
+    """Ids of the objective's tokens. `smask` and `eod` are reserved to keep the published order."""
 
     mask: int
     gmask: int
@@ -56,7 +56,7 @@ class Specials(NamedTuple):
 
     @classmethod
     def behind(cls, objective: GLMObjective, vocab_size: int) -> Specials:
-        """The ids that the objective asks for, with a tokenizer of `vocab_size` ids."""
+        """The ids that the objective asks for, given a tokenizer of `vocab_size` ids."""
         first = vocab_size if objective.first_special is None else objective.first_special
         return cls(*range(first, first + len(cls._fields)))
 
@@ -95,17 +95,17 @@ class Slot:
     labels: Ints
     """-100 where nothing is learned."""
     prefix: int
-    """Tokens at its beginning that every token of the slot sees."""
+    """Leading tokens that every token of the slot sees."""
     place: Ints
-    """The first dimension of positions: each span of the text counts as one; all of a blank has that of its mask."""
+    """First dimension of positions: a masked span counts as one token; a blank has the position of its mask."""
     inside: Ints
-    """The second dimension: 0 in the prefix, then 1 (sop), 2, ... in each blank."""
+    """Second dimension: 0 in the prefix, then 1 (sop), 2, ... in each blank."""
 
     def line(self, scheme: Scheme) -> Ints:
         """One-dimensional positions: int64 [length].
 
-        `arange` counts on; `mask` gives all tokens of a blank the position of their mask; `unified` begins there with
-        sop and counts on.
+        `arange` counts up; `mask` gives all tokens of a blank the position of their mask; `unified` starts there with
+        sop and counts up.
         """
         if scheme == "arange":
             return np.arange(len(self.inputs))
@@ -127,19 +127,19 @@ def fill_blanks(text: Ints, targets: Ints, starts: Ints, lengths: Ints, order: I
     kept[starts] = True
     masked = text.copy()
     masked[starts] = ids.mask
-    masks = starts - np.cumsum(lengths) + lengths + np.arange(count)  # where they stand in the prefix
+    masks = starts - np.cumsum(lengths) + lengths + np.arange(count)  # their places in the prefix
 
     sizes = lengths[order] + 1
     ends = np.cumsum(sizes)
     firsts = ends - sizes
     inside = np.arange(1, blanks + 1) - np.repeat(firsts, sizes)
-    source = np.repeat(starts[order], sizes) + inside - 1  # the token each place predicts
+    source = np.repeat(starts[order], sizes) + inside - 1  # the token predicted at each place
     inputs, labels = np.empty((2, prefix + blanks), dtype=np.int64)
     inputs[:prefix] = masked[kept]
     labels[:prefix] = IGNORE
     inputs[prefix:] = text[source - 1]
     inputs[prefix + firsts] = ids.sop
-    labels[prefix:] = targets.take(source, mode="clip")  # behind the last token stands eop
+    labels[prefix:] = targets.take(source, mode="clip")  # after the last token comes eop
     labels[prefix + ends - 1] = ids.eop
     place, within = np.zeros((2, prefix + blanks), dtype=np.int64)
     place[:prefix] = np.arange(prefix)
@@ -149,10 +149,10 @@ def fill_blanks(text: Ints, targets: Ints, starts: Ints, lengths: Ints, order: I
 
 
 def continue_text(context: Ints, rest: Ints, targets: Ints, mask: int, sop: int, end: int | None) -> Slot:
-    """A context [c] and what continues it, `rest` [g], g > 0: the ending of a text, or the answer to a prompt.
+    """A context [c] and its continuation `rest` [g], g > 0: the ending of a text, or the answer to a prompt.
 
-    `targets` [g] are the tokens of the rest, or -100 where one is not to be learned. `mask` stands behind the context,
-    `sop` before the rest, and `end`, if any, is the label behind it.
+    `targets` [g] are the tokens of the rest, or -100 where one is not to be learned. `mask` follows the context, `sop`
+    precedes the rest, and `end`, if any, is the label after it.
     """
     prefix, shown = len(context) + 1, rest if end is not None else rest[:-1]
     inputs, labels = np.empty((2, prefix + 1 + len(shown)), dtype=np.int64)
@@ -166,12 +166,12 @@ def continue_text(context: Ints, rest: Ints, targets: Ints, mask: int, sop: int,
 
 
 class SpanSampler:
-    """Draws the spans of pieces of text: of `piece` tokens, that may become `slot` tokens."""
+    """Draws the spans of pieces of text of `piece` tokens, which may become `slot` tokens."""
 
     def __init__(self, objective: GLMObjective, piece: int, slot: int) -> None:
         self._objective, self._piece, self._slot = objective, piece, slot
         weight, weights = 1.0, []
-        for length in range(1, LONGEST_SPAN + 1):  # Poisson, but for a factor; by arithmetic that is the same anywhere
+        for length in range(1, LONGEST_SPAN + 1):  # Poisson, up to a factor; this arithmetic is the same anywhere
             weight *= objective.span_mean / length
             weights.append(weight)
         sums = np.array(list(accumulate(weights)))
@@ -180,7 +180,7 @@ class SpanSampler:
         self._draws = max(1, int(self._budgets[-1]))  # a span has at least one token
 
     def draw(self, key: int) -> tuple[int, Ints, Ints, Ints]:
-        """Under a key: how much of the piece is used, starts and lengths of the spans, the order of their blanks."""
+        """From a key: tokens used of the piece, starts and lengths of the spans, the order of their blanks."""
         objective, size = self._objective, self._piece
         chance = uniforms(key, 3 + 3 * self._draws)
         single = chance[0] < objective.single_span
@@ -197,7 +197,7 @@ class SpanSampler:
             count = int(counts[size - 1])
         lengths = lengths[:count]
         before = int(sums[count - 1] - lengths[-1])
-        lengths[-1] = min(lengths[-1], size - before - (count - 1))  # in tiny pieces: a token stays between spans
+        lengths[-1] = min(lengths[-1], size - before - (count - 1))  # in tiny pieces: keep a token between spans
         free = size - before - int(lengths[-1]) - count + 1
         places = np.sort((by_span[1, :count] * (free + 1)).astype(np.int64))
         starts = places + np.cumsum(lengths) - lengths + np.arange(count)
@@ -213,9 +213,9 @@ class Infilled:
     labels: Ints
     """[n, S], -100 where nothing is learned."""
     lengths: npt.NDArray[np.int32]
-    """[n, slots], lengths of the slots, padding included; they add up to S, zeros behind."""
+    """[n, slots], lengths of the slots, padding included; they sum to S, zero-padded."""
     prefix: npt.NDArray[np.int32]
-    """[n, slots], how much of each slot every token of it sees."""
+    """[n, slots], length of the prefix of each slot."""
     positions: Ints
     """[n, S], or [n, 2, S] in two dimensions."""
 
@@ -223,7 +223,7 @@ class Infilled:
 class Infilling:
     """The objective: packed samples to samples of `sequence_length` tokens with blanks, a pure function.
 
-    `seed` is that of the data order; `names`, `pairs` and `separator` are the packer's.
+    `seed` is the data seed; `names`, `pairs` and `separator` are the packer's.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Infilling:
             self._put(out, row, number, fill_blanks(text[piece], targets[piece], starts, lengths, order, ids), "mask")
 
     def _answers(self, out: Infilled, row: int, text: Ints, targets: Ints) -> None:
-        """A prompt and its answer for each slot, both with a separator behind, as `data.packing.pairs` lays them."""
+        """A prompt and its answer for each slot, each followed by a separator, as from `data.packing.pairs`."""
         ids = self._ids
         out.lengths[row] = self._slot
         for number in range(self._slots):
@@ -293,13 +293,13 @@ class Infilling:
             here = text[at : at + self._slot]
             middle, end = np.flatnonzero(here == self._separator).tolist()
             label = targets[at + middle + 1 : at + end]
-            if (targets[at : at + middle] == IGNORE).any():  # a prompt that must not be learned has no answer to learn
+            if (targets[at : at + middle] == IGNORE).any():  # without its prompt, an answer is not learned either
                 label = np.full_like(label, IGNORE)
             slot = continue_text(here[:middle], here[middle + 1 : end], label, ids.mask, ids.sop, ids.eop)
             self._put(out, row, number, slot, self._objective.multitask_positions)
 
     def _put(self, out: Infilled, row: int, number: int, slot: Slot, scheme: Scheme) -> None:
-        """Write a slot; what does not fit into it is cut off."""
+        """Write a slot, truncated to its size."""
         first = number * self._slot
         size = min(len(slot.inputs), int(out.lengths[row, number]))
         here = slice(first, first + size)

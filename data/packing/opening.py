@@ -1,4 +1,4 @@
-"""From a run's configuration to its packer: what training, `where` and evaluation open in the same way. No torch."""
+"""From a run's configuration to its packer, for training, `where` and evaluation. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .packer import Packer
 
 
 def open_packer(config: Config) -> Packer:
-    """The packer of a run, if the corpora fit the model and last for the run. Raises DataError, ConfigError."""
+    """The packer of a run. Raises DataError, and ConfigError if the corpora do not fit the model."""
     data, objective = config.data, config.data.objective
     packer = Packer(
         [(source.name, source.path, _weight(source, config.schedule)) for source in data.sources],
@@ -42,7 +42,7 @@ def open_packer(config: Config) -> Packer:
 
 
 def open_infilling(config: Config, packer: Packer) -> Infilling | None:
-    """What makes blanks in the samples of a run's packer; None under the causal objective. Raises ConfigError."""
+    """The blank infilling of a run; None under the causal objective. Raises ConfigError."""
     objective = config.data.objective
     if not isinstance(objective, GLMObjective):
         return None
@@ -58,14 +58,14 @@ def open_infilling(config: Config, packer: Packer) -> Infilling | None:
 
 
 def open_skips(config: Config) -> Skips:
-    """The samples that a run does not train."""
+    """The samples that a run skips."""
     return Skips((span.first, span.stop) for span in config.data.skip)
 
 
 def data_at(config: Config, consumed: int) -> dict[str, Any]:
-    """Where the data stands once `consumed` samples were trained: `cursor`, and planned `shares` by source.
+    """Position in the data after `consumed` trained samples: `cursor`, and planned `shares` by source.
 
-    From the configuration alone, so sources that max_epochs ends on the way still have theirs. Raises DataError.
+    From the configuration alone, so sources that end by max_epochs are still listed. Raises DataError.
     """
     cursor = open_skips(config).after(0, consumed)
     return {"cursor": cursor, "shares": shares_at(config, cursor)}
@@ -77,7 +77,7 @@ def shares_at(config: Config, cursor: int) -> dict[str, float]:
 
 
 def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) -> None:
-    """Raise DataError unless the mixture lasts to the end of the run from these counters on."""
+    """Raise DataError unless the mixture lasts from these counters to the end of the run."""
     last, capacity = open_skips(config).after(cursor, config.schedule.total - consumed), packer.mixture.capacity
     if capacity is not None and last > capacity:
         epochs = ", ".join(f"{name} after {epochs:.2f} epochs" for name, epochs in packer.epochs_read(capacity).items())

@@ -3,19 +3,19 @@
 How a source becomes samples (all integers; S is the sequence length, T the tokens of an epoch, separators included):
 
 1. In epoch e the blocks of the source are permuted, and the documents inside each block. Every document is followed
-   by one separator. That is a line of T tokens; the lines of all epochs are laid end to end.
-2. Window w covers tokens [w*S, w*S + S] of that endless line: S inputs and, one further, their labels. Windows
+   by one separator. That is a stream of T tokens; the streams of all epochs are concatenated.
+2. Window w covers tokens [w*S, w*S + S] of the endless stream: S inputs and, one further, their labels. Windows
    overlap by one token, so every token is predicted exactly once and nothing is dropped at any end.
 3. The windows that start in epoch e are split into `lanes` runs of equal length (+-1). Samples are dealt in rounds,
-   one from every lane in another order each round: consecutive samples come from far apart, and a batch smaller
-   than a round does not meet the same lanes periodically.
+   one from every lane, in another order each round: consecutive samples come from distant places, and a batch
+   smaller than a round does not meet the same lanes periodically.
 4. Inside a lane, each stretch of `STRETCH` windows is permuted, so that the windows of a long document do not follow
    each other, while a lane still reads one neighbourhood of the files at a time.
 
 So a sample is found from the block table and one block's lengths. There is no iterator state, no shuffle buffer and
-no rank in this file; the permutations depend on (seed, source name, epoch, block) by a hash defined here, not by a
-library's generator that may change. The packer alone writes separators: those that imported documents carry are
-stripped, and `pack` checks what it hands out.
+no rank here; the permutations depend on (seed, source name, epoch, block) by `data.corpus.hashing`, not by a library's
+generator that may change. Only the packer writes separators: those of imported documents are stripped, and
+`pack_samples` checks the result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .source import Ints, SourceStream, Span
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a stretch of a sample comes from: tokens [start, stop) of a document, separator not counted."""
+    """Origin of a stretch of a sample: tokens [start, stop) of a document, separator not counted."""
 
     source: str
     shard: str
@@ -50,22 +50,22 @@ class Piece:
     length: int
     """Tokens of the whole document, separator not counted."""
     position: int
-    """In the sample's S + 1 tokens. Behind the stretch stands the separator, unless the sample ends there."""
+    """Start within the sample's S + 1 tokens. A separator follows the stretch, unless the sample ends there."""
 
 
 @dataclass(slots=True)
 class Packed:
-    """Samples, packed.
+    """Packed samples.
 
     Attributes:
         tokens: int64 [n, S + 1]; inputs are `[:, :-1]`, labels `[:, 1:]`. In a mixture with prompts and answers int64
-            [n, width], and behind the S + 1 tokens of a text, or between pairs, ordinary tokens that mean nothing.
+            [n, width], with filler tokens after the S + 1 of a text and between pairs.
         sample_indices: [n].
-        sources: int64 [n], number of the source each sample comes from.
-        source_indices: int64 [n], their indices in their sources.
-        separators: int64, where the separators stand in `tokens` laid flat: the ends of documents.
+        sources: int64 [n], number of each sample's source.
+        source_indices: int64 [n], index of each sample in its source.
+        separators: int64, positions of separators in the flattened `tokens`: the ends of documents.
         ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined and excluded documents.
-        quarantined: the pieces those spans come from.
+        quarantined: the pieces of the quarantined documents.
     """
 
     tokens: Ints
@@ -103,15 +103,15 @@ class Packed:
 
 
 class Packer:
-    """Samples of a mixture of corpora. See the module text for the construction.
+    """Samples of a mixture of corpora. See the module docstring for the construction.
 
     Args:
         sources: (name, corpus directory, weight).
         lanes: places of an epoch that consecutive samples come from in turn.
-        max_epochs: by source name, how often it may be read; absent is without limit.
-        reshuffle: sample indices from which on the rest of each source comes in another order.
-        exclude: (source, shard, document) that keep their places and are not learned.
-        slots: (pairs of a sample, tokens of it for each) of the sources of prompts with answers; None allows none.
+        max_epochs: by source name, how often it may be read; unlimited if absent.
+        reshuffle: sample indices from which the rest of each source gets another order.
+        exclude: (source, shard, document) that keep their places but are not learned.
+        slots: (pairs per sample, tokens per pair) of the sources of prompts with answers; None allows none.
 
     Attributes:
         pairs: numbers of the sources of prompts with answers.
@@ -167,7 +167,7 @@ class Packer:
         self.eod = self.tokenizer.eod
         self._special = np.zeros(self.tokenizer.vocab_size, dtype=bool)
         self._special[[self.eod, *self.tokenizer.specials]] = True
-        self._filler = int(self._special.argmin())  # an ordinary token: a separator would stand beside another
+        self._filler = int(self._special.argmin())  # an ordinary token: a separator could be next to another
         self._signed = any(np.dtype(manifest.dtype).kind == "i" for manifest in manifests)
 
     @property
@@ -187,10 +187,10 @@ class Packer:
     def pack_samples(self, sample_indices: Sequence[int]) -> Packed:
         """Samples by index, checked.
 
-        Every separator stands at a document's end and nowhere else, no two are adjacent, no other special token and no
-        id outside the vocabulary occurs: by construction for what this class writes, by measurement for what the shards
-        hold. A document that breaks this is quarantined: its offending tokens are replaced by an ordinary one and its
-        whole stretch is listed in `ignore`.
+        Every separator ends a document, no two are adjacent, and no other special token or id outside the
+        vocabulary occurs: by construction for what this class writes, by checks for what the shards hold. A document
+        that breaks this is quarantined: its offending tokens are replaced by an ordinary one and its whole stretch is
+        listed in `ignore`.
         """
         count = len(sample_indices)
         tokens = np.empty((count, self._width), dtype=np.int64)
@@ -212,13 +212,13 @@ class Packer:
         return packed
 
     def _fill(self, source: int, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
-        """See `SourceStream.fill`; a text leaves the rest of a wider row as it is."""
+        """See `SourceStream.fill`; a text leaves the rest of a wider row unchanged."""
         room = row if source in self.pairs else row[: self.length + 1]
         return self._sources[source].fill(source_index, room, spans)
 
     def _clean(self, flat: Ints, separators: int) -> bool:
         """Whether the only special tokens are the separators just written and no id is outside the vocabulary."""
-        if self._signed and flat.min() < 0:  # `take` would count a negative id from the end
+        if self._signed and flat.min() < 0:  # `take` would index a negative id from the end
             return False
         try:
             return int(np.count_nonzero(self._special.take(flat))) == separators
@@ -228,15 +228,15 @@ class Packer:
     def measure(self, packed: Packed) -> tuple[int, int]:
         """(separators, pairs of adjacent special tokens) among the tokens.
 
-        Counted from the tokens alone, not from how they were made: separators must equal `packed.documents`, pairs 0.
+        Counted from the tokens alone, as a check: separators must equal `packed.documents`, pairs 0.
         """
         flat, width = packed.tokens.reshape(-1), self._width
         at = np.flatnonzero(self._special.take(flat))
-        adjacent = (np.diff(at) == 1) & (at[1:] % width != 0)  # not the last of one sample and the first of the next
+        adjacent = (np.diff(at) == 1) & (at[1:] % width != 0)  # not across two samples
         return int(np.count_nonzero(flat[at] == self.eod)), int(np.count_nonzero(adjacent))
 
     def _quarantine(self, packed: Packed, separators: list[list[int]]) -> None:
-        """Find the documents behind the offending tokens and take them out of the loss."""
+        """Find the documents of the offending tokens and exclude them from the loss."""
         for row, values in enumerate(packed.tokens):
             outside = (values < 0) | (values >= len(self._special))
             bad = outside | self._special[np.where(outside, 0, values)]
@@ -251,7 +251,7 @@ class Packer:
             values[bad] = self._filler
 
     def _leave_out(self, packed: Packed) -> None:
-        """Take excluded documents out of the loss."""
+        """Exclude the documents of `exclude` from the loss."""
         for row, sample_index in enumerate(packed.sample_indices):
             source, spans = self._spans(sample_index)
             for span in spans:
@@ -261,19 +261,19 @@ class Packer:
                     packed.ignore.append(stretch)
 
     def _spans(self, sample_index: int) -> tuple[SourceStream, list[Span]]:
-        """A sample's source and the stretches it is made of."""
+        """A sample's source and stretches."""
         source, source_index = self.mixture.source_of(sample_index)
         spans: list[Span] = []
         self._fill(source, source_index, np.empty(self._width, dtype=np.int64), spans)
         return self._sources[source], spans
 
     def provenance(self, sample_index: int) -> list[Piece]:
-        """Which documents a sample is made of, in order."""
+        """The documents of a sample, in order."""
         source, spans = self._spans(sample_index)
         return [_piece(source, span) for span in spans]
 
     def epoch_of(self, sample_index: int) -> int:
-        """The epoch, of the source it comes from, in which a sample starts."""
+        """The epoch of its source in which a sample starts."""
         source, source_index = self.mixture.source_of(sample_index)
         return self._sources[source].start_of(source_index)[0]
 

@@ -1,8 +1,8 @@
-"""A corpus of prompts with answers as an endless line of samples, each of a few whole pairs.
+"""A corpus of prompts with answers as an endless stream of samples, each of a few whole pairs.
 
-Documents 2k and 2k + 1 of a shard are a prompt and its answer; the manifest says so. The line is the one of
-`source` with pairs in the place of tokens: blocks are permuted, the pairs inside each block too, epochs are laid
-end to end, and a window is the `slots` pairs of a sample. So every pair is in exactly one sample of an epoch.
+Documents 2k and 2k + 1 of a shard are a prompt and its answer, as the manifest declares. The stream is that of
+`data.packing.source` with pairs in place of tokens: blocks are permuted, the pairs inside each block too, epochs are
+concatenated, and a window is the `slots` pairs of a sample. So every pair is in exactly one sample of an epoch.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Pairs(SourceStream):
         return np.stack((2 * pairs, 2 * pairs + 1), axis=1).reshape(-1)
 
     def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
-        """Write a sample: each pair at the beginning of its slot, prompt and answer with a separator behind.
+        """Write a sample: each pair at the start of its slot, prompt and answer each followed by a separator.
 
         What is too long for a slot is cut: first the prompt, at its end and down to a quarter of the slot, then the
-        answer. Places that no text takes are not written, nor the separators.
+        answer. Places without text and those of separators are not written.
 
         Returns:
             Positions of the separators, ascending.

@@ -1,4 +1,4 @@
-"""Where training stands: the counters, and the one rule by which a step moves them on. No torch."""
+"""The position of training: its counters, and how a step advances them. No torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fsdp_pretrain.config.skips import Skips
 
 @dataclass(frozen=True)
 class Position:
-    """After a step, or before the first."""
+    """Position after a step, or before the first."""
 
     step: int = 0
     """Optimiser steps taken."""
     consumed: int = 0
     """Samples trained; drives every schedule."""
     cursor: int = 0
-    """Samples read, those skipped included; the position in the data."""
+    """Samples read, skipped ones included; the position in the data."""
     batch: int = 0
     """Samples of the last step."""
 

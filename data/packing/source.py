@@ -1,7 +1,6 @@
-"""One corpus as an endless line of windows: where each of its samples begins, and the tokens that fill it.
+"""One corpus as an endless stream of windows: where each sample starts, and the tokens that fill it.
 
-The construction is described in `packer`. Only arithmetic and reads are here; what a sample must look like is the
-packer's business.
+The construction is described in `data.packing.packer`, which also checks the samples; here are arithmetic and reads.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ _ROUNDS = 64
 """Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
 _AHEAD = 8
 _CHUNK_BITS = 15
-"""Tokens are brought into memory in chunks of 2 ** 15, two at a time: about what the kernel reads ahead by itself."""
+"""Tokens are loaded in chunks of 2 ** 15, two at a time: about what the kernel reads ahead by itself."""
 _NEAR = 32
-"""Chunks looked at together before one of them is loaded: what is in memory already is found at little cost."""
+"""Chunks checked together before one of them is loaded: a cheap way to find what is in memory already."""
 _cached_permutation = lru_cache(maxsize=64)(permutation)
 
 
 @dataclass(slots=True)
 class Block:
-    """Documents of one block in their order in one epoch."""
+    """Documents of one block in the order of one epoch."""
 
     ends: Ints
-    """[documents] where each ends in the block's line, separators counted."""
+    """[documents] end of each in the block's stream, separators counted."""
     shifts: Ints
-    """[documents] token of the shard's flat array = position in the block's line + shift."""
+    """[documents] token of the shard's flat array = position in the block's stream + shift."""
     documents: Ints
     """[documents] number within the shard."""
     tokens: npt.NDArray[Any]
     """The shard's flat array."""
     load: Callable[[Block, int], npt.NDArray[Any]]
-    """Bring a chunk of that array, and the next one, into memory under watch; the array to use from then on."""
+    """Load a chunk of that array, and the next one, with a timeout; returns the array to use from then on."""
     chunk_bits: int
     chunks: range
     """Chunks of 2 ** chunk_bits tokens that the block lies in."""
     waiting: set[int]
-    """Those of them that were not loaded yet."""
+    """Those not loaded yet."""
     shard: int
     length: int
 
@@ -68,7 +67,7 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position in the row behind it."""
+        """Position in the row after it."""
         return self.position + self.stop - self.start
 
     @property
@@ -77,11 +76,11 @@ class Span(NamedTuple):
 
 
 class SourceStream:
-    """One corpus as an endless line of windows.
+    """One corpus as an endless stream of windows.
 
     Attributes:
-        length: of a window, on the line.
-        epoch_length: what an epoch's line has: tokens, separators included.
+        length: of a window, in the stream.
+        epoch_length: of an epoch's stream: tokens, separators included.
         reshuffles: numbers of samples of this source before each reshuffle.
     """
 
@@ -91,14 +90,14 @@ class SourceStream:
         self.block_lengths: Ints = blocks[:, 4] + blocks[:, 3]  # one separator for each document that is not empty
         self.epoch_length = int(self.block_lengths.sum())
         self.reshuffles: list[int] = []
-        self._chunk_bits = max(_CHUNK_BITS, length.bit_length())  # a sample lies in two chunks at most
+        self._chunk_bits = max(_CHUNK_BITS, length.bit_length())  # a sample spans at most two chunks
         self._epoch = lru_cache(maxsize=3)(self._order_blocks)
         self._block = lru_cache(maxsize=max(64, min(2 * lanes, 4096)))(self._open_block)
         self._round = lru_cache(maxsize=1)(self._order_lanes)
         self._stretch = lru_cache(maxsize=4 * lanes + 64)(self._order_windows)
 
     def start_of(self, source_index: int) -> tuple[int, int]:
-        """(epoch, offset in the epoch's line) where sample `source_index` of this source starts."""
+        """(epoch, offset in the epoch's stream) where sample `source_index` of this source starts."""
         total, length = self.epoch_length, self.length
         epoch = source_index * length // total
         first = -(-epoch * total // length)
@@ -115,7 +114,7 @@ class SourceStream:
         return epoch, window * length - epoch * total
 
     def _reshuffled(self, source_index: int, generation: int, first: int, count: int) -> int:
-        """Where a reshuffle sends a sample: what is left of its epoch is permuted, in chunks and inside them."""
+        """A sample's place after a reshuffle: the rest of its epoch is permuted, in chunks and inside them."""
         begin = max(first, self.reshuffles[generation])
         if source_index < begin:
             return source_index
@@ -165,9 +164,9 @@ class SourceStream:
         )
 
     def _order(self, epoch: int, block: int, lengths: Ints) -> Ints:
-        """The documents of a block, of these lengths, in their order."""
+        """The order of the documents of a block, given their lengths."""
         order = permutation(key_of(self.seed, self.name, epoch, block), len(lengths))
-        if int(self.corpus.blocks[block, 3]) < len(lengths):  # an empty one would put two separators side by side
+        if int(self.corpus.blocks[block, 3]) < len(lengths):  # an empty one would make two separators adjacent
             order = order[lengths[order] > 0]
         return order
 
@@ -200,13 +199,13 @@ class SourceStream:
         if shard is None:
             near = range(chunk, chunk + 1)
             shard = self.corpus.shard(block.shard, ("tokens", chunk << bits, (chunk + 2) << bits))
-        if shard.tokens is not block.tokens:  # opened again, perhaps from the mirror
+        if shard.tokens is not block.tokens:  # reopened, perhaps from the mirror
             block.tokens, block.waiting = shard.tokens, set(block.chunks)
         block.waiting.difference_update(near)
         return block.tokens
 
     def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
-        """Write a sample into `row` [S + 1], all but the separators, and its stretches into `spans` if given.
+        """Write a sample into `row` [S + 1], except the separators, and its stretches into `spans` if given.
 
         Returns:
             Positions of the separators, ascending.
@@ -229,7 +228,7 @@ class SourceStream:
 
 
 def _copy(block: Block, inside: int, row: Ints, filled: int, separators: list[int], spans: list[Span] | None) -> int:
-    """Copy a block's line from position `inside` into row[filled:] until either ends; the new `filled`."""
+    """Copy a block's stream from position `inside` into row[filled:] until either ends; returns the new `filled`."""
     at, need, tokens = int(block.ends.searchsorted(inside, "right")), len(row), block.tokens
     waiting, bits = block.waiting, block.chunk_bits
     while at < len(block.ends):

@@ -1,9 +1,9 @@
-"""How far the tokens of a step are from what a run's tokens look like: one number per step. No torch.
+"""Distance of a step's tokens from those typical of the run: one number per step. No torch.
 
-Token ids are counted in 1,024 buckets (their lowest ten bits), of at most 16,384 tokens a step. The
-Jensen-Shannon distance of these counts from those of the run's first steps shows ids that are shifted, text of another
-kind or boilerplate, to which the loss, the entropy and the number of documents are blind. What is kept in the run
-directory is the reference and how much the distance varies, so that the first step after a restart is judged too.
+Token ids are counted in 1,024 buckets (their lowest ten bits), of at most 16,384 tokens a step. The Jensen-Shannon
+divergence of these counts from those of the run's first steps shows shifted ids, text of another kind or boilerplate,
+which do not show in the loss, the entropy or the number of documents. The run directory keeps the reference and the
+spread of the distances, so that the first step after a restart is judged too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BUCKETS = 1024
 TOKENS = 16_384
 """Counted per step."""
 _LEAST_SPREAD = 0.05
-"""Of the logarithm of a distance: that of counts drawn from the reference itself."""
+"""Minimum for the spread of log distances: that of counts drawn from the reference itself."""
 
 
 class Unigrams:
     """Compares steps with the first ones of a run.
 
-    The first `learn` steps make the reference, and the next `learn` show how much distances vary. The JSON file `path`
+    The first `learn` steps are the reference, and the next `learn` give the spread of distances. The JSON file `path`
     keeps both.
     """
 
@@ -46,9 +46,9 @@ class Unigrams:
         self._typical: tuple[float, float] | None = None
 
     def score(self, tokens: Sequence[npt.NDArray[np.int64]], shares: Mapping[str, float]) -> float | None:
-        """Deviations by which a step's distance is above the typical one; None while that is being learned.
+        """Deviations of a step's distance above the typical one; None while that is being learned.
 
-        `tokens` come in parts of any shape. Learning begins again when the planned shares of the sources, or the number
+        `tokens` come in parts of any shape. Learning starts again when the planned shares of the sources, or the number
         of tokens, change.
         """
         apart = max(1, sum(part.size for part in tokens) // TOKENS)
@@ -76,7 +76,7 @@ class Unigrams:
             content = json.loads(self._path.read_bytes())
             counts = np.array(content["counts"], dtype=np.int64)
             typical = float(content["typical"]), float(content["spread"])
-        except (OSError, ValueError, KeyError, TypeError):  # none yet, or not ours: it is learned again
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or unreadable: learned again
             return
         if counts.shape == (BUCKETS,):
             self._plan, self._counts, self._typical, self._steps = content["plan"], counts, typical, self._learn
@@ -85,7 +85,7 @@ class Unigrams:
         assert self._typical is not None
         typical, spread = self._typical
         content = {"plan": self._plan, "typical": typical, "spread": spread, "counts": self._counts.tolist()}
-        with contextlib.suppress(OSError):  # an observer: the next start learns again
+        with contextlib.suppress(OSError):  # only an observer: the next start learns again
             replace_file(self._path, json.dumps(content).encode())
 
 

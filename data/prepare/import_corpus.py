@@ -1,8 +1,7 @@
-"""`fsdp-data import`: corpora tokenised elsewhere become corpora of ours, without tokenising again.
+"""`fsdp-data import`: corpora from files tokenised elsewhere, without tokenising again.
 
-Megatron shards stay where they are and the manifest points to them; other formats are rewritten as shards of our own,
-their separators stripped. What the documents carry is declared, and measured on every token: see
-`data.validate.measure`.
+Megatron shards stay where they are and the manifest points to them; other formats are rewritten as new shards without
+separators. What the documents carry is declared, and checked on every token: see `data.validate.measure`.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from .jobs import Task, claim, describe, gather, make_all, release, write_record
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What decides how files are adopted."""
+    """Options that decide how files are adopted."""
 
     format: Format | None
-    """Of all files; None takes it from their names."""
+    """Of all files; None: by their names."""
     separators: Separators
     """What stored documents are declared to carry."""
     copy: bool = False
-    """Write shards of our own instead of pointing to Megatron's (other formats always are)."""
+    """Write new shards instead of pointing to Megatron's (other formats are always rewritten)."""
     dtype: str | None = None
     """NumPy name of the tokens' type in `bin` files."""
 
@@ -57,7 +56,7 @@ def adopt(
 
     Args:
         tokenizer: the one that made the tokens.
-        out: created if absent; continued if it holds the same job, refused if it holds another.
+        out: created if absent; continued if it holds the same job, refused if it holds another one.
         overwrite: discard what `out` holds.
 
     Raises:
@@ -99,7 +98,7 @@ def adopt(
 
 
 def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
-    """Type of all shards, if they can be adopted where they are. Raises DataError."""
+    """Dtype of all shards, if they can be adopted in place. Raises DataError."""
     first: Shard | None = None
     for prefix in prefixes:
         shard = Shard(prefix)
@@ -118,7 +117,7 @@ def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
 
 
 def _job(files: list[Path], tokenizer: Tokenizer, options: ImportOptions) -> dict[str, Any]:
-    """What decides the content of the shards, JSON values."""
+    """Everything that decides the content of the shards, as JSON values."""
     assert options.format is not None
     stamps = [_stat(file, options.format) for file in files]
     return {
@@ -139,7 +138,7 @@ def _stat(file: Path, kind: Format) -> os.stat_result:
 
 
 def _names(files: list[Path]) -> list[str]:
-    """A shard name for each file: its own if that is unique."""
+    """A shard name for each file: its own if all are unique."""
     names = [file.stem if file.suffix in (".arrow", ".npy", ".bin") else file.name for file in files]
     return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
 
@@ -147,7 +146,7 @@ def _names(files: list[Path]) -> list[str]:
 def adopt_file(
     prefix: Path, source: Path, options: ImportOptions, size: int, tokenizer: Tokenizer, report: Any
 ) -> None:
-    """Measure one file, copy it if asked to, and write its `.json` record, which marks it done.
+    """Check one file, copy it if asked to, and write its `.json` record, which marks it done.
 
     Args:
         source: file, or prefix of a Megatron pair.
@@ -182,7 +181,7 @@ def adopt_file(
 
 
 def _entry(name: str, source: Path, judge: Judge, bin_xxh3: str) -> dict[str, Any]:
-    """The manifest's entry of a shard that stays where it is."""
+    """The manifest entry of a shard that stays in place."""
     return {
         "name": name,
         "path": str(source.parent.resolve() / source.name),
@@ -195,7 +194,7 @@ def _entry(name: str, source: Path, judge: Judge, bin_xxh3: str) -> dict[str, An
 
 
 def summary(manifest: CorpusManifest, out: Path) -> str:
-    """What `import` prints at its end."""
+    """The final message of `import`."""
     numbers = manifest.statistics
     where = "in place" if any(entry.path for entry in manifest.shards) else "copied"
     carried = f"every document carries what was declared: {numbers['declared']}"

@@ -1,6 +1,6 @@
-"""A corpus made shard by shard: claimed by one job, shared out among processes, continued after a kill.
+"""A corpus made shard by shard: claimed by one job, spread over processes, resumed after a kill.
 
-A shard is done when its `.json` record stands beside it; what a job writes is the same for any number of processes.
+A shard is done when its `.json` record exists; the result does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ Make = Callable[..., None]
 
 @dataclass(frozen=True)
 class Task:
-    """A shard to make: its path without suffix, the further arguments of `make`, and bytes that will be reported."""
+    """A shard to make: its path without suffix, the further arguments of `make`, and its bytes for progress."""
 
     prefix: Path
     arguments: tuple[Any, ...]
     size: int
 
     def is_done(self, suffixes: Sequence[str] = (".json", ".bin", ".idx")) -> bool:
-        """Whether all its files are there."""
         return all(self.prefix.with_name(self.prefix.name + suffix).exists() for suffix in suffixes)
 
 
 def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
-    """Make `out` this job's directory, or raise DataError if it is something else's.
+    """Make `out` this job's directory. Raises DataError if it holds anything else.
 
     Args:
-        content: JSON values of everything that decides the shards.
-        shards: how many there will be.
+        content: everything that decides the shards, as JSON values.
+        shards: number of shards.
         overwrite: discard another job's work.
     """
     job = xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -71,7 +70,7 @@ def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -
 
 
 def release(out: Path) -> None:
-    """Undo `claim` for a job that was refused, unless shards were finished: its correction is another job."""
+    """Undo `claim` for a refused job without finished shards: the corrected command is another job."""
     if not any(out.glob("shards/*.json")):
         for path in [out / "plan.json", *out.glob("shards/*")]:
             path.unlink(missing_ok=True)
@@ -79,14 +78,14 @@ def release(out: Path) -> None:
 
 
 def write_record(prefix: Path, record: dict[str, Any]) -> None:
-    """Mark a shard done: its `entry` of the manifest, `counts`, and what else a person may want to know."""
+    """Mark a shard done: its manifest `entry`, `counts`, and further information for people."""
     replace_file(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
 
 
 def gather(out: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The entries of all shards that hold documents, and the sums of the counts; all are done.
+    """Manifest entries of all shards with documents, and the summed counts; all shards must be done.
 
-    Sweeps what killed processes left half-written.
+    Deletes what killed processes left half-written.
     """
     for path in (out / "shards").glob("*.partial"):
         path.unlink(missing_ok=True)
@@ -96,21 +95,21 @@ def gather(out: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict
 
 
 def describe(manifest: CorpusManifest) -> str:
-    """What a corpus holds, in one line."""
+    """One line on a corpus: documents, tokens, shards."""
     return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards"
 
 
 def make_all(
     make: Make, tasks: Sequence[Task], todo: Sequence[Task], tokenizer: Tokenizer, workers: int, **bar: Any
 ) -> None:
-    """Make the shards of `todo`, of which `tasks` are the whole, with a progress bar.
+    """Make the shards of `todo`, which are some of `tasks`, with a progress bar.
 
     Args:
-        workers: processes at most; each loads the tokenizer again.
+        workers: maximum number of processes; each loads the tokenizer.
         bar: options of tqdm.
 
     Raises:
-        DataError: what `make` raises, or a process was killed.
+        DataError: from `make`, or a process was killed.
     """
     total, left = (sum(task.size for task in some) for some in (tasks, todo))
     calls = [(task.prefix, *task.arguments) for task in todo]
@@ -162,7 +161,7 @@ _worker: tuple[Tokenizer, Any]
 
 def _start_worker(path: Path, eod: int, progress: Any) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
     _worker = Tokenizer.load(path, eod), progress
 
 
@@ -177,5 +176,5 @@ def _work(make: Make, call: tuple[Any, ...]) -> None:
 
 
 def default_workers() -> int:
-    """Processors this process may use."""
+    """Processors available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""`fsdp-data prepare`: raw text to token shards, in parallel, resumable, the same shards for any number of workers.
+"""`fsdp-data prepare`: raw text to token shards; parallel, resumable, the same for any number of workers.
 
-Documents are stored without separators. A shard is done when its `.json` stands beside its `.bin` and `.idx`; the
-corpus is done when `manifest.json` exists. Killing it at any moment loses at most the shards being written.
+Documents are stored without separators. A shard is done when its `.json` exists beside its `.bin` and `.idx`; the
+corpus is done when `manifest.json` exists. A kill loses at most the shards being written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROUND_TRIPS_PER_SHARD = 32
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What decides the content of the shards."""
+    """Options that decide the content of the shards."""
 
     text_field: str = "text"
     lines: bool = False
@@ -39,7 +39,7 @@ class PrepareOptions:
     shard_bytes: int | None = None
     max_quarantined: float = 0.001
     answer_field: str | None = None
-    """If there is one, the records are prompts with answers: two documents each."""
+    """If given, records are prompts with answers: two documents each."""
 
 
 def prepare(
@@ -56,8 +56,8 @@ def prepare(
     """Tokenise `inputs` into the corpus directory `out`.
 
     Args:
-        out: created if absent; continued if it holds the same job, refused if it holds another.
-        part: (i, n), 1-based: make only every n-th shard, for job arrays; whoever sees all shards done finishes.
+        out: created if absent; continued if it holds the same job, refused if it holds another one.
+        part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
         overwrite: discard what `out` holds.
 
     Returns:
@@ -65,7 +65,7 @@ def prepare(
 
     Raises:
         DataError: unreadable input, another job in `out`, or too many documents that contain special tokens.
-        OSError: the input may not be read, `out` not be written, or the storage failed.
+        OSError: the input cannot be read, `out` cannot be written, or the storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
     files = find_files(inputs, options.suffixes)
@@ -92,7 +92,7 @@ def prepare(
 
 
 def _job(shards: list[list[Unit]], tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
-    """What decides the content of the shards, JSON values."""
+    """Everything that decides the content of the shards, as JSON values."""
     stamps = {unit.path: os.stat(unit.path) for shard in shards for unit in shard}  # noqa: PTH116
     return {
         "shards": [[asdict(unit) for unit in shard] for shard in shards],
@@ -106,7 +106,7 @@ def _job(shards: list[list[Unit]], tokenizer: Tokenizer, options: PrepareOptions
 
 @dataclass
 class _Counts:
-    """Of documents, but `characters` and `utf8_bytes` of their text."""
+    """Numbers of documents; `characters` and `utf8_bytes` of their text."""
 
     read: int = 0
     empty: int = 0
@@ -118,7 +118,7 @@ class _Counts:
     round_trips_exact: int = 0
 
     def add(self, document: Document, encoded: list[list[int]], tokenizer: Tokenizer) -> None:
-        """Count a document that is stored; the first ones are decoded again."""
+        """Count a stored document; the first ones are decoded and compared."""
         if self.round_trips < _ROUND_TRIPS_PER_SHARD:
             self.round_trips += 1
             self.round_trips_exact += tuple(map(tokenizer.decode, encoded)) == document.texts
@@ -171,7 +171,7 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
 def _encoded(
     unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, report: Report
 ) -> Iterator[tuple[Document, list[list[int]]]]:
-    """Each document with the ids of its texts. Progress is shown by characters, a few less than the unit's bytes."""
+    """Each document with the ids of its texts. Progress counts characters, slightly fewer than the unit's bytes."""
     left = unit.size
 
     def show(characters: int) -> None:
@@ -201,7 +201,7 @@ def _batches(unit: Unit, options: PrepareOptions) -> Iterator[list[Document]]:
 
 
 def summary(manifest: CorpusManifest, out: Path) -> str:
-    """What `prepare` prints at its end."""
+    """The final message of `prepare`."""
     numbers = manifest.statistics
     ratio = numbers["utf8_bytes"] / max(1, manifest.tokens)
     lines = [f"{out}: {describe(manifest)}, {ratio:.2f} bytes per token"]

@@ -1,4 +1,4 @@
-"""A real corpus without a download: what every Python installation carries.
+"""A real corpus without a download, from what every Python installation contains.
 
 Standard-library sources (without tests), their docstrings as running text, and the pydoc topics, split into training
 and held-out documents by file, so that no text derived from a held-out file is trained on.
@@ -23,7 +23,7 @@ _HELDOUT_ONE_IN = 16
 
 
 def build(out: Path) -> dict[str, list[int]]:
-    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`; bytes of the texts of each.
+    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`; returns the texts' sizes in bytes.
 
     Raises:
         DataError: this Python has no standard-library sources (a stripped image).
@@ -46,7 +46,7 @@ def build(out: Path) -> dict[str, list[int]]:
 
 
 def _documents() -> Iterator[tuple[str, str]]:
-    """(source, text), ordered by path; texts derived from a file have its name before `#`."""
+    """(source, text), ordered by path; texts derived from a file have its name before a `#`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in sorted(root.rglob("*.py")) if not _SKIPPED & set(p.relative_to(root).parts)]
     seen: set[str] = set()
@@ -79,7 +79,7 @@ def _docstring(node: ast.AST) -> str | None:
 
 
 def _topics() -> dict[str, str]:
-    """The language reference behind `help("topics")`; stripped from some images."""
+    """The language reference behind `help("topics")`; empty in images without it."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

@@ -1,7 +1,7 @@
 """`fsdp-data train-tokenizer`: byte-level BPE with tokenizers, or sentencepiece BPE, both lossless.
 
-Choices that matter, all measured on code and prose: no normalisation (sentencepiece's default rewrites text), white
-space kept and allowed to form pieces of its own, byte fallback, so every text survives a round trip.
+Choices, all measured on code and prose: no normalisation (sentencepiece's default rewrites text), white space kept and
+allowed as pieces, byte fallback. So every text survives a round trip.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def train_tokenizer(
     Args:
         kind: `bpe` or `sentencepiece`.
         vocab_size: tokens, special ones included.
-        max_bytes: of a larger input, take every n-th document so that about this much is learned from.
+        max_bytes: of a larger input, take every n-th document to learn from about this much.
 
     Raises:
         DataError: unreadable input, or a vocabulary too small or too large for the text.
@@ -67,7 +67,7 @@ def _train_bpe(texts: Iterator[str], vocab_size: int) -> bytes:
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
-    text: str = model.to_str(pretty=True)  # `save` does not say when the disk is full
+    text: str = model.to_str(pretty=True)  # `save` does not report a full disk
     return text.encode()
 
 

@@ -1,7 +1,7 @@
-"""Measures of single documents: duplicates by hash, degenerate text, and whether a tokenizer would give the same ids.
+"""Measures of single documents: duplicates by hash, degenerate text, and whether a tokenizer gives the same ids.
 
-Every threshold was chosen on real text (Python, C, JavaScript, JSON, Markdown, English prose, German and Japanese
-manuals; two real and three trained tokenizers) so that none of it is a finding; the figures are in `docs/data.md`.
+Thresholds were chosen so that real text (Python, C, JavaScript, JSON, Markdown, English prose, German and Japanese
+manuals; two real and three trained tokenizers) gives no finding; the figures are in `docs/data.md`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Tokens = npt.NDArray[np.integer]
 Indices = npt.NDArray[np.int64]
 
 DUPLICATE_TOKENS = 16
-"""Shorter documents repeat by nature and are not compared."""
+"""Shorter documents repeat naturally and are not compared."""
 LONG_TOKENS = 512
-"""Documents from this length on are looked at for degenerate text."""
+"""Documents from this length on are checked for degenerate text."""
 DEGENERATE_SHARE, DEGENERATE_REPEATS, DEGENERATE_BITS = 0.5, 0.98, 0.5
-"""Share of one token; share of 13-grams that stood earlier; compressed bits per token. Real text stayed below 0.45,
-below 0.965, and above 0.75."""
+"""Share of one token; share of repeated 13-grams; compressed bits per token. Real text stayed below 0.45, below 0.965,
+and above 0.75."""
 FOREIGN_AGREEMENT = 0.97
-"""Median agreement of a file's sampled documents with their second encoding. Right tokenizer: 1; wrong: up to 0.95."""
+"""Minimum median agreement of a file's sampled documents with their re-encoding. Right tokenizer: 1; wrong: to 0.95."""
 SAMPLE_TOKENS = 256
 """Tokens of a document that are encoded again."""
 _WINDOW, _ANCHOR = 192, 8
@@ -49,7 +49,7 @@ def document_hashes(tokens: Tokens, starts: Indices, ends: Indices) -> npt.NDArr
 def repeated(hashes: Sequence[npt.NDArray[np.uint64]]) -> tuple[int, npt.NDArray[np.uint64]]:
     """Documents beyond the first with their hash, and the hashes that occur more than once.
 
-    Works through the hashes in 16 parts, so that no second copy of them is needed at once.
+    Works in 16 parts, so that no second copy of all hashes is needed at once.
     """
     extra, values = 0, []
     for part in range(16):
@@ -61,10 +61,10 @@ def repeated(hashes: Sequence[npt.NDArray[np.uint64]]) -> tuple[int, npt.NDArray
 
 
 def suspects(tokens: Tokens, starts: Indices, ends: Indices) -> Indices:
-    """Documents that might be degenerate, by two windows of 192 tokens each: what `degenerate` is then asked about.
+    """Documents that might be degenerate, by two windows of 192 tokens each: a fast filter before `degenerate`.
 
-    Suspected are those in which 8 tokens at the head of both windows stand again inside them (so a passage of up to
-    184 tokens repeats), or one token has 4 of 10 places.
+    A document is suspect if 8 tokens at the head of both windows recur inside them (so a passage of up to 184 tokens
+    repeats), or if one token has 4 of 10 places.
 
     Returns:
         int64, numbers of documents.
@@ -85,7 +85,7 @@ def suspects(tokens: Tokens, starts: Indices, ends: Indices) -> Indices:
 
 
 def _recurs(windows: Tokens) -> npt.NDArray[np.bool_]:
-    """Whether the first `_ANCHOR` tokens of each window stand again in it; bool [windows]."""
+    """Whether the first `_ANCHOR` tokens of each window recur in it; bool [windows]."""
     shifts = _WINDOW - _ANCHOR
     hit = windows[:, 1 : 1 + shifts] == windows[:, :1]
     for place in range(1, _ANCHOR):
@@ -95,7 +95,7 @@ def _recurs(windows: Tokens) -> npt.NDArray[np.bool_]:
 
 
 def degenerate(document: Tokens) -> str:
-    """What makes a document degenerate, empty if nothing does. Long ones are judged by four parts of 4096 tokens."""
+    """Why a document is degenerate, empty if it is not. Long ones are judged by four parts of 4096 tokens."""
     if len(document) > 4 * _JUDGED:
         at = np.linspace(0, len(document) - _JUDGED, 4).astype(np.int64)
         document = np.concatenate([document[begin : begin + _JUDGED] for begin in at])
@@ -119,7 +119,7 @@ def degenerate(document: Tokens) -> str:
 def agreements(samples: Iterable[list[int]], tokenizer: Tokenizer) -> list[float]:
     """Decode and encode token lists; the share of ids that come back (as a multiset), for each list.
 
-    Lists for which the tokenizer's own output does not come back either (a lossy tokenizer) are left out.
+    Lists that a lossy tokenizer does not reproduce from its own output either are left out.
     """
     given = list(samples)
     once = tokenizer.encode([tokenizer.decode(ids) for ids in given])

@@ -1,7 +1,7 @@
-"""Files that come from anywhere: which there are, how each is read, and unpacking them.
+"""Input files of any origin: finding them, how each is read, and decompression.
 
-What is cut off, damaged or not what its name says is a DataError that names the file. Errors of the operating system
-stay what they are: see `fsdp_pretrain.console.explain`.
+Truncated, damaged or misnamed files raise a DataError that names them. Errors of the operating system stay as they
+are: see `fsdp_pretrain.console.explain`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Kind = Literal["text", "jsonl", "parquet"]
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 TEXT_SUFFIXES = tuple(suffix + packed for suffix in (".txt", *_KINDS) for packed in ("", *PACKED))
-"""Names of the files that are taken from directories by default."""
+"""Suffixes of the files taken from directories by default."""
 DAMAGED = "the file is cut off, damaged or not what its name says: restore it or fetch it again"
 _UNPACKED = 64 << 20
-"""Bytes of one document of a packed file, if the file is smaller: a few kB can unpack to any size."""
+"""Maximum bytes of a document in a packed file, unless the file is larger: a few kB can unpack to any size."""
 _SNIFFED = 1 << 16
 _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 
 
 def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
-    """Files named or found in the directories named, without duplicates (symbolic links resolved).
+    """The named files and those in named directories, without duplicates (symbolic links resolved).
 
-    Their order fixes the document numbers. Of directories, only files that end in one of `suffixes` are taken, by
+    Their order fixes the document numbers. From directories, only files that end in one of `suffixes` are taken, by
     default `.txt`, JSONL and parquet.
 
     Raises:
-        DataError: an input does not exist or is no file, looks like another format than its name says, or nothing is
+        DataError: an input does not exist or is not a file, looks like another format than its name says, or nothing is
             found.
     """
     wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
@@ -62,7 +62,7 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path
 
 
 def files_below(directory: Path) -> list[Path]:
-    """Whatever is no directory in one and those below it, sorted; symbolic links are followed, to no directory twice.
+    """All non-directories in and below a directory, sorted; symbolic links are followed, no directory is entered twice.
 
     Raises:
         OSError: a directory cannot be read.
@@ -74,7 +74,7 @@ def files_below(directory: Path) -> list[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    while waiting:  # first the directory itself, then what links in it lead to
+    while waiting:  # first the directory itself, then the targets of links in it
         for folder, folders, names in os.walk(waiting.pop(0), onerror=fail):
             place = os.path.realpath(folder)
             if place in entered:
@@ -102,7 +102,7 @@ def require_file(path: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Raise DataError if a file that would be read as text for lack of a suffix looks like another format."""
+    """Raise DataError if a file that would be read as text looks like another format."""
     if kind_of(path) != "text":
         return
     with readable(path), open_unpacked(path) as file:
@@ -132,9 +132,9 @@ def kind_of(path: Path) -> Kind:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what a library finds wrong with the content of `path` into DataError; other OSErrors name it.
+    """Turn a library's errors about the content of `path` into DataError; other OSErrors get its name.
 
-    Those of the libraries have no error number, those of the operating system have one.
+    Errors of the libraries have no error number, those of the operating system have one.
     """
     try:
         with naming(path):
@@ -147,9 +147,9 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed if its name ends in `.gz` or `.zst`, from any number of members or frames.
+    """A file's bytes, decompressed if its name ends in `.gz` or `.zst`; members or frames are concatenated.
 
-    Reading raises OSError without a number where the last of them has no end, or where something else follows.
+    Reading raises OSError without a number if the last of them is truncated or followed by something else.
     """
     with path.open("rb") as file:
         if path.suffix not in PACKED:
@@ -163,7 +163,7 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 class Pieces:
-    """Reads a file from `open_unpacked` in whole or by lines; refuses a piece longer than a packed one may hold."""
+    """Reads a file from `open_unpacked` whole or by lines; refuses pieces longer than a packed file may hold."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file, self._path = file, path

@@ -1,8 +1,8 @@
-"""Raw text in: cut into pieces of work, read as documents. No tokens here.
+"""Raw text input: split into units of work, read as documents. No tokens here.
 
 Text files are one document each (`--split lines`: one per line), JSONL files one document per line (`--text-field`),
-parquet files one per row. `.gz` and `.zst` are unpacked while reading. A piece of work is a byte range, a range of
-row groups or a whole file, so that large files are shared between workers and a shard never depends on their number.
+parquet files one per row. `.gz` and `.zst` are unpacked while reading. A unit is a byte range, a range of row groups
+or a whole file, so that large files are shared between workers and a shard never depends on their number.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _EXPANSION = 4
 """Assumed ratio of text to compressed bytes, for balancing shards only."""
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _ROWS = 64
-"""Rows of a parquet file that are unpacked at once."""
+"""Rows of a parquet file that are decoded at once."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of work: bytes [start, stop) of a plain file, row groups [start, stop) of a parquet, or a whole file.
+    """One unit of work: bytes [start, stop) of a plain file, row groups [start, stop) of a parquet, or a whole file.
 
     `size` is its (estimated) bytes of text.
     """
@@ -42,11 +42,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Document:
-    """A text, with its answer where a field for that was named, and where it stands.
+    """A text, with its answer if an answer field was named, and its place.
 
     Attributes:
-        line: counts lines, rows or, for a whole file, is 0.
-        repaired: invalid UTF-8 or lone surrogates were replaced.
+        line: number of the line or row; 0 for a whole file.
+        repaired: whether invalid UTF-8 or lone surrogates were replaced.
     """
 
     texts: tuple[str, ...]
@@ -99,11 +99,11 @@ def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
 
 
 def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: str | None = None) -> Iterator[Document]:
-    """Documents of one unit, in file order; the fields are those of JSONL or columns of parquet files.
+    """Documents of one unit, in file order; fields are those of JSONL or columns of parquet files.
 
     Raises:
         DataError: unreadable file, invalid JSON, or a record without the fields; names file and line.
-        OSError: the storage failed, or the file may not be read.
+        OSError: the storage failed, or the file cannot be read.
     """
     path, names = Path(unit.path), [text_field, *([answer_field] if answer_field is not None else [])]
     if unit.kind == "text" and answer_field is not None:
@@ -123,12 +123,12 @@ def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: st
 
 
 def _read_lines(path: Path, unit: Unit) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the lines that begin inside the unit. Numbers count from the unit's start."""
+    """(number, line) of the lines that start inside the unit. Numbers count from the unit's start."""
     with open_unpacked(path) as file:
         whole, pieces = path.suffix in PACKED, Pieces(file, path)
         if not whole and unit.start:
             file.seek(unit.start - 1)
-            file.readline()  # the line that straddles the start belongs to the unit before
+            file.readline()  # the line that straddles the start belongs to the previous unit
         number = 0
         while whole or file.tell() < unit.stop:
             line = pieces.line()
@@ -139,7 +139,7 @@ def _read_lines(path: Path, unit: Unit) -> Iterator[tuple[int, bytes]]:
 
 
 def _line_in_file(unit: Unit, number: int) -> int:
-    """Number in the whole file, from 1, of a line of a unit."""
+    """1-based number in the whole file of a line of a unit."""
     if Path(unit.path).suffix in PACKED or not unit.start:
         return number + 1
     with Path(unit.path).open("rb") as file:
@@ -167,7 +167,7 @@ def _json_document(line: bytes, number: int, unit: Unit, names: list[str]) -> Do
 
 
 def _no_text(record: Any, names: list[str], where: str) -> DataError:
-    """Why a JSON value is no record with texts in these fields."""
+    """Why a JSON value is not a record with texts in these fields."""
     if not isinstance(record, dict):
         return DataError(f"{where}: {_shown(record)} is no object with fields")
     name, option = next(pair for pair in zip(names, _OPTIONS, strict=False) if not isinstance(record.get(pair[0]), str))
@@ -193,7 +193,7 @@ def _document(found: Sequence[str | bytes], number: int, *, repaired: bool = Fal
 
 
 def _decode(raw: bytes | str) -> tuple[str, bool]:
-    """The text, and whether something in it was replaced. JSON can hold lone surrogates, which no tokenizer accepts."""
+    """The text, and whether anything was replaced. JSON can hold lone surrogates, which no tokenizer accepts."""
     if isinstance(raw, str):
         try:
             raw.encode("utf-8")
@@ -253,7 +253,7 @@ def _check_column(path: Path, schema: Any, name: str, option: str) -> None:
 
 
 def _texts(column: Any) -> list[bytes | None]:
-    """Values of a column, not decoded yet: what is not UTF-8 is repaired and counted as everywhere."""
+    """Values of a column, undecoded: invalid UTF-8 is repaired and counted as everywhere."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):

@@ -1,19 +1,19 @@
-r"""Cutting a long text where its tokens are cut anyway, so that its parts give the ids of the whole.
+r"""Cutting long texts at places where tokens always end, so that the parts give the ids of the whole.
 
 The `tokenizers` library needs some 160 bytes per character of what it encodes at once: 8 GB for a document of 50 MB.
-So long texts are encoded in parts, cut between a letter or digit and a space or newline behind it, if the tokenizer
-never joins those two. That is known of a pipeline made only of what is listed here:
+So long texts are encoded in parts, cut between a letter or digit and a following space or newline, if the tokenizer
+never joins those two. That is known of a pipeline that consists only of:
 
-- Added tokens: none that a text can spell contains such a place, takes in the white space behind it (`rstrip`) or
-  looks at its neighbours (`single_word`).
+- Added tokens: none that text can spell contains such a place, takes in the white space after it (`rstrip`) or
+  checks its neighbours (`single_word`).
 - Normalizer: none, NFC or NFKC. A letter or digit at such a place stays one, and nothing is joined across it.
 - Pre-tokenizer: splits by regular expressions whose alternatives are all in `_ALTERNATIVES`. None of these matches a
-  letter or digit together with white space behind it; none looks back; the only one that looks ahead begins at white
+  letter or digit together with following white space; none looks back; the only one that looks ahead starts at white
   space. One of them matches any white space, so a piece always begins at such a place. What a further pre-tokenizer
   does, it does inside the pieces.
 - The model sees one piece at a time.
 
-Any other tokenizer gets its texts whole.
+Any other tokenizer gets whole texts.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _ALTERNATIVES = {
     r"\s+(?!\S)",
     r"\s+",
 }
-"""Of the expressions of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2, Mistral and DeepSeek 3."""
+"""From the expressions of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2, Mistral and DeepSeek 3."""
 _CLASS = r"\\.|\[(?:\\.|[^\\\]])*\]"
 _ALTERNATIVE = re.compile(rf"(?:{_CLASS}|\((?:{_CLASS}|[^\\()\[\]])*\)|[^\\()\[\]|])+", re.DOTALL)
-"""What stands between the `|` of an expression that are in no class or group."""
+"""The text between those `|` of an expression that are in no class or group."""
 
 
 def can_cut(pipeline: dict[str, Any], normalized: dict[str, str]) -> bool:
@@ -76,7 +76,7 @@ def can_cut(pipeline: dict[str, Any], normalized: dict[str, str]) -> bool:
 
 
 def parts(text: str, size: int) -> Iterator[str]:
-    """`text` in parts of at least `size` characters (the last may be shorter), cut at the first `CUT` behind them."""
+    """`text` in parts of at least `size` characters (the last may be shorter), cut at the next `CUT`."""
     begin = 0
     while begin < len(text):
         cut = CUT.search(text, begin + size)
@@ -110,7 +110,7 @@ def _separates(step: dict[str, Any]) -> bool:
 
 
 def _alternatives(step: dict[str, Any]) -> set[str]:
-    """Of the regular expression of a `Split`; of anything else, or with groups in groups, something in no list."""
+    """Alternatives of the regular expression of a `Split`; for anything else, or nested groups, an unlisted one."""
     expression = step.get("pattern", {}).get("Regex") if step["type"] == "Split" else None
     if expression is None or (step["behavior"], step["invert"]) not in (("Isolated", False), ("Removed", True)):
         return {""}

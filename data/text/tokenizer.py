@@ -1,7 +1,7 @@
 """sentencepiece and tokenizers models behind one class whose `encode` adds nothing and parses no special token.
 
-The separator of the training stream is the packer's alone. Every way a tokenizer slips specials in by itself is
-closed here, and `Tokenizer.load` probes that it is (see `_probe`).
+Only the packer writes separators. Every way in which a tokenizer adds special tokens by itself is closed here, and
+`Tokenizer.load` checks that it is (see `_probe`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ EOD = "<|endoftext|>"
 
 _KNOWN_EODS = (EOD, "</s>", "<eod>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<EOT>", "<eos>")
 _UNKNOWN = "\u3402 \U00012000 \U0010fffd"
-"""Text that no vocabulary holds: it shows whether the separator is also the token of unknown text."""
+"""Text in no vocabulary: shows whether the separator is also the unknown token."""
 _FILES = ("tokenizer.json", "tokenizer.model")
 _AT_ONCE = 1 << 19
-"""Characters of a text from which on it is encoded in parts, if it can be; at once they take 80 MB."""
+"""Longer texts are encoded in parts, if possible; this many characters at once take 80 MB."""
 Progress = Callable[[int], None]
 
 
@@ -38,7 +38,7 @@ class Tokenizer(ABC):
         kind: `tokenizers` or `sentencepiece`.
         vocab_size: highest id plus one.
         eod: id of the document separator.
-        specials: {id: text} of the control tokens; none of them ever comes out of `encode`.
+        specials: {id: text} of the control tokens; `encode` never produces them.
         fingerprint: sha256 over the file and the separator; equal fingerprints encode equally.
     """
 
@@ -70,7 +70,7 @@ class Tokenizer(ABC):
 
         Args:
             path: `tokenizer.json`, a sentencepiece `.model`, or a directory that holds one of them.
-            eod: separator, as text or id; needed only if the tokenizer does not say which token it is.
+            eod: separator, as text or id; needed only if the tokenizer does not name one.
 
         Raises:
             DataError: no tokenizer there, not readable, no known separator, or it adds tokens by itself.
@@ -80,13 +80,13 @@ class Tokenizer(ABC):
             return _SentencePiece(path, eod) if path.suffix == ".model" else _Tokenizers(path, eod)
         except DataError:
             raise
-        except BaseException as error:  # the libraries raise bare Exception, RuntimeError, and panics beside those
+        except BaseException as error:  # the libraries raise bare Exception, RuntimeError and panics
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"cannot load the tokenizer {path}: {error}") from None
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's account of this tokenizer."""
+        """The manifest's entry of this tokenizer."""
         return {
             "file": self.path.name,
             "kind": self.kind,
@@ -106,7 +106,7 @@ class Tokenizer(ABC):
 
         Args:
             texts: of any length; see `data.text.splitting` for long ones.
-            progress: called with the number of characters that have been encoded since it was last called.
+            progress: called with the number of characters encoded since the last call.
         """
 
     @abstractmethod
@@ -133,7 +133,7 @@ class _Tokenizers(Tokenizer):
         self._model.no_padding()
         self._model.encode_special_tokens = True  # a literal "</s>" in a text stays text; not stored in the file
         if getattr(self._model.model, "dropout", None):
-            self._model.model.dropout = None  # BPE dropout, stored in the file, would cut a text another way each time
+            self._model.model.dropout = None  # BPE dropout, if stored in the file, would make encoding random
         added = self._model.get_added_tokens_decoder()
         self.specials = {number: token.content for number, token in added.items() if token.special}
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
@@ -162,7 +162,7 @@ class _Tokenizers(Tokenizer):
         return number
 
     def _default_eod(self) -> int | None:
-        """The end token named by `tokenizer_config.json` beside the file, else the one special with a known name."""
+        """The end token of `tokenizer_config.json` beside the file, else the only special token with a known name."""
         config = self.path.with_name("tokenizer_config.json")
         if config.is_file():
             try:
@@ -187,7 +187,7 @@ class _SentencePiece(Tokenizer):
         from sentencepiece import SentencePieceProcessor
 
         self._model = SentencePieceProcessor()
-        self._model.Load(str(self.path))  # the constructor could carry add_bos/add_eos for all later calls
+        self._model.Load(str(self.path))  # the constructor could set add_bos/add_eos for all later calls
         self.vocab_size = self._model.GetPieceSize()
         pieces = range(self.vocab_size)
         self._control = {n: self._model.IdToPiece(n) for n in pieces if self._model.IsControl(n)}
@@ -201,7 +201,7 @@ class _SentencePiece(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Control pieces decode to nothing in sentencepiece; show them as they are written."""
+        """Control pieces decode to nothing in sentencepiece; show their text."""
         parts: list[str] = []
         run: list[int] = []
         for number in ids:

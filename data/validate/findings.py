@@ -1,4 +1,4 @@
-"""What `fsdp-data validate` can find, and findings as they are counted and merged."""
+"""The catalogue of what `fsdp-data validate` can find, and findings as counted and merged."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ EXAMPLES = 3
 
 
 class FindingKind(NamedTuple):
-    """One entry of the catalogue: what was found, and what to do."""
+    """One entry of the catalogue: what was found, and the remedy."""
 
     severity: Literal["error", "warning"]
-    """`error` where training would go wrong, `warning` where a person should look."""
+    """`error` where training would go wrong, `warning` where a person should check."""
     unit: Unit
-    """What the count counts, and what its rate is a share of; empty where a share means nothing."""
+    """Unit of the count and of its rate; empty where a rate means nothing."""
     meaning: str
     remedy: str
 
@@ -114,14 +114,14 @@ CATALOGUE: dict[str, FindingKind] = {
         unit="files",
     ),
 }
-"""Every finding `validate` can make."""
+"""All findings of `validate`, by code."""
 
 
 @dataclass
 class Example:
-    """Where a defect is: in a file, perhaps in a document of it, perhaps at a token of the document.
+    """Place of a defect: a file, perhaps a document in it, perhaps a token of the document.
 
-    `note` is what was measured there; `text` the decoded text around the place, document boundaries shown as `‖`, None
+    `note` is what was measured there; `text` the decoded text around it, with document boundaries shown as `‖`, None
     without a tokenizer.
     """
 
@@ -141,7 +141,7 @@ class Example:
 
 @dataclass
 class Finding:
-    """One kind of defect: how often and where first."""
+    """One kind of defect: its count and first places."""
 
     code: str
     count: int
@@ -164,7 +164,7 @@ class Findings:
         self.by_code: dict[str, Finding] = {}
 
     def add(self, code: str, count: int, examples: Iterable[Example] = ()) -> None:
-        """Count defects (nothing happens for 0)."""
+        """Count defects; 0 has no effect."""
         if not count:
             return
         finding = self.by_code.setdefault(code, Finding(code, 0))

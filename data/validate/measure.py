@@ -1,9 +1,9 @@
-"""The one judge of what the documents of a file carry: `validate` reports its findings, `import` refuses for them.
+"""Checks what the documents of a file carry: `validate` reports the findings, `import` refuses because of them.
 
 A declaration holds if every document carries exactly what it says: `trailing` one separator at its end and none
 elsewhere, `leading` one at its beginning, `none` none at all. No document may hold an id outside the vocabulary or
-another special token. In a flat array, which is cut at its separators, a document may lack its separator at the edge of
-the file, and one that is nothing but its separator shows two side by side.
+another special token. In a flat array, which is cut at its separators, a document at the edge of the file may lack its
+separator, and a document that is only its separator shows two adjacent ones.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .report import add_texts
 
 Mask = npt.NDArray[np.bool_]
 _RANGES = 4
-"""Ranges of special ids up to which comparing is faster than a table."""
+"""Up to this many ranges of special ids comparing is faster than a table."""
 
 
 class Judged(NamedTuple):
-    """What was found in a run, for those who measure or copy it."""
+    """What was found in a run, for those that measure or copy it."""
 
     outside: Ints
     """Positions of ids outside the vocabulary."""
     separators: Ints
     """[documents] separators in each."""
     text: Ints
-    """[documents] tokens without the declared separator; -1 if the document is named in a finding as holding none."""
+    """[documents] tokens without the declared separator; -1 if a finding already reports the document as empty."""
 
 
 class _Specials(NamedTuple):
@@ -55,13 +55,13 @@ class _Specials(NamedTuple):
 
 
 class Judge:
-    """Judges the runs of one file.
+    """Checks the runs of one file.
 
     Attributes:
-        findings: so far.
-        documents, tokens: seen so far, separators included in the tokens.
-        empty: documents without any token but their declared separator.
-        unterminated: stretches at an edge of a flat file that lack their separator.
+        findings: of the runs added.
+        documents, tokens: of the runs added, separators included in the tokens.
+        empty: documents without any token except their declared separator.
+        unterminated: pieces at an edge of a flat file that lack their separator.
         beginning, ending: documents that begin or end with a separator.
         specials: {id: [at document starts, at ends, inside]}, occurrences of each special token.
     """
@@ -81,7 +81,7 @@ class Judge:
         self._table[[number for number in ids if number < vocabulary.size]] = True
 
     def add(self, run: Run) -> Judged:
-        """Look at every token of a run."""
+        """Check every token of a run."""
         self.documents += len(run.lengths)
         self.tokens += len(run.tokens)
         outside = self._outside(run)
@@ -113,20 +113,20 @@ class Judge:
         return Judged(outside, separators, text)
 
     def finish(self) -> Findings:
-        """The findings, once all runs were added."""
-        if self.unterminated and not self._separators:  # no cut at all: not the edge of anything
+        """The findings, after all runs were added."""
+        if self.unterminated and not self._separators:  # no cut at all: not just an edge
             self.findings.add("separator-missing", self.unterminated, [Example(self._name, 0)])
         return self.findings
 
     @property
     def holds(self) -> bool:
-        """Whether nothing so far contradicts the declaration; warnings do not."""
+        """Whether nothing contradicts the declaration yet; warnings do not."""
         return self.findings.exit_code < 2
 
     def require(self, source: str, file: TokenFile, tokenizer: Tokenizer) -> None:
-        """Raise DataError with findings, rates, first places and the declaration that would fit, unless it holds.
+        """Raise DataError with findings, rates, first places and a declaration that would fit, unless it holds.
 
-        `file` is read once more, up to the places.
+        Reads `file` once more, up to the places.
         """
         errors = [finding for finding in self.finish().by_code.values() if finding.kind.severity == "error"]
         if not errors:
@@ -179,7 +179,7 @@ class Judge:
         return found
 
     def _find(self, tokens: npt.NDArray[Any]) -> Ints:
-        """Positions of special tokens, perhaps of ids outside the vocabulary too."""
+        """Positions of special tokens, possibly also of ids outside the vocabulary."""
         if len(self._ranges) > _RANGES:
             return np.flatnonzero(self._table.take(tokens, mode="clip"))
         mask: Mask | None = None
@@ -195,7 +195,7 @@ class Judge:
             self.specials.setdefault(pair // 3, [0, 0, 0])[pair % 3] += count
 
     def _add_separators(self, run: Run, held: _Specials) -> tuple[Mask, Mask, Ints]:
-        """Count what the documents carry; [documents] whether each begins, and ends, with a separator, and how many."""
+        """Count separators; [documents] whether each begins, and ends, with one, and how many it has."""
         begin, end = np.zeros((2, len(run.lengths)), dtype=bool)
         begin[held.document[held.first]] = True
         end[held.document[held.last]] = True
@@ -213,7 +213,7 @@ class Judge:
         return begin, end, counts
 
     def _name_undeclared(self, run: Run, specials: _Specials, text: Ints) -> None:
-        """Findings about special tokens that were not declared; sets `text` of documents that hold no others to -1."""
+        """Report special tokens that were not declared; sets `text` of documents that hold no others to -1."""
         declared = {"none": np.zeros_like(specials.last), "trailing": specials.last, "leading": specials.first}
         undeclared = ~(specials.is_separator & declared[self._declared])
         only = (np.bincount(specials.document[undeclared], minlength=len(text)) == text) & (text > 0)
@@ -226,7 +226,7 @@ class Judge:
         text[only] = -1
 
     def _name_separators(self, run: Run, held: _Specials) -> None:
-        """Findings about groups of adjacent separators within documents."""
+        """Report groups of adjacent separators within documents."""
         if not len(held.at):
             return
         opens = np.ones(len(held.at), dtype=bool)
@@ -251,6 +251,6 @@ class Judge:
         self.findings.add(code, len(found), examples)
 
     def example(self, run: Run, document: int, at: int | None = None, note: str = "") -> Example:
-        """A document of the run, at a position of the run."""
+        """An example: a document of the run, at a position of the run."""
         token = None if at is None else at - int(run.starts[document])
         return Example(self._name, run.first + document, token, note)

@@ -1,8 +1,8 @@
-"""Measurements of one token file, run by run: what `validate` is made of.
+"""Measurements of one token file, run by run, for `validate`.
 
-One pass, a handful of vectorised operations per run of a million tokens; whatever needs Python per token or a second
-look is done for rare events (special tokens, suspects) or on a sample (unigrams, decoding). Memory: some 20 bytes per
-token of a run, plus the histogram of the vocabulary and 8 bytes per document of the file.
+One pass, a few vectorised operations per run of a million tokens; what needs Python per token or a second pass is done
+for rare events (special tokens, suspects) or on a sample (unigrams, decoding). Memory: some 20 bytes per token of a
+run, plus the histogram of the vocabulary and 8 bytes per document of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .findings import EXAMPLES, Findings
 from .measure import Judge
 
 LONGEST = 100
-"""Longest documents that are remembered of a file; more can not each be a hundredth of a corpus."""
+"""Longest documents kept of a file; no more than these can each be a hundredth of a corpus."""
 _UNIGRAM_STRIDE = 16
 _SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 8
 _LENGTH_BINS = 64 * 58
@@ -39,7 +39,7 @@ class Measurement:
         unigrams: int64 [vocabulary], counts of sampled tokens; empty if the file could not be measured.
         hashes: (number of the first document, uint64 [documents]) of each run.
         specials: see `Judge.specials`.
-        agreement: of each sampled document with its second encoding; see `documents.agreements`.
+        agreement: of each sampled document with its re-encoding; see `data.text.documents.agreements`.
     """
 
     findings: Findings
@@ -54,7 +54,7 @@ class Measurement:
 
 
 class Meter:
-    """Measures the runs of one file, beside what its judge looks at.
+    """Measures the runs of one file, beyond what its judge checks.
 
     `tokenizer` encodes sampled documents again; `thin` samples the unigrams of a large file instead of counting all.
     """
@@ -82,7 +82,7 @@ class Meter:
             self._sample(run, judged.text, min(size, self._tokenizer.vocab_size))
 
     def finish(self) -> Measurement:
-        """The measurement, once all runs were added."""
+        """The measurement, after all runs were added."""
         self._judge.finish()
         self._result.documents, self._result.tokens = self._judge.documents, self._judge.tokens
         self._result.specials = self._judge.specials
@@ -107,7 +107,7 @@ class Meter:
             result.longest = sorted([*result.longest, *here], key=lambda pair: (-pair[0], pair[1]))[:LONGEST]
 
     def _sample(self, run: Run, text: Ints, size: int) -> None:
-        """Remember the beginnings of a few documents of this run."""
+        """Keep the beginnings of a few documents of this run."""
         wanted = min(_SAMPLED_PER_RUN, _SAMPLED_DOCUMENTS - len(self._samples))
         good = np.flatnonzero(text >= SAMPLE_TOKENS // 4)
         chosen = good[np.linspace(0, len(good) - 1, min(wanted, len(good))).astype(np.int64)]
@@ -118,7 +118,7 @@ class Meter:
 
 
 def _length_bin(lengths: Ints) -> Ints:
-    """Bins of lengths: exact below 128, then 64 to each doubling."""
+    """Bins of lengths: exact below 128, then 64 per doubling."""
     octave = np.maximum(np.frexp(lengths.astype(np.float64))[1].astype(np.int64) - 7, 0)
     bins: Ints = octave * 64 + (lengths >> octave)
     return bins

@@ -1,4 +1,4 @@
-"""The report of `fsdp-data validate`, for people and for machines, with decoded text around what was found."""
+"""The report of `fsdp-data validate`, for people and for machines, with decoded text around the findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BOUNDARY = " ‖ "
 
 @dataclass
 class FileFigures:
-    """One file in the report; the divergence from the other files and the agreement with the tokenizer if known."""
+    """One file in the report, with its divergence from the others and agreement with the tokenizer if known."""
 
     name: str
     documents: int = 0
@@ -48,8 +48,8 @@ class ValidationReport:
 
     Attributes:
         documents, tokens: as stored, separators included.
-        separators: what its documents were judged to carry, and `declared` or how that was measured.
-        vocabulary: what the ids were judged by.
+        separators: what the documents were checked for, and `declared` or how that was measured.
+        vocabulary: that the ids were checked against.
         fingerprint: of the tokenizer, if one is known.
         lengths: quantiles of the document lengths, in tokens.
         entropy_bits: of the unigrams.
@@ -90,14 +90,14 @@ class ValidationReport:
         }
 
     def rate(self, finding: Finding) -> float | None:
-        """Share of the corpus's documents, tokens or files that a finding concerns; None where that means nothing."""
+        """Share of the corpus's documents, tokens or files with a finding; None where that means nothing."""
         totals = {"documents": self.documents, "tokens": self.tokens, "files": len(self.files), "": 0}
         total = totals[finding.kind.unit]
         return finding.count / total if total else None
 
 
 def render(report: ValidationReport, write: Callable[[str], None] = print) -> None:
-    """The report for people."""
+    """Print the report for people."""
     carry, because = report.separators
     write(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens in {len(report.files)} files")
     write(f"  separators  {carry} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
@@ -130,7 +130,7 @@ def _render_finding(finding: Finding, rate: float | None, write: Callable[[str],
 
 
 def add_texts(examples: Iterable[Example], files: dict[str, TokenFile], tokenizer: Tokenizer) -> None:
-    """Give examples that name a document the decoded text around their place; files are read again up to there."""
+    """Add the decoded text to examples that name a document; files are read again up to there."""
     for name, file in files.items():
         waiting = [example for example in examples if example.file == name and example.document is not None]
         for run in file.runs(MEASURED_TOKENS) if waiting else ():

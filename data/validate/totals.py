@@ -1,4 +1,4 @@
-"""A corpus from the measurements of its files: counts, quantiles, and the findings that only the whole shows.
+"""A corpus from the measurements of its files: counts, quantiles, and the findings that need the whole.
 
 Memory: 8 bytes per document (hashes), one histogram of the vocabulary, and 8 kB per file.
 """
@@ -70,7 +70,7 @@ class Totals:
     def judge(self, *, decoded: bool) -> None:
         """Add the findings about the whole: giants, duplicates, files unlike the others.
 
-        Where texts could be `decoded`, because a tokenizer was at hand, the distribution of ids is no finding.
+        If texts could be `decoded` with a tokenizer, the distribution of ids is no finding.
         """
         self._giants()
         self._duplicates()
@@ -92,7 +92,7 @@ class Totals:
         return {**quantiles, "max": self._longest[0][0] if self._longest else 0}
 
     def entropy(self) -> float:
-        """Bits per token of the unigrams that were counted; 0 of nothing."""
+        """Bits per token of the counted unigrams; 0 without any."""
         counts = self._unigrams[self._unigrams > 0]
         shares = counts / counts.sum() if len(counts) else np.ones(1)
         return float(-(shares * np.log2(shares)).sum()) + 0.0
@@ -128,7 +128,7 @@ class Totals:
         self.findings.add("duplicate-documents", extra, examples)
 
     def _divergences(self) -> list[float | None]:
-        """Of each file from all others, in bits; None where too few tokens were counted."""
+        """Divergence of each file from all others, in bits; None with too few tokens."""
         everything = self._buckets.sum(axis=0)
         enough = [min(own.sum(), everything.sum() - own.sum()) >= _JUDGED_TOKENS for own in self._buckets]
         return [

@@ -1,6 +1,6 @@
 """`fsdp-data validate`: measure what a corpus really holds. No torch; streaming; every finding has a remedy.
 
-The manifest is not believed: files are measured against it, and every token is looked at. Memory: about 100 MB per
+The manifest is not trusted: files are measured against it, and every token is checked. Memory: about 100 MB per
 worker, and 8 bytes per document plus 8 kB per file in the parent (see `meter` and `totals`).
 """
 
@@ -47,7 +47,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Rules:
-    """What every file is judged by, as worker processes get it."""
+    """What every file is checked against, as sent to worker processes."""
 
     vocabulary: Vocabulary
     separators: Separators
@@ -75,7 +75,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Work:
-    """One file, or one of several parts of a big one."""
+    """One file, or one part of a large one."""
 
     number: int
     file: _File
@@ -96,12 +96,12 @@ def validate(
     checksums: bool = True,
     quiet: bool = False,
 ) -> ValidationReport:
-    """Look at every document of a corpus, or of token files without a manifest.
+    """Check every document of a corpus, or of token files without a manifest.
 
     Args:
         directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
         vocabulary: overrides the manifest's.
-        separators: what the documents of a bare directory are meant to carry; None takes what most of them do.
+        separators: what documents of files without a manifest should carry; None takes what most of them do.
         format, dtype: of files without a manifest, see `open_file`; None takes the format from their names.
         checksums: also read every file once more and compare checksums.
 
@@ -180,7 +180,7 @@ def _bare(
 def _compare(
     directory: Path, manifest: CorpusManifest, tokenizer: Tokenizer | None, checksums: bool, findings: Findings
 ) -> Tokenizer | None:
-    """The manifest against the files beside it and the tokenizer asked for; the tokenizer of the corpus, if any."""
+    """Compare the manifest with its files and the given tokenizer; returns the tokenizer of the corpus, if any."""
     entry, stored = manifest.tokenizer, None
     for what in ("documents", "tokens"):
         listed = sum(getattr(shard, what) for shard in manifest.shards)
@@ -213,7 +213,7 @@ def _compare(
 
 
 def _measured_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
-    """The rules with what most documents carry, by the first run of up to 8 files, and how that was found."""
+    """The rules with what most documents carry, by the first run of up to 8 files, and how that was measured."""
     judge = Judge("", rules.vocabulary, "none", flat=False)
     for source in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
@@ -222,7 +222,7 @@ def _measured_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str
                 continue
             run = next(file.runs(MEASURED_TOKENS), None)
         except (DataError, OSError):
-            continue  # found again, and named, when the file is measured
+            continue  # reported when the file is measured
         if run is not None:
             judge.add(run)
     documents, end, begin = judge.documents - judge.empty, judge.ending, judge.beginning
@@ -232,7 +232,7 @@ def _measured_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str
 
 
 def _split(files: list[_File]) -> Iterator[_Work]:
-    """The work; files beyond 256 MB in several parts, so that one file occupies all workers."""
+    """The work; Megatron files beyond 256 MB in parts, so that one file occupies all workers."""
     for number, file in enumerate(files):
         data = file.path.with_name(file.path.name + ".bin") if file.format == "megatron" else file.path
         size = data.stat().st_size if data.exists() else 0
@@ -241,7 +241,7 @@ def _split(files: list[_File]) -> Iterator[_Work]:
 
 
 def _each(rules: _Rules, works: list[_Work], workers: int) -> Iterator[Measurement]:
-    """Measurements in the order of the works, so that reports do not depend on timing; few wait at a time."""
+    """Measurements in the order of the works, so that reports do not depend on timing; the queue is bounded."""
     if workers <= 1 or len(works) == 1 or sum(work.bytes for work in works) < _POOL_BYTES:
         yield from (_measure(rules, work) for work in works)
         return
@@ -256,7 +256,7 @@ def _each(rules: _Rules, works: list[_Work], workers: int) -> Iterator[Measureme
 
 
 def _measure(rules: _Rules, work: _Work) -> Measurement:
-    """Everything about one part of a file; what concerns the whole file is reported with its first part."""
+    """Measure one part of a file; what concerns the whole file is reported with its first part."""
     findings, name = Findings(), work.file.name
     file = _open(rules, work, findings)
     if work.part:
@@ -275,7 +275,7 @@ def _measure(rules: _Rules, work: _Work) -> Measurement:
             if offset >= begin:
                 meter.add(run)
             offset += run.tokens.nbytes
-    except (DataError, OSError) as error:  # what stands before the damage is measured
+    except (DataError, OSError) as error:  # what precedes the damage is measured
         _unreadable(judge.findings, name, error)
     return meter.finish()
 
@@ -294,7 +294,7 @@ def _load(tokenizer: tuple[Path, int] | None) -> Tokenizer | None:
 
 
 def _open(rules: _Rules, work: _Work, findings: Findings) -> TokenFile | None:
-    """The file, once it is what its manifest says and can be walked; findings otherwise."""
+    """The opened file if it can be read in order; otherwise None, with findings."""
     try:
         file = rules.open(work.file)
         if shard := file.shard:
@@ -329,7 +329,7 @@ def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, 
 
 
 def _report(directory: Path, subject: _Subject, totals: Totals) -> ValidationReport:
-    """Put the report together and decode what its examples point at."""
+    """Assemble the report and decode the text around its examples."""
     rules, tokenizer = subject.rules, _load(subject.rules.tokenizer)
     report = ValidationReport(
         directory=str(directory),

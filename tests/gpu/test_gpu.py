@@ -159,7 +159,7 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
 
 
 def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world: Any) -> None:
-    """The same memory every time, and the copy does not change when training goes on at once."""
+    """The same memory every time, and the copy does not change when training continues at once."""
     from fsdp_pretrain.bench import steps
     from fsdp_pretrain.checkpoint.async_save import Stager
     from fsdp_pretrain.checkpoint.loading import state_dict
@@ -208,7 +208,7 @@ def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world
 
 
 def test_flash_attention_takes_our_shapes() -> None:
-    """bf16, causal, grouped keys and values: the flash kernel accepts it, so SDPA will choose it."""
+    """bf16, causal, GQA: the flash kernel accepts it, so SDPA will choose it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from fsdp_pretrain.models.attention import Attention
@@ -264,10 +264,10 @@ def test_planned_memory_is_what_is_allocated(
     loaded = load(path, ["train.precision=bf16", f"train.global_batch={micro} samples", *overrides])
     accumulates = loaded.schedule.batch.full > micro
     expected = memory.estimate(loaded, shards=1, accumulates=accumulates, device=world.device)
-    gc.collect()  # what the tests before have left
+    gc.collect()  # left over from earlier tests
     base = torch.cuda.memory_allocated()
     trainer, _ = steps.build(loaded, world)
-    for _ in range(3):  # the optimiser has its moments from the second step on
+    for _ in range(3):  # the optimiser has moments from the second step on
         trainer.step()
     trainer.collect(keep=0)
     torch.cuda.reset_peak_memory_stats()

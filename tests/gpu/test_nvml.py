@@ -1,4 +1,4 @@
-"""NVIDIA's library tells the state of real GPUs. Needs a driver and the package nvidia-ml-py."""
+"""NVML reports the state of real GPUs. Needs a driver and the package nvidia-ml-py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_the_state_of_the_gpus(helpers: Any) -> None:
-    """Through the helper process, as the watchdog asks, beside a GPU that works."""
+    """Through the helper process, as the watchdog asks, beside a busy GPU."""
     helper = subprocess.Popen(
         [sys.executable, "-m", "fsdp_pretrain.watchdog.detectors.nvml", "nvml"],
         stdin=subprocess.PIPE,

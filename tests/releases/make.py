@@ -1,9 +1,9 @@
-"""Makes what `test_releases.py` checks every later version against: a run of this release, its corpus, its configuration.
+"""Makes the reference run of a release for `test_releases.py`: the run, its corpus and its configuration.
 
     python tests/releases/make.py tests/releases/0.1.0.tar.xz
 
-To be run once for every release, from its checkout, and committed. The run was rolled back, evaluated, muted, pinned, and
-in the end killed; `rollback.json` is a second rollback of it that was decided and not carried out.
+Run once for every release, from its checkout, and commit. The run was rolled back, evaluated, muted, pinned, and
+finally killed; `rollback.json` is a second rollback of it that was decided and not carried out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(os.environ.get("FSDP_PRETRAIN_ROOT", Path(__file__).resolve().parent.parent.parent))
 HOME = Path("/tmp/fsdp-pretrain-release")
-"""Where it is made: the paths in the record are the same on every machine, and are replaced when it is unpacked."""
+"""Where it is made: paths in the record are the same on every machine, and replaced when it is unpacked."""
 CONFIG = """
 run = { name = "release", dir = "/tmp/fsdp-pretrain-release/run" }
 model = { family = "llama", layers = 1, hidden = 4, heads = 1, ffn = 4, vocab = 272, tied_head = true }
@@ -42,14 +42,14 @@ WORDS = (
 
 
 def environment(**more: str) -> dict[str, str]:
-    """A plain shell's, without names of this machine."""
+    """A plain shell's environment, without names of this machine."""
     plain = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
     user = {"USER": "operator", "LOGNAME": "operator", "HOME": str(HOME), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return {**plain, **user, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **more}
 
 
 def command(module: str, *arguments: object, expect: int = 0) -> str:
-    """Run a command of the release; what it printed."""
+    """Run a command of the release; its output."""
     line = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(line, cwd=HOME, env=environment(), capture_output=True, text=True)
     assert done.returncode == expect, f"{line}: exit {done.returncode}\n{done.stdout}{done.stderr}"
@@ -57,7 +57,6 @@ def command(module: str, *arguments: object, expect: int = 0) -> str:
 
 
 def train(*overrides: str) -> subprocess.Popen[bytes]:
-    """Start the one rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -68,14 +67,13 @@ def train(*overrides: str) -> subprocess.Popen[bytes]:
 
 
 def texts(seed: int, count: int) -> str:
-    """JSONL of short documents."""
     rng = random.Random(seed)
     lines = [" ".join(rng.choices(WORDS, k=rng.randrange(3, 30))) for _ in range(count)]
     return "".join(json.dumps({"text": line}) + "\n" for line in lines)
 
 
 def make_run(run: Path) -> None:
-    """Train, go back, train on, evaluate, kill."""
+    """Train, roll back, continue, evaluate, kill."""
     assert train("watchdog.enabled=false").wait() == 0
     command("fsdp_pretrain.cli", "checkpoints", run, "pin", 8)
     command("fsdp_pretrain.cli", "note", run, "a person's line", "--step", 8)
@@ -95,13 +93,13 @@ def make_run(run: Path) -> None:
         not (run / "watchdog/alarms.jsonl").exists() or b"rank-died" not in (run / "watchdog/alarms.jsonl").read_bytes()
     ):
         time.sleep(0.1)
-    while (run / "watchdog/agent.json").exists():  # the watchdog has not ended
+    while (run / "watchdog/agent.json").exists():  # the watchdog is still running
         time.sleep(0.1)
     command("fsdp_pretrain.cli", "mute", run, "1h", "new firmware")
 
 
 def decide_rollback(run: Path) -> str:
-    """A `rollback.json` of the run as it is: a rollback of a copy is decided and cannot be carried out."""
+    """A `rollback.json` of the run as it is: a copy's rollback is decided and cannot be carried out."""
     copy = HOME / "copy"
     shutil.copytree(run, copy)
     (copy / "status.json").unlink()
@@ -113,13 +111,13 @@ def decide_rollback(run: Path) -> str:
 
 
 def entry(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """What is kept of a file: not its owner; nothing of tensors that no command reads."""
+    """An archive member without its owner; None for tensors that no command reads."""
     unread = info.name.endswith(".distcp") and ("abandoned/" in info.name or ".writing-" in info.name)
     return None if unread else info.replace(uid=0, gid=0, uname="", gname="", deep=False)
 
 
 def main() -> None:
-    """Make the archive that is named on the command line."""
+    """Make the archive named on the command line."""
     out = Path(sys.argv[1]).resolve()
     if ctypes.CDLL(None).unshare(0x04000000):  # CLONE_NEWUTS
         raise PermissionError("a host name of its own needs root")
