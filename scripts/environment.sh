@@ -1,9 +1,9 @@
-# Sourced by the other scripts: makes .venv with this project and the extras named, and puts it first on PATH.
+# Sourced by the other scripts: creates .venv with this project and the named extras, and puts it first on PATH.
 #
 #   . scripts/environment.sh all     or: dev, train, ...
 #
-# An environment that is already there is kept while pyproject.toml does not change. With INSTALL=no nothing is made or
-# installed: the Python that is active (PYTHON=... for another) has the packages, by PYTHONPATH for example.
+# An existing environment is reused until pyproject.toml changes. With INSTALL=no nothing is created or installed: the
+# active Python (or PYTHON=...) must have the packages, for example by PYTHONPATH.
 
 set -euo pipefail
 extras=${1:?which extras}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to an evaluated checkpoint: set-up, real text, tokenizer, shards, validation, training under
+# From a fresh clone to an evaluated checkpoint: setup, real text, tokenizer, shards, validation, training under
 # torchrun with hybrid sharding, evaluation by lm-eval. CPU is enough; nothing but Python packages is downloaded.
 #
 #   scripts/quickstart.sh            about ten minutes on two cores, half of it installing packages

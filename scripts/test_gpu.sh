@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The GPU suite and the GPU benchmarks on the machine at hand, ten minutes in all. Installs nothing: the Python that is
-# active (PYTHON=... for another) has torch with CUDA, the rest of the extra `train`, and pytest, not aim and not lm-eval.
+# The GPU suite and the GPU benchmarks on this machine, ten minutes in all. Installs nothing: the active Python (or
+# PYTHON=...) needs torch with CUDA, the rest of the extra `train`, and pytest, but neither aim nor lm-eval.
 #
 #   scripts/test_gpu.sh             suite, then benches
 #   scripts/test_gpu.sh suite       or: bench
