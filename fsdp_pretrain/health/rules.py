@@ -102,6 +102,7 @@ class Level:
         self.incident = HealthIncident("loss/level")
 
     def step(self, step: int, loss: float) -> list[HealthFinding]:
+        """Add the loss of a step."""
         self._block.append(loss)
         if len(self._block) < _BLOCK:
             return []
@@ -242,6 +243,7 @@ class Scale:
         self.incident = HealthIncident("scale/collapse", config.quiet.value)
 
     def step(self, step: int, scale: float, overflow: bool) -> list[HealthFinding]:
+        """Add the loss scale of a step, and whether it overflowed."""
         self.at_min = self.at_min + 1 if overflow and scale <= self._smallest else 0
         self._good = 0 if overflow else self._good + 1
         self._settled |= self._good >= 20

@@ -117,6 +117,7 @@ class PagerDutyChannel(Channel):
         self._url, self._key = section.url, secret(section.key_env, section.key_file, environment)
 
     def send(self, note: Note) -> None:
+        """As an event of the Events API v2."""
         action = {"resolved": "resolve", "acknowledged": "acknowledge"}.get(note.kind, "trigger")
         event: dict[str, object] = {
             "routing_key": self._key,

@@ -138,6 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
+        """`/metrics`, `/healthz` and `/status`."""
         snapshot = self.server.exporter.snapshot()
         if self.path not in ("/metrics", "/healthz", "/status"):
             self._answer(404, "text/plain", "there are /metrics, /healthz and /status\n")
