@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -37,7 +38,7 @@ def _parse(text: object, units: dict[str, int], example: str) -> tuple[Decimal, 
     return Decimal(number.replace("_", "")) * _MULTIPLIER[multiplier], unit
 
 
-class _Written:
+class _Quantity(ABC):
     """Base of quantities that are strings in configurations: read by `parse`, written by `str`."""
 
     @classmethod
@@ -46,8 +47,9 @@ class _Written:
         return text if isinstance(text, cls) else cls._read(text)
 
     @classmethod
+    @abstractmethod
     def _read(cls, text: object) -> Self:
-        raise NotImplementedError
+        """The quantity in a text that is not one yet. Raises ValueError."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -57,7 +59,7 @@ class _Written:
 
 
 @dataclass(frozen=True)
-class Progress(_Written):
+class Progress(_Quantity):
     """An amount of training in steps, samples or tokens, as `"2000 steps"`.
 
     Conversion to other units depends on the batch ramp, see `config.schedule`.
@@ -94,7 +96,7 @@ class Steps(Progress):
 
 
 @dataclass(frozen=True)
-class SampleRange(_Written):
+class SampleRange(_Quantity):
     """Samples [first, stop) by index, as `"1200:1332 samples"`."""
 
     first: int
@@ -117,7 +119,7 @@ class SampleRange(_Written):
 
 
 @dataclass(frozen=True)
-class Seconds(_Written):
+class Seconds(_Quantity):
     """A wall-clock duration (s, minutes, hours, days), as `"30 minutes"`."""
 
     value: float

@@ -79,7 +79,7 @@ class Alarms:
     """
 
     def __init__(self, path: Path, on_change: Callable[[Alarm, Alarm | None], None]) -> None:
-        self._file, self._told = AppendFile(path, durable=True), on_change
+        self._file, self._on_change = AppendFile(path, durable=True), on_change
         self._known = {alarm.key: alarm for alarm in read_alarms(path)}
 
     def __iter__(self) -> Iterator[Alarm]:
@@ -124,7 +124,7 @@ class Alarms:
 
     def _enter(self, alarm: Alarm, before: Alarm | None) -> None:
         self._known[alarm.key] = alarm
-        self._told(alarm, before)
+        self._on_change(alarm, before)
         self._file.write(json.dumps(alarm.to_json()))
 
     def close(self) -> bool:
