@@ -100,6 +100,7 @@ class NoSaver:
 def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
     """Train the case's steps."""
     model = fsdp.parallelize(models.build(config.model), config, world)
+    fsdp.initialise_all(model, config.run.seed)
     model.train()
     fp16 = config.train.precision == "fp16"
     if case == "poison":  # larger than fp16 can hold: infinite only where the token is looked up

@@ -96,6 +96,7 @@ def build(config: Config, world: World, heartbeat: Heartbeat | None = None) -> t
     """A trainer on random tokens that cannot save, and the recorder of its step records. Raises ConfigError."""
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
+    fsdp.initialise_all(model, config.run.seed)
     records = Records()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None), heartbeat or Heartbeat()),

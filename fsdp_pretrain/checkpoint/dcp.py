@@ -1,40 +1,36 @@
-"""Writing checkpoints with PyTorch's distributed checkpoint (DCP).
+"""Writing checkpoints in the format of PyTorch's distributed checkpoint (DCP), which plain DCP reads.
 
-DCP reshards and spreads writing over all ranks, replicas included. This module and `store` add what it lacks: checksums
-(computed while writing), a check that every chunk in the metadata was written, commit by rename, and read-back. DCP's
-`CheckpointException` is a BaseException.
+Writing is spread over all ranks, replicas included. This module and `store` add what DCP's own writer lacks: checksums
+(computed while writing), durability, commit by rename, and read-back.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fsdp_pretrain.errors import StorageError
-from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.mesh import World, local_part
 from fsdp_pretrain.record.files import make_directory, now, replace_file
 from fsdp_pretrain.record.journal import Kind
 from fsdp_pretrain.units import human_bytes
 
+from .delivery import root_cause
 from .digest import StateDigest, state_digest
 from .disk_space import GiveUp, SpaceNeeded, make_room
-from .loading import flatten, root_cause, verify
+from .layout import FILE_BYTES, Layout, Piece, file_name, layout_of
+from .loading import flatten, verify
 from .manifest import CheckpointManifest, Facts, FileEntry
-from .metadata import wrong_metadata
+from .metadata import METADATA
 from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file, sync_directory
 
 Note = tuple[Kind, str]
@@ -42,59 +38,28 @@ Note = tuple[Kind, str]
 Fetch = Callable[[str], torch.Tensor]
 _FILES_BESIDE = 8
 """Files of a checkpoint besides one per rank: metadata, manifest, and temporary files for atomic writes."""
-_CHUNK_OVERHEAD = 2048
-"""Upper bound of the bytes that DCP adds per chunk (zip header and metadata entry)."""
 
 
-class _HashingStream:
-    """Hashes a file while it is written; DCP writes strictly sequentially."""
+class _PieceFile:
+    """A file of pieces, hashed while torch.save writes it, strictly sequentially. Durable once closed."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self.digest, self.size = file, xxhash.xxh3_128(), 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("xb")
+        self._digest, self.size = xxhash.xxh3_128(), 0
 
     def write(self, data: Any) -> int:
-        self.digest.update(data)
+        self._digest.update(data)
         self.size += memoryview(data).nbytes
-        return cast(int, self._file.write(data))
+        return self._file.write(data)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+    def flush(self) -> None:
+        self._file.flush()
 
-
-class _HashingFileSystem(FileSystem):
-    """DCP's local file system; `written` has an entry for every finished file."""
-
-    def __init__(self) -> None:
-        self.written: list[FileEntry] = []
-
-    def mkdir(self, path: Any) -> None:
-        make_directory(Path(path))
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with Path(path).open(mode) as file:
-            hashing: Any = _HashingStream(file)
-            yield hashing
-        name = Path(path).name.removesuffix(".tmp")
-        self.written.append(FileEntry(name=name, bytes=hashing.size, xxh3=hashing.digest.hexdigest()))
-
-
-class _Delivering(DefaultSavePlanner):
-    """Saves meta tensors, fetching each one's values only when it is written."""
-
-    def __init__(self, world: World, fetch: Fetch) -> None:
-        super().__init__()
-        self._fetch = fetch
-        self.digest = StateDigest(world)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        tensor = self._fetch(index.fqn)
-        self.digest.add(index.fqn, tensor)
-        return tensor
+    def close(self) -> FileEntry:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileEntry(name=self._path.name, bytes=self.size, xxh3=self._digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -147,19 +112,17 @@ def save(
         StorageError: on every rank, if the save failed on any; an uncommitted attempt is removed.
     """
     start = time.perf_counter()
-    tensors = flatten(state)
-    # Each tensor is stored once across all ranks; DCP adds overhead per chunk.
-    size = sum(each.numel() * each.element_size() + _CHUNK_OVERHEAD * world.shards for each in tensors.values())
-    need = SpaceNeeded(size, world.size + _FILES_BESIDE)
+    layout = layout_of(state, world)
+    need = SpaceNeeded(layout.bytes, layout.files + _FILES_BESIDE)
     attempt, given_up = world.decide(lambda: _begin(store, facts.step, need, give_up))
     promised: CheckpointManifest | None = None
     try:
-        files, digest = _write(world, attempt, state, fetch)
+        files, metadata, digest = _write(world, attempt, layout, flatten(state), fetch)
 
         def commit() -> tuple[Checkpoint, int]:
             nonlocal promised
             guard()
-            every = [*files, *_write_texts(attempt, {TRAIN_STATE: train_state, CONFIG: config})]
+            every = [*files, *_write_small(attempt, {METADATA: metadata, TRAIN_STATE: train_state, CONFIG: config})]
             promised = CheckpointManifest(
                 **facts.model_dump(exclude_unset=True),
                 optimizer="optim" in state,
@@ -190,46 +153,69 @@ def _begin(store: Store, step: int, need: SpaceNeeded, give_up: GiveUp) -> tuple
     return store.begin(step), given_up
 
 
-def _write(world: World, attempt: Path, state: dict[str, Any], fetch: Fetch | None) -> tuple[list[FileEntry], str]:
-    """Write with DCP. Returns the entries of all ranks' files, and the state digest.
+def _write(
+    world: World, attempt: Path, layout: Layout, state: dict[str, torch.Tensor], fetch: Fetch | None
+) -> tuple[list[FileEntry], bytes, str]:
+    """Write this rank's pieces.
 
-    Raises StorageError on every rank if any failed.
+    Returns:
+        The entries of all ranks' files, the contents of `.metadata` (on rank 0), and the state digest.
+
+    Raises:
+        StorageError: on every rank, if any failed.
     """
-    files, tensors = _HashingFileSystem(), flatten(state)
-    # DCP keeps a file's tensors in memory until it is written, so each fetched tensor gets its own file.
-    writer = FileSystemWriter(attempt, single_file_per_rank=fetch is None, sync_files=True, overwrite=False)
-    if not any(tensor.is_cuda for tensor in tensors.values()):
-        # The state is a host copy. DCP's copy-ahead would synchronize with training's queued kernels between tensors,
-        # and with GPU 0 in every process, since that is a new thread's current device.
-        writer.per_thread_copy_ahead = 0
-    writer.fs = files
-    delivering = _Delivering(world, fetch) if fetch else None
-    planner = delivering or DefaultSavePlanner()
-    failure = None
+    digest, failure = StateDigest(world), None
+    written: list[FileEntry] = []
+    lengths: list[int] = []
+
+    def value(piece: Piece) -> torch.Tensor:
+        name = piece.tensor.name
+        if fetch is None:
+            return state[name]
+        digest.add(name, tensor := fetch(name))
+        return tensor
+
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*single process")  # a command's world has no process group
-            dcp.save(state, storage_writer=writer, planner=planner, process_group=world.host_group)
-    except (CheckpointException, Exception) as error:  # the other ranks must learn of any failure
+        _write_pieces(attempt, world.rank, layout.pieces[world.rank], value, written, lengths)
+    except Exception as error:  # the other ranks must learn of any failure
         failure = root_cause(error)
-    outcomes = world.gather((failure, files.written))
-    failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
+    outcomes = world.gather((failure, written, lengths))
+    failures = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(outcomes) if text]
     if failures:
         free = ""
         with suppress(OSError):  # the directory may be gone
             free = f" ({human_bytes(shutil.disk_usage(attempt.parent).free)} free)"
         raise StorageError(f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]}{free}")
-    world.decide(lambda: _check_complete(attempt))
-    digest = delivering.digest.total() if delivering else state_digest(world, tensors)
-    return [entry for _, written in outcomes for entry in written], digest
+    metadata = layout.metadata([sizes for _, _, sizes in outcomes]) if world.is_main else b""
+    total = digest.total() if fetch else state_digest(world, state)
+    return [entry for _, files, _ in outcomes for entry in files], metadata, total
 
 
-def _check_complete(attempt: Path) -> None:
-    if wrong := wrong_metadata(attempt):
-        raise StorageError(f"DCP reported success, but in {attempt} {wrong[0]}")
+def _write_pieces(
+    attempt: Path,
+    rank: int,
+    pieces: Sequence[Piece],
+    value: Callable[[Piece], torch.Tensor],
+    written: list[FileEntry],
+    lengths: list[int],
+) -> None:
+    """Write a rank's pieces, one at a time in memory; adds the finished files and the length of every piece."""
+    file: _PieceFile | None = None
+    for piece in pieces:
+        file = file or _PieceFile(attempt / file_name(rank, len(written)))
+        start, tensor = file.size, local_part(value(piece)).detach().cpu()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save would write the whole storage
+        torch.save(tensor, file)
+        lengths.append(file.size - start)
+        if file.size >= FILE_BYTES:
+            written.append(file.close())
+            file = None
+    if file is not None:
+        written.append(file.close())
 
 
-def _write_texts(attempt: Path, contents: dict[str, str]) -> list[FileEntry]:
+def _write_small(attempt: Path, contents: dict[str, str | bytes]) -> list[FileEntry]:
     try:
         for name, content in contents.items():
             replace_file(attempt / name, content)

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_pretrain.parallel.mesh import World, first_row, local_part
+from fsdp_pretrain.parallel.mesh import World, local_part, local_rows
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 2**16, "cuda": 2**22}
@@ -45,7 +45,9 @@ class StateDigest:
         else:
             counts = self._world.is_main
         if counts:  # the other ranks hold replicas
-            self._own += _digest(name, local_part(tensor).detach(), first_row(tensor) * math.prod(tensor.shape[1:]))
+            self._own += _digest(
+                name, local_part(tensor).detach(), local_rows(tensor).start * math.prod(tensor.shape[1:])
+            )
 
     def total(self) -> str:
         """The hash of all added tensors; collective."""

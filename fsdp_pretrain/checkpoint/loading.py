@@ -1,41 +1,31 @@
-"""Reading and verifying checkpoints of any mesh with PyTorch's distributed checkpoint (DCP), which reshards.
+"""Loading and verifying checkpoints of any mesh.
 
-DCP ignores unrequested keys and casts dtypes silently, so names, shapes and dtypes are compared first; afterwards the
-digest of the loaded state is compared with the saved one.
+Names, shapes and dtypes are compared first; afterwards the digest of the loaded state is compared with the saved one.
 """
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.tensor import DTensor
 
 from fsdp_pretrain.errors import CheckpointError, shortened
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import state_by_name
 
+from .delivery import Delivery, parse_chunk, place, root_cause
 from .digest import state_digest
+from .layout import leaves
 from .manifest import CheckpointManifest
-from .metadata import StoredTensor, read_metadata, wrong_metadata
-from .store import Checkpoint, verify_files
+from .metadata import METADATA, StoredTensor, read_metadata, wrong_metadata
+from .store import CONFIG, TRAIN_STATE, Checkpoint, verify_files
 
 
-class UnreadableError(CheckpointError):
-    """Loading failed midway, on all ranks: model and optimiser may be partly overwritten."""
+class DamagedError(CheckpointError):
+    """Files of a checkpoint are damaged; raised on all ranks. Model and optimiser may be partly overwritten."""
 
 
 def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -44,15 +34,9 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
     return state if optimizer is None else {**state, "optim": state_by_name(model, optimizer)}
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, torch.Tensor | DTensor]:
+def flatten(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of nested dictionaries by dotted name."""
-    if isinstance(tree, torch.Tensor):
-        return {prefix: tree}
-    return {
-        name: tensor
-        for key, value in tree.items()
-        for name, tensor in flatten(value, f"{prefix}.{key}" if prefix else key).items()
-    }
+    return {".".join(path): tensor for path, tensor in leaves(tree)}
 
 
 def verify(world: World, checkpoint: Checkpoint) -> list[str]:
@@ -78,18 +62,18 @@ def load(
         The manifest; its digest matches the loaded state.
 
     Raises:
-        UnreadableError: a tensor cannot be read from its file.
+        DamagedError: a file's bytes are not those that were written, or cannot be read.
         CheckpointError: tensors are missing, unexpected, or of another shape or dtype, or differ from what was saved.
     """
     manifest = world.decide(checkpoint.manifest)
     state = state_dict(model, optimizer if manifest.optimizer else None)
-    reader = world.together(lambda: _Reader(checkpoint.path))
-    world.decide(lambda: _compare(checkpoint, reader.tensors, state))
-    try:
-        dcp.load(state, storage_reader=reader, process_group=world.host_group)
-    except CheckpointException as error:  # DCP raises it on every rank
-        raise UnreadableError(f"{checkpoint.path} cannot be read: {root_cause(error)}").on_all_ranks() from None
-    digest = state_digest(world, flatten(state))
+    tensors = flatten(state)
+    stored = world.decide(lambda: _stored(checkpoint, manifest))
+    world.decide(lambda: _compare(checkpoint, stored, state))
+    files = [entry for entry in manifest.files if entry.name not in (METADATA, TRAIN_STATE, CONFIG)]
+    if wrong := Delivery(world, checkpoint.path, files, stored, tensors).run():
+        raise DamagedError(wrong[0]).on_all_ranks()
+    digest = state_digest(world, tensors)
     if digest != manifest.state_digest:
         raise CheckpointError(
             f"{checkpoint.path} gave another state than was saved (digest {digest}, at saving {manifest.state_digest})",
@@ -103,11 +87,22 @@ def load(
     return manifest
 
 
+def _stored(checkpoint: Checkpoint, manifest: CheckpointManifest) -> dict[str, StoredTensor]:
+    """The tensors that `.metadata` lists. Raises DamagedError."""
+    if wrong := verify_files(checkpoint.path, [entry for entry in manifest.files if entry.name == METADATA]):
+        raise DamagedError(wrong[0])
+    try:
+        return read_metadata(checkpoint.path)
+    except CheckpointError as error:
+        raise DamagedError(error.cause) from None
+
+
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Load only the weights, without a process group, into an unsharded model. Raises CheckpointError."""
-    state, reader = {"model": model.state_dict()}, _Reader(checkpoint.path)
-    _compare(checkpoint, reader.tensors, state)
-    _load_alone(checkpoint, state, reader)
+    weights = Weights(checkpoint, model)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(weights[name])
 
 
 class Weights:
@@ -115,7 +110,7 @@ class Weights:
 
     Args:
         checkpoint: its files must have been verified.
-        model: on the meta device; its parameters must match the checkpoint.
+        model: may be on the meta device; its parameters must match the checkpoint.
 
     Attributes:
         shapes: of every parameter, by name.
@@ -125,58 +120,26 @@ class Weights:
     """
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module) -> None:
-        self._checkpoint, self._reader, self._model = checkpoint, _Reader(checkpoint.path), model.state_dict()
-        _compare(checkpoint, self._reader.tensors, {"model": self._model})
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.items()}
+        self._folder, self._stored = checkpoint.path, read_metadata(checkpoint.path)
+        _compare(checkpoint, self._stored, {"model": model.state_dict()})
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A parameter, whole, in the dtype it is stored in. Raises CheckpointError."""
-        tensor = torch.empty_like(self._model[name], device="cpu")
-        _load_alone(self._checkpoint, {f"model.{name}": tensor}, self._reader)
+        stored = self._stored[f"model.{name}"]
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        try:
+            for chunk in stored.chunks:
+                with (self._folder / chunk.file).open("rb") as file:
+                    file.seek(chunk.start)
+                    content = file.read(min(chunk.length, os.fstat(file.fileno()).st_size))
+                place(tensor, chunk.offsets, parse_chunk(content, chunk, stored.dtype))
+        except Exception as error:  # damaged content makes torch.load raise anything
+            raise CheckpointError(
+                f"cannot read {name} of {self._folder}: {root_cause(error)}",
+                remedy="if the run is live, retention may just have deleted it: take a newer one",
+            ) from None
         return tensor
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader with our safe parser of `.metadata`, read once: with thousands of chunks it takes a second.
-
-    `tensors`: all tensors of the checkpoint by name. Raises CheckpointError, see `metadata.read_metadata`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.tensors = read_metadata(path)
-        self._metadata = Metadata(
-            state_dict_metadata={
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, tensor.dtype)),
-                    torch.Size(tensor.shape),
-                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
-                )
-                for name, tensor in self.tensors.items()
-            },
-            storage_data={
-                MetadataIndex(name, chunk.offsets): _StorageInfo(chunk.file, chunk.start, chunk.length)
-                for name, tensor in self.tensors.items()
-                for chunk in tensor.chunks
-            },
-        )
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Replaces DCP's unpickling of the file."""
-        return self._metadata
-
-
-def _load_alone(checkpoint: Checkpoint, state: dict[str, Any], reader: _Reader) -> None:
-    """Fill tensors without a process group. Raises CheckpointError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # having no process group is intended
-            dcp.load(state, storage_reader=reader, no_dist=True)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"cannot read {checkpoint.path}: {root_cause(error)}",
-            remedy="if the run is live, retention may just have deleted it: take a newer one",
-        ) from None
 
 
 def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dict[str, Any]) -> None:
@@ -198,13 +161,3 @@ def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dic
             f"{checkpoint.path} does not fit this model:\n    " + shortened(problems),
             remedy="the [model] section must be the one the checkpoint was trained with",
         )
-
-
-def root_cause(error: BaseException) -> str:
-    """The first line of the innermost of DCP's nested errors, or of the OSError among them."""
-    if isinstance(error, CheckpointException):
-        inner = next(iter(error.failures.values()), None)
-        error = inner[0] if inner else error
-    while not isinstance(error, OSError) and (below := error.__cause__ or error.__context__) is not None:
-        error = below
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

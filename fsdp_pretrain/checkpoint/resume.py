@@ -24,11 +24,11 @@ from fsdp_pretrain.record.metrics import left_behind
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.units import human_count
 
-from .loading import UnreadableError, load, verify
+from .loading import DamagedError, load, verify
 from .locations import stores
 from .manifest import SavedState
 from .state import TrainState, forbidden
-from .store import CONFIG, Checkpoint, Store
+from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, verify_files
 from .training_objects import TrainingObjects
 
 
@@ -89,27 +89,24 @@ class Resume:
         found = world.decide(lambda: stores(self._run))
         world.decide(found.sweep)
         passed_over: list[str] = []
-        partly = False
         for checkpoint in reversed(world.decide(found.scan)):
             problem = checkpoint.problem or world.decide(partial(self._set_aside, checkpoint))
-            problem = problem or next(iter(verify(world, checkpoint)), None)
+            problem = problem or world.decide(partial(_wrong_texts, checkpoint))
             if problem is None:
                 try:
                     return self._load(checkpoint, passed_over)
-                except UnreadableError as unreadable:
-                    problem, partly = unreadable.cause, True
+                except DamagedError as damaged:
+                    problem = damaged.cause
                     self._optimizer.state.clear()  # an earlier checkpoint may have only weights
             text = f"{checkpoint.path.name}: {problem}"
             passed_over.append(text)
             self._recorder.event("checkpoint-rejected", f"passed over {text}", step=checkpoint.step)
-        if passed_over and (partly or not self._terms.fresh):  # a fresh start needs the initial values, untouched
+        if passed_over and not self._terms.fresh:
             error = CheckpointError(
                 f"{found.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
                 + "\n    ".join(passed_over),
                 effect="starting again from step 0 would throw the run away without a word",
-                remedy="move those that cannot be read out of the directory, then start again with --allow-fresh"
-                if partly and self._terms.fresh
-                else "restore a checkpoint, or pass --allow-fresh to begin again in this directory",
+                remedy="restore a checkpoint, or pass --allow-fresh to begin again in this directory",
             )
             error.exit = Exit.NEEDS_PERSON
             raise error.on_all_ranks()
@@ -131,7 +128,12 @@ class Resume:
 
     def _load(self, checkpoint: Checkpoint, passed_over: list[str]) -> Resumed:
         world, content = self._world, self._world.decide(checkpoint.train_state)
-        changed, declared = world.decide(partial(self._judge, checkpoint, content))
+        try:
+            changed, declared = world.decide(partial(self._judge, checkpoint, content))
+        except ConfigError:
+            if wrong := verify(world, checkpoint):  # then its configuration says nothing
+                raise DamagedError(wrong[0]).on_all_ranks() from None
+            raise
         reset = self._judge_reset(content.step)
         loaded = load(world, checkpoint, self._model, self._optimizer)
         if reset:  # was loaded so that the digest of the whole state could be compared
@@ -230,3 +232,9 @@ class Resume:
     def _mesh(self, old: WorldShape) -> str:
         was, is_ = (f"{mesh.replicas} x {mesh.shards} ranks" for mesh in (old, self._world))
         return f"written and read by {is_}" if was == is_ else f"written by {was}, read by {is_}"
+
+
+def _wrong_texts(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with the files that are read before the tensors; None: nothing."""
+    entries = [entry for entry in checkpoint.files() if entry.name in (TRAIN_STATE, CONFIG)]
+    return next(iter(verify_files(checkpoint.path, entries)), None)

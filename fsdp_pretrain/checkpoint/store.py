@@ -269,35 +269,60 @@ def _problem(checkpoint: Checkpoint) -> str | None:
     return None
 
 
+class HashedFile:
+    """A file read once from its start, hashed on the way; from storage rather than the page cache where possible."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._digest = path, path.open("rb"), xxhash.xxh3_128()
+        self.size = 0  # bytes read
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, fewer at the end of the file."""
+        content = self._file.read(size)
+        self._digest.update(content)
+        self.size += len(content)
+        return content
+
+    def finish(self) -> FileEntry:
+        """Read the rest. Returns the file's manifest entry."""
+        while self.read(1 << 22):
+            pass
+        return FileEntry(name=self._path.name, bytes=self.size, xxh3=self._digest.hexdigest())
+
+
 def verify_files(path: Path, entries: Iterable[FileEntry]) -> list[str]:
     """Read files back and compare them with their entries. Returns one text per bad file."""
     wrong = []
     for entry in entries:
         try:
-            found = describe_file(path / entry.name)
+            problem = difference(entry, describe_file(path / entry.name))
         except OSError as error:
-            wrong.append(f"{entry.name}: {error.strerror}")
-            continue
-        if found.bytes != entry.bytes:
-            wrong.append(f"{entry.name} has {found.bytes} bytes, the manifest says {entry.bytes}")
-        elif found.xxh3 != entry.xxh3:
-            wrong.append(f"{entry.name}: its bytes are not the ones that were written (checksum)")
+            problem = f"{entry.name}: {error.strerror}"
+        wrong += [problem] if problem else []
     return wrong
 
 
-def describe_file(path: Path) -> FileEntry:
-    """The manifest entry of a file, read from storage rather than from the page cache where possible.
+def difference(entry: FileEntry, found: FileEntry) -> str:
+    """How a file differs from its manifest entry; empty if it does not."""
+    if found.bytes != entry.bytes:
+        return f"{entry.name} has {found.bytes} bytes, the manifest says {entry.bytes}"
+    if found.xxh3 != entry.xxh3:
+        return f"{entry.name}: its bytes are not the ones that were written (checksum)"
+    return ""
 
-    Raises OSError.
-    """
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileEntry(name=path.name, bytes=size, xxh3=digest.hexdigest())
+
+def describe_file(path: Path) -> FileEntry:
+    """The manifest entry of a file. Raises OSError."""
+    with HashedFile(path) as file:
+        return file.finish()
 
 
 def sync_directory(path: Path) -> None:

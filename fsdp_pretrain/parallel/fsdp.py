@@ -1,6 +1,7 @@
-"""Shard and initialise a model from the meta device, in a fixed order.
+"""Shard a model from the meta device, in a fixed order, and initialise it.
 
-activation checkpointing -> compile -> fully_shard (blocks, then root) -> to_empty -> initialise by name.
+activation checkpointing -> compile -> fully_shard (blocks, then root) -> to_empty; then a checkpoint is loaded, or the
+parameters are initialised by name.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.layers import Constant, Initial
 from fsdp_pretrain.models.masks import choose_backend
 
-from .mesh import World, first_row, local_part
+from .mesh import World, local_part, local_rows
 
 _ELEMENTS_PER_DRAW = 2**20
 
 
 def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
-    """Shard a model on the meta device over the mesh and give its parameters their initial values.
+    """Shard a model on the meta device over the mesh and allocate its parameters, without values.
 
     Returns:
         The same object: parameters are fp32 DTensors (Replicate, Shard(0)); compute runs in `compute_dtype`.
@@ -44,7 +45,7 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
         fully_shard(block, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root has the output matrix, which the backward pass needs first: keep it gathered.
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
-    return materialise(model, config.run.seed, world.device)
+    return _allocate(model, world.device)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -56,16 +57,25 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def materialise(model: Decoder, seed: int, device: torch.device) -> Decoder:
-    """Allocate parameters on `device` and initialise them.
+    """Allocate the parameters of a model on the meta device, and initialise them."""
+    initialise_all(_allocate(model, device), seed)
+    return model
 
-    The values depend only on (seed, parameter name, shape): bit-identical for any mesh, without communication.
-    """
+
+def _allocate(model: Decoder, device: torch.device) -> Decoder:
     model.to_empty(device=device)
     assert not list(model.buffers()), "to_empty leaves garbage in buffers; compute such tensors in forward"
+    return model
+
+
+def initialise_all(model: Decoder, seed: int) -> None:
+    """Give all parameters their initial values.
+
+    They depend only on (seed, parameter name, shape): bit-identical for any mesh, without communication.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             initialise(parameter, model.initial(name), f"{seed}:{name}")
-    return model
 
 
 def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
@@ -73,7 +83,7 @@ def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
     if isinstance(initial, Constant):
         parameter.fill_(initial.value)
         return
-    local, first = local_part(parameter), first_row(parameter)
+    local, first = local_part(parameter), local_rows(parameter).start
     # Blocks of rows have their own generators, so a rank draws only the blocks that overlap its shard.
     row_size = math.prod(parameter.shape[1:])
     per_block = max(1, _ELEMENTS_PER_DRAW // row_size)

@@ -229,9 +229,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def first_row(tensor: Tensor) -> int:
-    """The first row of this rank's part of a tensor, plain or a DTensor sharded over dim 0."""
+def shard_rows(rows: int, shards: int, shard: int) -> range:
+    """The rows of a tensor that FSDP gives to a shard; the last shards may have fewer, or none."""
+    size = math.ceil(rows / shards)
+    return range(min(shard * size, rows), min((shard + 1) * size, rows))
+
+
+def local_rows(tensor: Tensor) -> range:
+    """The rows of this rank's part of a tensor, plain or a DTensor sharded over dim 0."""
     if not isinstance(tensor, DTensor):
-        return 0
-    rows = math.ceil(tensor.shape[0] / tensor.device_mesh[SHARD].size())
-    return min(tensor.device_mesh.get_local_rank(SHARD) * rows, tensor.shape[0])
+        return range(tensor.shape[0] if tensor.ndim else 1)
+    axis = tensor.device_mesh[SHARD]
+    return shard_rows(tensor.shape[0], axis.size(), axis.get_local_rank())

@@ -25,7 +25,7 @@ from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbea
 
 
 def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, torch.optim.Optimizer]:
-    """The sharded, initialised model and its optimiser."""
+    """The sharded model, whose parameters have no values yet, and its optimiser."""
     model = fsdp.parallelize(models.build(config.model), config, world)
     return model, optimizer.build(model, config.optimizer)
 

@@ -34,7 +34,7 @@ from fsdp_pretrain.health.journal import provenance
 from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage.rollback import finish
-from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record import aim, lineage, overrides, run_id
@@ -163,6 +163,8 @@ def _train(
     subject = TrainingObjects(world, run_dir, model, optimizer, config, identity(config, packer))
     start.record_start(recorder, subject, model.count_parameters())
     resumed = Resume(subject, recorder, terms)()
+    if resumed.checkpoint is None:
+        fsdp.initialise_all(model, config.run.seed)
     state = resumed.state
     if world.is_main:
         start.record_changes(recorder, subject.identity.corpora, terms.reason)

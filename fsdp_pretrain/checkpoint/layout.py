@@ -1,0 +1,168 @@
+"""Which rank writes which part of a checkpoint, and the `.metadata` that makes it one of DCP's.
+
+DCP lets rank 0 plan every save for all ranks, which takes most of a minute with hundreds of them. Here every rank
+computes the same layout from names, shapes and the mesh, once; only the lengths of what was written are exchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_pretrain.parallel.mesh import World, shard_rows
+
+FILE_BYTES = 1 << 30
+"""A rank starts another file once one has this size, so that reading spreads over the ranks of any mesh."""
+_PIECE_OVERHEAD = 2048
+"""Upper bound of the bytes that torch.save adds to a tensor, and its metadata entry."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of the state; `sharded`: over dim 0 and the mesh's shard axis, else the same on every rank.
+
+    `path`: its keys in the nested state dict.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharded: bool
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a tensor, written by one rank; `first`: index of the first row."""
+
+    tensor: TensorSpec
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.tensor.dtype.itemsize
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return (self.first, *(0 for _ in self.shape[1:])) if self.shape else ()
+
+
+@dataclass
+class Layout:
+    """The pieces that each rank writes, in this order; of each piece one replica writes one copy."""
+
+    tensors: tuple[TensorSpec, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    _lengths: tuple[bytes, ...] = field(default=(), init=False)
+    _metadata: bytes = field(default=b"", init=False)
+
+    @property
+    def bytes(self) -> int:
+        """Upper bound of the size of all files."""
+        return sum(piece.bytes + _PIECE_OVERHEAD for pieces in self.pieces for piece in pieces)
+
+    @property
+    def files(self) -> int:
+        """Upper bound of the number of files."""
+        return sum(1 + sum(piece.bytes for piece in pieces) // FILE_BYTES for pieces in self.pieces)
+
+    def metadata(self, lengths: Sequence[Sequence[int]]) -> bytes:
+        """Contents of `.metadata`; kept, since a layout's lengths hardly ever change.
+
+        Args:
+            lengths: bytes of every piece, by rank.
+        """
+        key = tuple(torch.tensor(each, dtype=torch.int64).numpy().tobytes() for each in lengths)
+        if key != self._lengths or not self._metadata:
+            self._lengths, self._metadata = key, pickle.dumps(self._describe(lengths))
+        return self._metadata
+
+    def _describe(self, lengths: Sequence[Sequence[int]]) -> Metadata:
+        tensors = {
+            spec.name: TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(spec.shape), [])
+            for spec in self.tensors
+        }
+        stored = {}
+        for rank, (pieces, sizes) in enumerate(zip(self.pieces, lengths, strict=True)):
+            for piece, (number, start, length) in zip(pieces, places(sizes), strict=True):
+                chunks, offsets = tensors[piece.tensor.name].chunks, torch.Size(piece.offsets)
+                index = MetadataIndex(piece.tensor.name, offsets, len(chunks))
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece.shape)))
+                stored[index] = _StorageInfo(file_name(rank, number), start, length)
+        paths = {spec.name: spec.path for spec in self.tensors}  # lets DCP rebuild the nested dictionaries
+        return Metadata(tensors, planner_data=paths, storage_data=stored, version=CURRENT_DCP_VERSION)
+
+
+def file_name(rank: int, number: int) -> str:
+    """DCP's name of a rank's file."""
+    return f"__{rank}_{number}.distcp"
+
+
+def places(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(number of the file, start in it, length) of each of a rank's pieces."""
+    number = start = 0
+    for length in lengths:
+        yield number, start, length
+        start += length
+        if start >= FILE_BYTES:
+            number, start = number + 1, 0
+
+
+def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors of nested dictionaries, each with its keys."""
+    for key, value in tree.items():
+        if isinstance(value, torch.Tensor):
+            yield (*path, key), value
+        else:
+            yield from leaves(value, (*path, key))
+
+
+def layout_of(state: Mapping[str, Any], world: World) -> Layout:
+    """The layout of nested dictionaries of tensors, plain or sharded by FSDP over the mesh of `world`."""
+    specs = (
+        TensorSpec(path, tuple(tensor.shape), tensor.dtype, isinstance(tensor, DTensor))
+        for path, tensor in leaves(state)
+    )
+    return _lay_out(tuple(specs), world.replicas, world.shards)
+
+
+@functools.lru_cache(maxsize=2)
+def _lay_out(tensors: tuple[TensorSpec, ...], replicas: int, shards: int) -> Layout:
+    """Spread the pieces of every shard evenly over its replicas, and plain tensors over all ranks."""
+    pieces: list[list[Piece]] = [[] for _ in range(replicas * shards)]
+    queues = [[(0, replica * shards + shard) for replica in range(replicas)] for shard in range(shards)]
+    for spec in (spec for spec in tensors if spec.sharded):
+        for shard, queue in enumerate(queues):
+            rows = shard_rows(spec.shape[0], shards, shard)
+            if rows:
+                piece = Piece(spec, rows.start, (len(rows), *spec.shape[1:]))
+                load, rank = heapq.heappop(queue)
+                pieces[rank].append(piece)
+                heapq.heappush(queue, (load + piece.bytes, rank))
+    everywhere = sorted(entry for queue in queues for entry in queue)
+    for spec in (spec for spec in tensors if not spec.sharded):
+        piece = Piece(spec, 0, spec.shape)
+        load, rank = heapq.heappop(everywhere)
+        pieces[rank].append(piece)
+        heapq.heappush(everywhere, (load + piece.bytes + _PIECE_OVERHEAD, rank))
+    return Layout(tensors, tuple(map(tuple, pieces)))
