@@ -108,7 +108,7 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
         first = mesh_row(model.embedding.weight)
         if first <= POISON < first + len(weight):
             weight.data[POISON - first] = 1e6
-    optimizer, records = optim.build(model, config.optimizer), Records()
+    optimizer, records = optim.AdamW(model, config.optimizer), Records()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None)),
         model=model,
@@ -123,7 +123,7 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
     for _ in range(STEPS):
         trainer.step()
         trainer.collect(keep=0)
-        states = optim.state_by_name(model, optimizer)
+        states = optimizer.state_by_name()
         history.append(
             {
                 "full": {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()},

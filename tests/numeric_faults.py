@@ -46,7 +46,7 @@ def step(self: Any) -> None:
     self.data._node = node
 
 
-def gradient_norm(model: Any) -> Any:
+def local_norm(model: Any) -> Any:
     if FAULT["kind"] == "gradient" and here():
         for parameter in model.parameters():
             gradient = parameter.grad.to_local()
@@ -69,5 +69,5 @@ def losses(*args: Any, **kwargs: Any) -> Any:
 if "hosts" in FAULT:
     socket.gethostname = lambda: FAULT["hosts"][int(os.environ["RANK"])]
 whole_step, trainer.Trainer.step = trainer.Trainer.step, step  # type: ignore[method-assign]
-norm_really, optimizer.gradient_norm = optimizer.gradient_norm, gradient_norm
+norm_really, optimizer.local_norm = optimizer.local_norm, local_norm
 losses_really, forward.losses = forward.losses, losses

@@ -43,7 +43,7 @@ import os
 if os.environ.get("RANK") == "1":
     from pathlib import Path
     from fsdp_pretrain import optim, trainer
-    step, norm, now = trainer.Trainer.step, optim.gradient_norm, [0]
+    step, norm, now = trainer.Trainer.step, optim.local_norm, [0]
     def counted(self):
         now[0] = self.state.step + 1
         step(self)
@@ -51,7 +51,7 @@ if os.environ.get("RANK") == "1":
         if str(now[0]) in Path(os.environ["SOAK_NAN"]).read_text().split():
             next(p for p in model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = float("nan")
         return norm(model)
-    trainer.Trainer.step, optim.gradient_norm = counted, spoilt
+    trainer.Trainer.step, optim.local_norm = counted, spoilt
 """
 """In `sitecustomize` of the ranks: a gradient of rank 1 is NaN in the steps that a file lists, on every attempt."""
 

@@ -291,10 +291,10 @@ def test_a_constant_shrink_leaves_adamw_where_it_was() -> None:
     for shrink in (1.0, 0.25):
         model = make(LLAMA, tied_head=True)
         model.embedding.shrink = shrink
-        optimizer = optim.build(model, OptimizerSection(lr=1e-3, eps=1e-30))
+        optimizer = optim.AdamW(model, OptimizerSection(lr=1e-3, eps=1e-30))
         for _ in range(5):
             model(x[:, :-1], x[:, 1:]).mean().backward()
-            optim.apply(optimizer, lr=1e-3, skip=None, scaler=None)
+            optimizer.step(lr=1e-3)
         ends.append([parameter.detach() for parameter in model.parameters()])
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
 
@@ -356,8 +356,8 @@ def test_groups_of_the_optimiser(values: dict[str, Any]) -> None:
 def test_asking_for_optimiser_state_takes_no_step() -> None:
     model = make(LLAMA)
     before = [parameter.clone() for parameter in model.parameters()]
-    optimizer = optim.build(model, OptimizerSection(lr=1e-3))
-    states = optim.state_by_name(model, optimizer)
+    optimizer = optim.AdamW(model, OptimizerSection(lr=1e-3))
+    states = optimizer.state_by_name()
     assert set(states) == {name for name, _ in model.named_parameters()}
     assert all(float(state["step"]) == 0 for state in states.values())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

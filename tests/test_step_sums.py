@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 class Two:
     """Two ranks with the same values, seen from the second."""
 
-    device, rank = torch.device("cpu"), 1
+    device, rank, replicas = torch.device("cpu"), 1, 2
 
     def sum_(self, values: Tensor) -> Tensor:
         return values.mul_(2)
@@ -52,11 +52,13 @@ def test_sums_are_summed_but_for_what_the_optimiser_did() -> None:
         "sample_losses": 14,
         "penalties": 16,
         **dict.fromkeys(("bad_losses", "bad_ranks", "bad_norms"), 0),
+        "squared_norms": 12.5,
         "norm": 2.5,
         "loss_scale": 256,
         "skipped": 1,
     }
     assert sums.not_finite() == 0
+    assert sums.total_norm(TWO) == 2.5
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -73,8 +73,8 @@ class Layout:
 
     tensors: tuple[TensorSpec, ...]
     pieces: tuple[tuple[Piece, ...], ...]
-    _lengths: tuple[bytes, ...] = field(default=(), init=False)
-    _metadata: bytes = field(default=b"", init=False)
+    _lengths: tuple[Any, ...] = field(default=(), init=False)
+    _metadata: Any = field(default=b"", init=False)
 
     @property
     def bytes(self) -> int:

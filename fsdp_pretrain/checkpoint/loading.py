@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_pretrain.errors import CheckpointError, shortened
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.parallel.optimizer import state_by_name
+from fsdp_pretrain.parallel.optimizer import AdamW
 
 from .delivery import Delivery, parse_chunk, place, root_cause
 from .digest import state_digest
@@ -28,10 +28,10 @@ class DamagedError(CheckpointError):
     """Files of a checkpoint are damaged; raised on all ranks. Model and optimiser may be partly overwritten."""
 
 
-def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def state_dict(model: nn.Module, optimizer: AdamW | None) -> dict[str, Any]:
     """A checkpoint's tensors by name, `model.NAME` and `optim.NAME.{step,exp_avg,exp_avg_sq}`; live, not copies."""
     state: dict[str, Any] = {"model": model.state_dict()}
-    return state if optimizer is None else {**state, "optim": state_by_name(model, optimizer)}
+    return state if optimizer is None else {**state, "optim": optimizer.state_by_name()}
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -50,9 +50,7 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     return wrong or world.decide(lambda: wrong_metadata(checkpoint.path))
 
 
-def load(
-    world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> CheckpointManifest:
+def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: AdamW) -> CheckpointManifest:
     """Load a checkpoint of any mesh into a model and optimiser. All ranks call it together.
 
     The optimiser's hyperparameters are not stored; the configuration's apply. If the checkpoint has no optimiser state
@@ -80,10 +78,6 @@ def load(
             effect="training on would continue from damaged weights",
             remedy="go back to an earlier checkpoint, and check memory and storage of the nodes",
         ).on_all_ranks()
-    model.load_state_dict(state["model"])
-    parameters = dict(model.named_parameters())
-    for name, values in state.get("optim", {}).items():
-        optimizer.state[parameters[name]] = values
     return manifest
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.optimizer import AdamW
 from fsdp_pretrain.record.files import RunDir
 
 from .manifest import RunIdentity
@@ -21,6 +21,6 @@ class TrainingObjects:
     world: World
     run: RunDir
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW
     config: Config
     identity: RunIdentity

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from fsdp_pretrain.config.sections import LossScaleSection, OptimizerSection
 from fsdp_pretrain.errors import ConfigError
@@ -35,21 +34,73 @@ def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], 
     return [name for name in names if name not in set(spared)], spared
 
 
-def build(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """Fused AdamW (arXiv 1711.05101) over the model's parameters, in two groups. Raises ConfigError."""
-    parameters = dict(model.named_parameters())
-    decaying, spared = parameter_groups(model, config.no_decay)
-    groups: list[dict[str, Any]] = [
-        {"params": [parameters[name] for name in decaying], "weight_decay": config.weight_decay},
-        {"params": [parameters[name] for name in spared], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,  # also works on CPU and with DTensor, several times faster than the default
-    )
+class AdamW:
+    """Fused AdamW (arXiv 1711.05101) over this rank's parts of a model's parameters, in two groups.
+
+    `torch.optim.AdamW` would take three times as long on the host, since the parameters are DTensors. State is kept by
+    name, not index, so that groups may change.
+
+    Attributes:
+        state: by parameter name, {"step", "exp_avg", "exp_avg_sq"}; the moments are sharded like the parameter.
+
+    Raises:
+        ConfigError: see `parameter_groups`.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerSection) -> None:
+        self._config, self._parameters = config, dict(model.named_parameters())
+        decaying, spared = parameter_groups(model, config.no_decay)
+        self._groups = ((decaying, config.weight_decay), (spared, 0.0))
+        self.state: dict[str, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, *, lr: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Take or skip one step without synchronising with the device. Clears the gradients.
+
+        Args:
+            divisor: of the gradients, fp32 0-dim; None is 1.
+            skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
+                None never skips.
+        """
+        for names, weight_decay in self._groups:
+            used = [name for name in names if self._parameters[name].grad is not None]
+            parameters, states = [self._parameters[name] for name in used], [self._state_of(name) for name in used]
+            adamw(
+                [local_part(parameter).detach() for parameter in parameters],
+                [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+                [local_part(state["exp_avg"]) for state in states],
+                [local_part(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,  # also works on CPU, several times faster than the default
+                grad_scale=divisor,
+                found_inf=skip,
+                amsgrad=False,
+                beta1=self._config.betas[0],
+                beta2=self._config.betas[1],
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self._config.eps,
+                maximize=False,
+            )
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state_by_name(self) -> dict[str, dict[str, Tensor]]:
+        """The live state of all parameters, allocating what is missing."""
+        return {name: dict(self._state_of(name)) for name in self._parameters}
+
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        state, parameter = self.state.setdefault(name, {}), self._parameters[name]
+        if not state:
+            # The fused kernel wants the step count on the parameter's device.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
+            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        return state
 
 
 class LossScaler:
@@ -88,74 +139,25 @@ class LossScaler:
         self._state = torch.where(overflow > 0, after_overflow, after_good)
 
 
-def gradient_norm(model: nn.Module) -> Tensor:
-    """Global gradient norm, fp32 0-dim, loss scale included; does not synchronise with the device. Collective."""
-    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return total.full_tensor() if isinstance(total, DTensor) else total
+def local_norm(model: nn.Module) -> Tensor:
+    """Norm of this rank's parts of the gradients, loss scale included, fp32 0-dim, without waiting for the device."""
+    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
 
 
-def clip(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    norm: Tensor,
-    limit: float,
-    *,
-    scaler: LossScaler | None,
-    parts: int,
-) -> Tensor:
-    """Clip the norm of the gradients that `apply` will use.
+def clip(norm: Tensor, limit: float, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """How to clip the norm of the gradients that the optimiser will use.
 
     Args:
-        norm: from `gradient_norm`.
+        norm: of all gradients, 0-dim.
         limit: largest norm; 0 is none.
-        scaler: for fp16. The gradients are then `scaler.scale * parts` times too large, and stay so: the optimiser
-            divides them.
-        parts: micro-batches of the step.
+        scale: by which the gradients are too large (for fp16), fp32 0-dim; None is 1.
 
     Returns:
-        The unscaled norm before clipping, fp32 0-dim.
+        The norm unscaled and unclipped, fp32 0-dim; and the divisor for `AdamW.step`.
     """
-    if scaler is None:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit or float("inf"), norm)
-        return norm
-    scale = scaler.scale * parts
-    norm = norm / scale
-    coefficient = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else 1.0
-    optimizer.grad_scale = scale / coefficient  # type: ignore[attr-defined]
-    return norm
-
-
-def apply(optimizer: torch.optim.Optimizer, *, lr: float, skip: Tensor | None, scaler: LossScaler | None) -> None:
-    """Take or skip one step without synchronising with the device. Clears the gradients.
-
-    Args:
-        skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
-            None never skips.
-        scaler: for fp16; needs `skip`.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    # Fused AdamW does nothing if this is 1; torch.amp.GradScaler sets it likewise.
-    optimizer.found_inf = skip  # type: ignore[attr-defined]
-    optimizer.step()
-    if scaler is not None:
-        assert skip is not None
-        scaler.advance(skip)
-    optimizer.zero_grad()
-
-
-def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Live optimiser state as {parameter name: {"step", "exp_avg", "exp_avg_sq"}}, allocating what is missing.
-
-    It is keyed by name, not index, so that groups may change. `get_optimizer_state_dict` is avoided, since it takes a
-    hidden step on a fresh optimiser.
-    """
-    states = {}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        if not state:
-            # Fused AdamW keeps its step count on the parameter's device.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        states[name] = dict(state)
-    return states
+    norm = norm.float() if scale is None else norm.float() / scale
+    if not limit:
+        return norm, scale
+    coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return norm, (1.0 if scale is None else scale) / coefficient

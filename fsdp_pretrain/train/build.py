@@ -17,24 +17,25 @@ from data.packing.unigrams import Unigrams
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.parallel import fsdp, mesh, optimizer
+from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Recorder, Silent
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat
 
 
-def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, torch.optim.Optimizer]:
+def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, AdamW]:
     """The sharded model, whose parameters have no values yet, and its optimiser."""
     model = fsdp.parallelize(models.build(config.model), config, world)
-    return model, optimizer.build(model, config.optimizer)
+    return model, AdamW(model, config.optimizer)
 
 
-def build_loss_scaler(config: Config, world: World, state: list[float] | None = None) -> optimizer.LossScaler | None:
+def build_loss_scaler(config: Config, world: World, state: list[float] | None = None) -> LossScaler | None:
     """For fp16, continuing from `state`; None for other dtypes."""
     if fsdp.compute_dtype(config, world.device) is not torch.float16:
         return None
-    return optimizer.LossScaler(config.train.loss_scale, world.device, state)
+    return LossScaler(config.train.loss_scale, world.device, state)
 
 
 def build_data(

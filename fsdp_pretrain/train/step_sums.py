@@ -98,6 +98,7 @@ class StepSums:
         bad_losses: number of ranks with a non-finite sum.
         bad_ranks: sum of the indices of these ranks.
         bad_norms: number of ranks with a non-finite gradient norm.
+        squared_norms: of the ranks' parts of the gradients.
         norm, loss_scale, skipped: see `add_update`.
         packed: all of them.
     """
@@ -109,6 +110,7 @@ class StepSums:
     bad_losses: Tensor
     bad_ranks: Tensor
     bad_norms: Tensor
+    squared_norms: Tensor
     norm: Tensor
     loss_scale: Tensor
     skipped: Tensor
@@ -130,13 +132,17 @@ class StepSums:
 
         Args:
             world: all ranks.
-            norm: of the gradients, fp32 0-dim. The same on every rank, since replicas hold the same gradients; but that
-                ranks stay in step does not depend on it.
+            norm: of this rank's parts of the gradients, fp32 0-dim.
         """
         self.bad_losses.copy_(~self.packed.isfinite().all())
         self.bad_ranks.copy_(self.bad_losses * world.rank)
         self.bad_norms.copy_(~norm.isfinite())
+        self.squared_norms.copy_(norm.double().square())
         world.sum_(self.packed[: -len(_OF_UPDATE)])
+
+    def total_norm(self, world: World) -> Tensor:
+        """Norm of all gradients, fp64 0-dim, once summed; the same on every rank. Each replica holds all of them."""
+        return (self.squared_norms / world.replicas).sqrt()
 
     def not_finite(self) -> Tensor:
         """fp32 0-dim, 1 if any value of any rank is non-finite, else 0; the same on every rank once summed."""

@@ -89,7 +89,7 @@ class Trainer:
         run: RunContext,
         *,
         model: Decoder,
-        optimizer: torch.optim.Optimizer,
+        optimizer: optim.AdamW,
         scaler: optim.LossScaler | None,
         data: DataStream,
         saves: Checkpointing,
@@ -181,7 +181,7 @@ class Trainer:
         self._seed_dropout(rollback.end)
         sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world))
         self._heartbeat.beat(Phase.REDUCE)
-        sums.sum_over(self.world, optim.gradient_norm(self.model))
+        sums.sum_over(self.world, optim.local_norm(self.model))
         return bool(sums.not_finite().item())
 
     def step(self) -> None:
@@ -196,14 +196,17 @@ class Trainer:
         self._clock.begin_forward()
         sums = self._accumulate(batch, counts)
         self._clock.begin_update()
-        norm = optim.gradient_norm(self.model)
+        norm = optim.local_norm(self.model)
         self._heartbeat.beat(Phase.REDUCE)
         sums.sum_over(self.world, norm)
-        limit, scaler = self.config.train.grad_clip, self.scaler
-        norm = optim.clip(self.model, self.optimizer, norm, limit, scaler=scaler, parts=len(batch.micro))
+        scale = None if self.scaler is None else self.scaler.scale
+        too_large = None if scale is None else scale * len(batch.micro)
+        norm, divisor = optim.clip(sums.total_norm(self.world), self.config.train.grad_clip, too_large)
         skip = sums.not_finite() if self._skips else None
-        sums.add_update(norm, None if scaler is None else scaler.scale, skip)
-        optim.apply(self.optimizer, lr=lr, skip=skip, scaler=scaler)
+        sums.add_update(norm, scale, skip)
+        self.optimizer.step(lr=lr, divisor=divisor, skip=skip)
+        if self.scaler is not None and skip is not None:
+            self.scaler.advance(skip)
         times = self._clock.end_update(self.saves.take_stalled())
         host_counts, host_sums, ready = to_host(self.world.device, counts, sums.packed)
         self._issued.append(IssuedStep(state, lr, ramps, times, host_counts, host_sums, ready, self._facts(batch)))
