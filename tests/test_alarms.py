@@ -84,7 +84,7 @@ def test_acknowledging_without_a_watchdog(run: Path, alarms: Alarms, verb: Verb,
 def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) -> None:
     """While it runs, only the watchdog writes; it answers requests within a pass."""
     alarms.open("hang", CRIT, "no progress")
-    claim = operator.keep_alarms(RunDir(run), "watchdog")
+    claim = operator.take_alarm_lease(RunDir(run), "watchdog")
     assert claim is not None
     done = threading.Event()
 
@@ -104,8 +104,8 @@ def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) ->
 
 def test_a_watchdog_that_does_not_answer_hears_it_later(run: Path, alarms: Alarms) -> None:
     alarms.open("hang", CRIT, "no progress")
-    claim = operator.keep_alarms(RunDir(run), "watchdog")
-    assert claim is not None and operator.keep_alarms(RunDir(run), "another") is None
+    claim = operator.take_alarm_lease(RunDir(run), "watchdog")
+    assert claim is not None and operator.take_alarm_lease(RunDir(run), "another") is None
     assert operator.acknowledge(RunDir(run), "hang", wait=0.2) is False
     operator.serve(RunDir(run), alarms)
     assert [alarm.state for alarm in alarms] == ["acknowledged"]
@@ -115,8 +115,8 @@ def test_a_watchdog_that_does_not_answer_hears_it_later(run: Path, alarms: Alarm
 def test_the_claim_of_a_dead_watchdog_is_taken(run: Path, alarms: Alarms, helpers: Any) -> None:
     code = (
         "import os, sys; from pathlib import Path\nfrom fsdp_pretrain.record.files import RunDir\n"
-        "from fsdp_pretrain.watchdog.notify.operator import keep_alarms\n"
-        "assert keep_alarms(RunDir(Path(sys.argv[1])), 'watchdog'); os.kill(os.getpid(), 9)"
+        "from fsdp_pretrain.watchdog.notify.operator import take_alarm_lease\n"
+        "assert take_alarm_lease(RunDir(Path(sys.argv[1])), 'watchdog'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], env=helpers.environment())
     assert (run / "watchdog/agent.json").exists()

@@ -43,7 +43,7 @@ INFO, WARN, CRIT = Severity
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of a tenth and less where something that does not come is waited for."""
     monkeypatch.setattr(notifier, "RETRIES", (0.05, 0.05, 0.05, 0.1))
-    monkeypatch.setattr(notifier, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(notifier, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.3)
 
 

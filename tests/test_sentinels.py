@@ -18,7 +18,7 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.operations import SentinelSection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import StepRecord
-from fsdp_pretrain.watchdog.agent.registry import sensors
+from fsdp_pretrain.watchdog.agent.registry import build_detectors
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariants
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
@@ -201,7 +201,7 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
     lab.train(config)
     run, told = RunDir(lab.path / "run"), []
     alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.step)))
-    found = sensors(load(run.config), alarms, segment=2)
+    found = build_detectors(load(run.config), alarms, segment=2)
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:
             detector.step(parsed(record))

@@ -220,7 +220,7 @@ def stragglers_of(
     stragglers, random_ = Stragglers(alarms, PaceSection()), random.Random(ranks)
     for window in range(1, windows + 1):
         own = {rank: 1 + slow.get(rank, 0.0) * (window > 20) for rank in range(ranks)}
-        stragglers.look({r: (HOST, window, each * random_.lognormvariate(0, noise)) for r, each in own.items()})
+        stragglers.check({r: (HOST, window, each * random_.lognormvariate(0, noise)) for r, each in own.items()})
     return told
 
 

@@ -31,7 +31,7 @@ from .goodput_job import GoodputJob
 _SHM = Path("/dev/shm")
 
 
-def sensors(
+def build_detectors(
     config: Config,
     alarms: Alarms,
     *,
@@ -49,13 +49,13 @@ def sensors(
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started.
     """
-    run, host, section, looks = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
+    run, host, section, probes = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
     corpora = {source.name: source.path for source in config.data.sources}
-    mounts = Mounts(alarms, section, looks, [run.checkpoints] if leads else [], corpora)
+    mounts = Mounts(alarms, section, probes, [run.checkpoints] if leads else [], corpora)
     found: list[Detector] = [mounts, Host(alarms, host=host, pids=pids)]
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
     if not leads:
-        found.append(DiskSpaceDetector(alarms, section, looks, local))
+        found.append(DiskSpaceDetector(alarms, section, probes, local))
     else:
         directories = [store.directory for store in stores(run).all]
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
@@ -65,7 +65,7 @@ def sensors(
         checkpoints = Checkpoints(
             alarms,
             section,
-            looks,
+            probes,
             run=run.path,
             segment=segment,
             stores=directories,
@@ -77,21 +77,21 @@ def sensors(
         )
         found += [
             checkpoints,
-            DiskSpaceDetector(alarms, section, looks, [*places, *local], checkpoints),
+            DiskSpaceDetector(alarms, section, probes, [*places, *local], checkpoints),
             DataWaitDetector(alarms),
-            _sentinels(config, run, alarms, mounts),
+            _data_invariants(config, run, alarms, mounts),
         ]
         if config.eval.every is not None:
-            found.append(Evaluations(alarms, section, looks, run.path))
+            found.append(Evaluations(alarms, section, probes, run.path))
         shown = config.watchdog.notify.prometheus
         if shown.port is not None or shown.textfile is not None:
-            found.append(GoodputJob(alarms, looks, run.path))
+            found.append(GoodputJob(alarms, probes, run.path))
     if (gpus := _devices(config, run, alarms, host, devices)) is not None:
         found.append(gpus)
     return found
 
 
-def _sentinels(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> DataInvariants:
+def _data_invariants(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> DataInvariants:
     def before(step: int) -> StepRecord | None:
         kept = [record for record, left_by in find_step(run, step) if left_by is None] if step else []
         return kept[-1] if kept else None

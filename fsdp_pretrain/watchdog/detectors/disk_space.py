@@ -44,7 +44,7 @@ class WatchedDirectory:
     name: str
     path: Path
     holds: bool
-    look: PeriodicProbe
+    probe: PeriodicProbe
     device: int | None = None
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2000))
     sampled: int = 0
@@ -67,7 +67,7 @@ class DiskSpaceDetector(Detector):
         self,
         alarms: Alarms,
         section: StorageSection,
-        looks: ProbeServer,
+        probes: ProbeServer,
         places: list[tuple[str, Path, bool]],
         checkpoints: Checkpoints | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class DiskSpaceDetector(Detector):
         every, deadline = section.interval.value, section.deadline.value
         self.places = [
             WatchedDirectory(
-                name, path, holds, PeriodicProbe(looks, "space", every=every, deadline=deadline, path=str(path))
+                name, path, holds, PeriodicProbe(probes, "space", every=every, deadline=deadline, path=str(path))
             )
             for name, path, holds in places
         ]
@@ -86,7 +86,7 @@ class DiskSpaceDetector(Detector):
     def tick(self, now: float) -> None:
         """Start due probes, and judge the answers of earlier ones."""
         for number, place in enumerate(self.places):
-            answer = place.look.tick(now)
+            answer = place.probe.tick(now)
             if answer is None or answer.error is not None:  # `Mounts` reports what hangs or fails
                 continue
             writing, room = answer.value.pop("writing"), Room(**answer.value)

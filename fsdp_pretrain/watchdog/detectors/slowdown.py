@@ -161,7 +161,7 @@ class Stragglers(Detector):
         self._ratios: dict[int, list[float]] = {}
         self._window = 0
 
-    def look(self, windows: dict[int, tuple[str, int, float]]) -> None:
+    def check(self, windows: dict[int, tuple[str, int, float]]) -> None:
         """Judge a window: {rank: (host, number of the window, own seconds of a typical step)}."""
         numbers = {number for _, number, _ in windows.values()}
         if len(windows) < 2 or len(numbers) != 1 or numbers == {self._window}:

@@ -30,7 +30,7 @@ from .throttle import AlertThrottle
 
 RETRIES = (1.0, 5.0, 30.0, 120.0)
 """Seconds to wait after a failure; the last value repeats."""
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class Notifier:
@@ -119,11 +119,11 @@ class _Outbox(threading.Thread):
         self.refused = ""
         self.spool = Outbox(run, channel.name)
         self._channel, self._identity = channel, identity
-        self._storm = AlertThrottle(channel.least, channel.digest_every, self.spool.memory)
+        self._throttle = AlertThrottle(channel.least, channel.digest_every, self.spool.memory)
         self._events: queue.SimpleQueue[Alarm | None] = queue.SimpleQueue()
         self._next_try, self._closing = 0.0, False
         for alarm in known:
-            if not self._storm.has_seen(alarm):
+            if not self._throttle.has_seen(alarm):
                 self.put(alarm)
         self.start()
 
@@ -139,15 +139,15 @@ class _Outbox(threading.Thread):
                 self._pass()
             except Exception as error:  # a bug must not end the channel; an alarm shows it
                 self.problem, self.tries = f"defect: {type(error).__name__}", self.tries + 1
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
     def _pass(self) -> None:
-        pause = self._next_try - time.monotonic() if len(self.spool) else _LOOK_SECONDS
-        changed = [] if self._closing else self._changed(min(max(0.0, pause), _LOOK_SECONDS))
+        pause = self._next_try - time.monotonic() if len(self.spool) else _POLL_SECONDS
+        changed = [] if self._closing else self._changed(min(max(0.0, pause), _POLL_SECONDS))
         at = time.time()
-        self._storm.muted = at < self.muted_until
-        messages = [message for alarm in changed for message in self._storm.transition(alarm, at)]
-        messages += self._storm.tick(at)
+        self._throttle.muted = at < self.muted_until
+        messages = [message for alarm in changed for message in self._throttle.transition(alarm, at)]
+        messages += self._throttle.tick(at)
         for message in messages:
             self.spool.add(make_note(message, self._identity, self.snapshot))
         if changed or messages:

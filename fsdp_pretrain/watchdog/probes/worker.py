@@ -183,8 +183,8 @@ def account(run: str) -> dict[str, Any]:
     return {"goodput": found.goodput, "ettr": found.ettr, "badput_seconds": lost}
 
 
-LOOKS: dict[str, Callable[..., dict[str, Any]]] = {
-    look.__name__: look for look in (space, checkpoints, evaluations, checksum, read, write, corpus, request, account)
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    each.__name__: each for each in (space, checkpoints, evaluations, checksum, read, write, corpus, request, account)
 }
 """The available probes."""
 
@@ -248,7 +248,7 @@ def _answer(asked: dict[str, Any], into: int) -> None:
     start = time.monotonic()
     answer: dict[str, Any] = {"ticket": asked["ticket"]}
     try:
-        answer["value"] = LOOKS[asked["look"]](**asked["arguments"])
+        answer["value"] = PROBES[asked["look"]](**asked["arguments"])
     except BaseException as error:
         answer["error"] = f"{type(error).__name__}: {error}"
         answer["errno"] = error.errno if isinstance(error, OSError) else None
