@@ -140,7 +140,7 @@ class CheckpointManager:
         """Apply the retention policy; the steps deleted."""
 
         def keep(checkpoint: Checkpoint) -> bool:
-            return kept_for_ever(self._config, checkpoint.manifest())
+            return is_permanent(self._config, checkpoint.manifest())
 
         # Rollback targets stay, however many checkpoints follow.
         clean = [newest_clean(self._stores, bound) for bound in self._clean_until()]
@@ -151,7 +151,7 @@ class CheckpointManager:
         return tuple(item.step for item in deleted)
 
 
-def kept_for_ever(config: Config, manifest: CheckpointManifest) -> bool:
+def is_permanent(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether retention never deletes a checkpoint: it is final, or named by `keep_every`."""
     before, after = manifest.consumed - manifest.batch, manifest.consumed
     due = (

@@ -71,7 +71,7 @@ def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Re
         exit_intent.write(run, segment, code, reason, restart=True)
     recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
     left = state_files.view(run.status, Status) or Status()
-    recorder.status(force=True, **left.said())  # as the rollback left it
+    recorder.status(force=True, **left.entries())  # as the rollback left it
 
 
 def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:

@@ -28,7 +28,7 @@ _PASSES = 10
 
 
 class PassRunner:
-    """Makes the passes.
+    """Runs the passes.
 
     Args:
         ranks: of this node.
@@ -45,7 +45,7 @@ class PassRunner:
         self._worker = Worker("pass")
 
     def run(self, act: Callable[[], None], more: float = 0.0) -> Alarm | None:
-        """Make a pass; returns the alarm that was sent if it took too long. Exceptions are printed.
+        """Run a pass; returns the alarm that was sent if it took too long. Exceptions are printed.
 
         Args:
             act: the pass.

@@ -193,7 +193,7 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 class _Child:
     ticket: int
     pid: int
-    said: bytes = b""
+    output: bytes = b""
 
 
 def serve() -> None:
@@ -207,13 +207,13 @@ def serve() -> None:
             chunk = os.read(key.fd, 1 << 16)
             if key.fd != 0:
                 child = children[key.fd]
-                child.said += chunk
+                child.output += chunk
                 if not chunk:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     del children[key.fd]
                     killed = json.dumps({"ticket": child.ticket, "error": "it was killed"}) + "\n"
-                    print(child.said.decode() if child.said.endswith(b"\n") else killed, end="", flush=True)
+                    print(child.output.decode() if child.output.endswith(b"\n") else killed, end="", flush=True)
             elif not chunk:
                 for child in children.values():
                     _kill(child)
