@@ -93,7 +93,9 @@ def limits(run: RunDir, tasks: str, least: float) -> EvaluationLimits:
     return EvaluationLimits(deadline, _TIMES_DEADLINE * deadline)
 
 
-def apart(work: Callable[[], Results], limit: EvaluationLimits, stacks: Path, late: Callable[[str], None]) -> Results:
+def run_in_child(
+    work: Callable[[], Results], limit: EvaluationLimits, stacks: Path, late: Callable[[str], None]
+) -> Results:
     """Run `work` in a forked child; the caller must not have used a device.
 
     Args:

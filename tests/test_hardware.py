@@ -15,8 +15,8 @@ from sight import until
 
 from fsdp_pretrain.config.operations import HardwareSection
 from fsdp_pretrain.watchdog.detectors import nvml
-from fsdp_pretrain.watchdog.detectors.gpu import Devices
-from fsdp_pretrain.watchdog.detectors.host import Host, HostState, sample_host
+from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
+from fsdp_pretrain.watchdog.detectors.host import HostDetector, HostState, sample_host
 from fsdp_pretrain.watchdog.detectors.host_history import remember
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 
@@ -47,7 +47,7 @@ class Machine:
         self.devices: list[dict[str, Any]] = [{"index": n, **HEALTHY} for n in range(8)]
         self.content: str | None = None
         self.now = 1000.0
-        self.watch = Devices(
+        self.watch = GpuDetector(
             self.alarms, values, host="node-7", memory=self.memory, expected=0, provider=values.provider
         )
 
@@ -229,7 +229,7 @@ def watch_host(tmp_path: Path, states: list[HostState], clock: Callable[[float],
         lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.state, int(time_is[0] // 60))),
     )
     left = iter(states)
-    host = Host(alarms, host="h", sample=lambda pids: next(left), clock=lambda: clock(time_is[0]))
+    host = HostDetector(alarms, host="h", sample=lambda pids: next(left), clock=lambda: clock(time_is[0]))
     for minute in range(len(states)):
         for second in range(0, 60, 10):
             time_is[0] = 60.0 * minute + second

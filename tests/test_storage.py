@@ -28,9 +28,9 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, Seconds
 from fsdp_pretrain.watchdog.agent.registry import build_detectors
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
-from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, Mounts
+from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeAnswer, ProbeServer
 
@@ -83,11 +83,11 @@ def saves(
     reached: Callable[[], int] = int,
     prune: bool = True,
     **section: Any,
-) -> Checkpoints:
+) -> CheckpointDetector:
     for name in ("segments", "control"):
         (run / name).mkdir(parents=True, exist_ok=True)
     values = {"interval": Seconds(60), **section}
-    return Checkpoints(
+    return CheckpointDetector(
         watch.alarms,
         StorageSection(**values),
         watch.probes,
@@ -507,7 +507,7 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
     copy = tmp_path / "corpus"
     shutil.copytree(shared_corpus / "corpus", copy)
     shard = next((copy / "shards").glob("*.bin"))
-    mounts = Mounts(watch.alarms, StorageSection(audit=Seconds(600)), watch.probes, [tmp_path], {"text": copy})
+    mounts = MountDetector(watch.alarms, StorageSection(audit=Seconds(600)), watch.probes, [tmp_path], {"text": copy})
     watch.detectors = [mounts]
     watch.advance()
     manifest = json.loads((copy / "manifest.json").read_text())

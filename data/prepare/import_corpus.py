@@ -42,7 +42,7 @@ class ImportOptions:
     """NumPy name of the tokens' type in `bin` files."""
 
 
-def adopt(
+def ingest(
     sources: Sequence[Path],
     tokenizer: Tokenizer,
     out: Path,
@@ -85,7 +85,7 @@ def adopt(
     ]
     todo = [task for task in tasks if not task.is_done((".json", ".bin", ".idx") if options.copy else (".json",))]
     try:
-        make_all(adopt_file, tasks, todo, tokenizer, workers, desc="import", disable=quiet or None)
+        make_all(ingest_file, tasks, todo, tokenizer, workers, desc="import", disable=quiet or None)
     except DataError:
         release(out)
         raise
@@ -143,7 +143,7 @@ def _names(files: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
 
 
-def adopt_file(
+def ingest_file(
     prefix: Path, source: Path, options: ImportOptions, size: int, tokenizer: Tokenizer, report: Any
 ) -> None:
     """Check one file, copy it if asked to, and write its `.json` record, which marks it done.
@@ -154,7 +154,7 @@ def adopt_file(
         size: bytes of the file, for progress.
 
     Raises:
-        DataError: see `adopt`.
+        DataError: see `ingest`.
     """
     kind, declared = options.format, options.separators
     assert kind is not None

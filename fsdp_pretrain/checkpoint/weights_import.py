@@ -96,8 +96,8 @@ def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, wh
         StorageError: the checkpoint cannot be written.
     """
     _refuse_not_finite(source, where)
-    known = run_id.give(run.path)
-    run_id.give(run.checkpoints, known)
+    known = run_id.assign(run.path)
+    run_id.assign(run.checkpoints, known)
     state, world = TrainState(), SingleProcess()
     facts = make_facts(config, world, state, imported=str(where.resolve()))
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())

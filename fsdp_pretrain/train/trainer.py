@@ -315,7 +315,7 @@ class Trainer:
             self._agreed.save |= counts.save > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
             self._agreed.overdue |= counts.overdue > 0
-            self._clock.over(issued.times)
+            self._clock.finish(issued.times)
             record = self._records.of(issued)
             self._stretches += record.documents + record.batch  # a document may span several samples
             self._quarantined += record.quarantined

@@ -27,9 +27,9 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
-from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, Stragglers
+from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes, RemoteAlarms
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
@@ -110,7 +110,7 @@ class Leader:
                 self.alarms.resolve(alarm.key, "the ranks were started again")
         hosts = list(begun.hosts or [socket.gethostname()])
         self._drift = SlowdownDetector(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
-        self._stragglers = Stragglers(self.alarms, config.watchdog.pace)
+        self._stragglers = StragglerDetector(self.alarms, config.watchdog.pace)
         self._detectors = [self._health, *([self._drift] if config.watchdog.pace.enabled else [])]
         self._detectors += build_detectors(
             config,
@@ -236,7 +236,7 @@ class Leader:
             loss_z=score(self._losses[-1], self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
         )
         for detector in self._detectors:
-            if isinstance(detector, Checkpoints):
+            if isinstance(detector, CheckpointDetector):
                 shown.verified_step, shown.verified_age = detector.protected, detector.age
                 shown.checkpoint_failures, shown.checkpoint_bytes_per_second = detector.failures, detector.speed
                 if record is not None and detector.protected is not None:

@@ -54,7 +54,7 @@ class SaveInFlight:
     grown: float
 
 
-class Checkpoints(Detector):
+class CheckpointDetector(Detector):
     """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`,
     `checkpoint-fallback` and `checkpoint-damaged/NAME`.
 

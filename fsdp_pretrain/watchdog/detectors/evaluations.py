@@ -13,7 +13,7 @@ from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 from .base import Detector
 
 
-class Evaluations(Detector):
+class EvaluationDetector(Detector):
     """Opens `evaluation/STEP` when an evaluation takes longer than the deadline in its worker's claim.
 
     The worker dumps its own stacks and finally ends the evaluation; this reports it even when the worker is stopped.

@@ -31,7 +31,7 @@ _NEAR = 3.0
 _WEDGED = 2
 
 
-class Devices(Detector):
+class GpuDetector(Detector):
     """Alarms `gpu/HOST` (fatal: `facts["avoid_hosts"]`), `gpu-odd/HOST`, `gpu-blind/HOST`, `host-record/HOST`.
 
     memory: file that stores the incidents of hosts.

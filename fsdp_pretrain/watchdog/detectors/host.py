@@ -80,7 +80,7 @@ def _descriptors(pid: int) -> float:
     return 0.0
 
 
-class Host(Detector):
+class HostDetector(Detector):
     """Alarms `memory/HOST`, `oom-kill/HOST`, `descriptors/HOST`, `stolen-time/HOST` and `clock/HOST`.
 
     pids: returns the process ids of the ranks here.

@@ -39,7 +39,7 @@ class _Mount:
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
 
-class Mounts(Detector):
+class MountDetector(Detector):
     """Alarms `mount/PATH`, `mount-slow/PATH`, and `data-shard/SOURCE` for corpora that are not intact.
 
     Args:

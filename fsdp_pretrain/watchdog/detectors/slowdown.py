@@ -147,7 +147,7 @@ class SlowdownDetector(Detector):
         )
 
 
-class Stragglers(Detector):
+class StragglerDetector(Detector):
     """Opens `straggler/...` for a rank, or a whole host, that repeatedly needs more own time than the others.
 
     All ranks wait for the slowest, so wall time says nothing; own time does. A straggler exceeds the median of all by

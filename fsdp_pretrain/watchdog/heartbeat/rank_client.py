@@ -133,7 +133,7 @@ class AgentProcess:
         known = run_id.bound_to(self._run)
         if known is not None:
             with contextlib.suppress(StorageError):
-                run_id.give(self._pages, known)
+                run_id.assign(self._pages, known)
 
     def tend(self) -> None:
         """Start it if it is not running."""

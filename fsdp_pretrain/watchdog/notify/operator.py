@@ -98,7 +98,7 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
     try:
         claim = take_alarm_lease(run, "ack")
         if claim is None:
-            left = inbox.leave(_inbox(run), verb="ack", key=key)
+            left = inbox.put(_inbox(run), verb="ack", key=key)
             deadline = time.monotonic() + wait
             while left.exists() and time.monotonic() <= deadline:
                 time.sleep(0.05)
