@@ -163,7 +163,7 @@ def get(port: int | None, path: str) -> tuple[int, str]:
 def test_metrics_by_http() -> None:
     shown = Exporter(PrometheusSection(port=0))
     assert get(shown.port, "/metrics")[0] == get(shown.port, "/healthz")[0] == 503
-    shown.show(full())
+    shown.update(full())
     code, text = get(shown.port, "/metrics")
     families = {family.name: family for family in text_string_to_metric_families(text)}
     samples = {(each.name, *each.labels.items()): each.value for family in families.values() for each in family.samples}
@@ -183,7 +183,7 @@ def test_metrics_by_http() -> None:
     assert get(shown.port, "/healthz")[0] == 200 and get(shown.port, "/nothing")[0] == 404
     status = json.loads(get(shown.port, "/status")[1])
     assert status["step"] == 1200 and "loss_z" not in status
-    shown.show(Snapshot("blind", pass_age=61.0))
+    shown.update(Snapshot("blind", pass_age=61.0))
     assert get(shown.port, "/healthz")[0] == 503
     assert "train_step{" not in get(shown.port, "/metrics")[1]  # unknown is not zero
     shown.close()
@@ -195,20 +195,20 @@ def test_metrics_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(prometheus, "_TEXTFILE_SECONDS", 0.0)
     path = tmp_path / "run.prom"
     shown = Exporter(PrometheusSection(textfile=path))
-    shown.show(full())
+    shown.update(full())
     assert path.read_text() == render(full()) and [each.name for each in tmp_path.iterdir()] == ["run.prom"]
     shown.close()
     assert not path.exists()
     lost = Exporter(PrometheusSection(textfile=tmp_path / "run.prom/x.prom"))
     path.write_text("a file where a folder should be")
-    lost.show(full())
+    lost.update(full())
     assert "cannot write" in lost.problem
 
 
 def test_a_port_that_is_taken_harms_nothing() -> None:
     first = Exporter(PrometheusSection(port=0))
     second = Exporter(PrometheusSection(port=first.port))
-    second.show(full())
+    second.update(full())
     assert "Address already in use" in second.problem and second.port is None
     second.close()
     first.close()

@@ -44,7 +44,7 @@ class WeightsSource(Protocol):
     def read(self, name: str) -> Tensor:
         """A parameter in fp32, with the source's rows. Raises DataError, CheckpointError."""
 
-    def called(self, name: str) -> str:
+    def source_name(self, name: str) -> str:
         """A parameter's name in the source."""
 
 
@@ -132,7 +132,7 @@ def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, wh
 def _refuse_not_finite(source: WeightsSource, where: Path) -> None:
     """Raise DataError naming all tensors with NaN or infinite values; reads all weights."""
     bar = tqdm(source.parameters, desc="checking values", unit="tensors", delay=2, disable=None)
-    wrong = sorted({source.called(name) for name in bar if not source.read(name).isfinite().all()})
+    wrong = sorted({source.source_name(name) for name in bar if not source.read(name).isfinite().all()})
     if wrong:
         raise DataError(
             f"{where} has tensors with values that are NaN, or infinite in fp32:\n    " + shortened(wrong),
@@ -192,5 +192,5 @@ class _Checkpoint:
     def read(self, name: str) -> Tensor:
         return self._stored[name].float()
 
-    def called(self, name: str) -> str:
+    def source_name(self, name: str) -> str:
         return name

@@ -58,7 +58,7 @@ def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Rec
     raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
 
 
-def came_back(run: RunDir, asked: RollbackRequest) -> bool:
+def was_blamed_on_device(run: RunDir, asked: RollbackRequest) -> bool:
     """Whether a nearby non-finite step was blamed on a device before: device faults do not recur in one place."""
     entries = journal.of_kind(journal.read(run), "health-again")
     return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)

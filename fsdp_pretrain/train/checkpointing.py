@@ -182,7 +182,7 @@ class Checkpointing:
             self._succeed(self._pending_step, pending.result())
         return time.perf_counter() - start
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Let the save in flight end, ignoring its outcome: the run ends for another reason."""
         with suppress(UserError):
             self.finish()

@@ -205,7 +205,7 @@ def _check_checkpoints(report: StatusReport, run: RunDir, status: Status) -> Non
         bytes=sum(entry.bytes for entry in manifest.files),
         path=str(good[-1].path),
     )
-    if found.elsewhere(good[-1]):
+    if found.is_in_fallback(good[-1]):
         report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
 
 

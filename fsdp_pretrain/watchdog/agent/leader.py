@@ -211,7 +211,7 @@ class Leader:
         snapshot = self._build_snapshot()
         if self._notifier is not None:
             self._notifier.tick(self.alarms, snapshot)
-        self._exporter.show(snapshot)
+        self._exporter.update(snapshot)
         if time.monotonic() - self._written >= _SNAPSHOT_SECONDS:
             self._written = time.monotonic()
             content = {"time": now(), "host": socket.gethostname(), **snapshot.to_json()}
@@ -222,7 +222,7 @@ class Leader:
         else:
             self.alarms.resolve("metrics")
         if self._ping is not None:
-            self._ping.passed(bool(self._ranks.beats), time.monotonic())
+            self._ping.on_pass(bool(self._ranks.beats), time.monotonic())
 
     def _build_snapshot(self) -> Snapshot:
         record, at = self._health.last, time.monotonic_ns()

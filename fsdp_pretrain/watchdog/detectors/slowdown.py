@@ -25,7 +25,7 @@ from fsdp_pretrain.statistics import spread
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 from .base import Detector
-from .cusum import Pace, PaceChange
+from .cusum import PaceChange, PaceCusum
 
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""
@@ -55,7 +55,7 @@ class SlowdownDetector(Detector):
     def __init__(self, alarms: Alarms, section: PaceSection, path: Path, hosts: Sequence[str]) -> None:
         super().__init__(alarms)
         self._section, self._path, self._hosts = section, path, sorted(set(hosts))
-        self._pace = Pace()
+        self._pace = PaceCusum()
         self._steps = self._wait = 0
         self._clean = deque[float](maxlen=_BEST)
         self._shape = ""
