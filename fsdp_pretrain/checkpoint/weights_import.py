@@ -23,7 +23,7 @@ from fsdp_pretrain.record import journal, run_id
 from fsdp_pretrain.record.files import RunDir
 
 from . import dcp
-from .hf_layout import function
+from .hf_layout import architecture
 from .loading import Weights
 from .manager import make_facts
 from .state import TrainState, identity
@@ -71,7 +71,7 @@ def refuse_begun(run: RunDir, config: Config) -> None:
 
 def refuse_another_model(source: Path, theirs: AnyModel, ours: AnyModel) -> None:
     """Raise ConfigError, listing all differences, if weights of `theirs` would compute something else in `ours`."""
-    wrong = differences(function(theirs), function(ours), "model")
+    wrong = differences(architecture(theirs), architecture(ours), "model")
     if theirs.rows > ours.rows:
         wrong.append(f"rows of the embedding table: {theirs.rows} -> {ours.rows} (model.vocab, model.vocab_multiple)")
     if wrong:

@@ -162,7 +162,7 @@ def _train(
     model, optimizer = build_model_and_optimizer(config, world)
     subject = TrainingObjects(world, run_dir, model, optimizer, config, identity(config, packer))
     start.record_start(recorder, subject, model.count_parameters())
-    resumed = Resume(subject, recorder, terms)()
+    resumed = Resume(subject, recorder, terms).run()
     state = resumed.state
     if world.is_main:
         start.record_changes(recorder, subject.identity.corpora, terms.reason)

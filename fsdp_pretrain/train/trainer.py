@@ -140,7 +140,7 @@ class Trainer:
                 return self._end_for(agreed.rollback)
             if agreed.overdue:
                 self.saves.refuse_to_go_on()
-            if self.saves.ended(agreed.saved):
+            if self.saves.all_ended(agreed.saved):
                 self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
             if self._save_due() or agreed.save:
