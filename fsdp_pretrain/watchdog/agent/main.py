@@ -120,7 +120,7 @@ class Agent:
         self._ended = self._asked_to_end = self._stop_asked = False
         self._absent_since: float | None = None
 
-    def live(self) -> None:
+    def run(self) -> None:
         """Make passes until the ranks and their launcher are gone."""
         signal.signal(signal.SIGTERM, self._on_signal)
         interval, begun = self._config.watchdog.interval.value, time.monotonic()

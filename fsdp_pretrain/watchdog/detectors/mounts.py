@@ -43,7 +43,7 @@ class MountDetector(Detector):
     """Alarms `mount/PATH`, `mount-slow/PATH`, and `data-shard/SOURCE` for corpora that are not intact.
 
     Args:
-            written: directories in which a small file is written.
+            probed: directories in which a small file is written.
             corpora: directory of each source. One file is read per file system.
 
         Attributes:
@@ -51,20 +51,13 @@ class MountDetector(Detector):
     """
 
     def __init__(
-        self,
-        alarms: Alarms,
-        section: StorageSection,
-        probes: ProbeServer,
-        written: list[Path],
-        corpora: dict[str, Path],
+        self, alarms: Alarms, section: StorageSection, probes: ProbeServer, probed: list[Path], corpora: dict[str, Path]
     ) -> None:
         super().__init__(alarms)
         self._probes, self._every, self._deadline = probes, section.interval.value, section.deadline.value
-        self._mounts = {str(path): _Mount(str(path), self._probe("write", path=str(path))) for path in written}
-        times = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
-        self._audits = {
-            name: PeriodicProbe(probes, "corpus", path=str(path), **times) for name, path in corpora.items()
-        }
+        self._mounts = {str(path): _Mount(str(path), self._probe("write", path=str(path))) for path in probed}
+        pace = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
+        self._audits = {name: PeriodicProbe(probes, "corpus", path=str(path), **pace) for name, path in corpora.items()}
         self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
         self.rates: dict[str, float] = {}
 
