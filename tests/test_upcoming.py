@@ -95,10 +95,8 @@ def test_whether_it_fits(
 
     checkpoints = saves(watch, run.path, prune=state.prune)
     places = [("checkpoints", run.checkpoints, True)]
-    watch.detectors = [
-        checkpoints,
-        DiskSpaceDetector(watch.alarms, StorageSection(), watch.probes, places, checkpoints),
-    ]
+    space = DiskSpaceDetector(watch.alarms, StorageSection(), watch.probes, places, checkpoints)
+    watch.detectors = [checkpoints, space]
     watch.advance()
     watch.advance(61)
     said = {alarm.summary: alarm.severity for alarm in watch.alarms}

@@ -135,9 +135,8 @@ class Launcher:
             self._wait_for(lambda: False, decision.pause, _POLL)
             if self._signals:
                 name = signal.Signals(self._signals[0]).name
-                return self._end(
-                    RestartDecision(int(Exit.RESUME), f"asked to stop before it was started again: {name}")
-                )
+                reason = f"asked to stop before it was started again: {name}"
+                return self._end(RestartDecision(int(Exit.RESUME), reason))
 
     def _check_place(self) -> None:
         """Raise RunGoneError if the run directory is not the one that earlier starts have seen."""

@@ -80,9 +80,8 @@ def _retry_rendezvous(history: Sequence[EndedStart], config: LaunchSection) -> R
     first = list(takewhile(lambda ended: not ended.outcome.joined, reversed(history)))[-1]
     waited, reason = history[-1].at - first.at + first.seconds, history[-1].outcome.reason
     if waited >= config.join_timeout.value:
-        return RestartDecision(
-            int(Exit.RESUME), f"the nodes did not find each other within {human_time(waited)}: {reason}"
-        )
+        reason = f"the nodes did not find each other within {human_time(waited)}: {reason}"
+        return RestartDecision(int(Exit.RESUME), reason)
     return RestartDecision(None, f"the nodes did not find each other: {reason}", config.pauses[0].value)
 
 

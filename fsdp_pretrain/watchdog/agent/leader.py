@@ -163,9 +163,8 @@ class Leader:
                 if number:
                     windows[rank] = (other.name, number, own)
             if self._nodes.is_silent(other) and not other.ended:
-                self.open_silence(
-                    other.name, other.silence, "its node, its agent or its view of the run directory is gone"
-                )
+                effect = "its node, its agent or its view of the run directory is gone"
+                self.open_silence(other.name, other.silence, effect)
             elif not other.ended:
                 self.alarms.resolve(f"node/{other.name}", f"{other.name} is heard again")
         for key in self._peer_alarms - found:

@@ -132,7 +132,7 @@ class CheckpointDetector(Detector):
         audit = self._audit.tick(now)
         if audit is not None and audit.value.get("wrong"):
             self._bad[audit.value["name"]] = "; ".join(audit.value["wrong"])
-            self._probe.make_due()
+            self._probe.due = 0.0
 
     def _see(self, found: dict[str, Any], now: float) -> None:
         self._probe.arguments["offset"] = found["offset"]

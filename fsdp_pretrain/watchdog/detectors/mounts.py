@@ -119,7 +119,7 @@ class MountDetector(Detector):
             return
         if answer.errno == errno.ENOENT and "paths" in mount.probe.arguments:
             for audit in self._audits.values():  # a shard is gone: find out of which corpus
-                audit.make_due()
+                audit.due = 0.0
             return
         mount.failures += 1
         if mount.failures >= _TWICE:

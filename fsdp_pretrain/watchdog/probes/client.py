@@ -105,9 +105,6 @@ class PeriodicProbe:
         self._asked = self.due = 0.0
         self._late, self._is_late = 0, False
 
-    def make_due(self) -> None:
-        self.due = 0.0
-
     def tick(self, now: float) -> ProbeAnswer | None:
         """Start the probe when due; returns its outcome once known. A hanging probe is reported repeatedly."""
         if self._ticket is None:
