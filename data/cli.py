@@ -123,7 +123,7 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
 )
 def _import(args: argparse.Namespace) -> int:
     """Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped."""
-    manifest = import_corpus.adopt(
+    manifest = import_corpus.ingest(
         args.sources,
         Tokenizer.load(args.tokenizer, args.eod),
         args.out,

@@ -178,7 +178,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     Raises:
         UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
     """
-    _be_quiet()
+    _silence_libraries()
     try:
         import lm_eval
         from lm_eval import evaluator
@@ -216,7 +216,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     return results
 
 
-def _be_quiet() -> None:
+def _silence_libraries() -> None:
     """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may access the network."""
     import logging
     import os

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import RunDir, stamp
-from fsdp_pretrain.record.goodput import Account, Saves, State, goodput, render
+from fsdp_pretrain.record.goodput import GoodputReport, Saves, State, goodput, render
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.start_history import unread_bytes
 from fsdp_pretrain.units import human_time
@@ -141,7 +141,7 @@ class Script:
         self.number += 1
         self.join(parent, "rollback", reason=reason)
 
-    def check(self, **others: float) -> Account:
+    def check(self, **others: float) -> GoodputReport:
         """The account agrees with the truth, state by state; `others`: truth about the steps."""
         found = goodput(self.run)
         assert found is not None

@@ -15,8 +15,8 @@ from sight import until
 
 from fsdp_pretrain.config.operations import HardwareSection
 from fsdp_pretrain.watchdog.detectors import nvml
-from fsdp_pretrain.watchdog.detectors.gpu import Devices
-from fsdp_pretrain.watchdog.detectors.host import Host, HostState, look
+from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
+from fsdp_pretrain.watchdog.detectors.host import HostDetector, HostState, sample_host
 from fsdp_pretrain.watchdog.detectors.host_history import remember
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 
@@ -47,7 +47,7 @@ class Machine:
         self.devices: list[dict[str, Any]] = [{"index": n, **HEALTHY} for n in range(8)]
         self.content: str | None = None
         self.now = 1000.0
-        self.watch = Devices(
+        self.watch = GpuDetector(
             self.alarms, values, host="node-7", memory=self.memory, expected=0, provider=values.provider
         )
 
@@ -229,7 +229,7 @@ def watch_host(tmp_path: Path, states: list[HostState], clock: Callable[[float],
         lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.state, int(time_is[0] // 60))),
     )
     left = iter(states)
-    host = Host(alarms, host="h", look=lambda pids: next(left), clock=lambda: clock(time_is[0]))
+    host = HostDetector(alarms, host="h", sample=lambda pids: next(left), clock=lambda: clock(time_is[0]))
     for minute in range(len(states)):
         for second in range(0, 60, 10):
             time_is[0] = 60.0 * minute + second
@@ -281,7 +281,7 @@ def test_a_clock_that_jumps_is_told_and_nothing_else_is(tmp_path: Path) -> None:
 def test_a_look_at_this_host() -> None:
     """Against what the system reports."""
     files = [open(os.devnull) for _ in range(50)]  # noqa: PTH123, SIM115
-    state = look([os.getpid()])
+    state = sample_host([os.getpid()])
     for file in files:
         file.close()
     assert 0 < state.available <= state.total and state.cpu > 0
@@ -289,4 +289,4 @@ def test_a_look_at_this_host() -> None:
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert state.descriptors >= 50 / limit
-    assert look([2**22 + 1]).descriptors == 0
+    assert sample_host([2**22 + 1]).descriptors == 0

@@ -19,7 +19,7 @@ from fsdp_pretrain.health.auto_rollback import roll_back
 from fsdp_pretrain.health.monitor import ExpectedSteps, Health, HealthOutcome, RollbackRequest
 from fsdp_pretrain.parallel.replica_check import compare
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.recorder import Silent
+from fsdp_pretrain.record.recorder import NotesOnlyRecorder
 from fsdp_pretrain.record.step_record import StepRecord
 
 pytestmark = pytest.mark.quick
@@ -367,5 +367,5 @@ def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[st
     run.journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     asked = RollbackRequest(key, "it went wrong", 5000, 5050, 0, 10, 4950)
     with pytest.raises(NumericError, match=refused) as caught:
-        roll_back(run, config, asked, Silent(run, run.segment(1)))
+        roll_back(run, config, asked, NotesOnlyRecorder(run, run.segment(1)))
     assert caught.value.exit == 93 and "optimizer.lr" in caught.value.remedy

@@ -43,7 +43,7 @@ INFO, WARN, CRIT = Severity
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of a tenth and less where something that does not come is waited for."""
     monkeypatch.setattr(notifier, "RETRIES", (0.05, 0.05, 0.05, 0.1))
-    monkeypatch.setattr(notifier, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(notifier, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.3)
 
 
@@ -468,10 +468,10 @@ def test_the_dead_mans_switch_is_held_only_while_it_sees(endpoint: Endpoint, qui
     assert section is not None
     ping = Ping(section, {"WATCHDOG_PING_URL": f"http://127.0.0.1:{endpoint.port}/ping"})
     for now in range(500):
-        ping.passed(observed=False, now=now)
+        ping.on_pass(observed=False, now=now)
     for now, seen in ((1000, 1), (1029, 1), (1030, 2), (1059, 2), (1061, 3)):
-        ping.passed(observed=True, now=now)
+        ping.on_pass(observed=True, now=now)
         until(lambda seen=seen: endpoint.seen >= seen, what=f"a ping at {now}")
         assert endpoint.seen == seen
     endpoint.down()
-    ping.passed(observed=True, now=2000)  # nobody there: no effect
+    ping.on_pass(observed=True, now=2000)  # nobody there: no effect

@@ -162,8 +162,8 @@ def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
     """Fault matrix 51: a mount point that lost its mount stays empty, whatever this process writes."""
     monkeypatch.setattr(run_id, "_bound", {})
     run = RunDir(tmp_path / "run")
-    known = run_id.give(run.path)
-    assert run_id.give(run.path) == known
+    known = run_id.assign(run.path)
+    assert run_id.assign(run.path) == known
     run_id.bind(run.path, known)
     run.new_segment()
     WRITERS[writer](run)  # while it exists
@@ -171,7 +171,7 @@ def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
     if left != "nothing":
         run.path.mkdir()
     if left == "another run":
-        run_id.give(run.path)
+        run_id.assign(run.path)
     before = sorted(tmp_path.rglob("*"))
     if writer == "journal":
         WRITERS[writer](run)
@@ -189,7 +189,7 @@ def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> No
     run, note = RunDir(tmp_path / "run"), tmp_path / "notes/seen.json"
     first = LauncherMemory(note)
     first.check(run.path, lambda: 0)  # nothing was seen
-    first.remember(run_id=run_id.give(run.path))
+    first.remember(run_id=run_id.assign(run.path))
     first.remember(segment=3, checkpoint=40)
     LauncherMemory(note, active=False).remember(segment=9)
     second = LauncherMemory(note)

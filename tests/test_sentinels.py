@@ -18,8 +18,8 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.operations import SentinelSection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import StepRecord
-from fsdp_pretrain.watchdog.agent.registry import sensors
-from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariants
+from fsdp_pretrain.watchdog.agent.registry import build_detectors
+from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 Records = list[dict[str, Any]]
@@ -48,7 +48,7 @@ def judge(records: Records, tmp_path: Path, **changes: Any) -> list[tuple[str, s
         tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.step))
     )
     values = {"rates": {}, "row": 32, "causal": True, "max_quarantined": 1e-4, **changes}
-    detector = DataInvariants(alarms, SentinelSection(), **values)
+    detector = DataInvariantDetector(alarms, SentinelSection(), **values)
     for record in records:
         detector.step(parsed(record))
     return told
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_told(
 def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_path: Path) -> None:
     """Also of a document that spans many samples and ends in none of them."""
     alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
-    detector = DataInvariants(alarms, SentinelSection(), rates={}, row=32, causal=True, max_quarantined=1e-4)
+    detector = DataInvariantDetector(alarms, SentinelSection(), rates={}, row=32, causal=True, max_quarantined=1e-4)
     for record in records[:3]:
         detector.step(parsed({**record, "documents": 0, "separators": 0, "quarantined": record["batch"]}))
     (alarm,) = [alarm for alarm in alarms if alarm.key == "data-quarantined"]
@@ -201,7 +201,7 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
     lab.train(config)
     run, told = RunDir(lab.path / "run"), []
     alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.step)))
-    found = sensors(load(run.config), alarms, segment=2)
+    found = build_detectors(load(run.config), alarms, segment=2)
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:
             detector.step(parsed(record))

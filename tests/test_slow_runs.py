@@ -15,7 +15,7 @@ from endpoint import Endpoint
 from records import step_record
 
 from fsdp_pretrain.config.operations import PaceSection
-from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, Stragglers
+from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
 from fsdp_pretrain.watchdog.heartbeat import page, rank_client
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
@@ -217,10 +217,10 @@ def stragglers_of(
         tmp_path / "alarms.jsonl",
         lambda alarm, before: told.append((alarm.key, alarm.facts["window"])) if alarm.state == "open" else None,
     )
-    stragglers, random_ = Stragglers(alarms, PaceSection()), random.Random(ranks)
+    stragglers, random_ = StragglerDetector(alarms, PaceSection()), random.Random(ranks)
     for window in range(1, windows + 1):
         own = {rank: 1 + slow.get(rank, 0.0) * (window > 20) for rank in range(ranks)}
-        stragglers.look({r: (HOST, window, each * random_.lognormvariate(0, noise)) for r, each in own.items()})
+        stragglers.check({r: (HOST, window, each * random_.lognormvariate(0, noise)) for r, each in own.items()})
     return told
 
 

@@ -26,11 +26,11 @@ from fsdp_pretrain.record.metrics import records as metric_records
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, Seconds
-from fsdp_pretrain.watchdog.agent.registry import sensors
+from fsdp_pretrain.watchdog.agent.registry import build_detectors
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
-from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, Mounts
+from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeAnswer, ProbeServer
 
@@ -44,7 +44,7 @@ class Watch:
     def __init__(self, path: Path) -> None:
         self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.told.append(alarm))
         self.told: list[Alarm] = []
-        self.looks, self.now = ProbeServer(), 1000.0
+        self.probes, self.now = ProbeServer(), 1000.0
         self.detectors: list[Detector] = []
 
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
@@ -56,10 +56,10 @@ class Watch:
             nonlocal quiet
             for detector in self.detectors:
                 detector.tick(self.now)
-            quiet = quiet + 1 if self.looks.waiting <= hanging else 0
+            quiet = quiet + 1 if self.probes.waiting <= hanging else 0
             return quiet == 2
 
-        until(settled, what=lambda: f"the answers of {self.looks.waiting} looks", every=0.002)
+        until(settled, what=lambda: f"the answers of {self.probes.waiting} probes", every=0.002)
 
     def said(self) -> list[tuple[str, str, str]]:
         return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.told]
@@ -69,7 +69,7 @@ class Watch:
 def watch(tmp_path: Path) -> Iterator[Watch]:
     made = Watch(tmp_path)
     yield made
-    made.looks.replace()
+    made.probes.replace()
 
 
 def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -> StepRecord:
@@ -83,14 +83,14 @@ def saves(
     reached: Callable[[], int] = int,
     prune: bool = True,
     **section: Any,
-) -> Checkpoints:
+) -> CheckpointDetector:
     for name in ("segments", "control"):
         (run / name).mkdir(parents=True, exist_ok=True)
     values = {"interval": Seconds(60), **section}
-    return Checkpoints(
+    return CheckpointDetector(
         watch.alarms,
         StorageSection(**values),
-        watch.looks,
+        watch.probes,
         run=run,
         segment=2,
         stores=[run / "checkpoints", run / "elsewhere"],
@@ -111,20 +111,20 @@ def write_journal(run: Path, *entries: dict[str, Any]) -> None:
 class Answers(Detector):
     """Collects the results of a probe."""
 
-    def __init__(self, alarms: Alarms, look: PeriodicProbe) -> None:
+    def __init__(self, alarms: Alarms, probe: PeriodicProbe) -> None:
         super().__init__(alarms)
-        self.look, self.found = look, list[ProbeAnswer]()
+        self.probe, self.found = probe, list[ProbeAnswer]()
 
     def tick(self, now: float) -> None:
-        if (answer := self.look.tick(now)) is not None:
+        if (answer := self.probe.tick(now)) is not None:
             self.found.append(answer)
 
 
 def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
     """A FIFO in place of a file hangs whoever opens it, like a mount whose server went away."""
     os.mkfifo(tmp_path / "fifo")
-    hangs = PeriodicProbe(watch.looks, "read", every=60, deadline=15, paths=[str(tmp_path / "fifo")])
-    fine = PeriodicProbe(watch.looks, "space", every=60, deadline=15, path=str(tmp_path))
+    hangs = PeriodicProbe(watch.probes, "read", every=60, deadline=15, paths=[str(tmp_path / "fifo")])
+    fine = PeriodicProbe(watch.probes, "space", every=60, deadline=15, path=str(tmp_path))
     watch.detectors = [first := Answers(watch.alarms, hangs), second := Answers(watch.alarms, fine)]
     watch.advance(hanging=1)
     assert second.found[0].value["free"] > 0 and not first.found
@@ -139,11 +139,11 @@ def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
 
 
 def test_a_helper_that_stopped_is_replaced(watch: Watch, tmp_path: Path) -> None:
-    look = PeriodicProbe(watch.looks, "space", every=60, deadline=15, path=str(tmp_path))
-    watch.detectors = [answers := Answers(watch.alarms, look)]
+    probe = PeriodicProbe(watch.probes, "space", every=60, deadline=15, path=str(tmp_path))
+    watch.detectors = [answers := Answers(watch.alarms, probe)]
     watch.advance()
     assert answers.found.pop().error is None
-    stopped = watch.looks.pid
+    stopped = watch.probes.pid
     assert stopped is not None
     os.kill(stopped, signal.SIGSTOP)
     watch.advance(61, hanging=1)
@@ -151,7 +151,7 @@ def test_a_helper_that_stopped_is_replaced(watch: Watch, tmp_path: Path) -> None
     assert [answer.late for answer in answers.found] == [1]
     watch.advance(6)
     watch.advance(60)
-    assert answers.found[-1].error is None and watch.looks.pid != stopped
+    assert answers.found[-1].error is None and watch.probes.pid != stopped
 
 
 # ---------------------------------------------------------------------- room
@@ -165,7 +165,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     section = StorageSection(interval=Seconds(60))
     checkpoints = saves(watch, run)
     places = [("checkpoints", store.directory, True), ("run", run, False)]
-    space = DiskSpaceDetector(watch.alarms, section, watch.looks, places, checkpoints)
+    space = DiskSpaceDetector(watch.alarms, section, watch.probes, places, checkpoints)
     watch.detectors = [checkpoints, space]
     watch.advance()
     watch.advance(61)
@@ -189,7 +189,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
 def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
     """Fault matrix 35: the file system of the record, which holds no checkpoint."""
     run = small_disk("4m")
-    watch.detectors = [DiskSpaceDetector(watch.alarms, StorageSection(), watch.looks, [("run", run, False)])]
+    watch.detectors = [DiskSpaceDetector(watch.alarms, StorageSection(), watch.probes, [("run", run, False)])]
     watch.advance()
     assert watch.said() == []
     for size in (4_170_000, 4_194_304):
@@ -224,9 +224,9 @@ def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float,
     noise = np.where(rng.random(len(hours)) < 0.1, 30e9, 0) + rng.normal(0, 2e9, len(hours))
     checkpoints = saves(watch, tmp_path)
     space = DiskSpaceDetector(
-        watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints
+        watch.alarms, StorageSection(), watch.probes, [("checkpoints", tmp_path, True)], checkpoints
     )
-    space.places[0].look = Scripted(list(3e12 - per_hour * hours + noise))  # type: ignore[assignment]
+    space.places[0].probe = Scripted(list(3e12 - per_hour * hours + noise))  # type: ignore[assignment]
     for hour in hours:
         checkpoints.completed += 1
         space.tick(hour * 3600)
@@ -244,9 +244,9 @@ def test_what_seconds_show_says_nothing_of_tomorrow(
     """A checkpoint every second and 40 GB free: full in half a minute is reported, a trend to half a day is not."""
     checkpoints = saves(watch, tmp_path)
     space = DiskSpaceDetector(
-        watch.alarms, StorageSection(), watch.looks, [("checkpoints", tmp_path, True)], checkpoints
+        watch.alarms, StorageSection(), watch.probes, [("checkpoints", tmp_path, True)], checkpoints
     )
-    space.places[0].look = Scripted([40e9 - per_second * second for second in range(12)])  # type: ignore[assignment]
+    space.places[0].probe = Scripted([40e9 - per_second * second for second in range(12)])  # type: ignore[assignment]
     for second in range(12):
         checkpoints.completed += 1
         space.tick(second)
@@ -442,7 +442,7 @@ def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
 
 def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> list[int | None]:
     """What the watchdog's process does beside a real run, to its end; the exit codes."""
-    found = sensors(load(run.config), watch.alarms, segment=1, pids=lambda: [job.ranks[0].pid])
+    found = build_detectors(load(run.config), watch.alarms, segment=1, pids=lambda: [job.ranks[0].pid])
     offset = 0
 
     def ended() -> bool:
@@ -507,7 +507,7 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
     copy = tmp_path / "corpus"
     shutil.copytree(shared_corpus / "corpus", copy)
     shard = next((copy / "shards").glob("*.bin"))
-    mounts = Mounts(watch.alarms, StorageSection(audit=Seconds(600)), watch.looks, [tmp_path], {"text": copy})
+    mounts = MountDetector(watch.alarms, StorageSection(audit=Seconds(600)), watch.probes, [tmp_path], {"text": copy})
     watch.detectors = [mounts]
     watch.advance()
     manifest = json.loads((copy / "manifest.json").read_text())

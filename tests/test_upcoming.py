@@ -34,7 +34,7 @@ WARN, CRIT = Severity.WARN, Severity.CRIT
 def watch(tmp_path: Path) -> Iterator[Watch]:
     made = Watch(tmp_path)
     yield made
-    made.looks.replace()
+    made.probes.replace()
 
 
 def begin(config: Path, **status: Any) -> tuple[Config, RunDir]:
@@ -95,7 +95,8 @@ def test_whether_it_fits(
 
     checkpoints = saves(watch, run.path, prune=state.prune)
     places = [("checkpoints", run.checkpoints, True)]
-    watch.detectors = [checkpoints, DiskSpaceDetector(watch.alarms, StorageSection(), watch.looks, places, checkpoints)]
+    space = DiskSpaceDetector(watch.alarms, StorageSection(), watch.probes, places, checkpoints)
+    watch.detectors = [checkpoints, space]
     watch.advance()
     watch.advance(61)
     said = {alarm.summary: alarm.severity for alarm in watch.alarms}

@@ -1,7 +1,7 @@
 """`fsdp-data import`: corpora from files tokenised elsewhere, without tokenising again.
 
 Megatron shards stay where they are and the manifest points to them; other formats are rewritten as new shards without
-separators. What the documents carry is declared, and checked on every token: see `data.validate.measure`.
+separators. What the documents carry is declared, and checked on every token: see `data.validate.checker`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from data.corpus.corpus import CorpusManifest, Separators, Vocabulary, write_cor
 from data.corpus.formats import Format, detect_format, find_token_files, open_file
 from data.corpus.shards import Shard, ShardWriter, file_checksum, token_dtype
 from data.text.tokenizer import Tokenizer
-from data.validate.measure import Judge
+from data.validate.checker import TokenChecker
 from fsdp_pretrain.errors import DataError
 
 from .jobs import Task, claim, describe, gather, make_all, release, write_record
@@ -42,7 +42,7 @@ class ImportOptions:
     """NumPy name of the tokens' type in `bin` files."""
 
 
-def adopt(
+def ingest(
     sources: Sequence[Path],
     tokenizer: Tokenizer,
     out: Path,
@@ -85,7 +85,7 @@ def adopt(
     ]
     todo = [task for task in tasks if not task.is_done((".json", ".bin", ".idx") if options.copy else (".json",))]
     try:
-        make_all(adopt_file, tasks, todo, tokenizer, workers, desc="import", disable=quiet or None)
+        make_all(ingest_file, tasks, todo, tokenizer, workers, desc="import", disable=quiet or None)
     except DataError:
         release(out)
         raise
@@ -143,7 +143,7 @@ def _names(files: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
 
 
-def adopt_file(
+def ingest_file(
     prefix: Path, source: Path, options: ImportOptions, size: int, tokenizer: Tokenizer, report: Any
 ) -> None:
     """Check one file, copy it if asked to, and write its `.json` record, which marks it done.
@@ -154,39 +154,39 @@ def adopt_file(
         size: bytes of the file, for progress.
 
     Raises:
-        DataError: see `adopt`.
+        DataError: see `ingest`.
     """
     kind, declared = options.format, options.separators
     assert kind is not None
     file = open_file(source, kind, tokenizer.eod, dtype=options.dtype, leading=declared == "leading")
-    judge = Judge("", Vocabulary.of(tokenizer), declared, flat=kind in ("npy", "bin"))
+    checker = TokenChecker("", Vocabulary.of(tokenizer), declared, flat=kind in ("npy", "bin"))
     dtype, digest, shown = token_dtype(tokenizer.vocab_size), xxhash.xxh3_128(), 0
     with ShardWriter(prefix, dtype) if options.copy else nullcontext() as writer:
         for run in file.runs():
-            separators = judge.add(run).separators
+            separators = checker.add(run).separators
             if writer is None:
                 digest.update(run.tokens.data)
-            elif judge.holds:
+            elif checker.holds:
                 lengths = run.lengths - separators
                 kept = run.tokens[run.tokens != tokenizer.eod] if separators.any() else run.tokens
                 writer.extend(kept.astype(dtype), lengths[lengths > 0].tolist())
             step = min(run.tokens.nbytes, size - shown)
             report(step)
             shown += step
-        judge.require(str(source), file, tokenizer)
-        entry = writer.finish() if writer else _entry(prefix.name, source, judge, digest.hexdigest())
+        checker.require(str(source), file, tokenizer)
+        entry = writer.finish() if writer else _entry(prefix.name, source, checker, digest.hexdigest())
     report(size - shown)
-    counts = {"documents": judge.documents, "empty": judge.empty, "unterminated": judge.unterminated}
+    counts = {"documents": checker.documents, "empty": checker.empty, "unterminated": checker.unterminated}
     write_record(prefix, {"entry": entry, "counts": counts, "source": str(source)})
 
 
-def _entry(name: str, source: Path, judge: Judge, bin_xxh3: str) -> dict[str, Any]:
+def _entry(name: str, source: Path, checker: TokenChecker, bin_xxh3: str) -> dict[str, Any]:
     """The manifest entry of a shard that stays in place."""
     return {
         "name": name,
         "path": str(source.parent.resolve() / source.name),
-        "documents": judge.documents,
-        "tokens": judge.tokens,
+        "documents": checker.documents,
+        "tokens": checker.tokens,
         "bytes": _stat(source, "megatron").st_size,
         "bin_xxh3": bin_xxh3,
         "idx_xxh3": file_checksum(source.with_name(source.name + ".idx")),

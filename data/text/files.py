@@ -162,7 +162,7 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
         yield io.BufferedReader(CompressedInputStream(file, PACKED[path.suffix]), 1 << 16)
 
 
-class Pieces:
+class BoundedReader:
     """Reads a file from `open_unpacked` whole or by lines; refuses pieces longer than a packed file may hold."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:

@@ -31,7 +31,7 @@ from fsdp_pretrain.record.journal import Kind
 from fsdp_pretrain.units import human_bytes
 
 from .digest import StateDigest, state_digest
-from .disk_space import GiveUp, SpaceNeeded, make_room
+from .disk_space import Reclaimable, SpaceNeeded, make_room
 from .loading import flatten, root_cause, verify
 from .manifest import CheckpointManifest, Facts, FileEntry
 from .metadata import wrong_metadata
@@ -83,7 +83,7 @@ class _HashingFileSystem(FileSystem):
         self.written.append(FileEntry(name=name, bytes=hashing.size, xxh3=hashing.digest.hexdigest()))
 
 
-class _Delivering(DefaultSavePlanner):
+class _FetchingPlanner(DefaultSavePlanner):
     """Saves meta tensors, fetching each one's values only when it is written."""
 
     def __init__(self, world: World, fetch: Fetch) -> None:
@@ -126,7 +126,7 @@ def save(
     train_state: str,
     config: str,
     read_back: bool,
-    give_up: GiveUp = (),
+    reclaimable: Reclaimable = (),
     guard: Callable[[], None] = lambda: None,
     fetch: Fetch | None = None,
 ) -> SaveResult:
@@ -138,7 +138,7 @@ def save(
             weights are saved (recorded in the manifest).
         train_state, config: contents of `train_state.json` and `config.toml`.
         read_back: verify every byte afterwards.
-        give_up: what may be deleted if the checkpoint does not fit, see `disk_space.make_room`; used on rank 0.
+        reclaimable: what may be deleted if the checkpoint does not fit, see `disk_space.make_room`; used on rank 0.
         guard: called on rank 0 before the commit; its exception ends the save on every rank.
         fetch: returns a tensor of `state` (then on the meta device) by flat name (`model.NAME`); called one tensor at
             a time, so the model is never in memory as a whole.
@@ -151,7 +151,7 @@ def save(
     # Each tensor is stored once across all ranks; DCP adds overhead per chunk.
     size = sum(each.numel() * each.element_size() + _CHUNK_OVERHEAD * world.shards for each in tensors.values())
     need = SpaceNeeded(size, world.size + _FILES_BESIDE)
-    attempt, given_up = world.decide(lambda: _begin(store, facts.step, need, give_up))
+    attempt, reclaimed = world.decide(lambda: _begin(store, facts.step, need, reclaimable))
     promised: CheckpointManifest | None = None
     try:
         files, digest = _write(world, attempt, state, fetch)
@@ -176,18 +176,18 @@ def save(
         raise
     if read_back:
         checkpoint = _read_back(world, store, checkpoint)
-    notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
+    notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in reclaimed)
     return SaveResult(checkpoint, promised, written, time.perf_counter() - start, notes=notes)
 
 
-def _begin(store: Store, step: int, need: SpaceNeeded, give_up: GiveUp) -> tuple[Path, list[str]]:
+def _begin(store: Store, step: int, need: SpaceNeeded, reclaimable: Reclaimable) -> tuple[Path, list[str]]:
     """Ensure that the checkpoint fits before writing. Returns the attempt's directory, and what was deleted for it."""
     try:
         make_directory(store.directory)
     except OSError as error:
         raise StorageError(f"cannot create {store.directory}: {error.strerror}") from None
-    given_up = list(make_room(store.directory, need, give_up))
-    return store.begin(step), given_up
+    reclaimed = list(make_room(store.directory, need, reclaimable))
+    return store.begin(step), reclaimed
 
 
 def _write(world: World, attempt: Path, state: dict[str, Any], fetch: Fetch | None) -> tuple[list[FileEntry], str]:
@@ -203,8 +203,8 @@ def _write(world: World, attempt: Path, state: dict[str, Any], fetch: Fetch | No
         # and with GPU 0 in every process, since that is a new thread's current device.
         writer.per_thread_copy_ahead = 0
     writer.fs = files
-    delivering = _Delivering(world, fetch) if fetch else None
-    planner = delivering or DefaultSavePlanner()
+    fetching = _FetchingPlanner(world, fetch) if fetch else None
+    planner = fetching or DefaultSavePlanner()
     failure = None
     try:
         with warnings.catch_warnings():
@@ -220,7 +220,7 @@ def _write(world: World, attempt: Path, state: dict[str, Any], fetch: Fetch | No
             free = f" ({human_bytes(shutil.disk_usage(attempt.parent).free)} free)"
         raise StorageError(f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]}{free}")
     world.decide(lambda: _check_complete(attempt))
-    digest = delivering.digest.total() if delivering else state_digest(world, tensors)
+    digest = fetching.digest.total() if fetching else state_digest(world, tensors)
     return [entry for _, written in outcomes for entry in written], digest
 
 

@@ -77,7 +77,7 @@ class Resume:
         self._model, self._optimizer = subject.model, subject.optimizer
         self._config, self._identity, self._recorder, self._terms = subject.config, subject.identity, recorder, terms
 
-    def __call__(self) -> Resumed:
+    def run(self) -> Resumed:
         """Load the newest valid checkpoint; without any checkpoint, a fresh start.
 
         Raises:

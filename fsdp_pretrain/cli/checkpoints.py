@@ -132,7 +132,7 @@ def _row(found: Stores, checkpoint: Checkpoint) -> Row:
     row = Row(
         step=checkpoint.step,
         path=str(checkpoint.path),
-        fallback=found.elsewhere(checkpoint),
+        fallback=found.is_in_fallback(checkpoint),
         state="damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed",
         pinned=checkpoint.pinned,
         problem=checkpoint.problem,

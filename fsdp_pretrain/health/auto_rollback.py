@@ -58,7 +58,7 @@ def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Rec
     raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
 
 
-def came_back(run: RunDir, asked: RollbackRequest) -> bool:
+def was_blamed_on_device(run: RunDir, asked: RollbackRequest) -> bool:
     """Whether a nearby non-finite step was blamed on a device before: device faults do not recur in one place."""
     entries = journal.of_kind(journal.read(run), "health-again")
     return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
@@ -71,7 +71,7 @@ def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Re
         exit_intent.write(run, segment, code, reason, restart=True)
     recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
     left = state_files.view(run.status, Status) or Status()
-    recorder.status(force=True, **left.said())  # as the rollback left it
+    recorder.status(force=True, **left.entries())  # as the rollback left it
 
 
 def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:

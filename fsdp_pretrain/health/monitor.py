@@ -23,7 +23,7 @@ from fsdp_pretrain.errors import NumericError, UserError
 from fsdp_pretrain.record.step_record import HealthFinding, LossSum, StepRecord
 from fsdp_pretrain.severity import Severity
 
-from .rules import GradientNormRule, HealthIncident, Level, Scale, Spike
+from .rules import GradientNormRule, HealthIncident, LossLevelRule, LossScaleRule, LossSpikeRule
 
 HISTORY = 640
 """Records before a start that its first verdicts need."""
@@ -90,11 +90,11 @@ class Health:
     ) -> None:
         self._config, self._schedule = config.health, config.schedule
         self._spike, self._level, self._norm = (
-            Spike(config.health),
-            Level(config.health),
+            LossSpikeRule(config.health),
+            LossLevelRule(config.health),
             GradientNormRule(config.health),
         )
-        self._scale = Scale(config.health, config.train.loss_scale.min)
+        self._scale = LossScaleRule(config.health, config.train.loss_scale.min)
         self._nonfinite, self._zero = HealthIncident("loss/nonfinite"), HealthIncident("learning/gradient")
         self._stuck, self._still = HealthIncident("learning/loss"), HealthIncident("learning/parameters")
         self._rate = HealthIncident("learning/rate")

@@ -128,7 +128,7 @@ class Damaged(BaseModel):
     files: list[str]
 
 
-class Account(BaseModel):
+class GoodputReport(BaseModel):
     """The account of a run. None: unknown, or undefined without incidents.
 
     Attributes:
@@ -290,7 +290,7 @@ def _references(attempts: list[Start]) -> dict[int, Column]:
     return {a.segment: reference[start:stop] for a, (start, stop) in zip(attempts, pairwise(places), strict=True)}
 
 
-def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Account | None:
+def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> GoodputReport | None:
     """The account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
     history = read_history(run, shown)
     if not history.attempts:
@@ -310,7 +310,7 @@ def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter)
     iterations = np.concatenate([attempt.steps.iteration for attempt in history.attempts])
     typical = float(np.median(iterations)) if len(iterations) else None
     saves, configured = _saves(history), _configured_interval(run, history, typical)
-    return Account(
+    return GoodputReport(
         begin=ledger.begin,
         end=ledger.at,
         wall_seconds=wall,
@@ -378,7 +378,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def headline(found: Account) -> str:
+def headline(found: GoodputReport) -> str:
     """The account in one line."""
     interrupted = len(found.incidents)
     return (
@@ -387,7 +387,7 @@ def headline(found: Account) -> str:
     )
 
 
-def render(found: Account) -> str:
+def render(found: GoodputReport) -> str:
     """The account as text for people."""
     wall = found.wall_seconds
     lines = [f"{stamp(found.begin)[:19]} to {stamp(found.end)[:19]} UTC: {human_time(wall)}"]
@@ -417,7 +417,7 @@ def render(found: Account) -> str:
     return "\n".join([*lines, *(f"left out: {text}" for text in found.damaged.files)])
 
 
-def _render_saves(found: Account) -> Iterator[str]:
+def _render_saves(found: GoodputReport) -> Iterator[str]:
     saves, interval, unprotected = found.saves, found.interval, found.unprotected
     if saves.seconds is not None:
         block = (

@@ -46,7 +46,7 @@ def read(directory: Path) -> str | None:
         ) from None
 
 
-def give(directory: Path, run_id: str = "") -> str:
+def assign(directory: Path, run_id: str = "") -> str:
     """Create a directory and its id, where missing. Returns the id. Raises StorageError.
 
     With an empty `run_id`, the id is random.

@@ -54,7 +54,7 @@ class SaveInFlight:
     grown: float
 
 
-class Checkpoints(Detector):
+class CheckpointDetector(Detector):
     """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`,
     `checkpoint-fallback` and `checkpoint-damaged/NAME`.
 
@@ -80,7 +80,7 @@ class Checkpoints(Detector):
         self,
         alarms: Alarms,
         section: StorageSection,
-        looks: ProbeServer,
+        probes: ProbeServer,
         *,
         run: Path,
         segment: int,
@@ -93,14 +93,14 @@ class Checkpoints(Detector):
     ) -> None:
         super().__init__(alarms)
         self._pids, self._reached = pids, reached
-        self._section, self._looks, self._run, self._segment = section, looks, run, segment
+        self._section, self._probes, self._run, self._segment = section, probes, run, segment
         self._main, self._every, self._prune = stores[0], every, prune
         self._which = "verified" if verify else "newest"
         deadline, interval, audit = section.deadline.value, section.interval.value, section.audit.value
         places: dict[str, Any] = {"directories": [str(path) for path in stores]}
         journal = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
-        self._look = PeriodicProbe(looks, "checkpoints", every=interval, deadline=deadline, **places, **journal)
-        self._audit = PeriodicProbe(looks, "checksum", every=audit, deadline=max(_AUDIT_DEADLINE, deadline), **places)
+        self._probe = PeriodicProbe(probes, "checkpoints", every=interval, deadline=deadline, **places, **journal)
+        self._audit = PeriodicProbe(probes, "checksum", every=audit, deadline=max(_AUDIT_DEADLINE, deadline), **places)
         self.need: SpaceNeeded | None = None
         self.prunable: SpaceNeeded | None = None
         self.completed = self.failures = 0
@@ -124,7 +124,7 @@ class Checkpoints(Detector):
 
     def tick(self, now: float) -> None:
         """Start due probes, and judge the answers of earlier ones."""
-        answer = self._look.tick(now)
+        answer = self._probe.tick(now)
         if answer is not None and answer.error is None:
             self._see(answer.value, now)
             self._judge_age(now)  # only after an answer: nothing is known in between
@@ -132,10 +132,10 @@ class Checkpoints(Detector):
         audit = self._audit.tick(now)
         if audit is not None and audit.value.get("wrong"):
             self._bad[audit.value["name"]] = "; ".join(audit.value["wrong"])
-            self._look.soon()
+            self._probe.due = 0.0
 
     def _see(self, found: dict[str, Any], now: float) -> None:
-        self._look.arguments["offset"] = found["offset"]
+        self._probe.arguments["offset"] = found["offset"]
         for entry in found["entries"]:
             self._read(entry, mine=entry.get("segment") == self._segment)
         if found["newest"] is not None:
@@ -148,7 +148,7 @@ class Checkpoints(Detector):
             self._judge_place(Path(newest["path"]), newest["step"])
         self._judge_damage(found)
         self._judge_writers(found["writing"], now)
-        self._look.every = self._section.interval.value / (4 if found["writing"] else 1)
+        self._probe.every = self._section.interval.value / (4 if found["writing"] else 1)
 
     # ------------------------------------------------------------------ age of the newest checkpoint
 
@@ -201,13 +201,13 @@ class Checkpoints(Detector):
             return ""
         if verb not in self._asked:
             self._asked.add(verb)
-            self._requests[verb] = self._looks.ask("request", {"run": str(self._run), "verb": verb})
+            self._requests[verb] = self._probes.ask("request", {"run": str(self._run), "verb": verb})
         return f"asked the run to {verb}"
 
     def _see_to_requests(self, now: float) -> None:
         """A full disk takes no request: then send a stop as a signal to a rank, and retry a save later."""
         for verb, ticket in list(self._requests.items()):
-            answer = self._looks.take(ticket, now)
+            answer = self._probes.take(ticket, now)
             if answer is None:
                 continue
             del self._requests[verb]

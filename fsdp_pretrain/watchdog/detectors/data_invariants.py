@@ -34,7 +34,7 @@ _EFFECTS = {
 }
 
 
-class DataInvariants(Detector):
+class DataInvariantDetector(Detector):
     """Alarms `data-specials`, `data-separators`, `data-separator-rate`, `data-share/SOURCE`, `data-repeated`,
     `data-cursor`, `data-quarantined` and `data-distance`.
 

@@ -24,14 +24,14 @@ _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
 _REMAP_XID = 63
 """A row was remapped: fatal only if the remapping failed."""
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-_LOOKS, _OFTEN = 20, 15
+_WINDOW, _OFTEN = 20, 15
 """Samples, five minutes by default, and in how many of them an oddity must occur to be a warning."""
 _SLOW_CLOCK, _LOW_POWER, _BUSY = 0.9, 0.6, 0.5
 _NEAR = 3.0
 _WEDGED = 2
 
 
-class Devices(Detector):
+class GpuDetector(Detector):
     """Alarms `gpu/HOST` (fatal: `facts["avoid_hosts"]`), `gpu-odd/HOST`, `gpu-blind/HOST`, `host-record/HOST`.
 
     memory: file that stores the incidents of hosts.
@@ -128,7 +128,7 @@ class Devices(Detector):
         for device in devices:
             seen = set(self._oddities(device, devices))
             for reason in seen | {reason for index, reason in self._odd if index == device.index}:
-                self._odd.setdefault((device.index, reason), deque(maxlen=_LOOKS)).append(reason in seen)
+                self._odd.setdefault((device.index, reason), deque(maxlen=_WINDOW)).append(reason in seen)
         self._odd = {key: history for key, history in self._odd.items() if any(history)}
         found: dict[str, list[int]] = defaultdict(list)
         for (index, reason), history in sorted(self._odd.items()):

@@ -33,17 +33,17 @@ class _Mount:
     """A directory that is periodically read from or written to."""
 
     path: str
-    look: PeriodicProbe
+    probe: PeriodicProbe
     failures: int = 0
     slow: int = 0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
 
-class Mounts(Detector):
+class MountDetector(Detector):
     """Alarms `mount/PATH`, `mount-slow/PATH`, and `data-shard/SOURCE` for corpora that are not intact.
 
     Args:
-            written: directories in which a small file is written.
+            probed: directories in which a small file is written.
             corpora: directory of each source. One file is read per file system.
 
         Attributes:
@@ -51,13 +51,13 @@ class Mounts(Detector):
     """
 
     def __init__(
-        self, alarms: Alarms, section: StorageSection, looks: ProbeServer, written: list[Path], corpora: dict[str, Path]
+        self, alarms: Alarms, section: StorageSection, probes: ProbeServer, probed: list[Path], corpora: dict[str, Path]
     ) -> None:
         super().__init__(alarms)
-        self._looks, self._every, self._deadline = looks, section.interval.value, section.deadline.value
-        self._mounts = {str(path): _Mount(str(path), self._look("write", path=str(path))) for path in written}
-        times = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
-        self._audits = {name: PeriodicProbe(looks, "corpus", path=str(path), **times) for name, path in corpora.items()}
+        self._probes, self._every, self._deadline = probes, section.interval.value, section.deadline.value
+        self._mounts = {str(path): _Mount(str(path), self._probe("write", path=str(path))) for path in probed}
+        pace = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
+        self._audits = {name: PeriodicProbe(probes, "corpus", path=str(path), **pace) for name, path in corpora.items()}
         self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
         self.rates: dict[str, float] = {}
 
@@ -68,12 +68,12 @@ class Mounts(Detector):
             if answer is not None:
                 self._judge_corpus(name, answer)
         for mount in list(self._mounts.values()):
-            answer = mount.look.tick(now)
+            answer = mount.probe.tick(now)
             if answer is not None:
                 self._judge_mount(mount, answer)
 
-    def _look(self, name: str, **arguments: Any) -> PeriodicProbe:
-        return PeriodicProbe(self._looks, name, every=self._every, deadline=self._deadline, **arguments)
+    def _probe(self, name: str, **arguments: Any) -> PeriodicProbe:
+        return PeriodicProbe(self._probes, name, every=self._every, deadline=self._deadline, **arguments)
 
     def _judge_corpus(self, name: str, answer: ProbeAnswer) -> None:
         path = self._corpora[name]
@@ -104,9 +104,9 @@ class Mounts(Detector):
             if not paths:
                 continue
             if key not in self._mounts:
-                self._mounts[key] = _Mount(key, self._look("read", paths=paths))
-            elif "paths" in self._mounts[key].look.arguments:
-                self._mounts[key].look.arguments["paths"] = paths
+                self._mounts[key] = _Mount(key, self._probe("read", paths=paths))
+            elif "paths" in self._mounts[key].probe.arguments:
+                self._mounts[key].probe.arguments["paths"] = paths
 
     # ------------------------------------------------------------------ one mount
 
@@ -117,9 +117,9 @@ class Mounts(Detector):
             if answer.error is None:
                 self._judge_latency(mount, answer.seconds)
             return
-        if answer.errno == errno.ENOENT and "paths" in mount.look.arguments:
+        if answer.errno == errno.ENOENT and "paths" in mount.probe.arguments:
             for audit in self._audits.values():  # a shard is gone: find out of which corpus
-                audit.soon()
+                audit.due = 0.0
             return
         mount.failures += 1
         if mount.failures >= _TWICE:

@@ -74,7 +74,7 @@ class Nvml:
                 self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
             self._events = events
 
-    def look(self) -> list[DeviceState]:
+    def read_devices(self) -> list[DeviceState]:
         xids = self._take_xids()
         return [self._device(index, xids.get(index, [])) for index in range(self._nvml.nvmlDeviceGetCount())]
 
@@ -166,12 +166,12 @@ def resolve(name: str) -> str | None:
 
 def serve(name: str) -> None:
     """Answer every line of input with the state read by `nvml` or `file:PATH`, until the input ends."""
-    look: Callable[[], list[DeviceState]] | None = None
+    read: Callable[[], list[DeviceState]] | None = None
     kind, _, path = name.partition(":")
     for _ in sys.stdin:
         try:
-            look = look or (Nvml().look if kind == "nvml" else lambda: _read_file(Path(path)))
-            answer: dict[str, Any] = {"devices": [asdict(device) for device in look()]}
+            read = read or (Nvml().read_devices if kind == "nvml" else lambda: _read_file(Path(path)))
+            answer: dict[str, Any] = {"devices": [asdict(device) for device in read()]}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

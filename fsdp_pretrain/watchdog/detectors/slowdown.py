@@ -25,7 +25,7 @@ from fsdp_pretrain.statistics import spread
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 from .base import Detector
-from .cusum import Pace, PaceChange
+from .cusum import PaceChange, PaceCusum
 
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""
@@ -55,7 +55,7 @@ class SlowdownDetector(Detector):
     def __init__(self, alarms: Alarms, section: PaceSection, path: Path, hosts: Sequence[str]) -> None:
         super().__init__(alarms)
         self._section, self._path, self._hosts = section, path, sorted(set(hosts))
-        self._pace = Pace()
+        self._pace = PaceCusum()
         self._steps = self._wait = 0
         self._clean = deque[float](maxlen=_BEST)
         self._shape = ""
@@ -147,7 +147,7 @@ class SlowdownDetector(Detector):
         )
 
 
-class Stragglers(Detector):
+class StragglerDetector(Detector):
     """Opens `straggler/...` for a rank, or a whole host, that repeatedly needs more own time than the others.
 
     All ranks wait for the slowest, so wall time says nothing; own time does. A straggler exceeds the median of all by
@@ -161,7 +161,7 @@ class Stragglers(Detector):
         self._ratios: dict[int, list[float]] = {}
         self._window = 0
 
-    def look(self, windows: dict[int, tuple[str, int, float]]) -> None:
+    def check(self, windows: dict[int, tuple[str, int, float]]) -> None:
         """Judge a window: {rank: (host, number of the window, own seconds of a typical step)}."""
         numbers = {number for _, number, _ in windows.values()}
         if len(windows) < 2 or len(numbers) != 1 or numbers == {self._window}:
