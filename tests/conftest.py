@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import sight
 from endpoint import SECRET, Endpoint
-from laboratory import Lab, make_text, write_jsonl, write_tokens
+from laboratory import Lab, Watched, make_text, write_jsonl, write_tokens
 from machines import Node, Removable, joined_nodes, tmpfs
 from processes import ROOT, Process, Zygotes, clean_environment, free_port, python_path
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  (hooks)
@@ -89,6 +89,22 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
     laboratory = Lab(tmp_path_factory.mktemp("lab"), shared_corpus, zygotes)
     yield laboratory
     laboratory.close()
+
+
+@pytest.fixture
+def watched(lab: Lab, helpers: Any, run_command: Any, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """A run under a fast watchdog."""
+    return Watched(lab, helpers, run_command, monkeypatch)
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Any]:
+    """Detectors on a clock of the test."""
+    from watch import Watch
+
+    made = Watch(tmp_path)
+    yield made
+    made.probes.replace()
 
 
 @pytest.fixture

@@ -94,11 +94,11 @@ def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) ->
 
     watchdog = threading.Thread(target=passes)
     watchdog.start()
-    said = verb("ack", "hang", USER="ada")
+    acknowledged = verb("ack", "hang", USER="ada")
     done.set()
     watchdog.join()
     claim.release()
-    assert said.stdout == "hang is acknowledged\n"
+    assert acknowledged.stdout == "hang is acknowledged\n"
     assert [(alarm.state, alarm.facts["acknowledged_by"]) for alarm in alarms] == [("acknowledged", "ada")]
 
 

@@ -326,7 +326,7 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
 # ---------------------------------------------------------------- only reported
 
 
-def told(lab: Any, helpers: Any) -> list[tuple[str, str, int]]:
+def open_alarms(lab: Any, helpers: Any) -> list[tuple[str, str, int]]:
     """(key, severity, step) of the watchdog's alarms, once it has read all of a run that ended."""
     run = lab.path / "run"
     helpers.wait_for(lambda: not helpers.agents(run), what="the end of the agent")
@@ -346,7 +346,7 @@ def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, hel
     lab.train(lab.config(train=train, health=HEALTH, watchdog=WATCHED), ranks=2)
     records = helpers.metrics(lab.path / "run")
     assert [record["step"] for record in records if record["overflow"]] == bad
-    ((key, severity, step),) = [each for each in told(lab, helpers) if each[0].startswith("scale")]
+    ((key, severity, step),) = [each for each in open_alarms(lab, helpers) if each[0].startswith("scale")]
     assert (key, severity) == ("scale/collapse", "CRIT") and 41 < step < 59
     lines = [entry for entry in helpers.journal(lab.path / "run") if entry.get("key") == key]
     assert [(entry["kind"], entry["step"]) for entry in lines] == [("health", step)]  # and not once more as an alarm
@@ -367,7 +367,7 @@ def test_single_steps_of_large_gradients_are_noted_and_no_more(lab: Any, helpers
     records = helpers.metrics(lab.path / "run")
     assert not any(record["skipped"] for record in records)
     assert set(steps) <= {step for step, key in found(records, key="gradient/norm", resolved=False)}
-    heard = told(lab, helpers)
+    heard = open_alarms(lab, helpers)
     assert {("gradient/norm", "INFO", step) for step in steps} <= set(heard)
     assert {severity for key, severity, _ in heard if not key.startswith(("pace", "straggler"))} == {"INFO"}
     assert not helpers.journal(lab.path / "run", "health-rollback")

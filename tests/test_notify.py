@@ -446,8 +446,8 @@ def test_a_secret_is_nowhere(
     again = run_command("fsdp_pretrain.cli", "notify", run, "--test", **secrets)
     assert "slack      from WARN  failed: 127.0.0.1 answered 404" in again.stdout
     assert endpoint.requests[0][0].endswith(SECRET)  # it was used
-    said = done.stdout + done.stderr + again.stdout + again.stderr
-    assert SECRET not in said + (tmp_path / "processes").read_text() + (tmp_path / "note").read_text()
+    output = done.stdout + done.stderr + again.stdout + again.stderr
+    assert SECRET not in output + (tmp_path / "processes").read_text() + (tmp_path / "note").read_text()
     assert not [path for path in run.rglob("*") if path.is_file() and SECRET in path.read_text()]
 
 

@@ -177,12 +177,7 @@ def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None
     ids=["tr8-104b", "glm-130b"],
 )  # fmt: skip
 def test_recipes(
-    run_command: Run,
-    recipe: str,
-    options: list[str],
-    parameters: int,
-    markers: dict[str, int],
-    warned: list[str],
+    run_command: Run, recipe: str, options: list[str], parameters: int, markers: dict[str, int], warned: list[str]
 ) -> None:
     done = run_command("fsdp_pretrain.cli", "plan", ROOT / f"configs/runs/{recipe}.toml", *options, "--json")
     assert done.returncode == 0, done.stderr

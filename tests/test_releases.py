@@ -102,8 +102,8 @@ def test_it_goes_on_where_it_was(release: Path, copy: Path, lab: Any, helpers: A
         assert record["loss"]["sum"] == pytest.approx(old["loss"]["sum"], rel=1e-5)  # to the bit on the same machine
     sealed = {item.step: is_sealed(item.path / MANIFEST) for item in Store(copy / "checkpoints").scan()}
     assert sealed[last.step] and all(item.problem is None for item in Store(copy / "checkpoints").scan())
-    told = helpers.wait_for(lambda: helpers.journal(copy, "alarm")[1:], what="the end of the alarm of before")
-    assert [(entry["key"], entry["state"]) for entry in told] == [("rank-died", "resolved")]
+    entries = helpers.wait_for(lambda: helpers.journal(copy, "alarm")[1:], what="the end of the alarm of before")
+    assert [(entry["key"], entry["state"]) for entry in entries] == [("rank-died", "resolved")]
 
 
 def test_a_rollback_that_it_decided_is_carried_out(

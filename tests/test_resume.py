@@ -198,11 +198,7 @@ def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(
     trained_config: Path, shared_corpus: Path
 ) -> None:
     sections = {key for key in schema_keys() if "." not in key}
-    assert {class_of(key) for key in schema_keys() if key not in sections - set(CLASSES)} == {
-        FREE,
-        DECLARED,
-        FORBIDDEN,
-    }
+    assert {class_of(key) for key in schema_keys() if key not in sections - set(CLASSES)} == {FREE, DECLARED, FORBIDDEN}
     assert set(CLASSES) <= set(schema_keys())
     config = load(trained_config)
     compared = identity(config, open_packer(config)).model_dump()
@@ -263,7 +259,7 @@ checkpoint = {{ every = "10 steps" }}
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("optimizer.lrr", "did you mean 'optimizer.lr'?"),
         ("model", "no resume may change this"),
@@ -271,8 +267,8 @@ checkpoint = {{ every = "10 steps" }}
         ("data.objective.row", "no resume may change this"),
     ],
 )
-def test_what_cannot_be_allowed(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_what_cannot_be_allowed(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         read_allowed([name, "optimizer", "train.batch_ramp.by", "data", "parallel.shard"])
 
 
@@ -400,20 +396,20 @@ def test_a_run_begins_with_the_weights_of_another(
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "expected"),
     [
         (["model.ffn=96", "model.layers=3"], ["model.ffn: 64 -> 96", "model.layers: 2 -> 3"]),
         (["model.rope_base=5e5"], ["model.rope_base: 10000.0 -> 500000.0"]),
     ],
 )
 def test_weights_of_another_model_are_refused_with_all_differences(
-    copy: tuple[Path, Path], changed: list[str], said: list[str]
+    copy: tuple[Path, Path], changed: list[str], expected: list[str]
 ) -> None:
     config, run = copy
     new, source = RunDir(run.with_name("new")), run / "checkpoints/step-00000018"
     with pytest.raises(ConfigError) as refused:
         import_checkpoint(new, source, load(config, [f"run.dir={new.path}", *changed]))
-    assert all(text in str(refused.value) for text in said) and not new.path.exists()
+    assert all(text in str(refused.value) for text in expected) and not new.path.exists()
 
 
 def test_damaged_weights_and_another_tokenizer_are_refused(copy: tuple[Path, Path]) -> None:

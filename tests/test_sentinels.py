@@ -43,15 +43,15 @@ def records(module_lab: Any, helpers: Any) -> Records:
 
 def judge(records: Records, tmp_path: Path, **changes: Any) -> list[tuple[str, str, int | None]]:
     """Alarms as (key, severity, step), in order."""
-    told: list[tuple[str, str, int | None]] = []
+    reported: list[tuple[str, str, int | None]] = []
     alarms = Alarms(
-        tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.step))
+        tmp_path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.severity.name, alarm.step))
     )
     values = {"rates": {}, "row": 32, "causal": True, "max_quarantined": 1e-4, **changes}
     detector = DataInvariants(alarms, SentinelSection(), **values)
     for record in records:
         detector.step(parsed(record))
-    return told
+    return reported
 
 
 def test_a_sound_run_is_silent(records: Records, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def drift_away(records: Records) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said", "within"),
+    ("change", "expected", "within"),
     [
         (double_separators, [("data-specials", "CRIT"), ("data-separators", "CRIT")], 1),
         (swap_sources, [("data-share/a", "WARN"), ("data-share/b", "WARN")], 100),
@@ -107,14 +107,14 @@ def drift_away(records: Records) -> None:
     ],
 )
 def test_what_is_wrong_is_told(
-    records: Records, tmp_path: Path, change: Callable[[Records], None], said: list[tuple[str, str]], within: int
+    records: Records, tmp_path: Path, change: Callable[[Records], None], expected: list[tuple[str, str]], within: int
 ) -> None:
     """Fault matrix 18, 19 and 41: within the step, or the steps that a comparison needs."""
     wrong = copy.deepcopy(records)
     change(wrong)
     first = next((n for n, (a, b) in enumerate(zip(records, wrong, strict=True), 1) if a != b), 0)
     found = judge(wrong, tmp_path)
-    assert [(key, severity) for key, severity, _ in found] == said
+    assert [(key, severity) for key, severity, _ in found] == expected
     assert all(step is not None and first <= step < first + within for _, _, step in found)
 
 
@@ -129,10 +129,10 @@ def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"), [(1.0, []), (0.5, ["data-separator-rate"]), (2.0, ["data-separator-rate"])]
+    ("factor", "expected"), [(1.0, []), (0.5, ["data-separator-rate"]), (2.0, ["data-separator-rate"])]
 )
 def test_the_rate_of_separators_is_that_of_the_manifests(
-    records: Records, tmp_path: Path, module_lab: Any, factor: float, said: list[str]
+    records: Records, tmp_path: Path, module_lab: Any, factor: float, expected: list[str]
 ) -> None:
     manifest = Corpus(module_lab.corpus).manifest
     rate = manifest.documents / (manifest.tokens + manifest.documents)
@@ -141,7 +141,7 @@ def test_the_rate_of_separators_is_that_of_the_manifests(
         record["separators"], record["documents"] = record["separators"] * 52, record["documents"] * 52
         record["cursor"], record["consumed"] = record["cursor"] * 52, record["consumed"] * 52
     found = judge(few, tmp_path, rates={"a": factor * rate, "b": factor * rate})
-    assert [key for key, _, _ in found] == said
+    assert [key for key, _, _ in found] == expected
 
 
 @pytest.mark.parametrize("again", [0, 5])
@@ -199,10 +199,10 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
         ids = np.fromfile(path, dtype="<u2")
         np.where((ids > 10) & (ids < 500), ids + 1, ids).astype("<u2").tofile(path)
     lab.train(config)
-    run, told = RunDir(lab.path / "run"), []
-    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.step)))
+    run, reported = RunDir(lab.path / "run"), []
+    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.step)))
     found = sensors(load(run.config), alarms, segment=2)
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:
             detector.step(parsed(record))
-    assert [(key, step) for key, step in told if key.startswith("data-")] == [("data-distance", 62)]
+    assert [(key, step) for key, step in reported if key.startswith("data-")] == [("data-distance", 62)]

@@ -129,10 +129,7 @@ def test_ranks_and_micro_batches_are_those_of_the_loader(trained: Path, steps: l
 
 @pytest.mark.parametrize(
     ("arguments", "indices"),
-    [
-        (["--rank", "3", "--world", "4"], range(45, 48)),
-        (["--step", "11", "--segment", "1", "--sample", "130"], [130]),
-    ],
+    [(["--rank", "3", "--world", "4"], range(45, 48)), (["--step", "11", "--segment", "1", "--sample", "130"], [130])],
 )
 def test_parts_of_a_step(trained: Path, run_command: Run, arguments: list[str], indices: list[int]) -> None:
     done = run_command("fsdp_pretrain.cli", "where", trained, "--step", 4, *arguments, "--json")
