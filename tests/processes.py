@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sight import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parent.parent
+CLI = "fsdp_pretrain.cli"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+"""Type of the fixture `run_command`."""
 
 
 def python_path(*folders: object) -> str:

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from processes import Run
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import now
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import CLI
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record import lineage
@@ -22,7 +23,6 @@ from fsdp_pretrain.train.environment import compare
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
-CLI = "fsdp_pretrain.cli"
 
 
 def segment(run: RunDir, number: int, *overrides: str, **environment: Any) -> None:

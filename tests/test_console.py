@@ -6,15 +6,14 @@ import errno
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Run
 
 from fsdp_pretrain.console import run_guarded
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 CLIS = ("data.cli", "fsdp_pretrain.cli", "eval.cli")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import tomli_w
+from processes import Run
 
 pytest.importorskip("lm_eval")
 import torch
@@ -27,8 +27,6 @@ from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lease import this_process
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture

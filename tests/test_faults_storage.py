@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from laboratory import CRIT_AND_RESOLVED, STORAGE, Watched
+from machines import Disk
 from traps import take_space
 
-Disk = Callable[[str], Path]
 Whole = Callable[[int], list[Any]]
 
 

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Run
 
 from data.corpus.corpus import Corpus, Vocabulary, read_manifest, write_corpus
 from data.corpus.formats import Format, find_token_files, open_file
@@ -34,7 +35,6 @@ from fsdp_pretrain.errors import DataError
 
 # ruff: noqa: A002 (`format` is what it is)
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 EOD = 0
 Documents = list[list[int]]
 

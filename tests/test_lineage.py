@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import CLI, Run
 from sight import tree
 from skips import needs_aim
 from traps import killed_at
@@ -23,9 +24,6 @@ from fsdp_pretrain.lineage.rollback import rollback
 from fsdp_pretrain.record import lineage, overrides
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import read_metrics
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module")
@@ -113,17 +111,8 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
 def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], run_command: Run) -> None:
     _, run = copy
     before = tree(run)
-    arguments = [
-        "rollback",
-        run,
-        "--to",
-        "12",
-        "--skip-steps",
-        "13:14",
-        "--set",
-        "train.global_batch=16 samples",
-        "--json",
-    ]
+    changes = ["--skip-steps", "13:14", "--set", "train.global_batch=16 samples"]
+    arguments = ["rollback", run, "--to", 12, *changes, "--json"]
     dry = run_command(CLI, *arguments, "--dry-run")
     assert dry.returncode == 0 and tree(run) == before, dry.stderr
     wet = run_command(CLI, *arguments)
@@ -179,25 +168,14 @@ def check_loads(run: RunDir) -> None:
 def outcome(run: Path) -> Any:
     """Everything about a run that must not depend on when it was killed."""
     where = RunDir(run)
-    names = sorted(p.name.rpartition("-")[0] for p in run.glob("*/abandoned/*"))
-    journal = [
-        line for line in (run / "journal.jsonl").read_text().splitlines() if '"rollback"' in line or '"fork"' in line
-    ]
-    parts = lineage.line(lineage.nodes(where))
+    abandoned = sorted(p.name.rpartition("-")[0] for p in run.glob("*/abandoned/*"))
+    journal = (run / "journal.jsonl").read_text().splitlines()
+    entries = sum('"rollback"' in line or '"fork"' in line for line in journal)
     leftovers = [p.name for p in run.glob("*.json") if p.name != "status.json" and p.name[0] != "."]
-    files = {
-        name: content for name, content in tree(run).items() if name.endswith((".toml", ".distcp", "metrics.jsonl"))
-    }
+    files = sorted(Path(name).name for name in tree(run) if name.endswith((".toml", ".distcp", "metrics.jsonl")))
     steps = [record.step for record in read_metrics(where)]
-    return (
-        names,
-        len(journal),
-        parts,
-        leftovers,
-        sorted(Path(name).name for name in files),
-        steps,
-        str(overrides.read(where)),
-    )
+    parts = lineage.line(lineage.nodes(where))
+    return abandoned, entries, parts, leftovers, files, steps, str(overrides.read(where))
 
 
 @pytest.mark.parametrize(

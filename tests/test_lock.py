@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import CLI, Run
 from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store
@@ -19,9 +20,6 @@ from fsdp_pretrain.errors import BusyError
 from fsdp_pretrain.record import lease, state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import RunLock, hold
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 
 
 def refused(act: Callable[[], object]) -> str:

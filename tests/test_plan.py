@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Run
 from pydantic import TypeAdapter
 
 from fsdp_pretrain import models
@@ -27,7 +26,6 @@ from fsdp_pretrain.plan.flops import feed_forward, flops_per_token, hardware_flo
 from fsdp_pretrain.plan.plan import count_parameters
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from processes import Run
 from sight import PATIENCE
 
 from data.corpus.corpus import Corpus, read_manifest
@@ -30,7 +30,6 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from processes import Run
 
 from data.text.files import find_files
 from data.text.inputs import plan_shards, read_documents
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 TEXTS = [f"text {number} " * (1 + number % 7) for number in range(40)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 DOCUMENTS = [[1 + number % 300] * (number % 5) + [0] for number in range(30)]

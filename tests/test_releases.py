@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import CLI
 from released import ARCHIVES, unpack
 
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import last_records, read_metrics
 from fsdp_pretrain.record.state_files import is_sealed
-
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.xz"))

@@ -6,14 +6,13 @@ import contextlib
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from processes import CLI, Run
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from data.packing.opening import open_packer
@@ -42,9 +41,6 @@ from fsdp_pretrain.lineage.rollback import rollback
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.watchdog.status import inspect
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module")

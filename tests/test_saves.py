@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import records
 import torch
+from processes import Run
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_pretrain.checkpoint.async_save import Stager
@@ -21,9 +21,6 @@ from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.record import state_files
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
 
 # ---------------------------------------------------------------------- room
 

@@ -6,11 +6,11 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import CLI, Run
 from records import CHECKPOINT, commit, metric
 from released import ARCHIVES, unpack
 
@@ -29,8 +29,6 @@ from fsdp_pretrain.record.metrics import find_step, last_metrics, left_behind, r
 from fsdp_pretrain.record.state_files import FORMAT, DamagedFileError, StateFile
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module")

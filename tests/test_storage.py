@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from machines import Disk
 from records import commit
-from watch import Disk, Watch, record, saves
+from watch import Watch, record, saves
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.operations import StorageSection

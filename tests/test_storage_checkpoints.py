@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import Disk
 from records import commit
 from sight import until
 from traps import take_space
-from watch import Disk, Watch, record, saves, write_journal
+from watch import Watch, record, saves, write_journal
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
+from processes import CLI, Run
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -28,8 +28,6 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.record.files import RunDir
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 _DCP = "torch.distributed.checkpoint"
 
 # ---------------------------------------------------------------------- what DCP writes is read

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import CLI, Run
 from safetensors.torch import load_file, save_file
 
 from fsdp_pretrain import models
@@ -20,9 +21,6 @@ from fsdp_pretrain.checkpoint.hf_layout import to_hf, weights
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record.files import RunDir
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 
 INDEX = "model.safetensors.index.json"
 

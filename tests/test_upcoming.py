@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import Disk
 from records import commit, step_record
 from traps import take_space
-from watch import Disk, Watch, saves, write_journal
+from watch import Watch, saves, write_journal
 
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
 from fsdp_pretrain.config.config import Config, load

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from processes import Run
 
 from data.packing.loader import Loader
 from data.packing.opening import open_packer
@@ -24,8 +24,6 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError
 from fsdp_pretrain.lineage import provenance
 from fsdp_pretrain.record.files import RunDir
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")

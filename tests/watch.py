@@ -19,8 +19,6 @@ from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.probes.client import ProbeServer
 
-Disk = Callable[[str], Path]
-
 
 class Watch:
     """Detectors, the changes of their alarms, and a clock that only the test moves. Probes are real, so they get time to
