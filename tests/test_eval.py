@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import tomllib
 from collections.abc import Callable
@@ -44,8 +45,6 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    import shutil
-
     path = tmp_path / "run"
     shutil.copytree(trained, path)
     config = (path / "config.toml").read_text().replace(str(trained), str(path))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import records
 
+from data.corpus.corpus import Corpus
 from eval import jobs
 from eval.attempt import EvaluationLimits, Results, limits
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
@@ -54,11 +57,6 @@ def test_questions_are_real_and_fair(shared_corpus: Path) -> None:
 
 
 def test_unigram_baseline_is_the_entropy_of_token_counts(shared_corpus: Path) -> None:
-    import math
-    from collections import Counter
-
-    from data.corpus.corpus import Corpus
-
     corpus = Corpus(shared_corpus / "corpus")
     tokenizer = corpus.tokenizer()
     counts = Counter(t for s in range(len(corpus.manifest.shards)) for t in corpus.shard(s).tokens.tolist())

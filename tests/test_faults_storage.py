@@ -145,10 +145,8 @@ def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Di
     hog.unlink()
     watched.until("disk/run", "resolved")
     watched.stop(job)
-    assert (
-        watched.transitions("disk/run")[-2:] == CRIT_AND_RESOLVED
-        and watched.transitions("disk/run").count(("CRIT", "open")) == 1
-    )
+    assert watched.transitions("disk/run")[-2:] == CRIT_AND_RESOLVED
+    assert watched.transitions("disk/run").count(("CRIT", "open")) == 1
     assert watched.warnings() == {"disk/run"}
     watched.learned_as(whole(1))
     saved = {entry["step"] for entry in watched.helpers.journal(watched.run, "checkpoint")}

@@ -376,11 +376,8 @@ def test_mail(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way:
     watch.until(lambda: watch.open("notify/email") is None)
     mail = MailSink.mails[0] if way == "smtp" else (tmp_path / "mail").read_text()
     assert "[CRIT] llama-7b =?utf-8?" in mail or "Subject: =?utf-8?" in mail
-    assert (
-        "To: a@example.org, b@example.org" in mail
-        and "to do: look" in mail
-        and "Auto-Submitted: auto-generated" in mail
-    )
+    assert "To: a@example.org, b@example.org" in mail and "to do: look" in mail
+    assert "Auto-Submitted: auto-generated" in mail
     assert len(MailSink.mails) == (way == "smtp")
     server.shutdown()
     server.server_close()

@@ -169,10 +169,8 @@ def test_the_option_is_named_to_those_who_have_it(tmp_path: Path, run_command: R
     path, tokenizer = put(tmp_path / "a.jsonl", b'{"body": "x"}\n'), shared_corpus / "tokenizer"
     out = ["--tokenizer", tokenizer, "--out", tmp_path / "out"]
     refused = run_command("data.cli", "import", path, *out, "--separators", "none")
-    assert (
-        refused.returncode == 78
-        and "holds text, not tokens\n  remedy: make a corpus of it with `fsdp-data prepare`" in refused.stderr
-    )
+    assert refused.returncode == 78
+    assert "holds text, not tokens\n  remedy: make a corpus of it with `fsdp-data prepare`" in refused.stderr
     assert "--text-field" in run_command("data.cli", "prepare", path, *out).stderr
 
 

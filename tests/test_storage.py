@@ -193,12 +193,8 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
     shard.rename(tmp_path / "kept")
     watch.advance(61)
     (gone,) = watch.changes
-    assert (
-        gone.key == "data-shard/text"
-        and gone.severity is Severity.CRIT
-        and str(shard) in gone.summary
-        and "mirror" in gone.remedy
-    )
+    assert gone.key == "data-shard/text" and gone.severity is Severity.CRIT and str(shard) in gone.summary
+    assert "mirror" in gone.remedy
     shutil.copy(tmp_path / "kept", shard)
     watch.advance(10_000)
     assert watch.transitions()[1:] == [("data-shard/text", "CRIT", "resolved")]

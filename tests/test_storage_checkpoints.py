@@ -144,9 +144,8 @@ def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
     failed = {"kind": "checkpoint-failed", "step": 12, "failures": 1, "text": "attempt 1 of 3: No space left"}
     write_journal(run, failed, {**failed, "failures": 2})
     watch.advance(61)
-    assert (
-        watch.transitions() == [("checkpoint-failed", "CRIT", "open")] and "No space left" in watch.changes[0].summary
-    )
+    assert watch.transitions() == [("checkpoint-failed", "CRIT", "open")]
+    assert "No space left" in watch.changes[0].summary
     write_journal(run, {"kind": "checkpoint", "step": 13, "bytes": 10**9, "seconds": 210.0})
     watch.advance(61)
     assert watch.transitions()[1:] == [("checkpoint-speed", "WARN", "open"), ("checkpoint-failed", "CRIT", "resolved")]
