@@ -187,25 +187,19 @@ class Job:
     ) -> None:
         port, local = free_port(), ranks // nodes
         self.log = log
-        self.ranks = [
-            zygotes.start(
-                "fsdp_pretrain.train",
-                config,
-                *overrides,
-                *flags,
-                environment=clean_environment(
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank % local),
-                    WORLD_SIZE=str(ranks),
-                    LOCAL_WORLD_SIZE=str(local),
-                    GROUP_RANK=str(rank // local),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
-                ),
-                log=log,
+        self.ranks = []
+        for rank in range(ranks):
+            environment = clean_environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank % local),
+                WORLD_SIZE=str(ranks),
+                LOCAL_WORLD_SIZE=str(local),
+                GROUP_RANK=str(rank // local),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
             )
-            for rank in range(ranks)
-        ]
+            arguments = (config, *overrides, *flags)
+            self.ranks.append(zygotes.start("fsdp_pretrain.train", *arguments, environment=environment, log=log))
 
     def wait(self, timeout: float = PATIENCE) -> list[int]:
         try:

@@ -6,12 +6,12 @@ import json
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import TORCHRUN
 
 FAULTS = Path(__file__).with_name("numeric_faults.py")
 HEALTH = {
@@ -120,17 +120,9 @@ def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
     )
     fault = json.dumps({"kind": "gradient", "rank": 1, "from": 14})
     environment = helpers.environment(FAULT=fault, PYTHONPATH=helpers.python_path(lab.path))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("--max-restarts", "3", "-m", "fsdp_pretrain.train", str(config)),
-        ],
-        cwd="/",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    options = "--standalone --nproc-per-node 2 --max-restarts 3 -m fsdp_pretrain.train".split()
+    line = [*TORCHRUN, *options, str(config)]
+    done = subprocess.run(line, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
     run = lab.path / "run"
     assert done.returncode == 1 and "the same incident was answered by 1 rollback already" in done.stderr, done.stderr
     assert "not restarted by torchrun: the run ended on purpose" in done.stderr

@@ -6,11 +6,11 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import Disk
 from processes import CLI, Run
 from sight import tree
 from skips import needs_aim
@@ -306,7 +306,7 @@ def test_a_fork_lives_without_its_parent(
 
 @pytest.mark.slow
 def test_a_fork_to_another_file_system_is_a_verified_copy(
-    lab: Any, copy: tuple[Path, Path], small_disk: Callable[[str], Path], helpers: Any, run_command: Run
+    lab: Any, copy: tuple[Path, Path], small_disk: Disk, helpers: Any, run_command: Run
 ) -> None:
     _, run = copy
     disk = small_disk("8m")

@@ -48,8 +48,8 @@ class Watch:
         return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.changes]
 
 
-def record(step: int, seconds: float = 1.0, data: float = 0.0, batch: int = 8) -> StepRecord:
-    return records.step_record(step, batch=batch, seconds={"iteration": seconds, "data": data, "checkpoint": 0.0})
+def record(step: int, seconds: float = 1.0, data: float = 0.0) -> StepRecord:
+    return records.step_record(step, seconds={"iteration": seconds, "data": data, "checkpoint": 0.0})
 
 
 def saves(
@@ -62,10 +62,9 @@ def saves(
 ) -> Checkpoints:
     for name in ("segments", "control"):
         (run / name).mkdir(parents=True, exist_ok=True)
-    values = {"interval": Seconds(60), **section}
     return Checkpoints(
         watch.alarms,
-        StorageSection(**values),
+        StorageSection(**{"interval": Seconds(60), **section}),
         watch.probes,
         run=run,
         segment=2,
