@@ -181,7 +181,7 @@ def some(docs: Documents, change: Callable[[Documents], Documents], every: int =
 
 
 @pytest.mark.parametrize(
-    ("plant", "declared", "format", "expected"),
+    ("plant", "declared", "format", "said"),
     [
         (lambda d: carry(d, "trailing"), "none", "megatron", ["120 of 120 documents (100.000%)", "declare that", "`--separators trailing`"]),
         (lambda d: carry(d, "leading"), "trailing", "batches", ["120 of 120", "`--separators leading`: declare that"]),
@@ -203,14 +203,14 @@ def some(docs: Documents, change: Callable[[Documents], Documents], every: int =
     ],
 )  # fmt: skip
 def test_anything_but_what_was_declared_is_refused(
-    tmp_path: Path, run_command: Run, tokenizer: Tokenizer, plant: Any, declared: str, format: str, expected: list[str]
+    tmp_path: Path, run_command: Run, tokenizer: Tokenizer, plant: Any, declared: str, format: str, said: list[str]
 ) -> None:
     docs = [[*doc, 9, 9] for doc in documents()]
     store(tmp_path / "in", "s", plant(docs), format)
     with pytest.raises(DataError) as refused:
         adopt([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, declared), workers=1, quiet=True)  # type: ignore[arg-type]
     assert refused.value.exit == 78
-    for text in expected:
+    for text in said:
         assert text in str(refused.value), str(refused.value)
     assert not (tmp_path / "out/manifest.json").exists() and not list((tmp_path / "out").rglob("*.partial"))
 

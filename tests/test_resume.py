@@ -392,20 +392,20 @@ def test_a_run_begins_with_the_weights_of_another(
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("changed", "said"),
     [
         (["model.ffn=96", "model.layers=3"], ["model.ffn: 64 -> 96", "model.layers: 2 -> 3"]),
         (["model.rope_base=5e5"], ["model.rope_base: 10000.0 -> 500000.0"]),
     ],
 )
 def test_weights_of_another_model_are_refused_with_all_differences(
-    copy: tuple[Path, Path], changed: list[str], expected: list[str]
+    copy: tuple[Path, Path], changed: list[str], said: list[str]
 ) -> None:
     config, run = copy
     new, source = RunDir(run.with_name("new")), run / "checkpoints/step-00000018"
     with pytest.raises(ConfigError) as refused:
         import_checkpoint(new, source, load(config, [f"run.dir={new.path}", *changed]))
-    assert all(text in str(refused.value) for text in expected) and not new.path.exists()
+    assert all(text in str(refused.value) for text in said) and not new.path.exists()
 
 
 def test_damaged_weights_and_another_tokenizer_are_refused(copy: tuple[Path, Path]) -> None:

@@ -93,7 +93,7 @@ def drift_away(records: Records) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "expected", "within"),
+    ("change", "said", "within"),
     [
         (double_separators, [("data-specials", "CRIT"), ("data-separators", "CRIT")], 1),
         (swap_sources, [("data-share/a", "WARN"), ("data-share/b", "WARN")], 100),
@@ -107,14 +107,14 @@ def drift_away(records: Records) -> None:
     ],
 )
 def test_what_is_wrong_is_told(
-    records: Records, tmp_path: Path, change: Callable[[Records], None], expected: list[tuple[str, str]], within: int
+    records: Records, tmp_path: Path, change: Callable[[Records], None], said: list[tuple[str, str]], within: int
 ) -> None:
     """Fault matrix 18, 19 and 41: within the step, or the steps that a comparison needs."""
     wrong = copy.deepcopy(records)
     change(wrong)
     first = next((n for n, (a, b) in enumerate(zip(records, wrong, strict=True), 1) if a != b), 0)
     found = judge(wrong, tmp_path)
-    assert [(key, severity) for key, severity, _ in found] == expected
+    assert [(key, severity) for key, severity, _ in found] == said
     assert all(step is not None and first <= step < first + within for _, _, step in found)
 
 
@@ -129,10 +129,10 @@ def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("factor", "expected"), [(1.0, []), (0.5, ["data-separator-rate"]), (2.0, ["data-separator-rate"])]
+    ("factor", "said"), [(1.0, []), (0.5, ["data-separator-rate"]), (2.0, ["data-separator-rate"])]
 )
 def test_the_rate_of_separators_is_that_of_the_manifests(
-    records: Records, tmp_path: Path, module_lab: Any, factor: float, expected: list[str]
+    records: Records, tmp_path: Path, module_lab: Any, factor: float, said: list[str]
 ) -> None:
     manifest = Corpus(module_lab.corpus).manifest
     rate = manifest.documents / (manifest.tokens + manifest.documents)
@@ -141,7 +141,7 @@ def test_the_rate_of_separators_is_that_of_the_manifests(
         record["separators"], record["documents"] = record["separators"] * 52, record["documents"] * 52
         record["cursor"], record["consumed"] = record["cursor"] * 52, record["consumed"] * 52
     found = judge(few, tmp_path, rates={"a": factor * rate, "b": factor * rate})
-    assert [key for key, _, _ in found] == expected
+    assert [key for key, _, _ in found] == said
 
 
 @pytest.mark.parametrize("again", [0, 5])

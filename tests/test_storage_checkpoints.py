@@ -63,16 +63,14 @@ def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("seconds", "age", "expected"),
+    ("seconds", "age", "said"),
     [
         (432.0, 7 * 3600, []),  # an interval of 12 hours: 6 hours are no reason to stop
         (432.0, 19 * 3600, ["stop"]),  # ... but one and a half of it are
         (0.01, 50, []),  # shorter than the time between two passes: nothing can be said
     ],
 )
-def test_age_in_slow_and_fast_runs(
-    watch: Watch, tmp_path: Path, seconds: float, age: float, expected: list[str]
-) -> None:
+def test_age_in_slow_and_fast_runs(watch: Watch, tmp_path: Path, seconds: float, age: float, said: list[str]) -> None:
     checkpoints = saves(watch, tmp_path / "run")
     watch.detectors = [checkpoints]
     for step in range(1, 50):
@@ -81,8 +79,8 @@ def test_age_in_slow_and_fast_runs(
     watch.advance(age)
     checkpoints.step(record(50 + int(age / seconds) if age > 100 else 50, seconds))
     watch.advance(61 if age > 100 else 0)
-    assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == expected
-    assert bool(watch.changes) is bool(expected)
+    assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == said
+    assert bool(watch.changes) is bool(said)
 
 
 @pytest.mark.parametrize("written", [True, False])
