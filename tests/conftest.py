@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import sight
 from endpoint import SECRET, Endpoint
-from laboratory import Lab, Watched, make_text, write_jsonl, write_tokens
+from laboratory import Lab, make_text, write_jsonl, write_tokens
 from machines import Node, Removable, joined_nodes, tmpfs
 from processes import ROOT, Process, Zygotes, clean_environment, free_port, python_path
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  (hooks)
 from tqdm import tqdm
 
+pytest.register_assert_rewrite("watch")
 # Zygotes and tests fork, so neither pyarrow's allocator nor a progress bar may start a thread.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 tqdm.monitor_interval = 0
@@ -92,8 +93,10 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
 
 
 @pytest.fixture
-def watched(lab: Lab, helpers: Any, run_command: Any, monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(lab: Lab, helpers: Any, run_command: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run under a fast watchdog."""
+    from watch import Watched
+
     return Watched(lab, helpers, run_command, monkeypatch)
 
 

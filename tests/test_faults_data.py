@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from laboratory import CRIT_AND_RESOLVED, Watched
+from watch import CRIT_AND_RESOLVED, Watched
 
 from data.text.tokenizer import Tokenizer
 

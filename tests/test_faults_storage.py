@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from laboratory import CRIT_AND_RESOLVED, STORAGE, Watched
 from machines import Disk
 from traps import take_space
+from watch import CRIT_AND_RESOLVED, STORAGE, Watched
 
 Whole = Callable[[int], list[Any]]
 
