@@ -239,8 +239,8 @@ class Breaker:
         if len(pages) > 1:
             self.wrong.append(f"{len(pages)} pages for one fault ({name}): {', '.join(pages)}")
         self.done[name] += 1
-        told = ", ".join(f"{body['key']} {body['state']}" for body in bodies) or "nothing"
-        print(f"  {name:9} at step {step:6}: on after {recovered:5.1f}s, told: {told}", flush=True)
+        reported = ", ".join(f"{body['key']} {body['state']}" for body in bodies) or "nothing"
+        print(f"  {name:9} at step {step:6}: on after {recovered:5.1f}s, told: {reported}", flush=True)
 
 
 def faults(folder: Path, minutes: float, seed: int) -> list[str]:

@@ -94,11 +94,11 @@ def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) ->
 
     watchdog = threading.Thread(target=passes)
     watchdog.start()
-    said = verb("ack", "hang", USER="ada")
+    acknowledged = verb("ack", "hang", USER="ada")
     done.set()
     watchdog.join()
     claim.release()
-    assert said.stdout == "hang is acknowledged\n"
+    assert acknowledged.stdout == "hang is acknowledged\n"
     assert [(alarm.state, alarm.facts["acknowledged_by"]) for alarm in alarms] == [("acknowledged", "ada")]
 
 
@@ -219,10 +219,8 @@ def test_alert_rules_name_metrics_that_exist() -> None:
     groups = yaml.safe_load(rules.read_text())["groups"]
     names = set()
     for rule in (rule for group in groups for rule in group["rules"]):
-        assert (
-            rule["labels"]["severity"] in ("warning", "critical")
-            and "{{ $labels.run }}" in rule["annotations"]["summary"]
-        )
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert "{{ $labels.run }}" in rule["annotations"]["summary"]
         words = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", rule["expr"])
         names |= set(re.findall(r"[a-z][a-z_]*_[a-z_]+|\bloss\b", words))
     assert names and names <= NAMES

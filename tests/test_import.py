@@ -21,6 +21,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Run
 
 from data.corpus.corpus import Corpus, Vocabulary, read_manifest, write_corpus
 from data.corpus.formats import Format, find_token_files, open_file
@@ -34,7 +35,6 @@ from fsdp_pretrain.errors import DataError
 
 # ruff: noqa: A002 (`format` is what it is)
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 EOD = 0
 Documents = list[list[int]]
 
@@ -306,7 +306,7 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "damage", "said"),
+    ("format", "damage", "expected"),
     [
         ("megatron", lambda f: truncate(f / "s.bin"), "truncated"),
         ("megatron", lambda f: truncate(f / "s.idx"), "truncated"),
@@ -330,7 +330,7 @@ def truncate(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_damaged_and_foreign_files_are_named(
-    tmp_path: Path, tokenizer: Tokenizer, format: str, damage: Any, said: str
+    tmp_path: Path, tokenizer: Tokenizer, format: str, damage: Any, expected: str
 ) -> None:
     copy = format == "copy"
     store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron" if copy else format)
@@ -339,7 +339,7 @@ def test_damaged_and_foreign_files_are_named(
         ingest(
             [tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "trailing", copy), workers=1, quiet=True
         )
-    assert said in str(refused.value)
+    assert expected in str(refused.value)
     assert not (tmp_path / "out/manifest.json").exists()
 
 

@@ -258,17 +258,17 @@ def test_refusals_are_not_repeated(launch: Launch, lab: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "said"),
+    ("options", "arguments", "expected"),
     [
         ([], ["--reset-optimiser", "4"], "unrecognized arguments: --reset-optimiser 4"),
         (["--nproc-per-node", "two"], [], "'two' is neither a number of ranks nor"),
     ],
 )
 def test_a_mistake_in_the_arguments_starts_nothing(
-    lab: Any, run_command: Any, options: list[str], arguments: list[str], said: str
+    lab: Any, run_command: Any, options: list[str], arguments: list[str], expected: str
 ) -> None:
     done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 1, *options, lab.config(), *arguments)
-    assert done.returncode == 78 and said in done.stderr and "launch: exit" not in done.stderr
+    assert done.returncode == 78 and expected in done.stderr and "launch: exit" not in done.stderr
     assert not (lab.path / "run").exists()
 
 

@@ -75,8 +75,8 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     stacks = sorted(path.name for path in (run / "watchdog/stacks").iterdir())
     assert stacks == ["0001-rank-00000.txt", "0001-rank-00001.txt"]
     until(lambda: not agents(run))
-    told = [each["facts"]["verdict"] for each in alarms(run, "hang")]
-    assert told[-1] == "stopped" and "network" not in told and not alarms(run, "node/node-1")
+    verdicts = [each["facts"]["verdict"] for each in alarms(run, "hang")]
+    assert verdicts[-1] == "stopped" and "network" not in verdicts and not alarms(run, "node/node-1")
     last = json.loads((run / "watchdog/nodes/1.json").read_text())  # the leader may ask for it after the end
     assert last["ended"] and [(rank["rank"], rank["state"]) for rank in last["stalled"]] == [(1, "T")]
 

@@ -277,8 +277,8 @@ def test_an_exit_code_means_one_state(tmp_path: Path, code: int, state: str) -> 
     record = recorder(run)
     record.status(force=True, state="running")
     exit_intent.write(run, record.segment, code, "so it was")
-    told = json.loads(run.status.read_text())
-    assert (told["state"], told["exit_intent"]) == (state, {"code": code, "reason": "so it was"})
+    written = json.loads(run.status.read_text())
+    assert (written["state"], written["exit_intent"]) == (state, {"code": code, "reason": "so it was"})
     record.status(force=True, **ended(code, "so it was"))
     assert json.loads(run.status.read_text())["state"] == state
 

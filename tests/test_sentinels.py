@@ -43,15 +43,15 @@ def records(module_lab: Any, helpers: Any) -> Records:
 
 def judge(records: Records, tmp_path: Path, **changes: Any) -> list[tuple[str, str, int | None]]:
     """Alarms as (key, severity, step), in order."""
-    told: list[tuple[str, str, int | None]] = []
+    reported: list[tuple[str, str, int | None]] = []
     alarms = Alarms(
-        tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.step))
+        tmp_path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.severity.name, alarm.step))
     )
     values = {"rates": {}, "row": 32, "causal": True, "max_quarantined": 1e-4, **changes}
     detector = DataInvariantDetector(alarms, SentinelSection(), **values)
     for record in records:
         detector.step(parsed(record))
-    return told
+    return reported
 
 
 def test_a_sound_run_is_silent(records: Records, tmp_path: Path) -> None:
@@ -199,10 +199,10 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
         ids = np.fromfile(path, dtype="<u2")
         np.where((ids > 10) & (ids < 500), ids + 1, ids).astype("<u2").tofile(path)
     lab.train(config)
-    run, told = RunDir(lab.path / "run"), []
-    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.step)))
+    run, reported = RunDir(lab.path / "run"), []
+    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.step)))
     found = build_detectors(load(run.config), alarms, segment=2)
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:
             detector.step(parsed(record))
-    assert [(key, step) for key, step in told if key.startswith("data-")] == [("data-distance", 62)]
+    assert [(key, step) for key, step in reported if key.startswith("data-")] == [("data-distance", 62)]

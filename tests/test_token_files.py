@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from processes import Run
 
 from data.corpus.formats import open_file
 from data.corpus.shards import Shard, ShardWriter
@@ -20,7 +19,6 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 DOCUMENTS = [[1 + number % 300] * (number % 5) + [0] for number in range(30)]
 
 
