@@ -326,11 +326,11 @@ def set_place(**values: Any) -> Callable[[Any], None]:
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "no-place": (drop_a_place, r"promises 1 chunks that no file holds, the first of optim\."),
+    "no-place": (drop_a_place, r"lists 1 chunks that are in no file, the first of optim\."),
     "other-size": (change_size(torch.Size([64])), "has chunks of 32 elements for model.norm.weight, which has 64"),
     "small": (change_size(torch.Size([16])), "has a chunk outside model.norm.weight"),
     "enormous": (change_size((2**60,)), "negative, enormous or no number"),
-    "text": (change_size("32"), "has a size that is none"),
+    "text": (change_size("32"), "has a size that is not a short tuple"),
     "elsewhere": (set_place(relative_path="../../other/__0_0.distcp"), "where DCP puts none"),
     "negative": (set_place(offset=-1), "negative, enormous or no number"),
     "no-tensors": (lambda metadata: setattr(metadata, "state_dict_metadata", 7), "is damaged"),
@@ -541,7 +541,7 @@ def test_what_a_person_vouches_for_is_noted(lab: Any, folder: Path, helpers: Any
     with pytest.raises(UserError, match="--accept tokenizer"):
         take(lab, folder, tied, accept=("tied-head",))
     said = take(lab, folder, tied, accept=("tied-head", "tokenizer"))
-    assert "is your word (--accept tokenizer)" in said and "was left out (--accept tied-head)" in said
+    assert "fit its tokenizer (--accept tokenizer)" in said and "was left out (--accept tied-head)" in said
     assert said in helpers.journal(lab.path / "imported", "import")[0]["text"]
 
 
