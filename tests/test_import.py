@@ -315,7 +315,7 @@ def truncate(path: Path) -> None:
         ("megatron", lambda f: (f / "s.bin").open("ab").write(b"1"), "holds more than the documents of its index"),
         ("megatron", lambda f: sequences(f / "s", [0, 5, 2, 120]), "documents of several sequences"),
         ("copy", lambda f: (f / "s.bin").unlink(), "cannot open"),
-        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "not made of its sequences"),
+        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "do not cover its sequences"),
         ("batches", lambda f: truncate(f / "s.arrow"), "is cut off"),
         ("stream", lambda f: truncate(f / "s.arrow"), "cannot read"),
         ("rows", lambda f: (f / "s.arrow").write_bytes(b"ARROW1 not really"), "cannot read"),
