@@ -126,7 +126,7 @@ def run_in_child(
         answers.seek(0)
         output = answers.read()
     if status is None:
-        raise EvaluationError("its process does not end: it waits for a file system")
+        raise EvaluationError("its process cannot be killed: it is blocked in the kernel, as on a file system")
     if not output:
         code = os.waitstatus_to_exitcode(status)
         raise EvaluationError(

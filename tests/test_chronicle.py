@@ -64,7 +64,7 @@ def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any
         ((), {"hosts": {"n1": 8, "n3": 8}}, ["hosts gone: n2", "hosts new: n3"]),
         ((), {"driver": "575.2"}, ['driver: "570.1" -> "575.2"']),
         ((), {"git": {"commit": "bbb", "changed": []}}, ['code.commit: "aaa" -> "bbb"']),
-        ((), {"git": {"commit": "aaa", "changed": ["x.py"]}}, ["code changed beyond the commit: x.py"]),
+        ((), {"git": {"commit": "aaa", "changed": ["x.py"]}}, ["uncommitted changes to the code: x.py"]),
         ((), {"variables": {"NCCL_IB_TIMEOUT": "5", "SLURM_JOB_ID": "8"}}, ["environment.NCCL_IB_TIMEOUT"]),
         ((), {"world": {"size": 8, "replicas": 1, "shards": 8}}, ["world.size: 16 -> 8", "world.replicas: 2 -> 1"]),
     ],

@@ -219,7 +219,7 @@ def test_slow_steps_warming_up_and_gaps_have_their_own_states(tmp_path: Path) ->
     script.start()
     script.train(30)
     found = script.check(step_kept=730 * 2.0, warmup=58.0, step_slow=50.0, data_wait=73.0)
-    assert [incident.cause for incident in found.incidents] == ["ended without a word"]
+    assert [incident.cause for incident in found.incidents] == ["ended without reporting a reason"]
 
 
 @pytest.mark.quick

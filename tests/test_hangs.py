@@ -87,7 +87,7 @@ def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, helpers: Any, watch
 CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
     "held": ({"kind": "hold"}, "wedged", [1], "has a wedged interpreter: faults.py"),
     "busy elsewhere": ({"kind": "doze"}, "stuck", [1], "is stuck in faults.py"),
-    "lost step": ({"kind": "desync"}, "desync", [], "they have lost step"),
+    "lost step": ({"kind": "desync"}, "desync", [], "they are out of step"),
 }
 
 
@@ -131,13 +131,13 @@ OTHER = {"group": ("all_gather", "parallel.py:gather")}
     ("snapshots", "quiet", "unreported", "kind", "suspects", "hosts", "said"),
     [
         ([VICTIM, snapshot(1, "n1")], {}, [], "network", (), (), "all ranks wait in all_reduce"),
-        ([VICTIM], {}, ["n1"], "unknown", (), (), "nothing is known yet of where all ranks of n1 stand"),
+        ([VICTIM], {}, ["n1"], "unknown", (), (), "not all ranks of n1 have reported their position yet"),
         ([VICTIM, snapshot(1, "n1", **NO_STACK)], {}, [], "unknown", (), (), "n1"),
         ([VICTIM, snapshot(1, "n0", **OTHER)], {}, ["n1"], "unknown", (), (), "n1"),
         ([VICTIM, snapshot(1, "n0", **OTHER)], {}, [], "desync", (), (), "different operations"),
-        ([VICTIM], {"n1": 20.0}, [], "silent", (), ("n1",), "nothing is heard of n1 for 20s"),
+        ([VICTIM], {"n1": 20.0}, [], "silent", (), ("n1",), "no heartbeat from n1 for 20s"),
         ([VICTIM, STOPPED], {}, ["n2"], "stopped", (1,), ("n1",), "rank 1 (n1, pid 101) is stopped"),
-        ([VICTIM, STOPPED], {"n2": 20.0}, [], "stopped", (1,), ("n1", "n2"), "nothing is heard of n2"),
+        ([VICTIM, STOPPED], {"n2": 20.0}, [], "stopped", (1,), ("n1", "n2"), "no heartbeat from n2"),
         ([snapshot(0, "n0", state="D"), STOPPED], {}, [], "stopped", (1, 0), ("n1", "n0"), "waits in the kernel"),
         ([snapshot(0, "n0", **STUCK), STOPPED], {}, [], "stopped", (1,), ("n1",), "rank 1"),
         ([VICTIM, snapshot(1, "n1", **STUCK)], {}, [], "stuck", (1,), ("n1",), "is stuck in threading.py:9 wait"),
@@ -228,7 +228,7 @@ def test_nothing_outlives_a_killed_torchrun(
     assert len(processes) >= 3
     job.process.kill()
     until(lambda: not any(map(psutil.pid_exists, processes)))
-    assert helpers.intent(run)["code"] == 75 and "what started the ranks is gone" in helpers.intent(run)["reason"]
+    assert helpers.intent(run)["code"] == 75 and "that started the ranks is gone" in helpers.intent(run)["reason"]
 
 
 def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Callable[..., Path]) -> None:
@@ -294,7 +294,7 @@ def test_status_shows_alarms_and_whether_anybody_watches(
     assert shown.returncode == 2 and "hang: no progress" in shown.stdout and "is stopped" in shown.stdout
     assert run_command("fsdp_pretrain.cli", "ack", run, "hang").returncode == 0
     shown = run_command("fsdp_pretrain.cli", "status", run)
-    assert shown.returncode == 1 and "acknowledged" in shown.stdout and "watchdog    looked" in shown.stdout
+    assert shown.returncode == 1 and "acknowledged" in shown.stdout and "watchdog    last pass" in shown.stdout
     job.kill(1, signal.SIGCONT)
     until(lambda: helpers.alarms(run, "hang")[-1]["state"] == "resolved")
     until(lambda: run_command("fsdp_pretrain.cli", "status", run).returncode == 0)

@@ -411,7 +411,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tokenizer": (
         lambda f: learn(write_text(f.parent / "text.jsonl"), f),
-        "otherwise than the tokenizer of the corpora",
+        "differently from the tokenizer of the corpora",
     ),
 }
 

@@ -315,7 +315,7 @@ def truncate(path: Path) -> None:
         ("megatron", lambda f: (f / "s.bin").open("ab").write(b"1"), "holds more than the documents of its index"),
         ("megatron", lambda f: sequences(f / "s", [0, 5, 2, 120]), "documents of several sequences"),
         ("copy", lambda f: (f / "s.bin").unlink(), "cannot open"),
-        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "not made of its sequences"),
+        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "do not cover its sequences"),
         ("batches", lambda f: truncate(f / "s.arrow"), "is cut off"),
         ("stream", lambda f: truncate(f / "s.arrow"), "cannot read"),
         ("rows", lambda f: (f / "s.arrow").write_bytes(b"ARROW1 not really"), "cannot read"),
@@ -323,7 +323,7 @@ def truncate(path: Path) -> None:
         ("npy", lambda f: truncate(f / "s.npy"), "as a NumPy array"),
         ("npy", lambda f: np.save(f / "s.npy", np.ones((3, 4), dtype="<u2")), "shape (3, 4)"),
         ("npy", lambda f: np.save(f / "s.npy", np.ones(9)), "float64"),
-        ("bin", lambda f: truncate(f / "s.bin"), "no whole number of uint16"),
+        ("bin", lambda f: truncate(f / "s.bin"), "not a whole number of uint16"),
         ("bin", lambda f: (f / "s.bin").write_bytes(b""), "no documents"),
         ("npy", lambda f: megatron(f / "t", [[1]]), "several formats"),
         ("npy", lambda f: (f / "s.npy").rename(f / "s.dat"), "holds no token files"),
@@ -426,7 +426,7 @@ def test_a_corpus_of_other_files_is_not_replaced_unasked(tmp_path: Path, tokeniz
     ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
     with pytest.raises(DataError, match="made from other inputs"):
         ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none", True), workers=1, quiet=True)
-    with pytest.raises(DataError, match="lies in the corpus to be made"):
+    with pytest.raises(DataError, match="is inside the output directory"):
         ingest([tmp_path / "in"], tokenizer, tmp_path, ImportOptions(None, "none"), workers=1, quiet=True)
     megatron(tmp_path / "in/t", documents(), "<i4")
     with pytest.raises(DataError, match="is of int32"):

@@ -279,7 +279,7 @@ def test_options_of_torchrun_that_it_does_not_know_are_no_failed_start(tmp_path:
         parse_args(["--nosuch", "x.py"])
     assert isinstance(ended.value.code, int)
     refused = outcome.read_outcome(RunDir(tmp_path), 0, tmp_path / "note", ended.value.code)
-    assert refused.code == 78 and "torchrun does not know" in refused.reason
+    assert refused.code == 78 and "torchrun rejected" in refused.reason
     assert decide([EndedStart(0.0, refused, 0)], LaunchSection(), asked=False, host="a", elastic=False).code == 78
 
 

@@ -139,7 +139,7 @@ def test_a_source_that_is_used_up_leaves_its_share_to_the_others() -> None:
 
 
 def test_nothing_to_read_is_refused() -> None:
-    with pytest.raises(DataError, match="any weight at its beginning"):
+    with pytest.raises(DataError, match="have weight 0 at its start"):
         constant(0.0, 0.0)
     with pytest.raises(DataError, match="check the units"):
         Mixture({"a": MixtureWeight(((0, 1.0), (10**13 * GRID, 2.0)))})

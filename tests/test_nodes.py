@@ -111,7 +111,7 @@ def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
     os.kill(agent_of(run, 1), signal.SIGKILL)
     job.kill(1)
     (alarm,) = until(lambda: alarms(run, "node/node-1"))
-    assert alarm["severity"] == "CRIT" and "nothing has been heard of node-1" in alarm["summary"]
+    assert alarm["severity"] == "CRIT" and "no heartbeat from node-1" in alarm["summary"]
     job.wait()
     until(lambda: not agents(run))
     found = intent(run)

@@ -266,7 +266,7 @@ def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) ->
         "the watchdog: asked for a save",
         "to do: free &lt;space&gt;",
     ]
-    assert lines[6] == f"take it: fsdp-pretrain ack {tmp_path} checkpoint-age"
+    assert lines[6] == f"acknowledge: fsdp-pretrain ack {tmp_path} checkpoint-age"
 
 
 def test_a_webhook_gets_facts_that_it_can_trust(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:

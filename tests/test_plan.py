@@ -237,7 +237,7 @@ def test_a_rank_that_does_not_fit() -> None:
     result = plan.plan(config, 128, device="NVIDIA A100-SXM4-40GB")
     assert "has 40 GiB: shard over more" in result.warnings[-1]
     unknown = plan.plan(config, 128, device="NVIDIA A9000")
-    assert "the memory of a device 'NVIDIA A9000' is not on file" in unknown.warnings[-1]
+    assert "the memory of a device 'NVIDIA A9000' is not known" in unknown.warnings[-1]
     shown = plan.render(result)
     assert "12.6 GiB per rank for parameters, gradients and optimiser" in shown and "of 40 GiB at the" in shown
     assert result.world is not None

@@ -192,7 +192,7 @@ def test_another_job_is_not_mixed_in(tmp_path: Path, run_command: Run, shared_co
     [
         ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "no field 'text' (the record has \"body\")"),
-        ("a.jsonl", b"[1]\n", "a list is no object"),
+        ("a.jsonl", b"[1]\n", "a list is not a JSON object"),
         ("a.jsonl", b'{"text": ""}\n', "holds no text"),
         ("a.jsonl.gz", b"not gzip", "cannot read"),
         ("a.jsonl.zst", b"not zstd", "cannot read"),

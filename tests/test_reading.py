@@ -164,7 +164,7 @@ def test_a_mirror_that_fails_too_is_an_error_about_the_mirror(corpus: Path, mirr
 
 @pytest.mark.quick
 def test_a_mirror_of_another_corpus_is_refused(corpus: Path, mirror: Path, shared_corpus: Path) -> None:
-    with pytest.raises(DataError, match="is no copy of"):
+    with pytest.raises(DataError, match="is not a copy of"):
         open_packer(corpus, shared_corpus / "corpus")
     (mirror / "manifest.json").unlink()
     with pytest.raises(DataError, match="is not a corpus"):

@@ -195,7 +195,7 @@ def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> No
     second = LauncherMemory(note)
     assert second.seen == first.seen
     second.check(run.path, lambda: 3)
-    with pytest.raises(RunGoneError, match="its newest segment is 2, but segment 3 has been there"):
+    with pytest.raises(RunGoneError, match="its newest segment is 2, but segment 3 existed"):
         second.check(run.path, lambda: 2)
     (run.path / "run_id").unlink()
     with pytest.raises(RunGoneError, match="the directory is empty"):
@@ -299,8 +299,8 @@ def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:
     ("fields", "level", "text"),
     [
         ({"state": "running"}, OK, ""),
-        ({"state": "running", "pid": 2**22 + 1}, ALERT, "is gone without saying why"),
-        ({"state": "running", "heartbeat": "2020-01-01T00:00:00.000Z"}, ALERT, "no sign of life"),
+        ({"state": "running", "pid": 2**22 + 1}, ALERT, "exited without reporting a reason"),
+        ({"state": "running", "heartbeat": "2020-01-01T00:00:00.000Z"}, ALERT, "no heartbeat"),
         ({"state": "failed", "exit_intent": {"code": 93, "reason": "disk"}}, ALERT, "exit 93: disk"),
         (
             {"state": "stopped", "exit_intent": {"code": 75, "reason": "SIGTERM"}},

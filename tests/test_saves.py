@@ -168,7 +168,7 @@ def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -
     content["state_digest"] = f"{int(content['state_digest'], 16) ^ 1:016x}"
     state_files.write(path, content)
     output = lab.train(config, expect=78)
-    assert "gave another state than was saved" in output and output.count("error:") == 1
+    assert "is not the state that was saved" in output and output.count("error:") == 1
 
 
 def test_no_checkpoint_for_too_long_ends_the_run(lab: Any, helpers: Any, small_disk: Disk) -> None:

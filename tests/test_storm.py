@@ -66,7 +66,7 @@ def test_an_incident_is_told_when_it_opens_worsens_and_ends(life: Life) -> None:
 
 
 def test_what_was_told_is_revised_once_more_is_known(life: Life) -> None:
-    life.alarms.open("hang", CRIT, "no progress: nothing is known yet of n1")
+    life.alarms.open("hang", CRIT, "no progress: not all ranks of n1 have reported their position yet")
     life.alarms.open("hang", CRIT, "no progress for longer")
     life.alarms.open("hang", CRIT, "no progress: rank 8 on n1 is stopped", revised=True)
     life.alarms.acknowledge("hang", "ada")

@@ -131,7 +131,7 @@ def shard(tmp_path: Path) -> Path:
 def test_an_index_with_more_than_it_says(shard: Path) -> None:
     index = shard.with_suffix(".idx")
     put(index, index.read_bytes() + b"x")
-    with pytest.raises(DataError, match="the rest is of no document"):
+    with pytest.raises(DataError, match="the rest belongs to no document"):
         Shard(shard)
 
 

@@ -319,11 +319,11 @@ def set_place(**values: Any) -> Callable[[Any], None]:
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "no-place": (drop_a_place, r"promises 1 chunks that no file holds, the first of optim\."),
+    "no-place": (drop_a_place, r"lists 1 chunks that are in no file, the first of optim\."),
     "other-size": (change_size(torch.Size([64])), "has chunks of 32 elements for model.norm.weight, which has 64"),
     "small": (change_size(torch.Size([16])), "has a chunk outside model.norm.weight"),
     "enormous": (change_size((2**60,)), "negative, enormous or no number"),
-    "text": (change_size("32"), "has a size that is none"),
+    "text": (change_size("32"), "has a size that is not a short tuple"),
     "elsewhere": (set_place(relative_path="../../other/__0_0.distcp"), "where DCP puts none"),
     "negative": (set_place(offset=-1), "negative, enormous or no number"),
     "no-tensors": (lambda metadata: setattr(metadata, "state_dict_metadata", 7), "is damaged"),

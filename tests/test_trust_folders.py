@@ -206,7 +206,7 @@ def test_what_a_person_vouches_for_is_noted(lab: Any, folder: Path, helpers: Any
     with pytest.raises(UserError, match="--accept tokenizer"):
         take(lab, folder, tied, accept=("tied-head",))
     message = take(lab, folder, tied, accept=("tied-head", "tokenizer"))
-    assert "is your word (--accept tokenizer)" in message and "was left out (--accept tied-head)" in message
+    assert "fit its tokenizer (--accept tokenizer)" in message and "was left out (--accept tied-head)" in message
     assert message in helpers.journal(lab.path / "imported", "import")[0]["text"]
 
 

@@ -66,7 +66,7 @@ def ingest(
     formats = {options.format or detect_format(file) for file in files}
     for file in files:
         if re.search("[\ud800-\udfff]", str(file)):
-            raise DataError(f"the name of {file} is not UTF-8: no manifest can hold it", remedy="rename it")
+            raise DataError(f"the name of {file} is not UTF-8 and cannot be stored in a manifest", remedy="rename it")
     if "text" in formats:
         raise DataError(f"{files[0]} holds text, not tokens", remedy="make a corpus of it with `fsdp-data prepare`")
     if len(formats) > 1:
@@ -75,7 +75,7 @@ def ingest(
     options = replace(options, format=kind, copy=options.copy or kind != "megatron")
     inside = [file for file in files if out.absolute() in file.parents]
     if inside:
-        raise DataError(f"{inside[0]} lies in the corpus to be made", remedy="choose another --out")
+        raise DataError(f"{inside[0]} is inside the output directory", remedy="choose another --out")
     dtype = token_dtype(tokenizer.vocab_size) if options.copy else _common_dtype(files)
     sizes = [_stat(file, kind).st_size for file in files]
     claim(out, _job(files, tokenizer, options), len(files), overwrite=overwrite)
@@ -110,7 +110,7 @@ def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
         elif first is not None and shard.dtype != first.dtype:
             problem = f"{prefix} is of {shard.dtype.name}, {first.prefix} of {first.dtype.name}"
         if problem:
-            raise DataError(problem, remedy="pass --copy to write shards of our own")
+            raise DataError(problem, remedy="pass --copy to write new shards")
         first = first or shard
     assert first is not None
     return first.dtype
@@ -197,12 +197,12 @@ def summary(manifest: CorpusManifest, out: Path) -> str:
     """The final message of `import`."""
     numbers = manifest.statistics
     where = "in place" if any(entry.path for entry in manifest.shards) else "copied"
-    carried = f"every document carries what was declared: {numbers['declared']}"
+    carried = f"all documents match the declared separators: {numbers['declared']}"
     lines = [f"{out}: {describe(manifest)} ({where}); {carried}"]
     if numbers["empty"]:
         lines.append(f"  {numbers['empty']:_} empty documents, which training leaves out")
     if numbers["unterminated"]:
         lines.append(
-            f"  {numbers['unterminated']:_} files begin or end inside a document, which is kept as one of its own"
+            f"  {numbers['unterminated']:_} files begin or end inside a document, which is kept as a separate document"
         )
     return "\n".join(lines)

@@ -169,10 +169,10 @@ def _json_document(line: bytes, number: int, unit: Unit, names: list[str]) -> Do
 def _no_text(record: Any, names: list[str], where: str) -> DataError:
     """Why a JSON value is not a record with texts in these fields."""
     if not isinstance(record, dict):
-        return DataError(f"{where}: {_shown(record)} is no object with fields")
+        return DataError(f"{where}: {_shown(record)} is not a JSON object")
     name, option = next(pair for pair in zip(names, _OPTIONS, strict=False) if not isinstance(record.get(pair[0]), str))
     if name in record:
-        return DataError(f"{where}: field {name!r} is {_shown(record[name])}, which is no text")
+        return DataError(f"{where}: field {name!r} is {_shown(record[name])}, not a string")
     keys = ", ".join(map(_shown, list(record)[:20]))
     return DataError(f"{where}: no field {name!r} (the record has {keys or 'none'})", remedy=_name_it(option))
 

@@ -140,7 +140,7 @@ class TokenChecker:
             cause += "".join(f"\n    at {example}" for example in finding.examples)
         raise DataError(
             cause,
-            effect="the model would see ids that no text has, or other boundaries than one separator per document",
+            effect="the model would train on ids outside any text, or on wrong document boundaries",
             remedy=self._remedy(),
         )
 

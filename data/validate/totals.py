@@ -79,7 +79,7 @@ class Totals:
             if len(agreement) >= _JUDGED_DOCUMENTS:
                 file.agreement = float(np.median(agreement))
                 if file.agreement < FOREIGN_AGREEMENT:
-                    note = f"{file.agreement:.1%} of the ids come back (median of {len(agreement)} documents)"
+                    note = f"{file.agreement:.1%} of the ids survive re-encoding (median of {len(agreement)} documents)"
                     self.findings.note("foreign-tokens", file.name, note)
             if not decoded and divergence is not None and divergence > DIVERGENT_BITS:
                 self.findings.note("divergent-shard", file.name, f"{divergence:.2f} bits from the other files")

@@ -168,7 +168,7 @@ def _bare(
         vocabulary = Vocabulary.of(tokenizer)
     if vocabulary is None:
         raise DataError(
-            f"{directory} has no manifest, so nothing says what its ids mean",
+            f"{directory} has no manifest that defines its ids",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
     rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), dtype, checksums=False), "declared"

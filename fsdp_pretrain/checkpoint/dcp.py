@@ -258,5 +258,5 @@ def _put_aside(store: Store, checkpoint: Checkpoint) -> None:
     except OSError as error:
         raise StorageError(
             f"{checkpoint.path.name} was written but reads back wrong, and cannot be moved aside: {error}",
-            effect="it stays where it is, unverified; a resume that reads it passes it over",
+            effect="it stays where it is, unverified; a resume that reads it rejects it",
         ) from None

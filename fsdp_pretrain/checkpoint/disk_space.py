@@ -104,11 +104,11 @@ def make_room(directory: Path, need: SpaceNeeded, reclaimable: Reclaimable) -> I
                 yield name
         room = Room.of(directory)
     except OSError as error:
-        raise StorageError(f"cannot look at {directory}: {error}") from None
+        raise StorageError(f"cannot read {directory}: {error}") from None
     if not need.fits(room):
         raise StorageError(
             need.compare(room),
-            effect="nothing was written; training past here is not protected",
+            effect="nothing was written; steps from here on are in no checkpoint",
             remedy="free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)",
         )
 

@@ -206,7 +206,7 @@ def _refuse_inexpressible(model: GPTModel) -> None:
     if odd:
         raise ConfigError(
             f"GPT2LMHeadModel cannot express model.{' and model.'.join(odd)}",
-            effect="an exported folder would load without a complaint and compute something else",
+            effect="an exported folder would load without an error and compute something else",
             remedy="evaluate the checkpoint itself with `fsdp-eval run`",
         )
 

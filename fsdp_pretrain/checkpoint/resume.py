@@ -106,7 +106,7 @@ class Resume:
             error = CheckpointError(
                 f"{found.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
                 + "\n    ".join(passed_over),
-                effect="starting again from step 0 would throw the run away without a word",
+                effect="starting again from step 0 would silently discard the run",
                 remedy="move those that cannot be read out of the directory, then start again with --allow-fresh"
                 if partly and self._terms.fresh
                 else "restore a checkpoint, or pass --allow-fresh to begin again in this directory",
@@ -216,14 +216,14 @@ class Resume:
         elif reset:
             missing.append("the optimiser starts fresh (--reset-optimizer)")
         else:
-            missing.append("it holds weights alone: the optimiser starts fresh")
+            missing.append("it has only weights: the optimiser starts fresh")
         scaled = compute_dtype(self._config, self._world.device) is torch.float16
         if state.loss_scale is not None and scaled:
             names.append(f"loss scale {state.loss_scale[0]:g}")
         elif state.loss_scale is not None:
             missing.append("its loss scale is not used: this start is not fp16")
         elif scaled and state.step:
-            missing.append("it holds no loss scale: that starts fresh")
+            missing.append("it has no loss scale: that starts fresh")
         names.append(f"data position (sample {state.cursor:_})")
         return [f"restored: {', '.join(names)}", *missing]
 

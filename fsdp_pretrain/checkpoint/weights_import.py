@@ -163,7 +163,7 @@ def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
     refuse_begun(run, config)
     checkpoint = next((item for item in Store(path.resolve().parent).scan() if item.path.name == path.name), None)
     if checkpoint is None or checkpoint.problem:
-        raise CheckpointError(f"{path} is no whole checkpoint: {checkpoint.problem if checkpoint else 'its name'}")
+        raise CheckpointError(f"{path} is not a valid checkpoint: {checkpoint.problem if checkpoint else 'its name'}")
     theirs = load_compatible(path / CONFIG).model
     refuse_another_model(path, theirs, config.model)
     packer = open_packer(config)

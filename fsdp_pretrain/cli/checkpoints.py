@@ -196,7 +196,7 @@ def _export(args: argparse.Namespace) -> int:
         action="append",
         default=[],
         choices=ACCEPTABLE,
-        help="go on although: " + "; ".join(f"{name}: {text}" for name, text in ACCEPTABLE.items()),
+        help="import although: " + "; ".join(f"{name}: {text}" for name, text in ACCEPTABLE.items()),
     ),
     argument("--show-model", action="store_true", help="only print the [model] section that fits"),
     JSON,

@@ -26,9 +26,9 @@ _SAME, _NEARBY = 500, 1000
 """Steps within which an incident counts as the same one, and within which rollbacks count as nearby."""
 
 _SUGGESTIONS = (
-    "decide by hand; what has helped other runs: go back further (`fsdp-pretrain rollback RUN --to STEP`), skip more "
+    "decide yourself; what has helped other runs: go back further (`fsdp-pretrain rollback RUN --to STEP`), skip more "
     "(--skip-steps A:B), a lower learning rate (--set optimizer.lr=...), a lower train.grad_clip, embedding-gradient "
-    "shrink (--set optimizer.embedding_shrink=...); and look at the samples with `fsdp-pretrain where`"
+    "shrink (--set optimizer.embedding_shrink=...); and inspect the samples with `fsdp-pretrain where`"
 )
 
 

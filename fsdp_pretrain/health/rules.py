@@ -56,7 +56,7 @@ class HealthIncident:
         """A finding for the start of a segment, if it is open."""
         if self.severity is None:
             return []
-        return [HealthFinding(key=self.key, severity=self.severity, summary=f"goes on since step {self.last}")]
+        return [HealthFinding(key=self.key, severity=self.severity, summary=f"open, last seen at step {self.last}")]
 
     def settle(self, step: int, summary: str) -> list[HealthFinding]:
         """It did not occur: a finding if it ends now."""

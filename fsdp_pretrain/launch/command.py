@@ -44,7 +44,7 @@ def add(command: CommandLine) -> None:
     parser = command.verb(
         "launch",
         _launch,
-        "Train under torchrun, and start it again when it ends before its time, unless that is on purpose or useless. "
+        "Train under torchrun, and restart it when it ends early, unless that was intended or a restart cannot help. "
         "Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. "
         "Exit 0 complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, "
         "93 a person must look.",
@@ -60,7 +60,7 @@ def add(command: CommandLine) -> None:
         help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
     )
     parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
-    parser.add_argument("--no-preflight", action="store_true", help="start without looking at storage and devices")
+    parser.add_argument("--no-preflight", action="store_true", help="start without the checks of storage and devices")
     torchrun.add_options(parser)
 
 
@@ -213,7 +213,7 @@ class Launcher:
         now, then = outcome.hosts_of(self._run, segment), outcome.hosts_of(self._run, segment - 1)
         if now and then and now != then:
             new, gone = sorted(now - then), sorted(then - now)
-            text = f"since the last start new: {', '.join(new) or 'none'}; gone: {', '.join(gone) or 'none'}"
+            text = f"new since the last start: {', '.join(new) or 'none'}; gone: {', '.join(gone) or 'none'}"
             self._journal("hosts", text, new=new, gone=gone)
 
     def _end(self, decision: RestartDecision) -> int:

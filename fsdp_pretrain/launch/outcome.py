@@ -104,7 +104,7 @@ def read_outcome(
         if code == 0:
             return StartOutcome(0, "complete", verified=verified)
         if code == WRONG_OPTIONS:
-            return StartOutcome(int(Exit.REFUSED), "torchrun does not know one of its options", verified=verified)
+            return StartOutcome(int(Exit.REFUSED), "torchrun rejected its options", verified=verified)
         return StartOutcome(
             None, f"torchrun exit {code} before training began", verified=verified, joined=joined or code != 1
         )

@@ -93,4 +93,4 @@ def same_place(history: Sequence[EndedStart]) -> str:
         return ""
     batches = ", ".join(f"step {each['step']} samples {each['first']}:{each['cursor']}" for each in last.ahead)
     look = f"look at these batches: fsdp-pretrain where RUN --step {last.ahead[0]['step']}" if last.ahead else ""
-    return f"; like the start before it died after step {last.step} ({batches}): {look}"
+    return f"; like the start before, it died after step {last.step} ({batches}): {look}"

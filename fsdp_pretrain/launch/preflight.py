@@ -102,7 +102,7 @@ def _check_space(config: Config, run: RunDir) -> Iterator[str]:
     if fit.severity is Severity.CRIT and fallback(config) is None:
         raise ConfigError(
             fit.text,
-            effect="training would go on without protection, and end with exit 93",
+            effect="training would run without new checkpoints, and end with exit 93",
             remedy="free space, or name other storage with checkpoint.fallback_dir",
         )
     yield fit.text

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--rdzv-id", "--rdzv_id", help="name of the job (default: the configuration's file name)")
     options.add_argument(
-        "--local-addr", "--local_addr", help="address of this node, if its host name means another to the others"
+        "--local-addr", "--local_addr", help="address of this node, if other nodes resolve its host name differently"
     )
 
 

@@ -42,18 +42,18 @@ class State(StrEnum):
         return state
 
     QUEUED = "queued", "between starts, waiting for the scheduler or a person"
-    LAUNCH = "launch", "from the launch until all ranks had met"
+    LAUNCH = "launch", "from the launch until all ranks connected"
     LOAD = "load", "building, reading the checkpoint back, loading"
-    WARMUP = "warmup", "what the first steps of a start took too long"
+    WARMUP = "warmup", "extra time of the first steps of a start"
     STEP_KEPT = "step_kept", "steps on the kept line, at the reference pace"
-    STEP_SLOW = "step_slow", "what they took beyond it"
+    STEP_SLOW = "step_slow", "their time beyond that pace"
     STEP_SKIPPED = "step_skipped", "steps whose update was skipped"
     DATA_WAIT = "data_wait", "waiting for data"
     CKPT_BLOCK = "ckpt_block", "waiting for saves"
-    LOST = "lost", "steps that a resume or rollback went back behind"
-    DETECT = "detect", "from the last progress until the end was declared"
-    TEARDOWN = "teardown", "from there until it was over"
-    IDLE_UNKNOWN = "idle_unknown", "gaps that nothing in the record explains"
+    LOST = "lost", "steps that a resume or rollback discarded"
+    DETECT = "detect", "from the last progress until the end was detected"
+    TEARDOWN = "teardown", "from there until all processes had ended"
+    IDLE_UNKNOWN = "idle_unknown", "gaps without an explanation in the record"
 
 
 _RECOVERY = (State.DETECT, State.TEARDOWN, State.IDLE_UNKNOWN, State.LAUNCH, State.LOAD, State.WARMUP)
@@ -403,13 +403,13 @@ def render(found: GoodputReport) -> str:
         f"{human_count(found.tokens_per_day)} tokens a day{mfu}"
     )
     for incident in found.incidents:
-        over = f"{human_time(incident.recovery_seconds)} to go on" if incident.over else "training has not gone on"
+        over = f"{human_time(incident.recovery_seconds)} to resume" if incident.over else "training has not resumed"
         lines.append(
             f"  {stamp(incident.time)[:19]} {incident.kind} after step {incident.step:_}: {incident.cause}; "
             f"{over}, {incident.lost_steps:_} steps lost, cost {human_time(incident.cost_seconds)}"
         )
     if found.mtti_seconds is not None:
-        repair = "" if found.mttr_seconds is None else f", going on after {human_time(found.mttr_seconds)} (MTTR)"
+        repair = "" if found.mttr_seconds is None else f", resumed after {human_time(found.mttr_seconds)} (MTTR)"
         lines.append(f"interrupted every {human_time(found.mtti_seconds)} (MTTI){repair}")
     lines += _render_saves(found)
     if found.damaged.lines:

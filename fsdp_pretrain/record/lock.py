@@ -59,7 +59,7 @@ class RunLock:
             self._watch, self._waiting = LeaseWatch(path, self._silent), False
         elif not self._waiting:
             self._waiting = True
-            print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a sign of life from it", flush=True)
+            print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a heartbeat from it", flush=True)
         else:
             time.sleep(min(_RETRY_SECONDS, self._silent / 5))
         return False
@@ -77,7 +77,7 @@ class RunLock:
             self._describe(held),
             effect="two writers would mix two lines of training in one run",
             remedy=f"wait for its end, or ask it to stop: fsdp-pretrain control {self._run.path} stop. A holder that "
-            f"was killed is noticed: on its own host at once, from others after {self._silent:g}s without a beat "
+            f"was killed is detected: on its own host at once, from others after {self._silent:g}s without a heartbeat "
             f"(one every {BEAT_SECONDS:g}s)",
         )
 

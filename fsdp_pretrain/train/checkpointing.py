@@ -108,7 +108,7 @@ class Checkpointing:
         raise StorageError(
             f"no checkpoint was verified for longer than checkpoint.max_age = {self._config.max_age}",
             effect=f"steps after {self.saved_step} are in no checkpoint",
-            remedy="mend the storage, then start again; training continues from the last checkpoint",
+            remedy="repair the storage, then start again; training continues from the last checkpoint",
         ).on_all_ranks()
 
     # ------------------------------------------------------------------ saving
@@ -164,7 +164,7 @@ class Checkpointing:
             return 0.0
         start = time.perf_counter()
         ended = pending.wait(self._patience)
-        failure = _cause(pending.error) if pending.error is not None else None if ended else "its writer does not end"
+        failure = _cause(pending.error) if pending.error is not None else None if ended else "its writer timed out"
         expected = ended and (pending.error is None or isinstance(pending.error, StorageError))
         outcomes = self._world.gather((failure, expected))
         if not all(fine for _, fine in outcomes):
@@ -201,7 +201,7 @@ class Checkpointing:
             raise StorageError(
                 f"{self._failures} saves in a row failed, the last because: {cause}",
                 effect=f"steps after {self.saved_step} are in no checkpoint",
-                remedy="mend the storage, then start again; training continues from the last checkpoint",
+                remedy="repair the storage, then start again; training continues from the last checkpoint",
             ).on_all_ranks()
 
     def _succeed(self, step: int, saved: SaveResult) -> None:

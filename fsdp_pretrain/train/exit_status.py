@@ -59,7 +59,7 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
     if asked.repeats is False and not run.world.decide(lambda: was_blamed_on_device(run_dir, asked)):
         return _record_suspicion(asked, run)
     if asked.repeats is not None:
-        found = "not finite again" if asked.repeats else "finite, as it was found before, and came back all the same"
+        found = "not finite again" if asked.repeats else "finite, but a device was suspected here before"
         text = f"the same step from the same batch was {found}: {asked.cause}"
         recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
     report = run.world.decide(lambda: roll_back(run_dir, run.config, asked, recorder))

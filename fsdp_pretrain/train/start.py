@@ -118,7 +118,7 @@ def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
     if mine != standing:
         raise ConfigError(
             f"{run.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
-            effect="this start would train without what a rollback decided",
+            effect="this start would train without the changes of a rollback",
             remedy="start again; if it persists, the nodes do not see the same run directory",
         )
 
@@ -146,9 +146,9 @@ def look_for_checkpoints(run: RunDir, terms: ResumeOptions, memory: LauncherMemo
         f"{directory} has lost checkpoints: {found.text}",
         effect="nothing was done: training would begin again "
         + ("at step 0" if found.newest is None else f"after step {found.newest}"),
-        remedy="see whether its file system, and that of checkpoint.fallback_dir, is mounted, or restore them; "
+        remedy="check that its file system, and that of checkpoint.fallback_dir, is mounted, or restore them; "
         + (
-            "start by hand with --allow-fresh to begin again at step 0 in this directory"
+            "start manually with --allow-fresh to begin again at step 0 in this directory"
             if found.newest is None
             else f"`fsdp-pretrain rollback {run.path} --to {found.newest}` goes on without them"
         ),
@@ -256,7 +256,7 @@ def record_ready(run: RunContext, state: TrainState) -> None:
         loaded = time.time() - connected
         run.recorder.event(
             "ready",
-            f"{human_time(connected - launched)} until all ranks had met, {human_time(loaded)} to build and load",
+            f"{human_time(connected - launched)} until all ranks connected, {human_time(loaded)} to build and load",
             step=state.step,
             connect_seconds=connected - launched,
             load_seconds=loaded,

@@ -140,7 +140,7 @@ def inspect(run: RunDir) -> StatusReport:
     try:
         found = state_files.read(run.status, Status)
         if found is None:
-            text = f"{run.status} is missing: no job was started here, or none came far"
+            text = f"{run.status} is missing: no job was started here, or it failed early"
             report.problems.append((ALERT, text))
         else:
             report.status, report.state = found, found.state
@@ -168,15 +168,15 @@ def _check_heartbeat(report: StatusReport, status: Status) -> None:
             report.problems.append((WARN, f"stopped before its end: {reason}"))
         return
     if status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1):
-        report.problems.append((ALERT, f"its process {status.pid} is gone without saying why"))
+        report.problems.append((ALERT, f"its process {status.pid} exited without reporting a reason"))
         return
     report.running = True
     allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
     if silent > 3 * allowed:
         report.running = False
-        report.problems.append((ALERT, f"no sign of life for {human_time(silent)}"))
+        report.problems.append((ALERT, f"no heartbeat for {human_time(silent)}"))
     elif silent > allowed:
-        report.problems.append((WARN, f"no sign of life for {human_time(silent)}"))
+        report.problems.append((WARN, f"no heartbeat for {human_time(silent)}"))
 
 
 def _check_checkpoints(report: StatusReport, run: RunDir, status: Status) -> None:
@@ -277,7 +277,7 @@ def _check_watchdog(report: StatusReport, run: RunDir) -> None:
     except UserError:
         return  # reported elsewhere
     if wanted and silent > _SILENT_AT_LEAST:
-        ago = f"has not looked for {human_time(silent)}" if seen is not None else "has never looked"
+        ago = f"has made no pass for {human_time(silent)}" if seen is not None else "has made no pass yet"
         report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
 
 
@@ -328,7 +328,7 @@ def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
 
 
 def _watchdog_line(seen: _WatchdogSnapshot) -> str:
-    parts = [f"looked {human_time(seen.age_seconds)} ago"]
+    parts = [f"last pass {human_time(seen.age_seconds)} ago"]
     if seen.step_drift is not None:
         parts.append(f"steps {seen.step_drift - 1:+.1%} of the baseline")
     if seen.disk_full_in is not None:
@@ -353,7 +353,7 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
             yield "pace", f"{pace:.3g}s a step, {human_count(status.tokens_per_second or 0)} tokens/s{left}"
     if (since := report.since_last_look) is not None:
         done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
-        yield "progress", f"{done} in the {human_time(since.seconds)} since the last look"
+        yield "progress", f"{done} in the {human_time(since.seconds)} since the last status"
     if report.heartbeat_age_seconds is not None:
         process = f" pid {status.pid}" if status.pid else ""
         yield "heartbeat", f"{human_time(report.heartbeat_age_seconds)} ago, {status.host}{process}"

@@ -60,7 +60,7 @@ class HealthAlarms(Detector):
         if first:
             going_on = {finding.key for finding in record.health}
             for detector in _HEALTH_DETECTORS:
-                self.resolve_others(detector, going_on, "over since the run was started again")
+                self.resolve_others(detector, going_on, "ended with a restart of the run")
         for finding in record.health:
             if finding.resolved:
                 self.resolve(finding.key, finding.summary)
@@ -102,7 +102,7 @@ class Leader:
             self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
             self._ping = Ping(section.ping) if section.ping is not None else None
         except ConfigError as error:  # the trainer checked it, but secrets may be gone since
-            self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent to anybody")
+            self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
         self._exporter = Exporter(section.prometheus)
         begun = environment.view(self._run, segment)
         for alarm in list(self.alarms):  # another agent may have opened some in this start
@@ -163,10 +163,10 @@ class Leader:
                 if number:
                     windows[rank] = (other.name, number, own)
             if self._nodes.is_silent(other) and not other.ended:
-                effect = "its node, its agent or its view of the run directory is gone"
+                effect = "its node or agent failed, or it cannot reach the run directory"
                 self.open_silence(other.name, other.silence, effect)
             elif not other.ended:
-                self.alarms.resolve(f"node/{other.name}", f"{other.name} is heard again")
+                self.alarms.resolve(f"node/{other.name}", f"{other.name} sends heartbeats again")
         for key in self._peer_alarms - found:
             self.alarms.resolve(key)
         self._peer_alarms = found
@@ -178,9 +178,9 @@ class Leader:
         self.alarms.open(
             f"node/{host}",
             Severity.CRIT,
-            f"nothing has been heard of {host} for {human_time(seconds)}",
+            f"no heartbeat from {host} for {human_time(seconds)}",
             effect=effect,
-            remedy="look whether the host answers; if the run hangs it is ended, and can start without it",
+            remedy="check whether the host responds; if the run hangs it is ended, and can start without it",
             step=self._health.at,
             facts={"host": host, "seconds": round(seconds, 1)},
         )

@@ -140,7 +140,7 @@ class Agent:
     def _begin(self) -> None:
         self._bind()
         if self._args.again:
-            self._log(f"the agent had ended and was started again, for the {self._args.again}. time")
+            self._log(f"the agent exited and was restarted (restart {self._args.again})")
 
     def _run_pass(self) -> None:
         """One pass; the order of the checks matters."""
@@ -235,9 +235,7 @@ class Agent:
         if self._nodes.read(all_=leader is not None or stalled, at_once=leader is not None and stalled):
             self._end_if_superseded()
         if leader is not None and not leader.holds_lease:
-            self._log(
-                "another node's watchdog speaks for the job: this one was frozen, or cut off from the run directory"
-            )
+            self._log("another node's watchdog leads now: this one was frozen, or cut off from the run directory")
             leader.close()
             self._leader = self._hang.alarms = None
         if self._leader is None and self._segment and not self._ended:
@@ -270,7 +268,7 @@ class Agent:
         self._hang.alarms = self._leader.alarms
         if self._nodes.before:
             silent = ", ".join(other.name for other in self._nodes.before)
-            self._log(f"the watchdog of this node speaks for the job now: {silent} silent")
+            self._log(f"the watchdog of this node leads now: no heartbeat from {silent}")
 
     def _report(self, *, ended: bool = False) -> None:
         windows = {beat.rank: (beat.window, beat.own) for beat in self._ranks.beats}
@@ -299,7 +297,7 @@ class Agent:
         if lost and (intent is None or intent.code == Exit.UNEXPECTED):
             for host, seconds in lost.items():
                 self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
-            text = f"{', '.join(lost)} is lost: nothing has been heard of it since the ranks failed"
+            text = f"{', '.join(lost)} is lost: no heartbeat from it since the ranks failed"
             self._write_intent(Exit.RESUME, text, {"suspects": [], "hosts": list(lost), "lost": list(lost)})
 
     # ------------------------------------------------------------------ ranks that end
@@ -323,7 +321,7 @@ class Agent:
         record it."""
         all_ = len(died) == len(self._ranks.all)
         if self._ranks.launcher_gone and not self._ended and (self._ranks.alive or all_):
-            reason = "what started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
+            reason = "the process that started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
             self._end_ranks(reason, {}, restart=False)
 
     def _report_dead_ranks(self, died: list[Beat]) -> None:
@@ -340,7 +338,7 @@ class Agent:
             Severity.CRIT,
             text + killed_for_memory(),
             effect="the other ranks cannot go on",
-            remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
+            remedy="the job starts again from the last checkpoint; check the kernel's log of that host",
             step=max(beat.step for beat in died),
             facts={"ranks": ranks, "host": host},
         )
@@ -393,5 +391,6 @@ class Agent:
 def _deaths(died: list[Beat]) -> str:
     host = socket.gethostname()
     return "; ".join(
-        f"rank {beat.rank} ({host}, pid {beat.pid}) died in step {beat.step} without a word" for beat in died
+        f"rank {beat.rank} ({host}, pid {beat.pid}) exited in step {beat.step} without reporting a reason"
+        for beat in died
     )

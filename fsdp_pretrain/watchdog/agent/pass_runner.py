@@ -75,7 +75,7 @@ class PassRunner:
             "open",
             f"the watchdog of {host} has waited for {human_time(seconds)}: the run directory does not answer",
             effect="nothing can be written there: no record, no checkpoint; ranks that stop are still ended",
-            remedy="see whether the file system of the run directory is well on that host",
+            remedy="check the file system of the run directory on that host",
             opened=time_,
             changed=time_,
             facts={"host": host},

@@ -190,7 +190,7 @@ class CheckpointDetector(Detector):
             f"{made}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
             f"{steps} steps, {human_count(tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
-            "mend the storage, or name another (checkpoint.fallback_dir)",
+            "repair the storage, or name another (checkpoint.fallback_dir)",
             action=self._ask(verb) if verb else "",
             facts={"age_seconds": self.age, "verified_step": self.protected, "tokens": tokens},
         )
@@ -239,8 +239,8 @@ class CheckpointDetector(Detector):
                 kind,
                 Severity.CRIT,
                 entry["text"],
-                "what was trained after the older one is trained again",
-                "see whether a mount is missing (checkpoint.fallback_dir?), or somebody deleted checkpoints",
+                "steps after the older one are trained again",
+                "check whether a mount is missing (checkpoint.fallback_dir?), or checkpoints were deleted",
                 step=step,
             )
         elif kind == "checkpoint-failed" and mine:
@@ -249,8 +249,8 @@ class CheckpointDetector(Detector):
                 kind,
                 Severity.CRIT,
                 f"step {step} could not be saved, {entry['text']}",
-                "training goes on; what it does now is in no checkpoint",
-                "mend the storage; the save is tried again by itself",
+                "training goes on; its steps are in no checkpoint",
+                "repair the storage; the save is retried automatically",
                 step=step,
                 facts={"failures": entry.get("failures")},
             )
@@ -277,7 +277,7 @@ class CheckpointDetector(Detector):
             Severity.WARN,
             f"{what}; {human_time(typical)} is typical",
             "checkpoints come late; a save that is not done delays the next",
-            "see whether something else uses the storage",
+            "check whether something else uses the storage",
             step=step,
         )
 
@@ -290,9 +290,9 @@ class CheckpointDetector(Detector):
         self.open(
             "checkpoint-fallback",
             Severity.WARN,
-            f"{path} was written to the fallback: the run directory did not take it",
-            "the run goes on from there when it is started again",
-            "mend the storage of the run directory",
+            f"{path} was written to the fallback: writing to the run directory failed",
+            "a restart continues from there",
+            "repair the storage of the run directory",
             step=step,
         )
 
@@ -304,10 +304,10 @@ class CheckpointDetector(Detector):
                 key,
                 Severity.CRIT,
                 f"{name} is damaged: {why}",
-                "it cannot be used; a start goes on from an older one",
+                "it cannot be used; a start continues from an older one",
                 f"see `fsdp-pretrain checkpoints {self._run} list`; keep the older ones until there is a newer",
             )
-        self.resolve_others("checkpoint-damaged", damaged, "it is gone, or whole")
+        self.resolve_others("checkpoint-damaged", damaged, "it is gone, or intact")
 
     def _judge_writers(self, writing: dict[str, int], now: float) -> None:
         """Whether the save in flight grows, and how long it takes."""
@@ -326,11 +326,11 @@ class CheckpointDetector(Detector):
                 Severity.CRIT,
                 f"{name} has not grown for {human_time(seconds)}, at {human_bytes(seen[name].bytes)}",
                 "its writer hangs, and the next save waits for it",
-                "see whether the storage answers; training is not affected yet",
+                "check whether the storage responds; training is not affected yet",
             )
             return
-        self.resolve("checkpoint-writer", "the writer writes, or has ended")
+        self.resolve("checkpoint-writer", "the writer makes progress, or has ended")
         for name, attempt in seen.items():
             lasted = now - attempt.begun
             if typical is not None and lasted > max(_NO_MATTER, _SLOW_TIMES * typical):
-                self._open_slow(f"{name} is being written for {human_time(lasted)}", typical)
+                self._open_slow(f"{name} is still being written after {human_time(lasted)}", typical)

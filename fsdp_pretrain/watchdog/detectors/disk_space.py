@@ -149,7 +149,7 @@ class DiskSpaceDetector(Detector):
                 _REMEDY,
             )
         elif not soon:
-            self.resolve(f"disk-forecast/{place.name}", f"{place.path} does not fill any more")
+            self.resolve(f"disk-forecast/{place.name}", f"{place.path} is no longer filling up")
 
     def _judge_rest(self, place: WatchedDirectory, room: Room) -> None:
         """For the record and temporary files: a share of the bytes and of the inodes should stay free."""
@@ -161,7 +161,7 @@ class DiskSpaceDetector(Detector):
                 f"disk/{place.name}",
                 Severity.CRIT if full else Severity.WARN,
                 f"{place.path} is {'full' if full else 'almost full'}: {free} and {room.files_free} files free",
-                "the record waits in memory, and is lost if the job ends"
+                "the record is kept in memory, and is lost if the job ends"
                 if place.name == "run"
                 else "data loaders, compilers or communication between ranks may fail",
                 "free space or files",

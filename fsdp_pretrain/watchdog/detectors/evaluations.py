@@ -40,7 +40,7 @@ class EvaluationDetector(Detector):
                 f"the evaluation of step {claim['step']} ({claim['tasks']}) on {claim['host']}, pid {claim['pid']}, "
                 f"takes longer than {human_time(claim['deadline'])}",
                 "training is not affected; there are no scores of this checkpoint, and it is not deleted",
-                f"see watchdog/stacks/evaluation-{claim['step']:08d}.txt; it is ended after thrice as long, "
+                f"see watchdog/stacks/evaluation-{claim['step']:08d}.txt; it is ended after three times as long, "
                 "which is one of its eval.attempts",
                 step=claim["step"],
                 facts={name: claim[name] for name in ("host", "pid", "deadline", "tasks")},

@@ -135,7 +135,7 @@ class GpuDetector(Detector):
             if sum(history) >= _OFTEN:
                 found[reason].append(index)
         if not found:
-            self.resolve(f"gpu-odd/{self._host}", f"the GPUs of {self._host} are as they should be")
+            self.resolve(f"gpu-odd/{self._host}", f"the GPUs of {self._host} are normal")
             return
         texts = [f"{reason} (GPU {', '.join(map(str, where))})" for reason, where in sorted(found.items())]
         self.open(
@@ -151,9 +151,9 @@ class GpuDetector(Detector):
         """What should not persist in the state of a GPU."""
         found = [text for bit, text in _BRAKES.items() if (device.throttle or 0) & bit]
         if device.remap_pending:
-            found.append("memory rows wait to be remapped")
+            found.append("memory rows are waiting to be remapped")
         if device.temperature is not None and device.slowdown and device.temperature >= device.slowdown - _NEAR:
-            found.append("almost as hot as where it slows down")
+            found.append("close to its slowdown temperature")
         peers = [other for other in devices if other.index != device.index and (other.busy or 0) >= _BUSY]
         if (device.busy or 0) >= _BUSY:
             if device.pcie is not None and device.pcie != self._links[device.index]:
@@ -182,7 +182,7 @@ def _broken(device: DeviceState) -> list[str]:
     fatal = _FATAL_XIDS if device.remap_failed else _FATAL_XIDS - {_REMAP_XID}
     found = [f"XID {xid}" for xid in device.xids or () if xid in fatal]
     if device.recovery:
-        found.append("the driver wants it reset")
+        found.append("the driver requests a reset")
     if device.ecc:
         found.append(f"{device.ecc} uncorrectable memory errors")
     if device.remap_failed:

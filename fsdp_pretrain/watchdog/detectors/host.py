@@ -157,9 +157,9 @@ class HostDetector(Detector):
         self._judge(
             "memory",
             left < _SOON,
-            f"{free}, used up in about {human_time(left)}" if left < _SOON else f"{free}, it does not shrink as before",
+            f"{free}, used up in about {human_time(left)}" if left < _SOON else f"{free}, it no longer shrinks",
             "the system will kill a rank",
-            "see what grows; a save now loses least (`fsdp-pretrain control RUN save`)",
+            "find what grows; a save now loses least (`fsdp-pretrain control RUN save`)",
             Severity.CRIT if left < _VERY_SOON else Severity.WARN,
         )
 
@@ -188,7 +188,7 @@ class HostDetector(Detector):
         self._judge(
             "clock",
             abs(jump) > _JUMP,
-            f"the clock jumped by {jump:+.1f} s" if abs(jump) > _JUMP else "the clock goes steadily",
+            f"the clock jumped by {jump:+.1f} s" if abs(jump) > _JUMP else "the clock is steady",
             "times in the record before and after do not fit together; nothing else depends on it",
-            "see the time service of the host",
+            "check the time service of the host",
         )

@@ -83,12 +83,12 @@ class MountDetector(Detector):
                 f"data-shard/{name}",
                 Severity.CRIT,
                 f"source {name}: {found['count']} file{'s' * (found['count'] > 1)} of {path}: {found['wrong'][0]}",
-                "training stops when it gets there, unless the source has a mirror",
+                "training stops when it reads them, unless the source has a mirror",
                 "restore the files, or name a copy (data.sources.mirror); see `fsdp-data validate`",
                 facts={"wrong": found["wrong"]},
             )
         else:
-            self.resolve(f"data-shard/{name}", f"{path} is whole")
+            self.resolve(f"data-shard/{name}", f"{path} is intact")
         if answer.error is None:
             if found["rate"] is not None:
                 self.rates[name] = found["rate"]
@@ -129,7 +129,7 @@ class MountDetector(Detector):
                 f"{mount.path} {'does not answer' if answer.late else 'fails'}: {answer.error}, "
                 f"{mount.failures} times in a row",
                 "reading data or saving will hang or fail",
-                "see whether the file system is mounted and its servers answer",
+                "check that the file system is mounted and its servers respond",
                 facts={"hanging": answer.late},
             )
 
@@ -146,7 +146,7 @@ class MountDetector(Detector):
                 Severity.WARN,
                 f"{mount.path} took {human_time(seconds)} to answer, {mount.slow} times in a row slow",
                 "reading data and saving may become slow",
-                "see whether something else uses the storage",
+                "check whether something else uses the storage",
             )
 
 
@@ -172,7 +172,7 @@ class DataWaitDetector(Detector):
                 Severity.WARN,
                 f"{sum(self._long)} of {len(self._long)} steps waited long for data, the last {human_time(seconds)}",
                 "training stands still meanwhile",
-                "see whether the storage of the corpora is slow"
+                "check whether the storage of the corpora is slow"
                 + (f"; the slowest read was of {file}" if file else ""),
             )
         elif not any(self._long):

@@ -157,7 +157,7 @@ def resolve(name: str) -> str | None:
         name = "nvml" if Path("/proc/driver/nvidia/version").exists() else "none"
     if name == "nvml" and importlib.util.find_spec("pynvml") is None:
         raise ConfigError(
-            "NVIDIA's management library cannot be asked: the package nvidia-ml-py is not installed",
+            "NVIDIA's management library cannot be used: the package nvidia-ml-py is not installed",
             effect="broken or slow GPUs would not be noticed",
             remedy='pip install nvidia-ml-py, or set watchdog.hardware.provider = "none"',
         )

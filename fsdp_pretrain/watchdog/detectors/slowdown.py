@@ -93,7 +93,7 @@ class SlowdownDetector(Detector):
         self._slow_since = self._slow_since or now
         ratio = self._pace.ratio or 1.0
         if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
-            self.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to")
+            self.open("pace", Severity.CRIT, f"steps still take {ratio - 1:.1%} longer")
 
     def _report(self, change: PaceChange, record: StepRecord) -> None:
         if change.kind == "back":
@@ -111,7 +111,7 @@ class SlowdownDetector(Detector):
                 f"{change.since:_} (now {shares})",
                 "the run will end later; nothing is lost",
                 "look for an alarm `straggler`, other jobs on the storage or the network, and the clocks of the "
-                "devices; `fsdp-pretrain doctor` compares nodes when the job stands",
+                "devices; `fsdp-pretrain doctor` compares nodes when the job is stopped",
                 facts={"ratio": change.ratio, "since": change.since},
             )
 
@@ -142,7 +142,7 @@ class SlowdownDetector(Detector):
             f"steps take {ratio - 1:.1%} longer than in the best earlier start of this size, "
             + (f"new since then: {', '.join(new)}" if new else "on the same hosts"),
             "the run will end later; nothing is lost",
-            "`fsdp-pretrain doctor` compares nodes when the job stands",
+            "`fsdp-pretrain doctor` compares nodes when the job is stopped",
             facts={"ratio": ratio, "new": new, "gone": sorted(set(best.hosts) - set(self._hosts))},
         )
 
@@ -208,7 +208,7 @@ class StragglerDetector(Detector):
                 Severity.CRIT if ratio >= 0.10 else Severity.WARN,
                 f"{who} {ratio:.1%} more time of its own for a step than the others, in three of four windows",
                 "all ranks wait for the slowest",
-                "look at clocks, temperature and other processes there; take the host out at the next stop",
+                "check clocks, temperature and other processes there; take the host out at the next stop",
                 facts={"ratio": ratio, "window": self._window},
             )
         self.resolve_others("straggler", found, "as fast as the others again")

@@ -78,11 +78,11 @@ def diagnose(snapshots: list[RankSnapshot], quiet: Mapping[str, float], unreport
     guilty = tuple(snapshot for kind in causes for snapshot in kinds[kind])
     if quiet:
         names = ", ".join(f"{host} for {human_time(seconds)}" for host, seconds in quiet.items())
-        causes["silent"] = f"nothing is heard of {names}: the node is gone, frozen, or does not see the run directory"
+        causes["silent"] = f"no heartbeat from {names}: the node is gone, frozen, or cannot reach the run directory"
     if causes:
         return HangDiagnosis(next(iter(causes)), "; ".join(causes.values()), guilty, tuple(quiet), unknown)
     if unknown:
-        text = f"nothing is known yet of where all ranks of {', '.join(unknown)} stand; the others wait"
+        text = f"not all ranks of {', '.join(unknown)} have reported their position yet; the others wait"
         return HangDiagnosis("unknown", text, unknown=unknown)
     return _diagnose_victims(snapshots)
 
@@ -96,12 +96,12 @@ def _diagnose_victims(snapshots: list[RankSnapshot]) -> HangDiagnosis:
         if size > len(odd):
             where = odd[0].collective or odd[0].place
             return HangDiagnosis(
-                "desync", f"{_names(odd)} waits in {where}, the others in {most[0]}: they have lost step", odd
+                "desync", f"{_names(odd)} waits in {where}, the others in {most[0]}: they are out of step", odd
             )
         names = " and ".join(sorted({group[0] or "?" for group in groups}))
-        return HangDiagnosis("desync", f"the ranks wait in different operations, {names}: they have lost step")
+        return HangDiagnosis("desync", f"the ranks wait in different operations, {names}: they are out of step")
     where = next((snapshot.collective for snapshot in snapshots if snapshot.collective), "a collective operation")
-    return HangDiagnosis("network", f"all ranks wait in {where}: the connection between them is held up")
+    return HangDiagnosis("network", f"all ranks wait in {where}: the connection between them is blocked")
 
 
 def _kind(snapshot: RankSnapshot) -> str | None:

@@ -108,7 +108,7 @@ class HangMonitor:
         if self._stall is not None:
             self._stall, self._verdict = None, None
             if self.alarms is not None:
-                self.alarms.resolve("hang", "the ranks go on", step=self._ranks.reached())
+                self.alarms.resolve("hang", "the ranks make progress again", step=self._ranks.reached())
 
     # ------------------------------------------------------------------ no progress
 
@@ -170,7 +170,7 @@ class HangMonitor:
             revised={**known, **verdict.facts} != known,
             effect="nothing is trained",
             remedy="the ranks are ended at the hard deadline and start again from the last checkpoint; "
-            "if it comes back, look at the stacks and take the named host out",
+            "if it recurs, read the stacks and take the named host out",
             step=step,
             **({"action": action} if action else {}),
             facts=verdict.facts | {"seconds": round(seconds, 1), "ranks": list(map(asdict, self._snapshots(stall)))},

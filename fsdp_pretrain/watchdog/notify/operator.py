@@ -92,7 +92,7 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
     waiting = {alarm.key for alarm in read_alarms(alarms_file(run)) if alarm.state == "open"}
     if key not in waiting:
         raise ConfigError(
-            f"no alarm {key!r} is waiting to be acknowledged",
+            f"no alarm {key!r} is open and unacknowledged",
             remedy=f"these are: {', '.join(sorted(waiting))}" if waiting else "none is; see `fsdp-pretrain alarms RUN`",
         )
     try:
