@@ -49,9 +49,9 @@ _INPUTS = (
     argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL or parquet files (.gz, .zst too), or directories"),
     argument("--text-field", default="text", help="JSONL field or parquet column (default: text)"),
     argument("--split", choices=("file", "lines"), default="file", help="a text file is one document, or each line is"),
-    argument("--suffix", action="append", default=[], help="take files ending so from directories (repeatable)"),
+    argument("--suffix", action="append", default=[], help="take files with this ending from directories (repeatable)"),
 )
-_EOD = argument("--eod", help="document separator, if the tokenizer does not say (text of the token)")
+_EOD = argument("--eod", help="text of the separator token, if the tokenizer does not define one")
 _CORPUS = argument("--out", type=Path, required=True, help="corpus directory")
 _WORKERS = argument("--workers", type=positive, default=default_workers(), help="processes (default: all processors)")
 _OVERWRITE = argument("--overwrite", action="store_true", help="replace a corpus made from other inputs or options")
@@ -112,7 +112,7 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
         "--separators",
         choices=("none", "trailing", "leading"),
         required=True,
-        help="what each document carries; measured, and refused if one carries anything else",
+        help="separator of every document; all are checked, and any other is refused",
     ),
     _CORPUS,
     _WORKERS,
@@ -123,7 +123,7 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
 )
 def _import(args: argparse.Namespace) -> int:
     """Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped."""
-    manifest = import_corpus.adopt(
+    manifest = import_corpus.ingest(
         args.sources,
         Tokenizer.load(args.tokenizer, args.eod),
         args.out,
@@ -142,9 +142,7 @@ def _import(args: argparse.Namespace) -> int:
     *_INPUTS,
     argument("--kind", choices=("bpe", "sentencepiece"), required=True),
     argument("--vocab-size", type=positive, required=True),
-    argument(
-        "--max-bytes", type=byte_count, default=2 * 10**9, help="text to learn from, evenly chosen (default: 2GB)"
-    ),
+    argument("--max-bytes", type=byte_count, default=2 * 10**9, help="text to train on, sampled evenly (default: 2GB)"),
     argument("--out", type=Path, required=True, help="directory for tokenizer.json or tokenizer.model"),
 )
 def _train_tokenizer(args: argparse.Namespace) -> int:
@@ -286,7 +284,7 @@ def _inspect(args: argparse.Namespace) -> int:
         "--simulate",
         type=_tokens,
         metavar="TOKENS",
-        help="instead, what a training process needs on a corpus of this size (2T), whose tokens are not stored",
+        help="instead, simulate a corpus of this size (2T) and measure what a training process needs",
     ),
     argument("--shards", type=positive, default=20_000, help="shards of the simulated corpus (default: 20000)"),
     argument("--world", type=positive, default=1024, help="ranks that share the simulated corpus (default: 1024)"),

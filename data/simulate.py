@@ -74,7 +74,7 @@ def simulate(tokens: int, shards: int, *, sequence_length: int, world: int) -> d
         near = int(rng.integers(0, samples - 3000))
         warm = [timed(packer, near + ahead) for ahead in range(3000)][1000:]
         started = time.perf_counter()
-        steps = prove_shares(packer, samples, world, rng)
+        steps = check_shares(packer, samples, world, rng)
         manifest = packer.corpora["simulated"].manifest
         return {
             "tokens": manifest.tokens,
@@ -97,7 +97,7 @@ def simulate(tokens: int, shards: int, *, sequence_length: int, world: int) -> d
         }
 
 
-def prove_shares(packer: Packer, samples: int, world: int, rng: np.random.Generator, steps: int = 20) -> int:
+def check_shares(packer: Packer, samples: int, world: int, rng: np.random.Generator, steps: int = 20) -> int:
     """Check that the ranks' shares of global batches, at random places and across the end of the epoch, are exact.
 
     The shares must be the batch, in order, without overlap, and the batch's samples must start at different places of

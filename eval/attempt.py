@@ -93,7 +93,9 @@ def limits(run: RunDir, tasks: str, least: float) -> EvaluationLimits:
     return EvaluationLimits(deadline, _TIMES_DEADLINE * deadline)
 
 
-def apart(work: Callable[[], Results], limit: EvaluationLimits, stacks: Path, late: Callable[[str], None]) -> Results:
+def run_in_child(
+    work: Callable[[], Results], limit: EvaluationLimits, stacks: Path, late: Callable[[str], None]
+) -> Results:
     """Run `work` in a forked child; the caller must not have used a device.
 
     Args:
@@ -124,7 +126,7 @@ def apart(work: Callable[[], Results], limit: EvaluationLimits, stacks: Path, la
         answers.seek(0)
         output = answers.read()
     if status is None:
-        raise EvaluationError("its process does not end: it waits for a file system")
+        raise EvaluationError("its process cannot be killed: it is blocked in the kernel, as on a file system")
     if not output:
         code = os.waitstatus_to_exitcode(status)
         raise EvaluationError(
@@ -154,11 +156,8 @@ class _Child:
         os.kill(self._pid, signal.SIGUSR2)
         if last:
             os.kill(self._pid, signal.SIGCONT)
-        until, before, size = (
-            time.monotonic() + (_LAST_STACK_SECONDS if last else _STACK_SECONDS),
-            self._kept,
-            self._kept,
-        )
+        until = time.monotonic() + (_LAST_STACK_SECONDS if last else _STACK_SECONDS)
+        before = size = self._kept
         while time.monotonic() < until and (size == self._kept or size != before):
             time.sleep(0.05)
             before, size = size, os.fstat(self._dumps.fileno()).st_size

@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
         folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in config.eval.include)
         raise ConfigError(
             f"the configuration of {checkpoint.path} names folders of task files: they are not used here",
-            effect="task files are programs: who made the checkpoint would choose what runs here",
+            effect="task files are programs: the author of the checkpoint would choose what runs here",
             remedy=f"if you trust them, add: {folders}",
         )
     section = config.eval.model_copy(update=settings)
@@ -84,8 +84,8 @@ def _run(args: argparse.Namespace) -> int:
     "runs/quickstart/run --once",
     RUN,
     argument("--once", action="store_true", help="stop when nothing is due (for cron and Slurm); else keep watching"),
-    argument("--wait", action="store_true", help="with --once: also wait for what other workers hold"),
-    argument("--interval", type=positive, default=60, help="seconds between looks (default: 60)"),
+    argument("--wait", action="store_true", help="with --once: also wait for evaluations of other workers"),
+    argument("--interval", type=positive, default=60, help="seconds between checks (default: 60)"),
     _DEVICE,
 )
 def _watch(args: argparse.Namespace) -> int:
@@ -168,7 +168,7 @@ def _find(path: Path, step: int | None) -> Checkpoint:
     found = stores(run)
     checkpoint = found.find(step) if step is not None else found.newest()
     if checkpoint is None:
-        raise CheckpointError(f"{found.directory} holds no checkpoint that looks whole")
+        raise CheckpointError(f"{found.directory} holds no complete checkpoint")
     return checkpoint
 
 
@@ -178,7 +178,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     Raises:
         UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
     """
-    _be_quiet()
+    _silence_libraries()
     try:
         import lm_eval
         from lm_eval import evaluator
@@ -216,7 +216,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     return results
 
 
-def _be_quiet() -> None:
+def _silence_libraries() -> None:
     """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may access the network."""
     import logging
     import os

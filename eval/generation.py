@@ -47,6 +47,6 @@ class Greedy:
         neutral = _NEUTRAL if sampling else {**_NEUTRAL, **{name: given.get(name) for name in _OF_SAMPLING}}
         refused = [f"{name}={value}" for name, value in given.items() if name not in neutral or neutral[name] != value]
         if refused:
-            raise ValueError(f"{', '.join(refused)}: not done here, where answers are generated greedily")
+            raise ValueError(f"{', '.join(refused)}: not supported, answers are generated greedily")
         stops = [until] if isinstance(until, str) else until
         return cls(tuple(stop for stop in stops if stop), int(sizes[0]) if sizes else _DEFAULT_TOKENS)

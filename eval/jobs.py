@@ -28,7 +28,7 @@ from fsdp_pretrain.record.files import RunDir, make_directory, now
 from fsdp_pretrain.record.journal import Journal, read
 from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, is_alive, take_away
 
-from .attempt import EvaluationError, EvaluationLimits, RefusedError, Results, apart, limits
+from .attempt import EvaluationError, EvaluationLimits, RefusedError, Results, limits, run_in_child
 
 _SILENT_SECONDS = 120.0
 
@@ -181,7 +181,7 @@ def _evaluate(
     job, step = held.job, held.job.checkpoint.step
     start = time.perf_counter()
     try:
-        results = apart(
+        results = run_in_child(
             lambda: evaluate(job.checkpoint),
             limit,
             run.path / "watchdog/stacks" / f"evaluation-{step:08d}.txt",

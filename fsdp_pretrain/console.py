@@ -68,7 +68,7 @@ def argument(*names: str, **options: Any) -> Argument:
     return lambda parser: parser.add_argument(*names, **options)
 
 
-JSON = argument("--json", action="store_true", help="for a program to read")
+JSON = argument("--json", action="store_true", help="print JSON")
 
 
 @dataclass(frozen=True)

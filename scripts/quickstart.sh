@@ -13,7 +13,7 @@ ranks=${RANKS:-4}
 work=runs/quickstart
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 
-say "text: what this Python installation carries, split into training and held-out documents"
+say "text: sources of this Python installation, split into training and held-out documents"
 fsdp-data quickstart-corpus --out $work/text
 
 say "tokenizer: byte-level BPE"
@@ -29,7 +29,7 @@ fsdp-pretrain plan configs/runs/quickstart.toml --world-size "$ranks"
 say "train on $ranks ranks (starting this script again continues from the newest checkpoint)"
 torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train configs/runs/quickstart.toml
 
-say "evaluate what is still due (the trainer started the rest beside training)"
+say "evaluate what is still due (the trainer started the rest during training)"
 fsdp-eval watch $work/run --once --wait
 
 say "the run"

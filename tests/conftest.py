@@ -22,6 +22,7 @@ from processes import ROOT, Process, Zygotes, clean_environment, free_port, pyth
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  (hooks)
 from tqdm import tqdm
 
+pytest.register_assert_rewrite("watch")
 # Zygotes and tests fork, so neither pyarrow's allocator nor a progress bar may start a thread.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 tqdm.monitor_interval = 0
@@ -89,6 +90,24 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
     laboratory = Lab(tmp_path_factory.mktemp("lab"), shared_corpus, zygotes)
     yield laboratory
     laboratory.close()
+
+
+@pytest.fixture
+def watched(lab: Lab, helpers: Any, run_command: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run under a fast watchdog."""
+    from watch import Watched
+
+    return Watched(lab, helpers, run_command, monkeypatch)
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Any]:
+    """Detectors on a clock of the test."""
+    from watch import Watch
+
+    made = Watch(tmp_path)
+    yield made
+    made.probes.replace()
 
 
 @pytest.fixture

@@ -195,14 +195,8 @@ def main() -> int:
     for name, kind in kinds.items():
         (folder / "inputs" / name).mkdir(parents=True)
         kind.make(folder / "inputs" / name)
-    for module in (
-        "data.cli",
-        "fsdp_pretrain.cli.main",
-        "fsdp_pretrain.train.main",
-        "eval.cli",
-        "tokenizers",
-        "pyarrow.parquet",
-    ):
+    readers = "data.cli fsdp_pretrain.cli.main fsdp_pretrain.train.main eval.cli tokenizers pyarrow.parquet"
+    for module in readers.split():
         importlib.import_module(module)
     if args.case is not None:
         case = run_case(kinds, args.only[0], args.case, args.seed, folder / "inputs", folder / "kept")

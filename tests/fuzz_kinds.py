@@ -186,82 +186,77 @@ def megatron_documents(folder: Path) -> int:
 def make_kinds(shared: Path) -> dict[str, Kind]:
     """All kinds of files; `shared` gets the tokenizer and the runs they need."""
     shared.mkdir()
-    (shared / "train.jsonl").write_bytes(jsonl() * 20)
-    tokenizer, corpus = shared / "tokenizer", shared / "corpus"
-    call(
-        "data.cli", "train-tokenizer", shared / "train.jsonl", "--kind", "bpe", "--vocab-size", 300, "--out", tokenizer
-    )
-    call("data.cli", "prepare", shared / "train.jsonl", "--tokenizer", tokenizer, "--out", corpus, "--workers", 1)
+    train, tokenizer, corpus = shared / "train.jsonl", shared / "tokenizer", shared / "corpus"
+    train.write_bytes(jsonl() * 20)
+    call("data.cli", "train-tokenizer", train, "--kind", "bpe", "--vocab-size", 300, "--out", tokenizer)
+    call("data.cli", "prepare", train, "--tokenizer", tokenizer, "--out", corpus, "--workers", 1)
     _make_runs(shared)
+    return {**_text_kinds(tokenizer), **_token_kinds(tokenizer), **_directory_kinds(shared), **_run_kinds(shared)}
 
-    def prepare(name: str, *more: str) -> tuple[str, ...]:
-        return (" ".join(["data.cli prepare", name, "--tokenizer", str(tokenizer), "--out out --workers 1", *more]),)
 
-    def token_kind(
+def _text_kinds(tokenizer: Path) -> dict[str, Kind]:
+    def prepare(name: str) -> str:
+        return f"data.cli prepare {name} --tokenizer {tokenizer} --out out --workers 1"
+
+    def kind(name: str, content: bytes, unpack: Callable[[bytes], bytes | None], lines: bool = True) -> Kind:
+        def make(folder: Path) -> None:
+            (folder / name).write_bytes(content)
+
+        def reference(folder: Path) -> int | None:
+            held = unpack((folder / name).read_bytes())
+            return lines_of(held) if lines else None if held is None else 1
+
+        return Kind(8 if lines else 4, make, (name,), (prepare(name),), READS, documents_by(reference))
+
+    plain = "\n".join(texts()).encode()
+    validate = f"data.cli validate a.parquet --format text --tokenizer {tokenizer} --workers 1"
+    return {
+        "text": kind("a.txt", plain, bytes, lines=False),
+        "jsonl": kind("a.jsonl", jsonl(), bytes),
+        "gz": kind("a.jsonl.gz", gzip.compress(jsonl()) * 2, gunzipped),
+        "text.gz": kind("a.txt.gz", gzip.compress(plain), gunzipped, lines=False),
+        "zst": kind("a.jsonl.zst", zstandard.compress(jsonl()) * 2, unzstd),
+        "text.zst": kind("a.txt.zst", zstandard.compress(plain), unzstd, lines=False),
+        "parquet": Kind(
+            10, _make_parquet, ("a.parquet",), (prepare("a.parquet"), validate), REPORTS, documents_by(parquet_rows)
+        ),
+    }
+
+
+def _token_kinds(tokenizer: Path) -> dict[str, Kind]:
+    def kind(
         share: int,
-        name: str,
         make: Callable[[Path], object],
+        victims: tuple[str, ...],
         reference: Callable[[Path], int | None] | None = None,
-        victims: tuple[str, ...] = (),
     ) -> Kind:
-        common = f"--tokenizer {tokenizer} --workers 1"
+        name, common = victims[0], f"--tokenizer {tokenizer} --workers 1"
         commands = (
             f"data.cli validate . --vocab-size 300 --eod {EOD} --separators trailing --workers 1",
             f"data.cli validate {name} {common} --json",
             f"data.cli import {name} {common} --separators trailing --out out",
         )
-        lost = documents_by(reference) if reference else lambda folder: ""
-        return Kind(share, make, victims or (name,), commands, REPORTS, lost)
-
-    def text_kind(name: str, content: bytes, unpack: Callable[[bytes], bytes | None], lines: bool = True) -> Kind:
-        def reference(folder: Path) -> int | None:
-            held = unpack((folder / name).read_bytes())
-            return lines_of(held) if lines else None if held is None else 1
-
         return Kind(
-            8 if lines else 4,
-            lambda folder: (folder / name).write_bytes(content),
-            (name,),
-            prepare(name),
-            READS,
-            documents_by(reference),
+            share, make, victims, commands, REPORTS, documents_by(reference) if reference else lambda folder: ""
         )
 
     documents = [[5, 9, 11, EOD], [7, EOD], [*range(20, 220), EOD]] * 4
     flat = np.array([token for document in documents for token in document], dtype=np.uint16)
-    two_frames = zstandard.compress(jsonl()) + zstandard.compress(jsonl())
-    plain = "\n".join(texts()).encode()
-    run = shared / "run"
+    arrow, megatron = ("a.arrow",), ("a.idx", "a.idx", "a.bin")
     return {
-        "text": text_kind("a.txt", plain, bytes, lines=False),
-        "jsonl": text_kind("a.jsonl", jsonl(), bytes),
-        "gz": text_kind("a.jsonl.gz", gzip.compress(jsonl()) + gzip.compress(jsonl()), gunzipped),
-        "text.gz": text_kind("a.txt.gz", gzip.compress(plain), gunzipped, lines=False),
-        "zst": text_kind("a.jsonl.zst", two_frames, unzstd),
-        "text.zst": text_kind("a.txt.zst", zstandard.compress(plain), unzstd, lines=False),
-        "parquet": Kind(
-            10,
-            _make_parquet,
-            ("a.parquet",),
-            (*prepare("a.parquet"), f"data.cli validate a.parquet --format text --tokenizer {tokenizer} --workers 1"),
-            REPORTS,
-            documents_by(parquet_rows),
-        ),
-        "arrow": token_kind(10, "a.arrow", lambda folder: _make_arrow(folder, documents, stream=False), arrow_rows),
-        "arrow stream": token_kind(
-            8, "a.arrow", lambda folder: _make_arrow(folder, documents, stream=True), arrow_rows
-        ),
-        "npy": token_kind(8, "a.npy", lambda folder: np.save(folder / "a.npy", flat)),
-        "megatron": token_kind(
-            10,
-            "a.idx",
-            lambda folder: _make_megatron(folder, documents),
-            megatron_documents,
-            victims=("a.idx", "a.idx", "a.bin"),
-        ),
+        "arrow": kind(10, lambda folder: _make_arrow(folder, documents, stream=False), arrow, arrow_rows),
+        "arrow stream": kind(8, lambda folder: _make_arrow(folder, documents, stream=True), arrow, arrow_rows),
+        "npy": kind(8, lambda folder: np.save(folder / "a.npy", flat), ("a.npy",)),
+        "megatron": kind(10, lambda folder: _make_megatron(folder, documents), megatron, megatron_documents),
+    }
+
+
+def _directory_kinds(shared: Path) -> dict[str, Kind]:
+    """Corpora and Hugging Face folders."""
+    return {
         "corpus": Kind(
             8,
-            lambda folder: shutil.copytree(corpus, folder / "corpus"),
+            lambda folder: shutil.copytree(shared / "corpus", folder / "corpus"),
             ("corpus/*", "corpus/shards/*", "corpus/tokenizer/*"),
             (
                 "data.cli validate corpus --workers 1",
@@ -281,9 +276,19 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
             ),
             READS,
         ),
+    }
+
+
+def _run_kinds(shared: Path) -> dict[str, Kind]:
+    """Run directories: their checkpoints read, their record read, the run resumed."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(shared / "run", folder / "run", symlinks=True)
+
+    return {
         "checkpoint": Kind(
             4,
-            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
+            make,
             ("run/checkpoints/*/*", "run/checkpoints/*/.metadata"),
             (
                 "fsdp_pretrain.cli checkpoints run verify",
@@ -295,7 +300,7 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
         ),
         "run directory": Kind(
             10,
-            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
+            make,
             ("run/*", "run/segments/*/*", "run/checkpoints/*/*.json", "run/checkpoints/*/config.toml", "run/*/*.json*"),
             (
                 "fsdp_pretrain.cli status run",
@@ -313,7 +318,7 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
         ),
         "resume": Kind(
             4,
-            lambda folder: shutil.copytree(run, folder / "run", symlinks=True),
+            make,
             ("run/*", "run/segments/*/*.json", "run/checkpoints/*/*", "run/checkpoints/*/.metadata"),
             (f"fsdp_pretrain.train {shared}/run.toml run.dir={{folder}}/run 'train.duration=8 steps'",),
             READS,

@@ -70,11 +70,7 @@ class Lab:
         values: dict[str, Any] = {
             "run": {"name": name, "dir": str(self.path / name)},
             "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512},
-            "data": {
-                "sequence_length": 32,
-                "lanes": 8,
-                "sources": [{"name": "text", "path": str(self.corpus)}],
-            },
+            "data": {"sequence_length": 32, "lanes": 8, "sources": [{"name": "text", "path": str(self.corpus)}]},
             "train": {"duration": "20 steps", "global_batch": "8 samples", "micro_batch": 2},
             "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps"},
             "parallel": {"timeout": "60 s"},

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
+Disk = Callable[[str], Path]
+"""Type of the fixture `small_disk`."""
+
 
 def mount_tmpfs(path: Path, options: str) -> None:
     """Mount a tmpfs with options such as `size=4m`; without root the test is skipped."""

@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sight import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parent.parent
+CLI = "fsdp_pretrain.cli"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+"""Type of the fixture `run_command`."""
 
 
 def python_path(*folders: object) -> str:
@@ -184,25 +187,19 @@ class Job:
     ) -> None:
         port, local = free_port(), ranks // nodes
         self.log = log
-        self.ranks = [
-            zygotes.start(
-                "fsdp_pretrain.train",
-                config,
-                *overrides,
-                *flags,
-                environment=clean_environment(
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank % local),
-                    WORLD_SIZE=str(ranks),
-                    LOCAL_WORLD_SIZE=str(local),
-                    GROUP_RANK=str(rank // local),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
-                ),
-                log=log,
+        self.ranks = []
+        for rank in range(ranks):
+            environment = clean_environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank % local),
+                WORLD_SIZE=str(ranks),
+                LOCAL_WORLD_SIZE=str(local),
+                GROUP_RANK=str(rank // local),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
             )
-            for rank in range(ranks)
-        ]
+            arguments = (config, *overrides, *flags)
+            self.ranks.append(zygotes.start("fsdp_pretrain.train", *arguments, environment=environment, log=log))
 
     def wait(self, timeout: float = PATIENCE) -> list[int]:
         try:

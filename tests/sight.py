@@ -40,10 +40,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def until(
-    condition: Callable[[], Any],
-    timeout: float = PATIENCE,
-    what: Callable[[], str] | str = "",
-    every: float = 0.02,
+    condition: Callable[[], Any], timeout: float = PATIENCE, what: Callable[[], str] | str = "", every: float = 0.02
 ) -> Any:
     """Poll until a condition holds; its value. Tests wait for other processes and threads in this way only.
 
@@ -63,6 +60,11 @@ def seeded(seed: int | None = None) -> random.Random:
     seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(10**6) if seed is None else seed))
     print(f"random with seed {seed} (again: TEST_SEED={seed})")
     return random.Random(seed)
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    """Every file with its bytes."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 def steps(run: Path) -> int:

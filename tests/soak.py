@@ -42,7 +42,8 @@ NAN_HOOK = """
 import os
 if os.environ.get("RANK") == "1":
     from pathlib import Path
-    from fsdp_pretrain import optim, trainer
+    from fsdp_pretrain.parallel import optimizer as optim
+    from fsdp_pretrain.train import trainer
     step, norm, now = trainer.Trainer.step, optim.local_norm, [0]
     def counted(self):
         now[0] = self.state.step + 1
@@ -238,8 +239,8 @@ class Breaker:
         if len(pages) > 1:
             self.wrong.append(f"{len(pages)} pages for one fault ({name}): {', '.join(pages)}")
         self.done[name] += 1
-        told = ", ".join(f"{body['key']} {body['state']}" for body in bodies) or "nothing"
-        print(f"  {name:9} at step {step:6}: on after {recovered:5.1f}s, told: {told}", flush=True)
+        reported = ", ".join(f"{body['key']} {body['state']}" for body in bodies) or "nothing"
+        print(f"  {name:9} at step {step:6}: on after {recovered:5.1f}s, told: {reported}", flush=True)
 
 
 def faults(folder: Path, minutes: float, seed: int) -> list[str]:
@@ -273,7 +274,7 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
         code, wrong = stop(breaker.job), breaker.wrong
         wrong += [] if code == 75 else [f"exit {code} instead of 75 at the end"]
         wrong += leaked(soak)
-        wrong += judge_ledger(soak)
+        wrong += judge_ledger(soak) + unnoticed(soak)
         curve = soak.curve()
         whole = untouched(soak, len(curve))
     if curve != whole[: len(curve)]:
@@ -285,6 +286,15 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
     print(f"faults: {sum(breaker.done.values())} ({shown}), {len(curve)} steps, {starts} starts, {pages} pages")
     endpoint.down()
     return wrong
+
+
+def unnoticed(soak: Soak) -> list[str]:
+    """Planted non-finite gradients of the kept line that were applied."""
+    planted = {int(step) for step in soak.nan.read_text().split()}
+    applied = [
+        record.step for record in read_metrics(RunDir(soak.run)) if record.step in planted and not record.skipped
+    ]
+    return [f"the gradient of step {step} was spoilt, and the step was not skipped" for step in applied]
 
 
 def judge_ledger(soak: Soak) -> list[str]:

@@ -112,9 +112,7 @@ def test_damage_to_the_repository_is_one_journal_line(
         (lab.path / "file").write_text("")
         repo = lab.path / "file/aim"
     config = lab.config(
-        train={"duration": "150 steps"},
-        checkpoint={"every": "100 steps"},
-        record={"aim": True, "aim_repo": str(repo)},
+        train={"duration": "150 steps"}, checkpoint={"every": "100 steps"}, record={"aim": True, "aim_repo": str(repo)}
     )
     if damage in (
         "locked",

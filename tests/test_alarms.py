@@ -84,7 +84,7 @@ def test_acknowledging_without_a_watchdog(run: Path, alarms: Alarms, verb: Verb,
 def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) -> None:
     """While it runs, only the watchdog writes; it answers requests within a pass."""
     alarms.open("hang", CRIT, "no progress")
-    claim = operator.keep_alarms(RunDir(run), "watchdog")
+    claim = operator.take_alarm_lease(RunDir(run), "watchdog")
     assert claim is not None
     done = threading.Event()
 
@@ -94,18 +94,18 @@ def test_acknowledging_by_the_watchdog(run: Path, alarms: Alarms, verb: Verb) ->
 
     watchdog = threading.Thread(target=passes)
     watchdog.start()
-    said = verb("ack", "hang", USER="ada")
+    acknowledged = verb("ack", "hang", USER="ada")
     done.set()
     watchdog.join()
     claim.release()
-    assert said.stdout == "hang is acknowledged\n"
+    assert acknowledged.stdout == "hang is acknowledged\n"
     assert [(alarm.state, alarm.facts["acknowledged_by"]) for alarm in alarms] == [("acknowledged", "ada")]
 
 
 def test_a_watchdog_that_does_not_answer_hears_it_later(run: Path, alarms: Alarms) -> None:
     alarms.open("hang", CRIT, "no progress")
-    claim = operator.keep_alarms(RunDir(run), "watchdog")
-    assert claim is not None and operator.keep_alarms(RunDir(run), "another") is None
+    claim = operator.take_alarm_lease(RunDir(run), "watchdog")
+    assert claim is not None and operator.take_alarm_lease(RunDir(run), "another") is None
     assert operator.acknowledge(RunDir(run), "hang", wait=0.2) is False
     operator.serve(RunDir(run), alarms)
     assert [alarm.state for alarm in alarms] == ["acknowledged"]
@@ -115,8 +115,8 @@ def test_a_watchdog_that_does_not_answer_hears_it_later(run: Path, alarms: Alarm
 def test_the_claim_of_a_dead_watchdog_is_taken(run: Path, alarms: Alarms, helpers: Any) -> None:
     code = (
         "import os, sys; from pathlib import Path\nfrom fsdp_pretrain.record.files import RunDir\n"
-        "from fsdp_pretrain.watchdog.notify.operator import keep_alarms\n"
-        "assert keep_alarms(RunDir(Path(sys.argv[1])), 'watchdog'); os.kill(os.getpid(), 9)"
+        "from fsdp_pretrain.watchdog.notify.operator import take_alarm_lease\n"
+        "assert take_alarm_lease(RunDir(Path(sys.argv[1])), 'watchdog'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], env=helpers.environment())
     assert (run / "watchdog/agent.json").exists()
@@ -163,7 +163,7 @@ def get(port: int | None, path: str) -> tuple[int, str]:
 def test_metrics_by_http() -> None:
     shown = Exporter(PrometheusSection(port=0))
     assert get(shown.port, "/metrics")[0] == get(shown.port, "/healthz")[0] == 503
-    shown.show(full())
+    shown.update(full())
     code, text = get(shown.port, "/metrics")
     families = {family.name: family for family in text_string_to_metric_families(text)}
     samples = {(each.name, *each.labels.items()): each.value for family in families.values() for each in family.samples}
@@ -183,7 +183,7 @@ def test_metrics_by_http() -> None:
     assert get(shown.port, "/healthz")[0] == 200 and get(shown.port, "/nothing")[0] == 404
     status = json.loads(get(shown.port, "/status")[1])
     assert status["step"] == 1200 and "loss_z" not in status
-    shown.show(Snapshot("blind", pass_age=61.0))
+    shown.update(Snapshot("blind", pass_age=61.0))
     assert get(shown.port, "/healthz")[0] == 503
     assert "train_step{" not in get(shown.port, "/metrics")[1]  # unknown is not zero
     shown.close()
@@ -195,20 +195,20 @@ def test_metrics_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(prometheus, "_TEXTFILE_SECONDS", 0.0)
     path = tmp_path / "run.prom"
     shown = Exporter(PrometheusSection(textfile=path))
-    shown.show(full())
+    shown.update(full())
     assert path.read_text() == render(full()) and [each.name for each in tmp_path.iterdir()] == ["run.prom"]
     shown.close()
     assert not path.exists()
     lost = Exporter(PrometheusSection(textfile=tmp_path / "run.prom/x.prom"))
     path.write_text("a file where a folder should be")
-    lost.show(full())
+    lost.update(full())
     assert "cannot write" in lost.problem
 
 
 def test_a_port_that_is_taken_harms_nothing() -> None:
     first = Exporter(PrometheusSection(port=0))
     second = Exporter(PrometheusSection(port=first.port))
-    second.show(full())
+    second.update(full())
     assert "Address already in use" in second.problem and second.port is None
     second.close()
     first.close()
@@ -219,10 +219,8 @@ def test_alert_rules_name_metrics_that_exist() -> None:
     groups = yaml.safe_load(rules.read_text())["groups"]
     names = set()
     for rule in (rule for group in groups for rule in group["rules"]):
-        assert (
-            rule["labels"]["severity"] in ("warning", "critical")
-            and "{{ $labels.run }}" in rule["annotations"]["summary"]
-        )
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert "{{ $labels.run }}" in rule["annotations"]["summary"]
         words = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", rule["expr"])
         names |= set(re.findall(r"[a-z][a-z_]*_[a-z_]+|\bloss\b", words))
     assert names and names <= NAMES

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from machines import Disk
+from processes import Run
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import now
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +136,8 @@ def test_nothing_valid_is_an_error_and_never_step_0(lab: Any, copy: tuple[Path, 
     output = lab.train(config, f"run.dir={run}", ranks=2, expect=93)
     assert "none of them valid" in output and "--allow-fresh" in output and output.count("error:") == 1
     assert len(helpers.metrics(run)) == before
-    lab.train(
-        config,
-        f"run.dir={run}",
-        "train.duration=5 steps",
-        "optimizer.decay=40 steps",
-        ranks=2,
-        flags=("--allow-fresh",),
-    )
+    shorter = ("train.duration=5 steps", "optimizer.decay=40 steps")
+    lab.train(config, f"run.dir={run}", *shorter, ranks=2, flags=("--allow-fresh",))
     assert helpers.metrics(run)[-1]["step"] == 5
 
 
@@ -290,7 +283,7 @@ def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
 # ---------------------------------------------------------------- a full disk
 
 
-def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
+def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Disk) -> None:
     """Fault matrix 1: A neighbour fills the disk: saves fail and are reported until there is space."""
     disk = small_disk("12m")
     config = lab.config(
@@ -319,9 +312,7 @@ def fill(disk: Path, hog: Path, leave: int) -> None:
         hog.write_bytes(b"x" * max(0, size))
 
 
-def test_too_many_failed_saves_stop_with_93(
-    lab: Any, helpers: Any, small_disk: Callable[[str], Path], run_command: Run
-) -> None:
+def test_too_many_failed_saves_stop_with_93(lab: Any, helpers: Any, small_disk: Disk, run_command: Run) -> None:
     """Fault matrix 1: and the last checkpoint loads."""
     disk = small_disk("12m")
     config = lab.config(
@@ -341,7 +332,7 @@ def test_too_many_failed_saves_stop_with_93(
     assert helpers.journal(run, "resume")[-1]["step"] == saved
 
 
-def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Callable[[str], Path]) -> None:
+def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Disk) -> None:
     """Fault matrix 2: The space is gone when a save writes: partial files are deleted, training continues."""
     disk = small_disk("12m")
     config = lab.config(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import CLI
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record import lineage
@@ -22,7 +23,6 @@ from fsdp_pretrain.train.environment import compare
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
-CLI = "fsdp_pretrain.cli"
 
 
 def segment(run: RunDir, number: int, *overrides: str, **environment: Any) -> None:
@@ -57,21 +57,21 @@ def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any
 
 
 @pytest.mark.parametrize(
-    ("overrides", "environment", "said"),
+    ("overrides", "environment", "expected"),
     [
         ((), {}, []),
         (("optimizer.lr=5e-4",), {}, ["optimizer.lr: 0.003 -> 0.0005"]),
         ((), {"hosts": {"n1": 8, "n3": 8}}, ["hosts gone: n2", "hosts new: n3"]),
         ((), {"driver": "575.2"}, ['driver: "570.1" -> "575.2"']),
         ((), {"git": {"commit": "bbb", "changed": []}}, ['code.commit: "aaa" -> "bbb"']),
-        ((), {"git": {"commit": "aaa", "changed": ["x.py"]}}, ["code changed beyond the commit: x.py"]),
+        ((), {"git": {"commit": "aaa", "changed": ["x.py"]}}, ["uncommitted changes to the code: x.py"]),
         ((), {"variables": {"NCCL_IB_TIMEOUT": "5", "SLURM_JOB_ID": "8"}}, ["environment.NCCL_IB_TIMEOUT"]),
         ((), {"world": {"size": 8, "replicas": 1, "shards": 8}}, ["world.size: 16 -> 8", "world.replicas: 2 -> 1"]),
     ],
     ids=["nothing", "learning rate", "hosts", "driver", "commit", "edited code", "variable", "mesh"],
 )
 def test_a_start_says_what_is_not_as_it_was(
-    tmp_path: Path, overrides: tuple[str, ...], environment: dict[str, Any], said: list[str]
+    tmp_path: Path, overrides: tuple[str, ...], environment: dict[str, Any], expected: list[str]
 ) -> None:
     """Fault matrix 46: a restart with another configuration, world size or host list reports the changed values."""
     run = RunDir(tmp_path)
@@ -80,8 +80,8 @@ def test_a_start_says_what_is_not_as_it_was(
     lineage.record(run.segment(2), parent=1, step=0, kind="rollback")  # not a start
     segment(run, 3, *overrides, **environment)
     found = compare(run, 3, {"web": "f1"})
-    assert found is not None and found[0] == 1 and len(found[1]) == len(said), found
-    assert all(text.startswith(start) for text, start in zip(found[1], said, strict=True)), found
+    assert found is not None and found[0] == 1 and len(found[1]) == len(expected), found
+    assert all(text.startswith(start) for text, start in zip(found[1], expected, strict=True)), found
 
 
 def test_another_corpus_is_told(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_journal_is_searched_and_followed(
 
 
 @pytest.mark.parametrize(
-    ("saved", "said", "risk"),
+    ("saved", "expected", "risk"),
     [
         (
             {"step": 12, "consumed": 96},
@@ -159,7 +159,7 @@ def test_the_journal_is_searched_and_followed(
     ids=["some", "nothing", "all"],
 )
 def test_a_stop_says_what_is_at_risk(
-    tmp_path: Path, saved: dict[str, int] | None, said: str, risk: tuple[int, int]
+    tmp_path: Path, saved: dict[str, int] | None, expected: str, risk: tuple[int, int]
 ) -> None:
     run = RunDir(tmp_path)
     recorder = Recorder(run, run.new_segment(), name="x", console_every=1, total_steps=40)
@@ -167,5 +167,5 @@ def test_a_stop_says_what_is_at_risk(
     recorder.ended("exit 93: disk full", code=93)
     recorder.close()
     (entry,) = [json.loads(line) for line in run.journal.read_text().splitlines()]
-    assert entry["text"] == f"exit 93: disk full; {said}" and entry["code"] == 93
+    assert entry["text"] == f"exit 93: disk full; {expected}" and entry["code"] == 93
     assert entry["at_risk"] == {"steps": risk[0], "tokens": risk[1]}

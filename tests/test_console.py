@@ -6,15 +6,14 @@ import errno
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Run
 
 from fsdp_pretrain.console import run_guarded
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 CLIS = ("data.cli", "fsdp_pretrain.cli", "eval.cli")
 
 
@@ -56,7 +55,7 @@ def test_a_path_that_is_no_run_is_refused_by_every_verb(run_command: Run, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("number", "path", "code", "said"),
+    ("number", "path", "code", "expected"),
     [
         (errno.ENOSPC, "/data/out", 93, "cannot use /data/out: No space left on device\n  remedy: free space"),
         (errno.ENOSPC, None, 93, "cannot use a file or standard output: No space left on device\n  remedy: free space"),
@@ -67,14 +66,14 @@ def test_a_path_that_is_no_run_is_refused_by_every_verb(run_command: Run, tmp_pa
     ],
 )
 def test_what_the_operating_system_refuses_is_one_message(
-    number: int, path: Any, code: int, said: str, capsys: pytest.CaptureFixture[str]
+    number: int, path: Any, code: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def act() -> int:
         raise OSError(number, "anything", path)
 
     assert run_guarded(act) == code
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and said in told and "Traceback" not in told
+    output = capsys.readouterr().err
+    assert output.startswith("error: ") and expected in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize(

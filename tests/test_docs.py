@@ -19,10 +19,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [
-    *("docs/data.md", "docs/training.md", "docs/launch.md", "docs/evaluation.md", "docs/plan.md"),
-    "docs/huggingface.md",
-]
+PAGES = [f"docs/{name}.md" for name in "data training launch evaluation plan huggingface".split()]
 
 
 def blocks(page: str) -> list[str]:
@@ -213,19 +210,8 @@ def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helper
 
 @pytest.mark.quick
 def test_files_named_in_the_documentation_exist() -> None:
-    for page in [
-        "README.md",
-        *PAGES,
-        *(
-            "docs/alarms.md",
-            "docs/families.md",
-            "docs/performance.md",
-            "docs/incidents.md",
-            "docs/decisions.md",
-            "docs/faults.md",
-            "docs/trust.md",
-        ),
-    ]:
+    others = "alarms families performance incidents decisions faults trust".split()
+    for page in ["README.md", *PAGES, *(f"docs/{name}.md" for name in others)]:
         text = (ROOT / page).read_text()
         for name in re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.(?:sh|sbatch|toml|md)", text):
             if "my-run" not in name:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/faults.md"
 ROWS = 51
 _ROW = re.compile(r"^\| (\d+) \|(.*)\|([^|]*)\|$", re.MULTILINE)
-_SAID = re.compile(r"Fault matrix (\d+(?:(?:,? and|,) \d+)*)")
+_SHOWS = re.compile(r"Fault matrix (\d+(?:(?:,? and|,) \d+)*)")
 
 
 def shown() -> dict[int, list[str]]:
@@ -28,8 +28,8 @@ def shown() -> dict[int, list[str]]:
             if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
                 continue
             slow = any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)
-            said = _SAID.findall(" ".join((ast.get_docstring(node) or "").split()))
-            for number in {int(number) for numbers in said for number in re.findall(r"\d+", numbers)}:
+            matches = _SHOWS.findall(" ".join((ast.get_docstring(node) or "").split()))
+            for number in {int(number) for numbers in matches for number in re.findall(r"\d+", numbers)}:
                 found[number].append(f"`{path.stem}::{node.name}`" + " (slow)" * slow)
     return found
 
@@ -37,10 +37,7 @@ def shown() -> dict[int, list[str]]:
 def written(page: str) -> str:
     """The page with the correct last column."""
     tests = shown()
-    return _ROW.sub(
-        lambda row: f"| {row[1]} |{row[2]}| {', '.join(tests.get(int(row[1]), ['to come']))} |",
-        page,
-    )
+    return _ROW.sub(lambda row: f"| {row[1]} |{row[2]}| {', '.join(tests.get(int(row[1]), ['to come']))} |", page)
 
 
 def test_every_fault_names_the_tests_that_show_it() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import Run
 from sight import seeded
 from torch import Tensor
 
@@ -31,7 +31,6 @@ from fsdp_pretrain.lineage import provenance as where
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.record.files import RunDir
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 Following = Callable[[list[int], list[int]], Tensor]
 SLOTS, SLOT = 2, 32
 TWO_DIMENSIONS = ["model.positions=rope-2d", "data.objective.positions=glm2d", "data.objective.loss_norm=tokens"]

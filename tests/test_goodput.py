@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import RunDir, stamp
-from fsdp_pretrain.record.goodput import Account, Saves, State, goodput, render
+from fsdp_pretrain.record.goodput import GoodputReport, Saves, State, goodput, render
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.start_history import unread_bytes
 from fsdp_pretrain.units import human_time
@@ -53,10 +53,10 @@ class Script:
         entry = {"time": stamp(self.clock), "kind": kind, "text": kind, **segment, "host": "h", **facts}
         self.write(self.run.journal, entry)
 
-    def start(self, *, launch: float = 10.0, load: float = 5.0, told: str = "") -> None:
+    def start(self, *, launch: float = 10.0, load: float = 5.0, launcher: str = "") -> None:
         """A start that prepares: `told` is the launcher's entry, if there is a launcher."""
-        if told:
-            self.tell(told, outside=True)
+        if launcher:
+            self.tell(launcher, outside=True)
         launched = self.clock
         self.spend(launch, State.LAUNCH)
         parent = self.number or None
@@ -141,7 +141,7 @@ class Script:
         self.number += 1
         self.join(parent, "rollback", reason=reason)
 
-    def check(self, **others: float) -> Account:
+    def check(self, **others: float) -> GoodputReport:
         """The account agrees with the truth, state by state; `others`: truth about the steps."""
         found = goodput(self.run)
         assert found is not None
@@ -162,13 +162,13 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     script.save()
     script.train(7)
     script.kill(detect=2.0)  # after step 37: 7 steps of 2.1 s are lost
-    script.start(told="restart", launch=20.0)
+    script.start(launcher="restart", launch=20.0)
     script.train(10, skip=frozenset({35}))
     script.save()
     script.train(10, seconds=3.0)
     script.fail(93)  # 10 slow steps of 3.1 s are lost
     script.queue(600.0)
-    script.start(told="launch")
+    script.start(launcher="launch")
     script.train(20)
     script.stop()  # at 60
     script.queue(50.0)
@@ -219,7 +219,7 @@ def test_slow_steps_warming_up_and_gaps_have_their_own_states(tmp_path: Path) ->
     script.start()
     script.train(30)
     found = script.check(step_kept=730 * 2.0, warmup=58.0, step_slow=50.0, data_wait=73.0)
-    assert [incident.cause for incident in found.incidents] == ["ended without a word"]
+    assert [incident.cause for incident in found.incidents] == ["ended without reporting a reason"]
 
 
 @pytest.mark.quick
@@ -229,9 +229,9 @@ def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path
     script.train(30)
     script.save()
     script.kill()
-    script.start(told="restart")
+    script.start(launcher="restart")
     script.fail(75)
-    script.start(told="restart")
+    script.start(launcher="restart")
     script.train(30)
     (incident,) = script.check(step_kept=120.0, data_wait=6.0).incidents
     assert incident.recovery_seconds == pytest.approx(1 + 15 + 5 + 15, rel=1e-4) and incident.over
@@ -348,18 +348,18 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
             script.train(rng.randrange(1, 15), data=rng.choice([0.0, 0.3]))
             script.save(stall=rng.choice([0.0, 2.0]))
         script.train(rng.randrange(1, 10))
-        told = ""
+        launcher = ""
         match rng.randrange(6):
             case 0:
                 script.kill(detect=rng.uniform(0.1, 9))
-                told = "restart"
+                launcher = "restart"
             case 1:
                 script.fail(rng.choice([1, 75, 93]), detect=rng.uniform(0, 9), down=rng.uniform(0, 9))
                 script.queue(rng.uniform(0, 900))
             case 2:
                 script.stop(down=rng.uniform(0, 9))
                 script.queue(rng.uniform(0, 900))
-                told = "launch"
+                launcher = "launch"
             case 3:
                 script.vanish(gap=rng.uniform(0, 900))
             case 4:
@@ -370,7 +370,7 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
                 script.queue(10.0)
                 script.roll_back(rng.randrange(script.step))
                 script.queue(10.0)
-        script.start(launch=rng.uniform(0, 30), load=rng.uniform(0, 30), told=told)
+        script.start(launch=rng.uniform(0, 30), load=rng.uniform(0, 30), launcher=launcher)
     script.train(rng.randrange(1, 30))
     seconds = sum(entry[2] for entry in script.done)
     found = goodput(script.run)

@@ -18,7 +18,7 @@ import pytest
 from processes import TORCHRUN, spawn
 from sight import CALM, PATIENCE, PATIENT, WATCHED, agents, family, hang, steps, until
 
-from fsdp_pretrain.watchdog.hang.diagnosis import judge
+from fsdp_pretrain.watchdog.hang.diagnosis import diagnose
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor, RankSnapshot
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
@@ -87,7 +87,7 @@ def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, helpers: Any, watch
 CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
     "held": ({"kind": "hold"}, "wedged", [1], "has a wedged interpreter: faults.py"),
     "busy elsewhere": ({"kind": "doze"}, "stuck", [1], "is stuck in faults.py"),
-    "lost step": ({"kind": "desync"}, "desync", [], "they have lost step"),
+    "lost step": ({"kind": "desync"}, "desync", [], "they are out of step"),
 }
 
 
@@ -110,7 +110,7 @@ def test_hangs_are_told_apart(
     assert helpers.intent(run)["code"] == 75 and helpers.intent(run)["verdict"] == verdict
 
 
-def standing(rank: int, host: str, **changes: Any) -> RankSnapshot:
+def snapshot(rank: int, host: str, **changes: Any) -> RankSnapshot:
     """Snapshot of a rank; unchanged, it waits in the operation in which all do."""
     known: dict[str, Any] = {
         "collective": "all_reduce", "place": "distributed_c10d.py:9 all_reduce", "group": ("all_reduce", "mesh.py:sum_"),
@@ -122,40 +122,40 @@ def standing(rank: int, host: str, **changes: Any) -> RankSnapshot:
 NO_STACK: dict[str, Any] = {"collective": None, "place": "", "group": ()}
 """Its stack was requested, without an answer yet."""
 STUCK: dict[str, Any] = {**NO_STACK, "place": "threading.py:9 wait", "group": ("", "saves.py:finish")}
-VICTIM, STOPPED = standing(0, "n0"), standing(1, "n1", state="T", **NO_STACK)
+VICTIM, STOPPED = snapshot(0, "n0"), snapshot(1, "n1", state="T", **NO_STACK)
 OTHER = {"group": ("all_gather", "parallel.py:gather")}
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("standings", "quiet", "untold", "kind", "suspects", "hosts", "said"),
+    ("snapshots", "quiet", "unreported", "kind", "suspects", "hosts", "said"),
     [
-        ([VICTIM, standing(1, "n1")], {}, [], "network", (), (), "all ranks wait in all_reduce"),
-        ([VICTIM], {}, ["n1"], "unknown", (), (), "nothing is known yet of where all ranks of n1 stand"),
-        ([VICTIM, standing(1, "n1", **NO_STACK)], {}, [], "unknown", (), (), "n1"),
-        ([VICTIM, standing(1, "n0", **OTHER)], {}, ["n1"], "unknown", (), (), "n1"),
-        ([VICTIM, standing(1, "n0", **OTHER)], {}, [], "desync", (), (), "different operations"),
-        ([VICTIM], {"n1": 20.0}, [], "silent", (), ("n1",), "nothing is heard of n1 for 20s"),
+        ([VICTIM, snapshot(1, "n1")], {}, [], "network", (), (), "all ranks wait in all_reduce"),
+        ([VICTIM], {}, ["n1"], "unknown", (), (), "not all ranks of n1 have reported their position yet"),
+        ([VICTIM, snapshot(1, "n1", **NO_STACK)], {}, [], "unknown", (), (), "n1"),
+        ([VICTIM, snapshot(1, "n0", **OTHER)], {}, ["n1"], "unknown", (), (), "n1"),
+        ([VICTIM, snapshot(1, "n0", **OTHER)], {}, [], "desync", (), (), "different operations"),
+        ([VICTIM], {"n1": 20.0}, [], "silent", (), ("n1",), "no heartbeat from n1 for 20s"),
         ([VICTIM, STOPPED], {}, ["n2"], "stopped", (1,), ("n1",), "rank 1 (n1, pid 101) is stopped"),
-        ([VICTIM, STOPPED], {"n2": 20.0}, [], "stopped", (1,), ("n1", "n2"), "nothing is heard of n2"),
-        ([standing(0, "n0", state="D"), STOPPED], {}, [], "stopped", (1, 0), ("n1", "n0"), "waits in the kernel"),
-        ([standing(0, "n0", **STUCK), STOPPED], {}, [], "stopped", (1,), ("n1",), "rank 1"),
-        ([VICTIM, standing(1, "n1", **STUCK)], {}, [], "stuck", (1,), ("n1",), "is stuck in threading.py:9 wait"),
+        ([VICTIM, STOPPED], {"n2": 20.0}, [], "stopped", (1,), ("n1", "n2"), "no heartbeat from n2"),
+        ([snapshot(0, "n0", state="D"), STOPPED], {}, [], "stopped", (1, 0), ("n1", "n0"), "waits in the kernel"),
+        ([snapshot(0, "n0", **STUCK), STOPPED], {}, [], "stopped", (1,), ("n1",), "rank 1"),
+        ([VICTIM, snapshot(1, "n1", **STUCK)], {}, [], "stuck", (1,), ("n1",), "is stuck in threading.py:9 wait"),
     ],
 )
 def test_a_verdict_is_as_good_as_what_is_known(
-    standings: list[RankSnapshot],
+    snapshots: list[RankSnapshot],
     quiet: dict[str, float],
-    untold: list[str],
+    unreported: list[str],
     kind: str,
     suspects: tuple[int, ...],
     hosts: tuple[str, ...],
     said: str,
 ) -> None:
     """Nothing is concluded from missing answers of a node or a rank, and two causes are both reported."""
-    verdict = judge(standings, quiet, untold)
+    verdict = diagnose(snapshots, quiet, unreported)
     assert (verdict.kind, verdict.suspects, verdict.hosts) == (kind, suspects, hosts) and said in verdict.text
-    assert verdict.silent == tuple(quiet) and set(untold) <= set(verdict.unknown)
+    assert verdict.silent == tuple(quiet) and set(unreported) <= set(verdict.unknown)
 
 
 def test_a_shard_that_does_not_answer_is_named(
@@ -228,7 +228,7 @@ def test_nothing_outlives_a_killed_torchrun(
     assert len(processes) >= 3
     job.process.kill()
     until(lambda: not any(map(psutil.pid_exists, processes)))
-    assert helpers.intent(run)["code"] == 75 and "what started the ranks is gone" in helpers.intent(run)["reason"]
+    assert helpers.intent(run)["code"] == 75 and "that started the ranks is gone" in helpers.intent(run)["reason"]
 
 
 def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Callable[..., Path]) -> None:
@@ -294,7 +294,7 @@ def test_status_shows_alarms_and_whether_anybody_watches(
     assert shown.returncode == 2 and "hang: no progress" in shown.stdout and "is stopped" in shown.stdout
     assert run_command("fsdp_pretrain.cli", "ack", run, "hang").returncode == 0
     shown = run_command("fsdp_pretrain.cli", "status", run)
-    assert shown.returncode == 1 and "acknowledged" in shown.stdout and "watchdog    looked" in shown.stdout
+    assert shown.returncode == 1 and "acknowledged" in shown.stdout and "watchdog    last pass" in shown.stdout
     job.kill(1, signal.SIGCONT)
     until(lambda: helpers.alarms(run, "hang")[-1]["state"] == "resolved")
     until(lambda: run_command("fsdp_pretrain.cli", "status", run).returncode == 0)

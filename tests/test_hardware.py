@@ -15,8 +15,8 @@ from sight import until
 
 from fsdp_pretrain.config.operations import HardwareSection
 from fsdp_pretrain.watchdog.detectors import nvml
-from fsdp_pretrain.watchdog.detectors.gpu import Devices
-from fsdp_pretrain.watchdog.detectors.host import Host, HostState, look
+from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
+from fsdp_pretrain.watchdog.detectors.host import HostDetector, HostState, sample_host
 from fsdp_pretrain.watchdog.detectors.host_history import remember
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 
@@ -40,14 +40,14 @@ class Machine:
     """Eight GPUs in a file, watched by a helper process; the test controls the clock."""
 
     def __init__(self, path: Path, **section: Any) -> None:
-        self.path, self.told = path / "gpus.json", list[Alarm]()
-        self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.told.append(alarm))
+        self.path, self.changes = path / "gpus.json", list[Alarm]()
+        self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.changes.append(alarm))
         self.memory = path / "hosts.json"
         values = HardwareSection(provider=f"file:{self.path}", **section)
         self.devices: list[dict[str, Any]] = [{"index": n, **HEALTHY} for n in range(8)]
         self.content: str | None = None
         self.now = 1000.0
-        self.watch = Devices(
+        self.watch = GpuDetector(
             self.alarms, values, host="node-7", memory=self.memory, expected=0, provider=values.provider
         )
 
@@ -66,8 +66,8 @@ class Machine:
             self.watch.tick(self.now)
         return self.watch.asked is None
 
-    def said(self) -> list[tuple[str, str, str]]:
-        return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.told]
+    def transitions(self) -> list[tuple[str, str, str]]:
+        return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.changes]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
         (lambda devices: devices.pop(), "7 of 8 GPUs"),
         (set_device(lost="GPU is lost"), "GPU 3: lost"),
         (set_device(xids=[31, 79]), "XID 79"),
-        (set_device(recovery=1), "wants it reset"),
+        (set_device(recovery=1), "requests a reset"),
         (set_device(ecc=2), "2 uncorrectable"),
         (set_device(remap_failed=True, xids=[63]), "XID 63"),
     ],
@@ -96,11 +96,11 @@ def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
 def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any], says: str) -> None:
     """Fault matrix 45: at the next check, once, and with the host to avoid."""
     machine.look(3)
-    assert machine.told == []
+    assert machine.changes == []
     fault(machine.devices)
     machine.look(3)
-    assert machine.said() == [("gpu/node-7", "CRIT", "open")]
-    assert says in machine.told[0].summary and machine.told[0].facts["avoid_hosts"] == ["node-7"]
+    assert machine.transitions() == [("gpu/node-7", "CRIT", "open")]
+    assert says in machine.changes[0].summary and machine.changes[0].facts["avoid_hosts"] == ["node-7"]
     assert len(json.loads((machine.path.parent / "hosts.json").read_text())["node-7"]) == 1
 
 
@@ -109,8 +109,8 @@ def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any],
     [
         (set_device(throttle=0x40), "hardware thermal slowdown (GPU 3)"),
         (set_device(throttle=0x80 | 0x4), "power brake"),
-        (set_device(remap_pending=True), "wait to be remapped"),
-        (set_device(temperature=88), "almost as hot"),
+        (set_device(remap_pending=True), "waiting to be remapped"),
+        (set_device(temperature=88), "close to its slowdown"),
         (set_device(clock=1600), "lower clock"),
         (set_device(power=300), "less power"),
         (set_device(pcie=[5, 8]), "slower PCIe"),
@@ -122,12 +122,12 @@ def test_an_odd_gpu_is_told_when_it_stays_so(machine: Any, fault: Callable[..., 
     machine.look(2)
     fault(machine.devices)
     machine.look(14)
-    assert machine.told == []
+    assert machine.changes == []
     machine.look()
-    assert machine.said() == [("gpu-odd/node-7", "WARN", "open")] and says in machine.told[0].summary
+    assert machine.transitions() == [("gpu-odd/node-7", "WARN", "open")] and says in machine.changes[0].summary
     machine.devices[3] = {"index": 3, **HEALTHY}
     machine.look(20)
-    assert machine.said()[1:] == [("gpu-odd/node-7", "WARN", "resolved")]
+    assert machine.transitions()[1:] == [("gpu-odd/node-7", "WARN", "resolved")]
 
 
 @pytest.mark.parametrize(
@@ -145,18 +145,18 @@ def test_what_is_normal_is_not_told(machine: Any, harmless: Callable[..., Any]) 
     machine.look()
     harmless(machine.devices)
     machine.look(20)
-    assert machine.told == []
+    assert machine.changes == []
 
 
 def test_links_that_err_again_and_again(machine: Any) -> None:
     for errors in range(20):
         machine.devices[5]["nvlink"] = [18, 3 + errors // 2]
         machine.look()
-    assert machine.told == []
+    assert machine.changes == []
     for errors in range(20):
         machine.devices[5]["nvlink"] = [18, 100 + errors]
         machine.look()
-    assert machine.said() == [("gpu-odd/node-7", "WARN", "open")]
+    assert machine.transitions() == [("gpu-odd/node-7", "WARN", "open")]
 
 
 def test_a_helper_that_hangs_is_told_and_left(machine: Any) -> None:
@@ -165,13 +165,13 @@ def test_a_helper_that_hangs_is_told_and_left(machine: Any) -> None:
     machine.path.unlink()
     os.mkfifo(machine.path)
     machine.look(6, answers=False)
-    assert machine.said() == [("gpu-blind/node-7", "WARN", "open")]
-    assert "no answer within 10 s" in machine.told[0].summary
+    assert machine.transitions() == [("gpu-blind/node-7", "WARN", "open")]
+    assert "no answer within 10 s" in machine.changes[0].summary
     machine.path.unlink()
     machine.path.touch()
     machine.look(answers=False)
     machine.look(2)
-    assert machine.said()[1:] == [("gpu-blind/node-7", "WARN", "resolved")]
+    assert machine.transitions()[1:] == [("gpu-blind/node-7", "WARN", "resolved")]
 
 
 @pytest.mark.parametrize("content", ["{", '{"devices": [{"index": 0, "colour": "red"}]}'])
@@ -179,7 +179,7 @@ def test_a_file_that_is_none_is_told(machine: Any, content: str) -> None:
     machine.look()
     machine.content = content
     machine.look(2)
-    assert machine.said() == [("gpu-blind/node-7", "WARN", "open")]
+    assert machine.transitions() == [("gpu-blind/node-7", "WARN", "open")]
 
 
 def test_hosts_are_remembered(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_the_third_incident_proposes_to_exclude_a_host(machine: Any) -> None:
     machine.look()
     machine.devices[0]["ecc"] = 1
     machine.look()
-    assert ("host-record/node-7", "WARN", "open") in machine.said()
-    assert machine.told[0].facts == {"proposed": ["node-7"]}
+    assert ("host-record/node-7", "WARN", "open") in machine.transitions()
+    assert machine.changes[0].facts == {"proposed": ["node-7"]}
 
 
 def test_the_library_is_asked_for_by_name_only_if_it_is_there() -> None:
@@ -222,19 +222,19 @@ IDLE = HostState(200 * GIB, 256 * GIB, 0, 0.1, 0.0, 0.0)
 
 def watch_host(tmp_path: Path, states: list[HostState], clock: Callable[[float], float] = lambda now: now) -> list[Any]:
     """Alarms as (key, severity, state, minute) of a host checked every minute."""
-    told: list[Any] = []
+    changes: list[Any] = []
     time_is = [0.0]
     alarms = Alarms(
         tmp_path / "alarms.jsonl",
-        lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.state, int(time_is[0] // 60))),
+        lambda alarm, before: changes.append((alarm.key, alarm.severity.name, alarm.state, int(time_is[0] // 60))),
     )
     left = iter(states)
-    host = Host(alarms, host="h", look=lambda pids: next(left), clock=lambda: clock(time_is[0]))
+    host = HostDetector(alarms, host="h", sample=lambda pids: next(left), clock=lambda: clock(time_is[0]))
     for minute in range(len(states)):
         for second in range(0, 60, 10):
             time_is[0] = 60.0 * minute + second
             host.tick(time_is[0])
-    return told
+    return changes
 
 
 def memory(hours: float, gib_per_hour: float) -> list[HostState]:
@@ -250,9 +250,11 @@ def test_memory_that_varies_is_not_told(tmp_path: Path, rate: float) -> None:
 
 
 def test_memory_that_leaks_is_told_two_hours_before(tmp_path: Path) -> None:
-    told = watch_host(tmp_path, memory(9.8, 20))
-    assert [(key, severity) for key, severity, _, _ in told] == [("memory/h", "WARN"), ("memory/h", "CRIT")]
-    assert told[0][3] == pytest.approx(60 * (10 - 2), abs=45) and told[1][3] == pytest.approx(60 * (10 - 0.5), abs=20)
+    changes = watch_host(tmp_path, memory(9.8, 20))
+    assert [(key, severity) for key, severity, _, _ in changes] == [("memory/h", "WARN"), ("memory/h", "CRIT")]
+    assert changes[0][3] == pytest.approx(60 * (10 - 2), abs=45) and changes[1][3] == pytest.approx(
+        60 * (10 - 0.5), abs=20
+    )
 
 
 def test_kills_descriptors_and_stolen_time(tmp_path: Path) -> None:
@@ -261,8 +263,8 @@ def test_kills_descriptors_and_stolen_time(tmp_path: Path) -> None:
         states[n] = replace(states[n], oom_kills=1, descriptors=0.85 if n < 20 else 0.3)
     for n in range(20, 40):
         states[n] = replace(states[n], stolen=10.0 * n + 300.0 * min(n - 20, 10))
-    told = watch_host(tmp_path, states)
-    assert told == [
+    changes = watch_host(tmp_path, states)
+    assert changes == [
         ("descriptors/h", "WARN", "open", 10),
         ("oom-kill/h", "WARN", "open", 10),
         ("oom-kill/h", "WARN", "resolved", 11),
@@ -274,14 +276,14 @@ def test_kills_descriptors_and_stolen_time(tmp_path: Path) -> None:
 
 def test_a_clock_that_jumps_is_told_and_nothing_else_is(tmp_path: Path) -> None:
     """Fault matrix 47."""
-    told = watch_host(tmp_path, [IDLE] * 200, clock=lambda now: now + (3600 if now > 1805 else 0) + now * 1e-4)
-    assert told == [("clock/h", "WARN", "open", 30), ("clock/h", "WARN", "resolved", 90)]
+    changes = watch_host(tmp_path, [IDLE] * 200, clock=lambda now: now + (3600 if now > 1805 else 0) + now * 1e-4)
+    assert changes == [("clock/h", "WARN", "open", 30), ("clock/h", "WARN", "resolved", 90)]
 
 
 def test_a_look_at_this_host() -> None:
     """Against what the system reports."""
     files = [open(os.devnull) for _ in range(50)]  # noqa: PTH123, SIM115
-    state = look([os.getpid()])
+    state = sample_host([os.getpid()])
     for file in files:
         file.close()
     assert 0 < state.available <= state.total and state.cpu > 0
@@ -289,4 +291,4 @@ def test_a_look_at_this_host() -> None:
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert state.descriptors >= 50 / limit
-    assert look([2**22 + 1]).descriptors == 0
+    assert sample_host([2**22 + 1]).descriptors == 0

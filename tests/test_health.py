@@ -19,7 +19,7 @@ from fsdp_pretrain.health.auto_rollback import roll_back
 from fsdp_pretrain.health.monitor import ExpectedSteps, Health, HealthOutcome, RollbackRequest
 from fsdp_pretrain.parallel.replica_check import compare
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.recorder import Silent
+from fsdp_pretrain.record.recorder import NotesOnlyRecorder
 from fsdp_pretrain.record.step_record import StepRecord
 
 pytestmark = pytest.mark.quick
@@ -58,7 +58,7 @@ def judge(health: Health, records: Iterable[StepRecord]) -> list[tuple[int, Heal
     return [(step, judgement) for step, judgement in all_ if judgement != HealthOutcome()]
 
 
-def told(verdicts: list[tuple[int, HealthOutcome]], key: str, severity: str, resolved: bool = False) -> list[int]:
+def found_at(verdicts: list[tuple[int, HealthOutcome]], key: str, severity: str, resolved: bool = False) -> list[int]:
     """Steps with a finding."""
     return [
         step
@@ -102,9 +102,9 @@ def test_a_healthy_run_is_left_alone(config: Config, ranks: int) -> None:
     steps = 6_000
     falling = 2 + 2 * np.exp(-np.arange(steps) / 3000)
     verdicts = judge(Health(config), simulated(falling + noise(ranks, steps, ranks), norms(ranks, steps)))
-    assert told(verdicts, "loss/spike", "WARN") == told(verdicts, "loss/spike", "CRIT") == []
-    assert len(told(verdicts, "loss/level", "WARN")) + len(told(verdicts, "gradient/norm", "WARN")) <= 1
-    assert len(told(verdicts, "gradient/norm", "INFO")) > 5
+    assert found_at(verdicts, "loss/spike", "WARN") == found_at(verdicts, "loss/spike", "CRIT") == []
+    assert len(found_at(verdicts, "loss/level", "WARN")) + len(found_at(verdicts, "gradient/norm", "WARN")) <= 1
+    assert len(found_at(verdicts, "gradient/norm", "INFO")) > 5
     assert not retreats(verdicts) and not any(judgement.error for _, judgement in verdicts)
 
 
@@ -119,9 +119,12 @@ def test_a_spike_that_recovers_is_told_of_and_left(config: Config, seed: int) ->
     for entry in simulated(loss, norms(seed, 900)):
         verdicts.append((entry.step, health.step(entry)))
         suspicions[entry.step] = health.suspicion
-    (warned,), (over,) = told(verdicts, "loss/spike", "WARN"), told(verdicts, "loss/spike", "WARN", resolved=True)
+    (warned,), (over,) = (
+        found_at(verdicts, "loss/spike", "WARN"),
+        found_at(verdicts, "loss/spike", "WARN", resolved=True),
+    )
     assert 603 <= warned <= 605 and 701 < over <= 900
-    assert not told(verdicts, "loss/spike", "CRIT") and not retreats(verdicts)
+    assert not found_at(verdicts, "loss/spike", "CRIT") and not retreats(verdicts)
     assert suspicions[600] is None and suspicions[warned] == "loss/spike since step 601" and suspicions[over] is None
 
 
@@ -132,9 +135,9 @@ def test_a_loss_that_stays_up_is_rolled_back(config: Config, norm: float, delay:
     loss[600:] += 0.6
     gradients[600:] *= norm
     verdicts = judge(Health(config), simulated(loss, gradients))
-    (warned,) = told(verdicts, "loss/spike", "WARN")
+    (warned,) = found_at(verdicts, "loss/spike", "WARN")
     (step, asked), *more = retreats(verdicts)
-    assert not more and step == warned + delay and told(verdicts, "loss/spike", "CRIT") == [step]
+    assert not more and step == warned + delay and found_at(verdicts, "loss/spike", "CRIT") == [step]
     assert (asked.start, asked.end, asked.target) == (601, step, 551)
     assert (asked.first, asked.stop) == (8 * (601 - 20 - 1), 8 * (step + 20))  # samples of 581 to step + 20
 
@@ -154,8 +157,8 @@ def test_told_only_if_so_configured(config: Config) -> None:
     only_tell = config.model_copy(update={"health": config.health.model_copy(update={"rollback": False})})
     health = Health(only_tell)
     verdicts = judge(health, simulated(loss, norms(7, 1200, 0)))
-    assert len(told(verdicts, "loss/spike", "CRIT")) == 1 and not retreats(verdicts)
-    assert told(verdicts, "loss/spike", "CRIT", resolved=True)  # the usual loss by then
+    assert len(found_at(verdicts, "loss/spike", "CRIT")) == 1 and not retreats(verdicts)
+    assert found_at(verdicts, "loss/spike", "CRIT", resolved=True)  # the usual loss by then
 
 
 @pytest.mark.parametrize(("ranks", "shift"), [(8, 0.05), pytest.param(64, 0.03, marks=pytest.mark.slow)])
@@ -166,8 +169,8 @@ def test_a_shift_of_level_is_told_of_in_time(config: Config, ranks: int, shift: 
         loss = 2 + 0.3 * np.exp(-np.arange(1600) / 1000) + noise(seed, 1600, ranks)
         loss[1200:] += shift
         verdicts = judge(Health(config), simulated(loss, np.ones(1600)))
-        assert not told(verdicts, "loss/spike", "WARN")
-        delays += [step - 1200 for step in told(verdicts, "loss/level", "WARN") if step > 1200][:1]
+        assert not found_at(verdicts, "loss/spike", "WARN")
+        delays += [step - 1200 for step in found_at(verdicts, "loss/level", "WARN") if step > 1200][:1]
     assert len(delays) == 6 and sorted(delays)[3] <= 96
 
 
@@ -175,9 +178,9 @@ def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:
     gradients = norms(1, 700, 0)
     gradients[[300, 500, 505, 509, 600, 601]] *= 10
     verdicts = judge(Health(config), simulated(2 + noise(1, 700, 8), gradients))
-    assert told(verdicts, "gradient/norm", "INFO") == [301, 501]
-    assert told(verdicts, "gradient/norm", "WARN") == [510]  # 602 belongs to the same incident
-    assert told(verdicts, "gradient/norm", "INFO", resolved=True) == [401]
+    assert found_at(verdicts, "gradient/norm", "INFO") == [301, 501]
+    assert found_at(verdicts, "gradient/norm", "WARN") == [510]  # 602 belongs to the same incident
+    assert found_at(verdicts, "gradient/norm", "INFO", resolved=True) == [401]
 
 
 def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:
@@ -226,7 +229,7 @@ def test_a_collapse_of_the_loss_scale(config: Config, events: str, collapse: int
     """Fault matrix 44."""
     health = Health(config)
     verdicts = judge(health, scales(events, 2.0**16))
-    assert told(verdicts, "scale/collapse", "CRIT") == ([] if collapse is None else [collapse])
+    assert found_at(verdicts, "scale/collapse", "CRIT") == ([] if collapse is None else [collapse])
     assert (health.suspicion is None) == (collapse is None)
 
 
@@ -246,7 +249,7 @@ def test_a_collapse_of_the_loss_scale(config: Config, events: str, collapse: int
 def test_steps_that_are_not_finite(config: Config, steps: list[int], back: int | None, start: int | None) -> None:
     verdicts = judge(Health(config), (bad(n) if n in steps else record(n) for n in range(1, 160)))
     found = retreats(verdicts)
-    assert told(verdicts, "loss/nonfinite", "WARN") == [100]
+    assert found_at(verdicts, "loss/nonfinite", "WARN") == [100]
     assert ([step for step, _ in found][:1] == [back]) if back else not found
     if back:
         asked = found[0][1]
@@ -285,7 +288,7 @@ def test_learning_that_is_none(config: Config, key: str, changed: Any) -> None:
     healthy = [record(n, replicas={"digest": str(n), "differing": []}) for n in (4, 5, 6)]
     verdicts = judge(Health(config), [*(record(n, **changed(n)) for n in (1, 2, 3)), *healthy])
     severity = "WARN" if key == "learning/rate" else "CRIT"
-    assert told(verdicts, key, severity) == [3] and told(verdicts, key, severity, resolved=True) == [4]
+    assert found_at(verdicts, key, severity) == [3] and found_at(verdicts, key, severity, resolved=True) == [4]
     assert sum(len(judgement.findings) for _, judgement in verdicts) == 2 and not retreats(verdicts)
 
 
@@ -293,7 +296,7 @@ def test_steps_that_change_nothing_by_intention(config: Config) -> None:
     """Skipped steps, and a learning rate of 0."""
     same = {"digest": "aa", "differing": []}
     records = [record(1, replicas=same), bad(2), bad(3, not_finite=None, loss_scale=1024.0), record(4, replicas=same)]
-    assert not told(judge(Health(config), records), "learning/parameters", "CRIT")
+    assert not found_at(judge(Health(config), records), "learning/parameters", "CRIT")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +336,7 @@ def test_repeated_steps(config: Config, exact: bool, change: dict[str, Any], sev
     if severity is None:
         assert not verdicts
     else:
-        assert told(verdicts, "replay/step", severity) == [12]
+        assert found_at(verdicts, "replay/step", severity) == [12]
     assert [error.exit for error in errors] == ([93] if severity == "CRIT" else [])
 
 
@@ -367,5 +370,5 @@ def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[st
     run.journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     asked = RollbackRequest(key, "it went wrong", 5000, 5050, 0, 10, 4950)
     with pytest.raises(NumericError, match=refused) as caught:
-        roll_back(run, config, asked, Silent(run, run.segment(1)))
+        roll_back(run, config, asked, NotesOnlyRecorder(run, run.segment(1)))
     assert caught.value.exit == 93 and "optimizer.lr" in caught.value.remedy

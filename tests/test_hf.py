@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import Run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,7 +40,6 @@ pytestmark = pytest.mark.slow  # the default suite has no room for it
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 ROPE = {"kind": "llama3", "factor": 8.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_length": 16}
 GPT: dict[str, Any] = {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 32}
 GLM: dict[str, Any] = {"family": "glm", "kv_heads": None, "hidden": 48}
@@ -145,9 +145,9 @@ def test_command_writes_files_of_a_size_with_an_index(
         "fsdp_pretrain.cli", "checkpoints", run.path, "export", 4, tmp_path / "out", "--shard-size", "30KB", "--json"
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
-    assert len(files) == said["files"] >= 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) == printed["files"] >= 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     merged: dict[str, Tensor] = {}
     for path in files:
@@ -156,7 +156,7 @@ def test_command_writes_files_of_a_size_with_an_index(
         assert size <= 30_000 or len(tensors) == 1  # the embedding table is larger than that
         assert {index["weight_map"][name] for name in tensors} == {path.name}
         merged |= tensors
-    assert index["metadata"]["total_size"] == said["bytes"] == sum(2 * t.numel() for t in merged.values())
+    assert index["metadata"]["total_size"] == printed["bytes"] == sum(2 * t.numel() for t in merged.values())
     hf.export_checkpoint(run, 4, tmp_path / "whole", dtype="fp32", shard_bytes=10**9)
     whole = load_file(tmp_path / "whole/model.safetensors")
     assert merged.keys() == whole.keys() == index["weight_map"].keys()
@@ -206,8 +206,8 @@ def test_a_model_transformers_cannot_express_is_not_exported(module_lab: Any, od
 def test_tokenizers_encode_alike_in_transformers(shared_corpus: Path, kind: str, tmp_path: Path) -> None:
     ours = learn(shared_corpus / "train.jsonl", tmp_path / "tokenizer", kind)
     (tmp_path / "out").mkdir()
-    said = export_tokenizer(ours, tmp_path / "out", sequence_length=32)
-    assert ("converted" in said) == (kind == "sentencepiece")
+    printed = export_tokenizer(ours, tmp_path / "out", sequence_length=32)
+    assert ("converted" in printed) == (kind == "sentencepiece")
     (tmp_path / "out/config.json").write_text(json.dumps({"model_type": "llama"}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = [*samples(ours), *(json.loads(line)["text"] for line in (shared_corpus / "heldout.jsonl").open())]
@@ -256,10 +256,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "llama": TINY_LLAMA,
     "llama-tied": {**TINY_LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama-base": {**TINY_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
-    "llama-linear": {
-        **TINY_LLAMA,
-        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
-    },
+    "llama-linear": {**TINY_LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}},
     "llama-llama3": {**TINY_LLAMA, "rope_parameters": LLAMA3},
     "gpt2": TINY_GPT2,
     "gpt2-untied": {**TINY_GPT2, "tie_word_embeddings": False, "n_inner": 80},
@@ -414,7 +411,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tokenizer": (
         lambda f: learn(write_text(f.parent / "text.jsonl"), f),
-        "otherwise than the tokenizer of the corpora",
+        "differently from the tokenizer of the corpora",
     ),
 }
 

@@ -15,32 +15,17 @@ import pytest
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
 
-TORCH_FREE = [
-    "fsdp_pretrain.cli.main",
-    "fsdp_pretrain.watchdog.status",
-    "fsdp_pretrain.lineage.provenance",
-    "fsdp_pretrain.lineage.rollback",
-    "fsdp_pretrain.health.auto_rollback",
-    "fsdp_pretrain.lineage.fork",
-    "fsdp_pretrain.launch.command",
-    "fsdp_pretrain.config.reference",
-    "fsdp_pretrain.checkpoint.store",
-    "fsdp_pretrain.record.aim",
-    "fsdp_pretrain.record.goodput",
-    "fsdp_pretrain.record.recorder",
-    "fsdp_pretrain.watchdog.agent.main",
-    "fsdp_pretrain.watchdog.heartbeat.rank_client",
-    "fsdp_pretrain.watchdog.detectors.base",
-    "fsdp_pretrain.watchdog.notify.notifier",
-    "fsdp_pretrain.watchdog.notify.prometheus",
-    "fsdp_pretrain.watchdog.probes.worker",
-    "fsdp_pretrain.watchdog.detectors.nvml",
-    "fsdp_pretrain.watchdog.agent.registry",
-    "data.cli",
-    "data.packing.packer",
-    "data.validate.validate",
-    "eval.jobs",
-]
+TORCH_FREE = """
+    data.cli data.packing.packer data.validate.validate eval.jobs
+    fsdp_pretrain.checkpoint.store fsdp_pretrain.cli.main fsdp_pretrain.config.reference
+    fsdp_pretrain.health.auto_rollback fsdp_pretrain.launch.command
+    fsdp_pretrain.lineage.fork fsdp_pretrain.lineage.provenance fsdp_pretrain.lineage.rollback
+    fsdp_pretrain.record.aim fsdp_pretrain.record.goodput fsdp_pretrain.record.recorder
+    fsdp_pretrain.watchdog.agent.main fsdp_pretrain.watchdog.agent.registry
+    fsdp_pretrain.watchdog.detectors.base fsdp_pretrain.watchdog.detectors.nvml
+    fsdp_pretrain.watchdog.heartbeat.rank_client fsdp_pretrain.watchdog.notify.notifier
+    fsdp_pretrain.watchdog.notify.prometheus fsdp_pretrain.watchdog.probes.worker fsdp_pretrain.watchdog.status
+""".split()
 
 
 @functools.cache

@@ -21,12 +21,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Run
 
 from data.corpus.corpus import Corpus, Vocabulary, read_manifest, write_corpus
 from data.corpus.formats import Format, find_token_files, open_file
 from data.corpus.shards import Shard, ShardWriter
 from data.packing.packer import Packer
-from data.prepare.import_corpus import ImportOptions, adopt
+from data.prepare.import_corpus import ImportOptions, ingest
 from data.text.tokenizer import Tokenizer
 from data.validate.findings import CATALOGUE
 from data.validate.validate import validate
@@ -34,7 +35,6 @@ from fsdp_pretrain.errors import DataError
 
 # ruff: noqa: A002 (`format` is what it is)
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 EOD = 0
 Documents = list[list[int]]
 
@@ -112,7 +112,7 @@ def test_storage_does_not_show_in_the_samples(
         halves = [docs[: len(docs) // 2], docs[len(docs) // 2 :]]
         for number, half in enumerate(halves):
             megatron(path / f"in/s{number}", carry(half, separators), dtype)
-        adopt([path / "in"], tokenizer, path / "out", ImportOptions(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
+        ingest([path / "in"], tokenizer, path / "out", ImportOptions(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
         packed.append((Corpus(path / "out").blocks.tolist(), samples(path / "out", 40).tokens.tolist()))
     assert packed[0] == packed[1] == packed[2]
 
@@ -134,7 +134,7 @@ def test_every_format_gives_the_same_samples(
         store(tmp_path / "in", f"s{number}", stored, "megatron" if format == "copy" else format)
     for name, declared, copy in (("plain", "none", False), ("in", separators, format == "copy")):
         options = ImportOptions(None, declared, copy)  # type: ignore[arg-type]
-        adopt([tmp_path / name], tokenizer, tmp_path / f"{name}-out", options, workers=1, quiet=True)
+        ingest([tmp_path / name], tokenizer, tmp_path / f"{name}-out", options, workers=1, quiet=True)
     expected, got = samples(tmp_path / "plain-out"), samples(tmp_path / "in-out")
     assert (got.tokens == expected.tokens).all() and (got.lengths == expected.lengths).all()
     manifest = read_manifest(tmp_path / "in-out")
@@ -208,7 +208,7 @@ def test_anything_but_what_was_declared_is_refused(
     docs = [[*doc, 9, 9] for doc in documents()]
     store(tmp_path / "in", "s", plant(docs), format)
     with pytest.raises(DataError) as refused:
-        adopt([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, declared), workers=1, quiet=True)  # type: ignore[arg-type]
+        ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, declared), workers=1, quiet=True)  # type: ignore[arg-type]
     assert refused.value.exit == 78
     for text in said:
         assert text in str(refused.value), str(refused.value)
@@ -231,7 +231,7 @@ def test_import_refuses_exactly_what_validate_calls_an_error(
     report = validate(path / "in", vocabulary=Vocabulary.of(tokenizer), separators=declared, quiet=True)
     refused = False
     try:
-        adopt([path / "in"], tokenizer, path / "out", ImportOptions(None, declared), workers=1, quiet=True)
+        ingest([path / "in"], tokenizer, path / "out", ImportOptions(None, declared), workers=1, quiet=True)
     except DataError as error:
         refused = all(
             f"\n  {code}: " in str(error) or CATALOGUE[code].severity == "warning" for code in report.findings.by_code
@@ -256,10 +256,10 @@ def test_another_special_token_is_refused(tmp_path: Path, tokenizer: Tokenizer) 
     tokenizer.specials[301] = "<planted>"
     docs = [[token for token in doc if token != 301] for doc in documents()]
     store(tmp_path / "in", "s", [[1, *doc] for doc in docs], "megatron")
-    adopt([tmp_path / "in"], tokenizer, tmp_path / "clean", ImportOptions(None, "none"), workers=1, quiet=True)
+    ingest([tmp_path / "in"], tokenizer, tmp_path / "clean", ImportOptions(None, "none"), workers=1, quiet=True)
     store(tmp_path / "bad", "s", [[1, *doc] for doc in docs] + [[5, 301, 6]], "megatron")
     with pytest.raises(DataError, match=r"special-token: 1 of 121 documents .*\n    at document 120, token 1"):
-        adopt([tmp_path / "bad"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
+        ingest([tmp_path / "bad"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
 
 
 def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_command: Run, tokenizer: Tokenizer) -> None:
@@ -293,9 +293,9 @@ def test_documents_of_several_sequences(tmp_path: Path, tokenizer: Tokenizer) ->
     megatron(tmp_path / "in/s", docs)
     sequences(tmp_path / "in/s", [0, 3, 4, 30])
     with pytest.raises(DataError, match="documents of several sequences") as refused:
-        adopt([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
+        ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
     assert "--copy" in refused.value.remedy
-    adopt([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none", True), workers=1, quiet=True)
+    ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none", True), workers=1, quiet=True)
     shard = Shard(tmp_path / "out/shards/s")
     joined = [functools.reduce(operator.iadd, docs[a:b], []) for a, b in ((0, 3), (3, 4), (4, 30))]
     assert [shard.document(n).tolist() for n in range(shard.documents)] == joined
@@ -306,7 +306,7 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "damage", "said"),
+    ("format", "damage", "expected"),
     [
         ("megatron", lambda f: truncate(f / "s.bin"), "truncated"),
         ("megatron", lambda f: truncate(f / "s.idx"), "truncated"),
@@ -315,7 +315,7 @@ def truncate(path: Path) -> None:
         ("megatron", lambda f: (f / "s.bin").open("ab").write(b"1"), "holds more than the documents of its index"),
         ("megatron", lambda f: sequences(f / "s", [0, 5, 2, 120]), "documents of several sequences"),
         ("copy", lambda f: (f / "s.bin").unlink(), "cannot open"),
-        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "not made of its sequences"),
+        ("copy", lambda f: sequences(f / "s", [0, 5, 2, 120]), "do not cover its sequences"),
         ("batches", lambda f: truncate(f / "s.arrow"), "is cut off"),
         ("stream", lambda f: truncate(f / "s.arrow"), "cannot read"),
         ("rows", lambda f: (f / "s.arrow").write_bytes(b"ARROW1 not really"), "cannot read"),
@@ -323,23 +323,23 @@ def truncate(path: Path) -> None:
         ("npy", lambda f: truncate(f / "s.npy"), "as a NumPy array"),
         ("npy", lambda f: np.save(f / "s.npy", np.ones((3, 4), dtype="<u2")), "shape (3, 4)"),
         ("npy", lambda f: np.save(f / "s.npy", np.ones(9)), "float64"),
-        ("bin", lambda f: truncate(f / "s.bin"), "no whole number of uint16"),
+        ("bin", lambda f: truncate(f / "s.bin"), "not a whole number of uint16"),
         ("bin", lambda f: (f / "s.bin").write_bytes(b""), "no documents"),
         ("npy", lambda f: megatron(f / "t", [[1]]), "several formats"),
         ("npy", lambda f: (f / "s.npy").rename(f / "s.dat"), "holds no token files"),
     ],
 )  # fmt: skip
 def test_damaged_and_foreign_files_are_named(
-    tmp_path: Path, tokenizer: Tokenizer, format: str, damage: Any, said: str
+    tmp_path: Path, tokenizer: Tokenizer, format: str, damage: Any, expected: str
 ) -> None:
     copy = format == "copy"
     store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron" if copy else format)
     damage(tmp_path / "in")
     with pytest.raises(DataError) as refused:
-        adopt(
+        ingest(
             [tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "trailing", copy), workers=1, quiet=True
         )
-    assert said in str(refused.value)
+    assert expected in str(refused.value)
     assert not (tmp_path / "out/manifest.json").exists()
 
 
@@ -385,7 +385,7 @@ def test_a_shard_changed_after_import_is_an_error_that_names_it(
 ) -> None:
     docs = documents()
     megatron(tmp_path / "in/s", carry(docs, separators))
-    adopt([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
+    ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
     changed = carry(docs, separators)
     changed[17] = [7] * len(changed[17])
     megatron(tmp_path / "in/s", changed)
@@ -415,7 +415,7 @@ def test_a_killed_import_leaves_no_manifest_and_continues(
     subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in made.items())
     assert not list(broken.rglob("*.partial"))
-    adopt(
+    ingest(
         [tmp_path / "in"], tokenizer, tmp_path / "whole", ImportOptions(None, "trailing", copy), workers=1, quiet=True
     )
     assert read_manifest(broken).fingerprint == read_manifest(tmp_path / "whole").fingerprint
@@ -423,14 +423,14 @@ def test_a_killed_import_leaves_no_manifest_and_continues(
 
 def test_a_corpus_of_other_files_is_not_replaced_unasked(tmp_path: Path, tokenizer: Tokenizer) -> None:
     megatron(tmp_path / "in/s", documents())
-    adopt([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
+    ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
     with pytest.raises(DataError, match="made from other inputs"):
-        adopt([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none", True), workers=1, quiet=True)
-    with pytest.raises(DataError, match="lies in the corpus to be made"):
-        adopt([tmp_path / "in"], tokenizer, tmp_path, ImportOptions(None, "none"), workers=1, quiet=True)
+        ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none", True), workers=1, quiet=True)
+    with pytest.raises(DataError, match="is inside the output directory"):
+        ingest([tmp_path / "in"], tokenizer, tmp_path, ImportOptions(None, "none"), workers=1, quiet=True)
     megatron(tmp_path / "in/t", documents(), "<i4")
     with pytest.raises(DataError, match="is of int32"):
-        adopt([tmp_path / "in"], tokenizer, tmp_path / "o", ImportOptions(None, "none"), workers=1, quiet=True)
+        ingest([tmp_path / "in"], tokenizer, tmp_path / "o", ImportOptions(None, "none"), workers=1, quiet=True)
 
 
 # ---------------------------------------------------------------- in training
@@ -442,7 +442,7 @@ def test_records_prove_one_separator_per_document(lab: Any, helpers: Any, tokeni
     shard = plain.shard(0)
     docs = [shard.document(n).tolist() for n in range(shard.documents)]
     megatron(lab.path / "in/s", carry(docs, "leading"))
-    adopt([lab.path / "in"], tokenizer, lab.path / "out", ImportOptions(None, "leading"), workers=1, quiet=True)
+    ingest([lab.path / "in"], tokenizer, lab.path / "out", ImportOptions(None, "leading"), workers=1, quiet=True)
     sources = [{"name": "text", "path": str(lab.path / "out")}]
     lab.train(lab.config("led", data={"sources": sources}, train={"duration": "6 steps"}), ranks=2)
     records = helpers.metrics(lab.path / "led")

@@ -6,12 +6,12 @@ import json
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import TORCHRUN
 
 FAULTS = Path(__file__).with_name("numeric_faults.py")
 HEALTH = {
@@ -120,17 +120,9 @@ def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
     )
     fault = json.dumps({"kind": "gradient", "rank": 1, "from": 14})
     environment = helpers.environment(FAULT=fault, PYTHONPATH=helpers.python_path(lab.path))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("--max-restarts", "3", "-m", "fsdp_pretrain.train", str(config)),
-        ],
-        cwd="/",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    options = "--standalone --nproc-per-node 2 --max-restarts 3 -m fsdp_pretrain.train".split()
+    line = [*TORCHRUN, *options, str(config)]
+    done = subprocess.run(line, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
     run = lab.path / "run"
     assert done.returncode == 1 and "the same incident was answered by 1 rollback already" in done.stderr, done.stderr
     assert "not restarted by torchrun: the run ended on purpose" in done.stderr
@@ -326,7 +318,7 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
 # ---------------------------------------------------------------- only reported
 
 
-def told(lab: Any, helpers: Any) -> list[tuple[str, str, int]]:
+def open_alarms(lab: Any, helpers: Any) -> list[tuple[str, str, int]]:
     """(key, severity, step) of the watchdog's alarms, once it has read all of a run that ended."""
     run = lab.path / "run"
     helpers.wait_for(lambda: not helpers.agents(run), what="the end of the agent")
@@ -346,7 +338,7 @@ def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, hel
     lab.train(lab.config(train=train, health=HEALTH, watchdog=WATCHED), ranks=2)
     records = helpers.metrics(lab.path / "run")
     assert [record["step"] for record in records if record["overflow"]] == bad
-    ((key, severity, step),) = [each for each in told(lab, helpers) if each[0].startswith("scale")]
+    ((key, severity, step),) = [each for each in open_alarms(lab, helpers) if each[0].startswith("scale")]
     assert (key, severity) == ("scale/collapse", "CRIT") and 41 < step < 59
     lines = [entry for entry in helpers.journal(lab.path / "run") if entry.get("key") == key]
     assert [(entry["kind"], entry["step"]) for entry in lines] == [("health", step)]  # and not once more as an alarm
@@ -367,7 +359,7 @@ def test_single_steps_of_large_gradients_are_noted_and_no_more(lab: Any, helpers
     records = helpers.metrics(lab.path / "run")
     assert not any(record["skipped"] for record in records)
     assert set(steps) <= {step for step, key in found(records, key="gradient/norm", resolved=False)}
-    heard = told(lab, helpers)
+    heard = open_alarms(lab, helpers)
     assert {("gradient/norm", "INFO", step) for step in steps} <= set(heard)
     assert {severity for key, severity, _ in heard if not key.startswith(("pace", "straggler"))} == {"INFO"}
     assert not helpers.journal(lab.path / "run", "health-rollback")

@@ -65,7 +65,7 @@ def test_nodes_that_do_not_meet_are_no_failed_start() -> None:
     """All try for `join_timeout` in total, then 75; starts before and after count as if these had not happened."""
 
     def unmet(at: float, seconds: float) -> EndedStart:
-        return EndedStart(at, StartOutcome(None, "why", met=False), 0, seconds=seconds)
+        return EndedStart(at, StartOutcome(None, "why", joined=False), 0, seconds=seconds)
 
     def code(*history: EndedStart) -> int | None:
         return decide(history, LaunchSection(), asked=False, host="here", elastic=False).code

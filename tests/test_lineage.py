@@ -1,41 +1,29 @@
-"""Rollback, fork, and one writer per run: with real jobs, and killed between any two file operations."""
+"""Rollback and fork: with real jobs, and killed between any two file operations."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import records
-from sight import until
+from machines import Disk
+from processes import CLI, Run
+from sight import tree
 from skips import needs_aim
-from traps import kill_before
+from traps import killed_at
 
-from data.packing.opening import open_packer
-from fsdp_pretrain.checkpoint.expected import missing
-from fsdp_pretrain.checkpoint.state import TrainState, identity
-from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Store
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import BusyError, UserError
 from fsdp_pretrain.lineage.fork import fork
-from fsdp_pretrain.lineage.rollback import finish, rollback
-from fsdp_pretrain.record import lease, lineage, overrides, state_files
-from fsdp_pretrain.record.files import RunDir, replace_file
-from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.lock import RunLock, hold
+from fsdp_pretrain.lineage.rollback import rollback
+from fsdp_pretrain.record import lineage, overrides
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import read_metrics
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +49,6 @@ def copy(module_lab: Any, trained: Path, tmp_path: Path) -> tuple[Path, Path]:
         folder.mkdir(parents=True)
         (folder / "results.json").write_text("{}")
     return module_lab.path / "trained.toml", run
-
-
-def tree(path: Path) -> dict[str, bytes]:
-    """Every file with its bytes."""
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 def curve(run: Path, helpers: Any) -> list[Any]:
@@ -128,22 +111,13 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
 def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], run_command: Run) -> None:
     _, run = copy
     before = tree(run)
-    arguments = [
-        "rollback",
-        run,
-        "--to",
-        "12",
-        "--skip-steps",
-        "13:14",
-        "--set",
-        "train.global_batch=16 samples",
-        "--json",
-    ]
+    changes = ["--skip-steps", "13:14", "--set", "train.global_batch=16 samples"]
+    arguments = ["rollback", run, "--to", 12, *changes, "--json"]
     dry = run_command(CLI, *arguments, "--dry-run")
     assert dry.returncode == 0 and tree(run) == before, dry.stderr
     wet = run_command(CLI, *arguments)
-    said, did = json.loads(dry.stdout), json.loads(wet.stdout)
-    assert (said.pop("done"), did.pop("done")) == ("dry run", "now") and said == did
+    planned, did = json.loads(dry.stdout), json.loads(wet.stdout)
+    assert (planned.pop("done"), did.pop("done")) == ("dry run", "now") and planned == did
     assert did["skip"] == "96:112 samples" and did["abandoned"] == ["step-00000018", "step-00000024"]
     rows = {name: [(r["step"], r["batch"], r["cursor"]) for r in rows] for name, rows in did["schedule"].items()}
     assert rows == {"before": [(13, 8, 104), (22, 8, 176)], "after": [(13, 16, 128), (22, 16, 272)]}
@@ -182,23 +156,6 @@ def test_what_cannot_be_is_refused_before_anything_changes(
 # ---------------------------------------------------------------- killed anywhere
 
 
-def killed_at(act: Callable[[], object], operation: int) -> bool:
-    """Run `act` in a child that is killed before its n-th file system change; whether it was killed."""
-    pid = os.fork()
-    if pid == 0:
-        kill_before(operation, "open|rename|mkdir|remove|rmdir|link|symlink")
-        try:
-            act()
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            os._exit(3)
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    assert code in (0, -signal.SIGKILL), code
-    return code != 0
-
-
 def check_loads(run: RunDir) -> None:
     """The run can be resumed, whatever was killed."""
     steps = [record.step for record in read_metrics(run)]
@@ -211,25 +168,14 @@ def check_loads(run: RunDir) -> None:
 def outcome(run: Path) -> Any:
     """Everything about a run that must not depend on when it was killed."""
     where = RunDir(run)
-    names = sorted(p.name.rpartition("-")[0] for p in run.glob("*/abandoned/*"))
-    journal = [
-        line for line in (run / "journal.jsonl").read_text().splitlines() if '"rollback"' in line or '"fork"' in line
-    ]
-    parts = lineage.line(lineage.nodes(where))
+    abandoned = sorted(p.name.rpartition("-")[0] for p in run.glob("*/abandoned/*"))
+    journal = (run / "journal.jsonl").read_text().splitlines()
+    entries = sum('"rollback"' in line or '"fork"' in line for line in journal)
     leftovers = [p.name for p in run.glob("*.json") if p.name != "status.json" and p.name[0] != "."]
-    files = {
-        name: content for name, content in tree(run).items() if name.endswith((".toml", ".distcp", "metrics.jsonl"))
-    }
+    files = sorted(Path(name).name for name in tree(run) if name.endswith((".toml", ".distcp", "metrics.jsonl")))
     steps = [record.step for record in read_metrics(where)]
-    return (
-        names,
-        len(journal),
-        parts,
-        leftovers,
-        sorted(Path(name).name for name in files),
-        steps,
-        str(overrides.read(where)),
-    )
+    parts = lineage.line(lineage.nodes(where))
+    return abandoned, entries, parts, leftovers, files, steps, str(overrides.read(where))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +223,8 @@ def test_a_start_finishes_an_interrupted_rollback(lab: Any, copy: tuple[Path, Pa
     while not (run / "rollback.json").exists():
         assert killed_at(lambda: rollback(RunDir(run), 12, changes=["optimizer.lr=0.005"]), operation)
         operation += 1
-    assert "under way" in refused(lambda: fork(RunDir(run), 6, lab.path / "new"))
+    with pytest.raises(BusyError, match="under way"):
+        fork(RunDir(run), 6, lab.path / "new")
     output = lab.train(config, f"run.dir={run}")
     assert "finished the rollback" in output
     assert helpers.journal(run, "resume")[-1]["step"] == 12
@@ -333,12 +280,6 @@ def test_a_flipped_override_is_no_declared_change(lab: Any, copy: tuple[Path, Pa
     lab.train(config, f"run.dir={run}", flags=("--allow", "optimizer.lr"))
 
 
-def refused(act: Callable[[], object]) -> str:
-    with pytest.raises(BusyError) as caught:
-        act()
-    return str(caught.value)
-
-
 # ---------------------------------------------------------------- fork
 
 
@@ -365,7 +306,7 @@ def test_a_fork_lives_without_its_parent(
 
 @pytest.mark.slow
 def test_a_fork_to_another_file_system_is_a_verified_copy(
-    lab: Any, copy: tuple[Path, Path], small_disk: Callable[[str], Path], helpers: Any, run_command: Run
+    lab: Any, copy: tuple[Path, Path], small_disk: Disk, helpers: Any, run_command: Run
 ) -> None:
     _, run = copy
     disk = small_disk("8m")
@@ -381,180 +322,6 @@ def test_a_fork_to_another_file_system_is_a_verified_copy(
     (disk / "hog").unlink()
     lab.train(disk / "new/config.toml")
     assert helpers.metrics(disk / "new")[12]["cursor"] == 120  # samples 96 to 111 of steps 13 and 14 are skipped
-
-
-# ---------------------------------------------------------------- any order, with kills
-
-
-class Simulation:
-    """A run directory in which training is written instead of done, and its expected kept line."""
-
-    def __init__(self, trained: Path, path: Path, seed: int) -> None:
-        self.rng, self.path, self.run, self.forks, self.marks = random.Random(seed), path, RunDir(path / "run-0"), 0, 0
-        self.run.path.mkdir(parents=True)
-        config = load(trained / "config.toml", [f"run.dir={json.dumps(str(self.run.path))}"])
-        replace_file(self.run.config, config.to_toml())
-        self._identity = identity(config, open_packer(config))
-        self.kept: list[tuple[int, int]] = []
-
-    def train(self) -> None:
-        """A start: continues from the newest checkpoint, saves at multiples of 5, dies somewhere after."""
-        store = Store(self.run.checkpoints)
-        with hold(self.run, "training"):
-            finish(self.run)
-            newest, segment = store.newest(), self.run.new_segment()
-            step = newest.step if newest else 0
-            if self.rng.random() < 0.2:
-                return  # before it had a state
-            parent = newest.manifest().segment if newest else None
-            lineage.record(segment, parent=parent, step=step, kind="start")
-            del self.kept[step:]
-            lines = []
-            for _ in range(self.rng.randrange(1, 13)):
-                step, self.marks = step + 1, self.marks + 1
-                self.kept.append((step, self.marks))
-                lines.append(json.dumps(records.metric(step, documents=self.marks, segment=int(segment.name))) + "\n")
-                if step % 5 == 0:
-                    self._save(store, step, int(segment.name))
-            (segment / "metrics.jsonl").write_text("".join(lines))
-
-    def _save(self, store: Store, step: int, segment: int) -> None:
-        state = TrainState(step, step * 8, step * 8, 8)
-        text = state.to_json(identity=self._identity, tokens=step * 256, world=records.WORLD)
-        files = {TRAIN_STATE: text.encode(), CONFIG: self.run.config.read_bytes()}
-        records.commit(store, step, files, verified=False, segment=segment)
-        journal = Journal(self.run, segment)
-        journal.write("checkpoint", "", step=step)
-        journal.close()
-
-    def branch(self, verb: str) -> None:
-        """A rollback or fork to any checkpoint, killed somewhere or not, then repeated."""
-        steps = [checkpoint.step for checkpoint in Store(self.run.checkpoints).scan()]
-        if not steps:
-            return
-        step, last = self.rng.choice(steps), len(self.kept)
-        skip = (step + 1, last) if last > step and self.rng.random() < 0.5 else None
-        lr = [f"optimizer.lr={self.rng.randrange(20, 90) / 10000}"]
-        self.forks += verb == "fork"
-        target = self.path / f"run-{self.forks}"
-
-        def act() -> object:
-            if verb == "rollback":
-                return rollback(self.run, step, changes=lr, skip_steps=skip)
-            return fork(self.run, step, target, changes=lr, skip_steps=skip)
-
-        before = tree(self.run.path)
-        if killed_at(act, self.rng.randrange(1, 50)) and not target.exists() * (verb == "fork"):
-            if verb == "rollback" and self.run.rollback.exists() and self.rng.random() < 0.5:
-                with hold(self.run, "training"):
-                    finish(self.run)
-            else:
-                act()
-        if verb == "fork":
-            assert tree(self.run.path) == before
-            self.run = RunDir(target)
-        del self.kept[step:]
-        settled = overrides.read(self.run)
-        assert lr[0] in settled.set, settled
-        assert skip is None or any(s.first <= step * 8 and last * 8 <= s.stop for s in settled.skip), settled
-
-    def check(self) -> None:
-        """One consistent lineage."""
-        assert [(record.step, record.documents) for record in read_metrics(self.run)] == self.kept
-        checkpoints = Store(self.run.checkpoints).scan()
-        assert all(c.problem is None and c.step <= len(self.kept) for c in checkpoints)
-        parts = lineage.line(lineage.nodes(self.run))
-        assert all(lineage.holds(parts, c.manifest().segment, c.step) for c in checkpoints)
-        assert missing(self.run) is None  # what the record says was saved on the kept line is there
-        assert not self.run.rollback.exists() and not self.run.lock.exists()
-        assert not list(self.path.glob("*.forking"))
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
-def test_rollbacks_and_forks_in_any_order_leave_one_lineage(trained: Path, tmp_path: Path, seed: int) -> None:
-    simulation = Simulation(trained, tmp_path, seed)
-    branches = 0
-    while branches < 20:
-        simulation.train()
-        simulation.check()
-        if simulation.rng.random() < 0.6 and Store(simulation.run.checkpoints).scan():
-            simulation.branch(simulation.rng.choice(["rollback", "rollback", "fork"]))
-            simulation.check()
-            branches += 1
-
-
-# ---------------------------------------------------------------- one writer
-
-
-def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: Any, run_command: Run) -> None:
-    config, run = lab.config(train={"duration": "9000 steps"}, checkpoint={"every": "5 steps"}), lab.path / "run"
-    first = lab.start(config, ranks=2)
-    helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a checkpoint")
-    output = lab.train(config, ranks=2, expect=78)
-    assert f"held by training on host {os.uname().nodename}, pid {first.ranks[0].pid}, since 20" in output
-    assert "(segment 1, step " in output and output.count("error:") == 1
-    refused = run_command(CLI, "rollback", run, "--to", 5)
-    assert refused.returncode == 78 and f"pid {first.ranks[0].pid}" in refused.stderr
-    step = Store(run / "checkpoints").scan()[-1].step
-    forked = run_command(CLI, "fork", run, "--at", step, lab.path / "new")  # a live run may be forked
-    assert forked.returncode in (0, 78) and (forked.returncode == 0 or "checkpoint" in forked.stderr), forked.stderr
-    assert [p.name for p in (run / "segments").iterdir()] == ["0001"]
-    first.kill()
-    first.wait()
-    second = lab.start(config, ranks=2)
-    helpers.wait_for(lambda: helpers.journal(run, "resume"), what="a start after kill -9")
-    held = lease.read(run / "lock.json")
-    assert held is not None
-    state_files.write(run / "lock.json", {**held.model_dump(), "token": "x"})  # frozen, taken
-    assert second.wait() == [78, 78] and "lost the lock" in second.output()
-    assert (run / "lock.json").exists()  # it belongs to the other
-
-
-@pytest.mark.quick
-def test_locks_of_other_hosts_are_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir(tmp_path)
-    run.lock.write_text(
-        json.dumps({"token": "t", "host": "elsewhere", "pid": 5, "purpose": "training", "time": "then"})
-    )
-    os.utime(run.lock, (1, 1))  # its clock may be wrong: only changes count
-    lock = RunLock(run, "rollback", silent=50)
-    assert not lock.attempt() and not lock.attempt()
-    assert "waiting up to 50s" in capsys.readouterr().out
-    os.utime(run.lock, (2, 2))
-    assert "held by training on host elsewhere, pid 5, since then" in refused(lock.attempt)
-    with hold(run, "rollback", silent=0.2) as held:  # silent: taken over
-        held.check()
-        assert "held by rollback" in refused(RunLock(run, "fork").attempt)
-    assert not run.lock.exists()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("how", ["gone", "zombie", "another process"])
-def test_a_dead_holder_on_this_host_is_taken_over_at_once(tmp_path: Path, how: str) -> None:
-    run = RunDir(tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    holder = f"""
-from fsdp_pretrain.record import files, lease
-import json, os, pathlib
-os.getpid = lambda: {child.pid}
-pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **lease.this_process()}}))
-"""
-    root = Path(__file__).resolve().parent.parent
-    subprocess.run([sys.executable, "-c", holder], check=True, cwd=root)
-    assert "pid" in refused(RunLock(run, "rollback").attempt)
-    content = json.loads(run.lock.read_text())
-    assert content["pid"] == child.pid
-    if how == "another process":
-        run.lock.write_text(json.dumps({**content, "process_started": content["process_started"] - 500}))
-    else:
-        child.kill()
-        until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, what="a zombie")
-        if how == "gone":
-            child.wait()
-    with hold(run, "rollback"):
-        pass
-    child.kill()
-    child.wait()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fsdp_pretrain.watchdog.detectors.cusum import Pace, PaceChange
+from fsdp_pretrain.watchdog.detectors.cusum import PaceChange, PaceCusum
 
 
 def noise(seed: int, steps: int, sd: float = 0.01) -> np.ndarray:
@@ -31,7 +31,7 @@ def noise(seed: int, steps: int, sd: float = 0.01) -> np.ndarray:
 
 
 def changes(times: np.ndarray, phases: list[int] | None = None) -> list[PaceChange]:
-    pace = Pace()
+    pace = PaceCusum()
     found = [pace.add(n, float(t), phases[n] if phases else None) for n, t in enumerate(times)]
     return [change for change in found if change]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Run
 from pydantic import TypeAdapter
 
 from fsdp_pretrain import models
@@ -27,7 +26,6 @@ from fsdp_pretrain.plan.flops import feed_forward, flops_per_token, hardware_flo
 from fsdp_pretrain.plan.plan import count_parameters
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -177,12 +175,7 @@ def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None
     ids=["tr8-104b", "glm-130b"],
 )  # fmt: skip
 def test_recipes(
-    run_command: Run,
-    recipe: str,
-    options: list[str],
-    parameters: int,
-    markers: dict[str, int],
-    warned: list[str],
+    run_command: Run, recipe: str, options: list[str], parameters: int, markers: dict[str, int], warned: list[str]
 ) -> None:
     done = run_command("fsdp_pretrain.cli", "plan", ROOT / f"configs/runs/{recipe}.toml", *options, "--json")
     assert done.returncode == 0, done.stderr
@@ -244,7 +237,7 @@ def test_a_rank_that_does_not_fit() -> None:
     result = plan.plan(config, 128, device="NVIDIA A100-SXM4-40GB")
     assert "has 40 GiB: shard over more" in result.warnings[-1]
     unknown = plan.plan(config, 128, device="NVIDIA A9000")
-    assert "the memory of a device 'NVIDIA A9000' is not on file" in unknown.warnings[-1]
+    assert "the memory of a device 'NVIDIA A9000' is not known" in unknown.warnings[-1]
     shown = plan.render(result)
     assert "12.6 GiB per rank for parameters, gradients and optimiser" in shown and "of 40 GiB at the" in shown
     assert result.world is not None

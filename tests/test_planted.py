@@ -89,8 +89,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> dict[str,
 
 
 @pytest.fixture(
-    scope="module",
-    params=["bpe", "sentencepiece", *(pytest.param(name, marks=pytest.mark.slow) for name in REAL)],
+    scope="module", params=["bpe", "sentencepiece", *(pytest.param(name, marks=pytest.mark.slow) for name in REAL)]
 )
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, trained: Any) -> Bench:
     name = request.param
@@ -195,8 +194,7 @@ PLANTS: dict[str, Plant] = {
         lambda docs, b: trailing([[*docs[0], b.eod, *docs[1]], *docs[2:]], b), {"separator-inside": 1}, "trailing"
     ),
     "joined by two": Plant(
-        lambda docs, b: [[*docs[0], b.eod, b.eod, *docs[1]], *docs[2:]],
-        {"separator-inside": 1, "separator-doubled": 1},
+        lambda docs, b: [[*docs[0], b.eod, b.eod, *docs[1]], *docs[2:]], {"separator-inside": 1, "separator-doubled": 1}
     ),
     "one in ten lacks the trailing one": Plant(
         lambda docs, b: every(10, lambda d: d[:-1], trailing(docs, b)), {"separator-missing": TENTH}, "trailing"

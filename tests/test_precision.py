@@ -142,8 +142,8 @@ def test_a_change_to_fp16_starts_the_scale_and_says_so(module_lab: Any, fp16: Pa
     run = module_lab.path / "fp32"
     longer = ("train.duration=6 steps", "train.loss_scale.first=1024")
     module_lab.train(fp16, f"run.dir={run}", *longer, flags=("--allow", "train", "--allow", "optimizer.decay"))
-    (told,) = helpers.journal(run, "loss-scale")
-    assert told["step"] == 4 and "1024" in told["text"]
+    (entry,) = helpers.journal(run, "loss-scale")
+    assert entry["step"] == 4 and "1024" in entry["text"]
     assert [record["loss_scale"] for record in helpers.metrics(run)[4:]] == [1024.0] * 2
 
 

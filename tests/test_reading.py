@@ -139,8 +139,8 @@ def test_the_mirror_gives_the_same_samples_and_both_files_are_named(
     notices = [
         notice for corpus in packer.corpora.values() for notice in corpus.places.take_notices() if str(mirror) in notice
     ]
-    said = capfd.readouterr().err
-    assert len(notices) == 1 and notices[0] in said
+    output = capfd.readouterr().err
+    assert len(notices) == 1 and notices[0] in output
     assert str(corpus / "shards/shard-1") in notices[0] and str(mirror / "shards/shard-1") in notices[0]
 
 
@@ -164,7 +164,7 @@ def test_a_mirror_that_fails_too_is_an_error_about_the_mirror(corpus: Path, mirr
 
 @pytest.mark.quick
 def test_a_mirror_of_another_corpus_is_refused(corpus: Path, mirror: Path, shared_corpus: Path) -> None:
-    with pytest.raises(DataError, match="is no copy of"):
+    with pytest.raises(DataError, match="is not a copy of"):
         open_packer(corpus, shared_corpus / "corpus")
     (mirror / "manifest.json").unlink()
     with pytest.raises(DataError, match="is not a corpus"):
@@ -244,8 +244,8 @@ def on(path: Path, timeout: str = "3 s", mirror: str | None = None, **more: Any)
 def test_a_run_on_a_hanging_shard_ends_on_every_rank(lab: Any, corpus: Path, suffix: str, ranks: int) -> None:
     pipe = hang(corpus / f"shards/shard-3{suffix}")
     config = lab.config(data=on(corpus, prefetch=0 if suffix == ".idx" else 4))
-    said = lab.train(config, ranks=ranks, expect=75)
-    assert f"{pipe} did not answer for 3 s" in said and "Traceback" not in said
+    output = lab.train(config, ranks=ranks, expect=75)
+    assert f"{pipe} did not answer for 3 s" in output and "Traceback" not in output
     intent = json.loads((lab.path / "run/segments/0001/exit_intent.json").read_text())
     assert intent["code"] == 75 and str(pipe) in intent["reason"]
 
@@ -266,8 +266,8 @@ def test_one_rank_alone_ends_the_run_on_all_and_the_mirror_carries_it_on(
     )
     lab.train(lab.config("whole", data=on(mirror)), ranks=2)
     pipe = hang(corpus / f"shards/{name}.bin")
-    said = lab.train(lab.config(data=on(corpus, prefetch=0)), "checkpoint.every=1 steps", ranks=2, expect=75)
-    assert "Traceback" not in said
+    output = lab.train(lab.config(data=on(corpus, prefetch=0)), "checkpoint.every=1 steps", ranks=2, expect=75)
+    assert "Traceback" not in output
     (stop,) = helpers.journal(lab.path / "run", "stop")
     assert stop["text"].startswith("exit 75: rank 1:") and str(pipe) in stop["text"]
     assert helpers.metrics(lab.path / "run")[-1]["step"] == step  # later steps are not recorded

@@ -162,8 +162,8 @@ def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
     """Fault matrix 51: a mount point that lost its mount stays empty, whatever this process writes."""
     monkeypatch.setattr(run_id, "_bound", {})
     run = RunDir(tmp_path / "run")
-    known = run_id.give(run.path)
-    assert run_id.give(run.path) == known
+    known = run_id.assign(run.path)
+    assert run_id.assign(run.path) == known
     run_id.bind(run.path, known)
     run.new_segment()
     WRITERS[writer](run)  # while it exists
@@ -171,7 +171,7 @@ def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
     if left != "nothing":
         run.path.mkdir()
     if left == "another run":
-        run_id.give(run.path)
+        run_id.assign(run.path)
     before = sorted(tmp_path.rglob("*"))
     if writer == "journal":
         WRITERS[writer](run)
@@ -189,13 +189,13 @@ def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> No
     run, note = RunDir(tmp_path / "run"), tmp_path / "notes/seen.json"
     first = LauncherMemory(note)
     first.check(run.path, lambda: 0)  # nothing was seen
-    first.remember(run_id=run_id.give(run.path))
+    first.remember(run_id=run_id.assign(run.path))
     first.remember(segment=3, checkpoint=40)
     LauncherMemory(note, active=False).remember(segment=9)
     second = LauncherMemory(note)
     assert second.seen == first.seen
     second.check(run.path, lambda: 3)
-    with pytest.raises(RunGoneError, match="its newest segment is 2, but segment 3 has been there"):
+    with pytest.raises(RunGoneError, match="its newest segment is 2, but segment 3 existed"):
         second.check(run.path, lambda: 2)
     (run.path / "run_id").unlink()
     with pytest.raises(RunGoneError, match="the directory is empty"):
@@ -277,8 +277,8 @@ def test_an_exit_code_means_one_state(tmp_path: Path, code: int, state: str) -> 
     record = recorder(run)
     record.status(force=True, state="running")
     exit_intent.write(run, record.segment, code, "so it was")
-    told = json.loads(run.status.read_text())
-    assert (told["state"], told["exit_intent"]) == (state, {"code": code, "reason": "so it was"})
+    written = json.loads(run.status.read_text())
+    assert (written["state"], written["exit_intent"]) == (state, {"code": code, "reason": "so it was"})
     record.status(force=True, **ended(code, "so it was"))
     assert json.loads(run.status.read_text())["state"] == state
 
@@ -299,8 +299,8 @@ def test_the_cause_of_an_end_replaces_what_it_led_to(tmp_path: Path) -> None:
     ("fields", "level", "text"),
     [
         ({"state": "running"}, OK, ""),
-        ({"state": "running", "pid": 2**22 + 1}, ALERT, "is gone without saying why"),
-        ({"state": "running", "heartbeat": "2020-01-01T00:00:00.000Z"}, ALERT, "no sign of life"),
+        ({"state": "running", "pid": 2**22 + 1}, ALERT, "exited without reporting a reason"),
+        ({"state": "running", "heartbeat": "2020-01-01T00:00:00.000Z"}, ALERT, "no heartbeat"),
         ({"state": "failed", "exit_intent": {"code": 93, "reason": "disk"}}, ALERT, "exit 93: disk"),
         (
             {"state": "stopped", "exit_intent": {"code": 75, "reason": "SIGTERM"}},

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import CLI
 from released import ARCHIVES, unpack
 
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import last_records, read_metrics
 from fsdp_pretrain.record.state_files import is_sealed
-
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.xz"))
@@ -67,9 +66,8 @@ def test_its_evaluations_are_shown(release: Path, run_command: Any) -> None:
 
 def test_it_is_acknowledged_forked_and_exported(copy: Path, tmp_path: Path, run_command: Any) -> None:
     assert run_command(CLI, "ack", copy, "rank-died").returncode == 0
-    assert (
-        run_command(CLI, "alarms", copy).returncode == 2 and "acknowledged" in run_command(CLI, "alarms", copy).stdout
-    )
+    shown = run_command(CLI, "alarms", copy)
+    assert shown.returncode == 2 and "acknowledged" in shown.stdout
     for arguments in (
         ("fork", copy, "--at", 16, tmp_path / "new"),
         ("checkpoints", copy, "export", 16, tmp_path / "hf"),
@@ -102,8 +100,8 @@ def test_it_goes_on_where_it_was(release: Path, copy: Path, lab: Any, helpers: A
         assert record["loss"]["sum"] == pytest.approx(old["loss"]["sum"], rel=1e-5)  # to the bit on the same machine
     sealed = {item.step: is_sealed(item.path / MANIFEST) for item in Store(copy / "checkpoints").scan()}
     assert sealed[last.step] and all(item.problem is None for item in Store(copy / "checkpoints").scan())
-    told = helpers.wait_for(lambda: helpers.journal(copy, "alarm")[1:], what="the end of the alarm of before")
-    assert [(entry["key"], entry["state"]) for entry in told] == [("rank-died", "resolved")]
+    entries = helpers.wait_for(lambda: helpers.journal(copy, "alarm")[1:], what="the end of the alarm of before")
+    assert [(entry["key"], entry["state"]) for entry in entries] == [("rank-died", "resolved")]
 
 
 def test_a_rollback_that_it_decided_is_carried_out(

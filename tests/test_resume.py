@@ -6,14 +6,13 @@ import contextlib
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from processes import CLI, Run
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from data.packing.opening import open_packer
@@ -42,9 +41,6 @@ from fsdp_pretrain.lineage.rollback import rollback
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.watchdog.status import inspect
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module")
@@ -198,11 +194,7 @@ def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(
     trained_config: Path, shared_corpus: Path
 ) -> None:
     sections = {key for key in schema_keys() if "." not in key}
-    assert {class_of(key) for key in schema_keys() if key not in sections - set(CLASSES)} == {
-        FREE,
-        DECLARED,
-        FORBIDDEN,
-    }
+    assert {class_of(key) for key in schema_keys() if key not in sections - set(CLASSES)} == {FREE, DECLARED, FORBIDDEN}
     assert set(CLASSES) <= set(schema_keys())
     config = load(trained_config)
     compared = identity(config, open_packer(config)).model_dump()
@@ -263,7 +255,7 @@ checkpoint = {{ every = "10 steps" }}
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("optimizer.lrr", "did you mean 'optimizer.lr'?"),
         ("model", "no resume may change this"),
@@ -271,8 +263,8 @@ checkpoint = {{ every = "10 steps" }}
         ("data.objective.row", "no resume may change this"),
     ],
 )
-def test_what_cannot_be_allowed(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_what_cannot_be_allowed(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         read_allowed([name, "optimizer", "train.batch_ramp.by", "data", "parallel.shard"])
 
 

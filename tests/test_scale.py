@@ -12,7 +12,7 @@ import torch
 from data.packing.loader import Loader
 from data.packing.packer import Packer
 from data.packing.position import Position
-from data.simulate import prove_shares, simulated_corpus
+from data.simulate import check_shares, simulated_corpus
 from fsdp_pretrain.config.schedule import BatchSchedule, share_of
 
 ARGUMENTS = ["data.cli", "bench", "--json", "--simulate"]
@@ -29,12 +29,12 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
 @pytest.mark.quick
 def test_the_proof_of_shares_can_fail(packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = int(packer.epoch_samples["a"])
-    assert prove_shares(packer, samples, 64, np.random.default_rng(1), steps=6) == 6
+    assert check_shares(packer, samples, 64, np.random.default_rng(1), steps=6) == 6
     source = packer._sources[0]
     start_of = source.start_of
     monkeypatch.setattr(source, "start_of", lambda index: start_of(index - index % 2))
     with pytest.raises(AssertionError, match="same place"):
-        prove_shares(packer, samples, 64, np.random.default_rng(1), steps=6)
+        check_shares(packer, samples, 64, np.random.default_rng(1), steps=6)
 
 
 @pytest.mark.quick

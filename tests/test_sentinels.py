@@ -18,8 +18,8 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.operations import SentinelSection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import StepRecord
-from fsdp_pretrain.watchdog.agent.registry import sensors
-from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariants
+from fsdp_pretrain.watchdog.agent.registry import build_detectors
+from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 Records = list[dict[str, Any]]
@@ -43,15 +43,15 @@ def records(module_lab: Any, helpers: Any) -> Records:
 
 def judge(records: Records, tmp_path: Path, **changes: Any) -> list[tuple[str, str, int | None]]:
     """Alarms as (key, severity, step), in order."""
-    told: list[tuple[str, str, int | None]] = []
+    reported: list[tuple[str, str, int | None]] = []
     alarms = Alarms(
-        tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.severity.name, alarm.step))
+        tmp_path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.severity.name, alarm.step))
     )
     values = {"rates": {}, "row": 32, "causal": True, "max_quarantined": 1e-4, **changes}
-    detector = DataInvariants(alarms, SentinelSection(), **values)
+    detector = DataInvariantDetector(alarms, SentinelSection(), **values)
     for record in records:
         detector.step(parsed(record))
-    return told
+    return reported
 
 
 def test_a_sound_run_is_silent(records: Records, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_told(
 def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_path: Path) -> None:
     """Also of a document that spans many samples and ends in none of them."""
     alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
-    detector = DataInvariants(alarms, SentinelSection(), rates={}, row=32, causal=True, max_quarantined=1e-4)
+    detector = DataInvariantDetector(alarms, SentinelSection(), rates={}, row=32, causal=True, max_quarantined=1e-4)
     for record in records[:3]:
         detector.step(parsed({**record, "documents": 0, "separators": 0, "quarantined": record["batch"]}))
     (alarm,) = [alarm for alarm in alarms if alarm.key == "data-quarantined"]
@@ -199,10 +199,10 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
         ids = np.fromfile(path, dtype="<u2")
         np.where((ids > 10) & (ids < 500), ids + 1, ids).astype("<u2").tofile(path)
     lab.train(config)
-    run, told = RunDir(lab.path / "run"), []
-    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: told.append((alarm.key, alarm.step)))
-    found = sensors(load(run.config), alarms, segment=2)
+    run, reported = RunDir(lab.path / "run"), []
+    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.step)))
+    found = build_detectors(load(run.config), alarms, segment=2)
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:
             detector.step(parsed(record))
-    assert [(key, step) for key, step in told if key.startswith("data-")] == [("data-distance", 62)]
+    assert [(key, step) for key, step in reported if key.startswith("data-")] == [("data-distance", 62)]

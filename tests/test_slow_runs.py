@@ -15,7 +15,7 @@ from endpoint import Endpoint
 from records import step_record
 
 from fsdp_pretrain.config.operations import PaceSection
-from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, Stragglers
+from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
 from fsdp_pretrain.watchdog.heartbeat import page, rank_client
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
@@ -82,15 +82,15 @@ def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, rank
         {"rank": guilty, "step": 0, "kind": "drag", "seconds": 0.018 / blocks, "from": 97, "until": 181},
     ]
     lab.train(slow(249, faults, {"window": window}), ranks=ranks)
-    told = alarms_of(lab, helpers, "straggler")
-    assert [(alarm["key"], alarm["state"]) for alarm in told] == [
+    reported = alarms_of(lab, helpers, "straggler")
+    assert [(alarm["key"], alarm["state"]) for alarm in reported] == [
         (f"straggler/rank-{guilty}", "open"),
         (f"straggler/rank-{guilty}", "resolved"),
     ]
-    assert 8 < told[0]["facts"]["window"] <= 12
+    assert 8 < reported[0]["facts"]["window"] <= 12
     # half of two ranks is the median of both
-    assert told[0]["facts"]["ratio"] == pytest.approx(0.14 if ranks == 2 else 0.32, abs=0.05)
-    assert f"rank {guilty} ({HOST}) needs" in told[0]["summary"] and told[0]["severity"] == "CRIT"
+    assert reported[0]["facts"]["ratio"] == pytest.approx(0.14 if ranks == 2 else 0.32, abs=0.05)
+    assert f"rank {guilty} ({HOST}) needs" in reported[0]["summary"] and reported[0]["severity"] == "CRIT"
 
 
 @pytest.mark.slow
@@ -105,12 +105,12 @@ def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow
         {**usual, "from": 700},
     ]
     assert lab.start(slow(800, faults, {}), ranks=2).wait(550) == [0, 0]
-    told = alarms_of(lab, helpers, "pace")
-    assert [(alarm["key"], alarm["state"]) for alarm in told] == [("pace", "open"), ("pace", "resolved")], told
-    assert 580 < told[0]["step"] <= 580 + (48 if slower == 0.05 else 40)
-    assert told[0]["facts"]["ratio"] == pytest.approx(1 + slower, abs=0.02)
-    assert 560 <= told[0]["facts"]["since"] <= 600
-    assert 700 < told[1]["step"] <= 700 + 6 * 16
+    reported = alarms_of(lab, helpers, "pace")
+    assert [(alarm["key"], alarm["state"]) for alarm in reported] == [("pace", "open"), ("pace", "resolved")], reported
+    assert 580 < reported[0]["step"] <= 580 + (48 if slower == 0.05 else 40)
+    assert reported[0]["facts"]["ratio"] == pytest.approx(1 + slower, abs=0.02)
+    assert 560 <= reported[0]["facts"]["since"] <= 600
+    assert 700 < reported[1]["step"] <= 700 + 6 * 16
 
 
 @pytest.mark.slow
@@ -127,8 +127,8 @@ def test_a_slowdown_that_comes_and_goes_is_three_messages(
         faults.append({**usual, "from": turn + 48, "until": turn + 160, "seconds": 0.2})
     config = slow(1200, faults, {}, watchdog={"enabled": True, "interval": "0.1 s", "notify": {"webhook": {}}})
     assert lab.start(config, ranks=2).wait(550) == [0, 0]
-    told = alarms_of(lab, helpers, "pace")
-    assert [alarm["state"] for alarm in told] == ["open", "resolved"] * len(turns)
+    reported = alarms_of(lab, helpers, "pace")
+    assert [alarm["state"] for alarm in reported] == ["open", "resolved"] * len(turns)
     helpers.wait_for(lambda: len(endpoint.bodies()) >= 3, what="the messages")
     kinds = [body["kind"] for body in endpoint.bodies() if body["key"] == "pace"]
     assert kinds == ["open", "resolved", "flapping"], kinds
@@ -150,20 +150,20 @@ def test_a_slower_restart_names_the_new_hosts(
     best.write_text(json.dumps(content))
     allow = ("--allow", "optimizer.decay")
     lab.train(slow(220, [{**usual, "seconds": 0.24}], {}), ranks=2, flags=allow)
-    told = alarms_of(lab, helpers, "pace")
-    assert [(alarm["key"], alarm["state"]) for alarm in told] == [("pace/restart", "open")]
-    assert told[0]["facts"]["new"] == [HOST] and told[0]["facts"]["gone"] == ["gone-7"]
-    assert f"new since then: {HOST}" in told[0]["summary"] and told[0]["severity"] == "WARN"
-    assert told[0]["facts"]["ratio"] == pytest.approx(1.2, abs=0.02) and told[0]["step"] == 130 + 20 + 64
+    reported = alarms_of(lab, helpers, "pace")
+    assert [(alarm["key"], alarm["state"]) for alarm in reported] == [("pace/restart", "open")]
+    assert reported[0]["facts"]["new"] == [HOST] and reported[0]["facts"]["gone"] == ["gone-7"]
+    assert f"new since then: {HOST}" in reported[0]["summary"] and reported[0]["severity"] == "WARN"
+    assert reported[0]["facts"]["ratio"] == pytest.approx(1.2, abs=0.02) and reported[0]["step"] == 130 + 20 + 64
 
 
 # ---------------------------------------------------------------- records of longer runs
 
 
-def told_of(tmp_path: Path, changes: Callable[[int], dict[str, Any]], steps: int) -> list[tuple[str, int]]:
+def transitions_of(tmp_path: Path, changes: Callable[[int], dict[str, Any]], steps: int) -> list[tuple[str, int]]:
     """(state, step) of the alarms of a run with steps around 100 ms; `changes` may slow, tag or reshape a step."""
-    told = list[tuple[str, int]]()
-    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: told.append((alarm.state, alarm.step or 0)))
+    reported = list[tuple[str, int]]()
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.state, alarm.step or 0)))
     drift = SlowdownDetector(alarms, PaceSection(), tmp_path / "pace.json", [HOST])
     noise = random.Random(5)
     for step in range(1, steps + 1):
@@ -172,7 +172,7 @@ def told_of(tmp_path: Path, changes: Callable[[int], dict[str, Any]], steps: int
         checkpoint = change.pop("checkpoint", 0.0)
         seconds = {"iteration": iteration, "data": 0.0, "forward_backward": iteration, "checkpoint": checkpoint}
         drift.step(step_record(step, world=2, seconds=seconds, **change))
-    return told
+    return reported
 
 
 def bumps(step: int, tagged: bool) -> dict[str, Any]:
@@ -196,15 +196,15 @@ CASES: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {
 def test_what_is_planned_is_no_incident(tmp_path: Path, case: str) -> None:
     """Fault matrix 10, negative controls, each compared with the same slowdown unplanned."""
     changes, unplanned = CASES[case]
-    told = told_of(tmp_path, changes, 3000)
-    assert bool(told) == unplanned, told
+    reported = transitions_of(tmp_path, changes, 3000)
+    assert bool(reported) == unplanned, reported
 
 
 @pytest.mark.quick
 def test_a_slow_decline_is_told_before_it_is_large(tmp_path: Path) -> None:
     """Fault matrix 29: +5% over 5,000 steps: one incident, before the run is 2.75% slower."""
-    told = told_of(tmp_path, lambda step: {"times": 1 + 0.05 * min(1.0, max(0, step - 1000) / 5000)}, 7000)
-    opened = [step for state, step in told if state == "open"]
+    reported = transitions_of(tmp_path, lambda step: {"times": 1 + 0.05 * min(1.0, max(0, step - 1000) / 5000)}, 7000)
+    opened = [step for state, step in reported if state == "open"]
     assert len(opened) == 1 and (opened[0] - 1000) / 5000 * 0.05 < 0.0275
 
 
@@ -212,16 +212,16 @@ def stragglers_of(
     tmp_path: Path, ranks: int, noise: float, slow: dict[int, float], windows: int
 ) -> list[tuple[str, int]]:
     """(key, window) of opened alarms with noisy own times, where from window 20 on some ranks are slower."""
-    told = list[tuple[str, int]]()
+    reported = list[tuple[str, int]]()
     alarms = Alarms(
         tmp_path / "alarms.jsonl",
-        lambda alarm, before: told.append((alarm.key, alarm.facts["window"])) if alarm.state == "open" else None,
+        lambda alarm, before: reported.append((alarm.key, alarm.facts["window"])) if alarm.state == "open" else None,
     )
-    stragglers, random_ = Stragglers(alarms, PaceSection()), random.Random(ranks)
+    stragglers, random_ = StragglerDetector(alarms, PaceSection()), random.Random(ranks)
     for window in range(1, windows + 1):
         own = {rank: 1 + slow.get(rank, 0.0) * (window > 20) for rank in range(ranks)}
-        stragglers.look({r: (HOST, window, each * random_.lognormvariate(0, noise)) for r, each in own.items()})
-    return told
+        stragglers.check({r: (HOST, window, each * random_.lognormvariate(0, noise)) for r, each in own.items()})
+    return reported
 
 
 @pytest.mark.quick

@@ -131,7 +131,7 @@ def test_what_stands_before_a_cut_stays_a_letter_or_digit() -> None:
 
 def test_progress_is_told_part_by_part(shared_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_AT_ONCE", 100)
-    tokenizer, told = Tokenizer.load(shared_corpus / "tokenizer"), list[int]()
+    tokenizer, progress = Tokenizer.load(shared_corpus / "tokenizer"), list[int]()
     text = json.loads((shared_corpus / "train.jsonl").read_text().splitlines()[0])["text"] * 40
-    tokenizer.encode([text], told.append)
-    assert sum(told) == len(text) and len(told) > 5 and max(told) < 200
+    tokenizer.encode([text], progress.append)
+    assert sum(progress) == len(text) and len(progress) > 5 and max(progress) < 200

@@ -6,11 +6,11 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import CLI, Run
 from records import CHECKPOINT, commit, metric
 from released import ARCHIVES, unpack
 
@@ -29,8 +29,6 @@ from fsdp_pretrain.record.metrics import find_step, last_metrics, left_behind, r
 from fsdp_pretrain.record.state_files import FORMAT, DamagedFileError, StateFile
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
-CLI = "fsdp_pretrain.cli"
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +127,7 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
     state_files.write(path, {"number": 3, "of": "a later version with the same format"})
     assert state_files.read(path, Sample) == Sample(number=3)
     sealed = json.loads(path.read_text())
-    for damage, said in (
+    for damage, expected in (
         (b"", "is damaged: it is not JSON"),
         (b"\xff\xfe\x00", "is damaged: it is not JSON"),
         (b"[]", "is damaged"),
@@ -140,7 +138,7 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
         (b'{"number": 3, "format": 3}', f"is of a later version: its format is 3, this program reads up to {FORMAT}"),
     ):
         path.write_bytes(damage)
-        with pytest.raises(DamagedFileError, match=said) as caught:
+        with pytest.raises(DamagedFileError, match=expected) as caught:
             state_files.read(path, Sample)
         assert caught.value.exit == 78 and str(path) in caught.value.cause
         assert state_files.view(path, Sample) is None
@@ -228,7 +226,7 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "expected"),
     [
         (
             ("status",),
@@ -252,14 +250,14 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_strays_stop_no_command(
-    strayed: Path, run_command: Run, arguments: tuple[object, ...], code: int, said: list[str]
+    strayed: Path, run_command: Run, arguments: tuple[object, ...], code: int, expected: list[str]
 ) -> None:
     """Displays ignore and name them; decisions that would depend on them are refused."""
     verb, *more = arguments
     done = run_command(CLI, verb, strayed, *more)
     output = done.stdout + done.stderr
     assert done.returncode == code and "Traceback" not in output, output
-    assert all(text in output for text in said), output
+    assert all(text in output for text in expected), output
 
 
 def without_keys(line: str) -> Iterator[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from processes import Run
 
 from data.corpus.formats import open_file
 from data.corpus.shards import Shard, ShardWriter
@@ -20,7 +19,6 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 DOCUMENTS = [[1 + number % 300] * (number % 5) + [0] for number in range(30)]
 
 
@@ -133,7 +131,7 @@ def shard(tmp_path: Path) -> Path:
 def test_an_index_with_more_than_it_says(shard: Path) -> None:
     index = shard.with_suffix(".idx")
     put(index, index.read_bytes() + b"x")
-    with pytest.raises(DataError, match="the rest is of no document"):
+    with pytest.raises(DataError, match="the rest belongs to no document"):
         Shard(shard)
 
 

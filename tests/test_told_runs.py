@@ -69,9 +69,10 @@ def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers
     )
     run = lab.path / "run"
     job = lab.start(config, ranks=2)
-    told = helpers.wait_for(lambda: helpers.alarms(run, "evaluation/40"), what="the alarm")
-    assert (told[0]["state"], told[0]["severity"]) == ("open", "WARN")
-    assert "the evaluation of step 40 (deadlock)" in told[0]["summary"] and "longer than 4s" in told[0]["summary"]
+    reported = helpers.wait_for(lambda: helpers.alarms(run, "evaluation/40"), what="the alarm")
+    assert (reported[0]["state"], reported[0]["severity"]) == ("open", "WARN")
+    assert "the evaluation of step 40 (deadlock)" in reported[0]["summary"]
+    assert "longer than 4s" in reported[0]["summary"]
     before = steps(run)
     helpers.wait_for(lambda: len(helpers.alarms(run, "evaluation/40")) == 2, what="its end")
     assert helpers.alarms(run, "evaluation/40")[1]["state"] == "resolved"
@@ -123,11 +124,11 @@ def test_numbers_become_alarms(lab: Any, case: str) -> None:
 
     records, expected = CASES[case]
     config = load(lab.config(optimizer={"lr": 1e-3, "min_lr": None, "warmup": None, "curve": "constant"}))
-    health, told = Health(config), list[tuple[str, str, str]]()
+    health, reported = Health(config), list[tuple[str, str, str]]()
 
     def tell(alarm: Alarm, before: Alarm | None) -> None:
         if alarm.severity > Severity.INFO:
-            told.append((alarm.key, alarm.state, alarm.severity.name))
+            reported.append((alarm.key, alarm.state, alarm.severity.name))
             assert numbers.is_written_by_trainer(alarm)  # whose line in the journal is the only one
 
     alarms = Alarms(lab.path / "alarms.jsonl", tell)
@@ -135,4 +136,4 @@ def test_numbers_become_alarms(lab: Any, case: str) -> None:
     for entry in records:
         found = entry.model_copy(update={"health": health.step(entry).findings})
         numbers.step(parsed(json.loads(found.to_line())))
-    assert told == expected
+    assert reported == expected

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from records import step_record
-from test_storage import Disk, Watch, commit, saves, write_journal
+from machines import Disk
+from records import commit, step_record
 from traps import take_space
+from watch import Watch, saves, write_journal
 
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
 from fsdp_pretrain.config.config import Config, load
@@ -30,13 +30,6 @@ pytestmark = pytest.mark.quick
 WARN, CRIT = Severity.WARN, Severity.CRIT
 
 
-@pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    made = Watch(tmp_path)
-    yield made
-    made.looks.replace()
-
-
 def begin(config: Path, **status: Any) -> tuple[Config, RunDir]:
     """A run directory as a start leaves it, with a job that lives on another host."""
     loaded = load(config)
@@ -46,8 +39,7 @@ def begin(config: Path, **status: Any) -> tuple[Config, RunDir]:
     run.config.write_text(loaded.to_toml())
     long_ago = (datetime.now(UTC) - timedelta(days=9)).isoformat().replace("+00:00", "Z")
     state_files.write(
-        run.status,
-        {"state": "running", "host": "elsewhere", "started": long_ago, "heartbeat": now(), **status},
+        run.status, {"state": "running", "host": "elsewhere", "started": long_ago, "heartbeat": now(), **status}
     )
     return loaded, run
 
@@ -95,19 +87,22 @@ def test_whether_it_fits(
 
     checkpoints = saves(watch, run.path, prune=state.prune)
     places = [("checkpoints", run.checkpoints, True)]
-    watch.detectors = [checkpoints, DiskSpaceDetector(watch.alarms, StorageSection(), watch.looks, places, checkpoints)]
+    watch.detectors = [
+        checkpoints,
+        DiskSpaceDetector(watch.alarms, StorageSection(), watch.probes, places, checkpoints),
+    ]
     watch.advance()
     watch.advance(61)
-    said = {alarm.summary: alarm.severity for alarm in watch.alarms}
-    assert list(said.values()) == ([severity] if severity else []) and says in "".join(said)
-    assert {text: level for level, text in inspect(run).problems if "checkpoint" in text} == said
-    assert [text for text in plan.plan(config).warnings if "checkpoint" in text] == list(said)
+    reported = {alarm.summary: alarm.severity for alarm in watch.alarms}
+    assert list(reported.values()) == ([severity] if severity else []) and says in "".join(reported)
+    assert {text: level for level, text in inspect(run).problems if "checkpoint" in text} == reported
+    assert [text for text in plan.plan(config).warnings if "checkpoint" in text] == list(reported)
     if severity is CRIT:
         with pytest.raises(ConfigError) as refused:
             preflight(config, run, "2")
-        assert refused.value.cause in said
+        assert refused.value.cause in reported
     else:
-        assert [text for text in preflight(config, run, "2") if "fit" in text] == list(said)
+        assert [text for text in preflight(config, run, "2") if "fit" in text] == list(reported)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +138,8 @@ def test_whether_it_is_late(
     for step in (*range(101, 165), 100 + steps):
         checkpoints.step(step_record(step, seconds=seconds))
     watch.advance(age)
-    said = [alarm.severity for alarm in watch.alarms if alarm.key == "checkpoint-age"]
-    assert said == ([severity] if severity else [])
-    assert [level for level, text in inspect(run).problems if text.startswith("no checkpoint was verified for")] == said
+    reported = [alarm.severity for alarm in watch.alarms if alarm.key == "checkpoint-age"]
+    assert reported == ([severity] if severity else [])
+    assert [
+        level for level, text in inspect(run).problems if text.startswith("no checkpoint was verified for")
+    ] == reported

@@ -6,13 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from processes import Run
 
 from data.corpus.corpus import Vocabulary, read_manifest
 from data.text.tokenizer import Tokenizer
@@ -24,7 +24,6 @@ from data.validate.validate import validate
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")

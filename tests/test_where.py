@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from processes import Run
 
 from data.packing.loader import Loader
 from data.packing.opening import open_packer
@@ -24,8 +24,6 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError
 from fsdp_pretrain.lineage import provenance
 from fsdp_pretrain.record.files import RunDir
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +127,7 @@ def test_ranks_and_micro_batches_are_those_of_the_loader(trained: Path, steps: l
 
 @pytest.mark.parametrize(
     ("arguments", "indices"),
-    [
-        (["--rank", "3", "--world", "4"], range(45, 48)),
-        (["--step", "11", "--segment", "1", "--sample", "130"], [130]),
-    ],
+    [(["--rank", "3", "--world", "4"], range(45, 48)), (["--step", "11", "--segment", "1", "--sample", "130"], [130])],
 )
 def test_parts_of_a_step(trained: Path, run_command: Run, arguments: list[str], indices: list[int]) -> None:
     done = run_command("fsdp_pretrain.cli", "where", trained, "--step", 4, *arguments, "--json")

@@ -72,6 +72,23 @@ def kill_before(
     before_changes(act)
 
 
+def killed_at(act: Callable[[], object], operation: int) -> bool:
+    """Run `act` in a child that is killed before its n-th file system change; whether it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        kill_before(operation, "open|rename|mkdir|remove|rmdir|link|symlink")
+        try:
+            act()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(3)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0
+
+
 def kill_when_larger(size: int) -> None:
     """Arm a trap: the kernel kills this process in the write that takes any file beyond `size` bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

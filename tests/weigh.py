@@ -46,11 +46,7 @@ def rank(config):
         trainer.optimizer.zero_grad = weigh
         trainer.step()
         moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
-        line = {
-            "parameters": held(trainer.model.parameters()),
-            "gradients": gradients[0],
-            "optimizer": held(moments),
-        }
+        line = {"parameters": held(trainer.model.parameters()), "gradients": gradients[0], "optimizer": held(moments)}
         trainer.optimizer.zero_grad = forget
         # The lowest of several steps: gloo sometimes still holds a buffer when the next is made.
         line["peak"] = min(highest(line["parameters"] + line["optimizer"], trainer.step) for _ in range(4))

@@ -131,7 +131,7 @@ def read_manifest(directory: Path) -> CorpusManifest:
         text = path.read_bytes()
     except FileNotFoundError:
         begun = (directory / "plan.json").exists()
-        unfinished = " (an unfinished one: run the command that makes it again)" if begun else ""
+        unfinished = " (it is unfinished: repeat the command that makes it)" if begun else ""
         raise DataError(
             f"{directory} is not a corpus{unfinished}: it has no manifest.json",
             remedy="make one with `fsdp-data prepare` or `fsdp-data import`",
@@ -247,9 +247,9 @@ class Corpus:
         found = MirroredPlaces([mirror], timeout).read("manifest.json", read_manifest)
         if found.fingerprint != self.manifest.fingerprint:
             raise DataError(
-                f"{mirror} is no copy of {self.directory}: their manifests have different fingerprints "
+                f"{mirror} is not a copy of {self.directory}: their manifests have different fingerprints "
                 f"({found.fingerprint[:12]}, {self.manifest.fingerprint[:12]})",
-                effect="turning to it would change the data in the middle of a run",
+                effect="reading from it would change the data in the middle of a run",
                 remedy="copy the corpus again, or remove the source's mirror from the configuration",
             )
         return found.shards
@@ -263,7 +263,7 @@ class Corpus:
         if xxhash.xxh3_128(raw).hexdigest() != self.manifest.blocks_xxh3:
             raise DataError(
                 f"{path} is not the block table that manifest.json names",
-                effect="samples would be cut at other places than the run expects",
+                effect="samples would begin and end at other tokens than the run expects",
                 remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
             )
         blocks: npt.NDArray[np.int64] = np.load(io.BytesIO(raw), allow_pickle=False)

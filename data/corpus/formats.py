@@ -157,7 +157,7 @@ def detect_format(path: Path) -> Format:
         if path.name.endswith(suffixes):
             return kind
     require_file(path)
-    raise DataError(f"the name of {path} does not tell its format", remedy="say it with --format")
+    raise DataError(f"the format of {path} cannot be told from its name", remedy="say it with --format")
 
 
 def open_file(
@@ -245,7 +245,7 @@ class _ArrowFile:
         if end == last or (self._is_file and behind < max(footer, 10)):
             raise DataError(f"{self._path} is cut off: it has no end marker", remedy=DAMAGED)
         if behind > footer:
-            raise DataError(f"{self._path} goes on behind its end ({behind - footer} bytes)", remedy=DAMAGED)
+            raise DataError(f"{self._path} has {behind - footer} bytes after its end", remedy=DAMAGED)
 
     def chunks(self, size: int) -> Iterator[tuple[Ints, Tokens]]:
         """One chunk per record batch."""
@@ -316,7 +316,7 @@ def _read_npy(path: Path) -> Tokens:
         shown = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "an archive"
         raise DataError(f"{path} is not a one-dimensional array of integers but {shown}")
     if (behind := path.stat().st_size - tokens.offset - tokens.nbytes) != 0:
-        raise DataError(f"{path} has {behind} bytes behind its array", remedy=DAMAGED)
+        raise DataError(f"{path} has {behind} bytes after its array", remedy=DAMAGED)
     return tokens
 
 
@@ -330,7 +330,7 @@ def _read_bin(path: Path, dtype: str) -> Tokens:
     raw = map_file(path).bytes
     if len(raw) % kind.itemsize:
         raise DataError(
-            f"{path} has {len(raw)} bytes, which is no whole number of {dtype}: truncated, or of another type",
+            f"{path} has {len(raw)} bytes, not a whole number of {dtype}: truncated, or of another type",
             remedy="name the type with --dtype",
         )
     return np.frombuffer(raw, kind)

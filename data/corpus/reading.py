@@ -115,7 +115,7 @@ class MirroredPlaces:
             raise ReadTimeoutError(
                 f"{now_reading.get(worker.identity, path)} did not answer for {self._timeout:g} s: the read hangs",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
-                remedy="look at the file system or mount (does `head` read the file?), or name a copy of the corpus as "
+                remedy="check the file system or mount (does `head` read the file?), or name a copy of the corpus as "
                 "the source's mirror; data.read_timeout is how long a read may take",
             ) from None
         finally:

@@ -155,7 +155,7 @@ class Shard:
         if len(index) != expected:
             raise DataError(
                 f"{idx_path} has {len(index)} bytes, its header promises {expected}: "
-                + ("truncated" if len(index) < expected else "the rest is of no document"),
+                + ("truncated" if len(index) < expected else "the rest belongs to no document"),
                 remedy=_ADVICE,
             )
         self.dtype = DTYPES[code]
@@ -224,14 +224,14 @@ class Shard:
         """
         starts, size = self.document_indices, self.dtype.itemsize
         if not self.documents:
-            return "documents of no sequence" if several and starts.any() else ""
+            return "documents without sequences" if several and starts.any() else ""
         lengths = self.lengths.astype(np.int64)
         if int(lengths.min()) < 0:
             return "a document has a negative length"
         if not several and not self.has_single_sequences:
             return "documents of several sequences"
         if not (len(starts) and starts[0] == 0 and starts[-1] == len(lengths) and (np.diff(starts) >= 0).all()):
-            return "documents that are not made of its sequences"
+            return "its documents do not cover its sequences"
         begin = int(self.pointers[0]) if several else 0
         if begin < 0 or begin % size:
             return "the first document begins outside the file or inside a token"
@@ -251,9 +251,9 @@ class Shard:
         wrong |= begins[:-1] % self.dtype.itemsize != 0
         if wrong.any():
             raise DataError(
-                f"the index of {self.prefix} is damaged: document {first + int(wrong.argmax())} does not lie between "
-                "those around it",
-                effect="other tokens would be read than were prepared",
+                f"the index of {self.prefix} is damaged: document {first + int(wrong.argmax())} does not fit "
+                "between its neighbours",
+                effect="the tokens read would not be those that were prepared",
                 remedy=_ADVICE,
             )
 

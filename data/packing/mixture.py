@@ -73,7 +73,7 @@ class MixtureWeight:
         ramps = [(x0, x1) for (x0, y0), (x1, y1) in pairwise(self.points) if y0 != y1]
         if sum(x1 - x0 for x0, x1 in ramps) // GRID > _MOST_CELLS:
             raise DataError(
-                f"a weight ramps from sample {ramps[0][0]:_} to {ramps[-1][1]:_}, longer than can be planned",
+                f"a weight ramps from sample {ramps[0][0]:_} to {ramps[-1][1]:_}, which is too long",
                 remedy="check the units of the points of data.sources.weight",
             )
         parts = [np.array([0, self.start, *(p for p, _ in self.points)], dtype=np.int64)]
@@ -104,7 +104,7 @@ class Mixture:
         empty = np.flatnonzero(self._rates.sum(axis=1) == 0)
         self.capacity = int(self._counts_at(int(self._starts[empty[0]])).sum()) if len(empty) else None
         if self.capacity == 0:
-            raise DataError("no source of the mixture has any weight at its beginning", remedy="see data.sources")
+            raise DataError("all sources of the mixture have weight 0 at its start", remedy="see data.sources")
         self._chunk, self._base = -1, np.zeros(len(weights), np.int64)
         self._sources = self._source_indices = np.empty(0, np.int64)
 
@@ -147,7 +147,7 @@ class Mixture:
     def source_of(self, sample_index: int) -> tuple[int, int]:
         """(source, source index) of a sample; sources are numbered as in `names`. Raises DataError."""
         if sample_index >= LONGEST:
-            raise DataError(f"sample {sample_index:_} is beyond what a mixture can order ({LONGEST:_} samples)")
+            raise DataError(f"sample {sample_index:_} is beyond the longest mixture ({LONGEST:_} samples)")
         if self.capacity is not None and sample_index >= self.capacity:
             raise DataError(
                 f"the mixture ends after {self.capacity:_} samples; sample {sample_index:_} does not exist",

@@ -30,7 +30,7 @@ class Pairs(SourceStream):
         if (documents % 2 != 0).any() or (documents != corpus.blocks[:, 3]).any():
             raise DataError(
                 f"{corpus.directory} declares prompts with answers, but its documents are not in pairs of texts",
-                effect="answers would stand behind the prompts of others",
+                effect="answers would follow the wrong prompts",
                 remedy="run `fsdp-data prepare` with --answer-field again",
             )
         self.block_lengths = documents // 2

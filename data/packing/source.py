@@ -188,7 +188,7 @@ class SourceStream:
             raise DataError(
                 f"{shard.prefix}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
                 f"manifest declares one ({len(wrong)} of the {len(lengths)} documents around it)",
-                effect="the shard changed since it was imported: what would be trained is not what was measured",
+                effect="the shard changed since it was imported: the run would train on tokens that were not checked",
                 remedy="restore the shard, or import the corpus again",
             )
         return starts + (manifest.separators == "leading")

@@ -1,7 +1,7 @@
 """`fsdp-data import`: corpora from files tokenised elsewhere, without tokenising again.
 
 Megatron shards stay where they are and the manifest points to them; other formats are rewritten as new shards without
-separators. What the documents carry is declared, and checked on every token: see `data.validate.measure`.
+separators. What the documents carry is declared, and checked on every token: see `data.validate.checker`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from data.corpus.corpus import CorpusManifest, Separators, Vocabulary, write_cor
 from data.corpus.formats import Format, detect_format, find_token_files, open_file
 from data.corpus.shards import Shard, ShardWriter, file_checksum, token_dtype
 from data.text.tokenizer import Tokenizer
-from data.validate.measure import Judge
+from data.validate.checker import TokenChecker
 from fsdp_pretrain.errors import DataError
 
 from .jobs import Task, claim, describe, gather, make_all, release, write_record
@@ -42,7 +42,7 @@ class ImportOptions:
     """NumPy name of the tokens' type in `bin` files."""
 
 
-def adopt(
+def ingest(
     sources: Sequence[Path],
     tokenizer: Tokenizer,
     out: Path,
@@ -66,7 +66,7 @@ def adopt(
     formats = {options.format or detect_format(file) for file in files}
     for file in files:
         if re.search("[\ud800-\udfff]", str(file)):
-            raise DataError(f"the name of {file} is not UTF-8: no manifest can hold it", remedy="rename it")
+            raise DataError(f"the name of {file} is not UTF-8 and cannot be stored in a manifest", remedy="rename it")
     if "text" in formats:
         raise DataError(f"{files[0]} holds text, not tokens", remedy="make a corpus of it with `fsdp-data prepare`")
     if len(formats) > 1:
@@ -75,7 +75,7 @@ def adopt(
     options = replace(options, format=kind, copy=options.copy or kind != "megatron")
     inside = [file for file in files if out.absolute() in file.parents]
     if inside:
-        raise DataError(f"{inside[0]} lies in the corpus to be made", remedy="choose another --out")
+        raise DataError(f"{inside[0]} is inside the output directory", remedy="choose another --out")
     dtype = token_dtype(tokenizer.vocab_size) if options.copy else _common_dtype(files)
     sizes = [_stat(file, kind).st_size for file in files]
     claim(out, _job(files, tokenizer, options), len(files), overwrite=overwrite)
@@ -85,7 +85,7 @@ def adopt(
     ]
     todo = [task for task in tasks if not task.is_done((".json", ".bin", ".idx") if options.copy else (".json",))]
     try:
-        make_all(adopt_file, tasks, todo, tokenizer, workers, desc="import", disable=quiet or None)
+        make_all(ingest_file, tasks, todo, tokenizer, workers, desc="import", disable=quiet or None)
     except DataError:
         release(out)
         raise
@@ -110,7 +110,7 @@ def _common_dtype(prefixes: Sequence[Path]) -> np.dtype[Any]:
         elif first is not None and shard.dtype != first.dtype:
             problem = f"{prefix} is of {shard.dtype.name}, {first.prefix} of {first.dtype.name}"
         if problem:
-            raise DataError(problem, remedy="pass --copy to write shards of our own")
+            raise DataError(problem, remedy="pass --copy to write new shards")
         first = first or shard
     assert first is not None
     return first.dtype
@@ -143,7 +143,7 @@ def _names(files: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
 
 
-def adopt_file(
+def ingest_file(
     prefix: Path, source: Path, options: ImportOptions, size: int, tokenizer: Tokenizer, report: Any
 ) -> None:
     """Check one file, copy it if asked to, and write its `.json` record, which marks it done.
@@ -154,39 +154,39 @@ def adopt_file(
         size: bytes of the file, for progress.
 
     Raises:
-        DataError: see `adopt`.
+        DataError: see `ingest`.
     """
     kind, declared = options.format, options.separators
     assert kind is not None
     file = open_file(source, kind, tokenizer.eod, dtype=options.dtype, leading=declared == "leading")
-    judge = Judge("", Vocabulary.of(tokenizer), declared, flat=kind in ("npy", "bin"))
+    checker = TokenChecker("", Vocabulary.of(tokenizer), declared, flat=kind in ("npy", "bin"))
     dtype, digest, shown = token_dtype(tokenizer.vocab_size), xxhash.xxh3_128(), 0
     with ShardWriter(prefix, dtype) if options.copy else nullcontext() as writer:
         for run in file.runs():
-            separators = judge.add(run).separators
+            separators = checker.add(run).separators
             if writer is None:
                 digest.update(run.tokens.data)
-            elif judge.holds:
+            elif checker.holds:
                 lengths = run.lengths - separators
                 kept = run.tokens[run.tokens != tokenizer.eod] if separators.any() else run.tokens
                 writer.extend(kept.astype(dtype), lengths[lengths > 0].tolist())
             step = min(run.tokens.nbytes, size - shown)
             report(step)
             shown += step
-        judge.require(str(source), file, tokenizer)
-        entry = writer.finish() if writer else _entry(prefix.name, source, judge, digest.hexdigest())
+        checker.require(str(source), file, tokenizer)
+        entry = writer.finish() if writer else _entry(prefix.name, source, checker, digest.hexdigest())
     report(size - shown)
-    counts = {"documents": judge.documents, "empty": judge.empty, "unterminated": judge.unterminated}
+    counts = {"documents": checker.documents, "empty": checker.empty, "unterminated": checker.unterminated}
     write_record(prefix, {"entry": entry, "counts": counts, "source": str(source)})
 
 
-def _entry(name: str, source: Path, judge: Judge, bin_xxh3: str) -> dict[str, Any]:
+def _entry(name: str, source: Path, checker: TokenChecker, bin_xxh3: str) -> dict[str, Any]:
     """The manifest entry of a shard that stays in place."""
     return {
         "name": name,
         "path": str(source.parent.resolve() / source.name),
-        "documents": judge.documents,
-        "tokens": judge.tokens,
+        "documents": checker.documents,
+        "tokens": checker.tokens,
         "bytes": _stat(source, "megatron").st_size,
         "bin_xxh3": bin_xxh3,
         "idx_xxh3": file_checksum(source.with_name(source.name + ".idx")),
@@ -197,12 +197,12 @@ def summary(manifest: CorpusManifest, out: Path) -> str:
     """The final message of `import`."""
     numbers = manifest.statistics
     where = "in place" if any(entry.path for entry in manifest.shards) else "copied"
-    carried = f"every document carries what was declared: {numbers['declared']}"
+    carried = f"all documents match the declared separators: {numbers['declared']}"
     lines = [f"{out}: {describe(manifest)} ({where}); {carried}"]
     if numbers["empty"]:
         lines.append(f"  {numbers['empty']:_} empty documents, which training leaves out")
     if numbers["unterminated"]:
         lines.append(
-            f"  {numbers['unterminated']:_} files begin or end inside a document, which is kept as one of its own"
+            f"  {numbers['unterminated']:_} files begin or end inside a document, which is kept as a separate document"
         )
     return "\n".join(lines)

@@ -91,7 +91,7 @@ def require_file(path: Path) -> None:
     if path.is_file():
         return
     if path.is_symlink() and not path.exists():
-        raise DataError(f"{path} is a symbolic link to nothing")
+        raise DataError(f"{path} is a broken symbolic link")
     if not path.exists():
         raise DataError(f"there is no file {path}")
     raise DataError(
@@ -116,7 +116,7 @@ def _check_name(path: Path) -> None:
             suffix = ".jsonl" if not end and len(head) == _SNIFFED and head.startswith(b'{"') else None
     if suffix is not None:
         raise DataError(
-            f"{path} looks like {suffix}, but its name does not end so",
+            f"{path} looks like {suffix}, but its name does not end in it",
             effect="it would be read as plain text",
             remedy=f"rename it, or name a symbolic link to it that ends in {suffix}",
         )
@@ -158,11 +158,11 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
         from pyarrow import CompressedInputStream
 
         if not os.fstat(file.fileno()).st_size:
-            raise DataError(f"{path} is empty, which no {path.suffix} file is", remedy=DAMAGED)
+            raise DataError(f"{path} is empty, not a valid {path.suffix} file", remedy=DAMAGED)
         yield io.BufferedReader(CompressedInputStream(file, PACKED[path.suffix]), 1 << 16)
 
 
-class Pieces:
+class BoundedReader:
     """Reads a file from `open_unpacked` whole or by lines; refuses pieces longer than a packed file may hold."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:

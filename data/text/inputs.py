@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp_pretrain.errors import DataError
 
-from .files import DAMAGED, PACKED, Kind, Pieces, kind_of, open_unpacked, parse_json, readable
+from .files import DAMAGED, PACKED, BoundedReader, Kind, kind_of, open_unpacked, parse_json, readable
 
 _OPTIONS = ("--text-field", "--answer-field")
 _EXPANSION = 4
@@ -113,7 +113,7 @@ def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: st
             yield from _read_parquet(path, unit, names)
         elif unit.kind == "text" and not lines:
             with open_unpacked(path) as file:
-                yield _document([Pieces(file, path).rest()], 0)
+                yield _document([BoundedReader(file, path).rest()], 0)
         else:
             for number, line in _read_lines(path, unit):
                 if unit.kind == "text":
@@ -125,7 +125,7 @@ def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: st
 def _read_lines(path: Path, unit: Unit) -> Iterator[tuple[int, bytes]]:
     """(number, line) of the lines that start inside the unit. Numbers count from the unit's start."""
     with open_unpacked(path) as file:
-        whole, pieces = path.suffix in PACKED, Pieces(file, path)
+        whole, pieces = path.suffix in PACKED, BoundedReader(file, path)
         if not whole and unit.start:
             file.seek(unit.start - 1)
             file.readline()  # the line that straddles the start belongs to the previous unit
@@ -169,10 +169,10 @@ def _json_document(line: bytes, number: int, unit: Unit, names: list[str]) -> Do
 def _no_text(record: Any, names: list[str], where: str) -> DataError:
     """Why a JSON value is not a record with texts in these fields."""
     if not isinstance(record, dict):
-        return DataError(f"{where}: {_shown(record)} is no object with fields")
+        return DataError(f"{where}: {_shown(record)} is not a JSON object")
     name, option = next(pair for pair in zip(names, _OPTIONS, strict=False) if not isinstance(record.get(pair[0]), str))
     if name in record:
-        return DataError(f"{where}: field {name!r} is {_shown(record[name])}, which is no text")
+        return DataError(f"{where}: field {name!r} is {_shown(record[name])}, not a string")
     keys = ", ".join(map(_shown, list(record)[:20]))
     return DataError(f"{where}: no field {name!r} (the record has {keys or 'none'})", remedy=_name_it(option))
 
@@ -214,7 +214,7 @@ def _parquet(path: Path) -> Iterator[Any]:
     try:
         if path.suffix in PACKED:
             with open_unpacked(path) as file:
-                yield parquet.ParquetFile(pyarrow.BufferReader(Pieces(file, path).rest()))
+                yield parquet.ParquetFile(pyarrow.BufferReader(BoundedReader(file, path).rest()))
         else:
             with parquet.ParquetFile(path) as file:
                 yield file

@@ -55,7 +55,7 @@ class Tokenizer(ABC):
             asked = (
                 f"the tokenizer {path} has no token {eod!r}"
                 if eod is not None
-                else f"{path} does not say which token separates documents"
+                else f"{path} does not define the token that separates documents"
             )
             names = ", ".join(list(self.specials.values())[:8])
             raise DataError(asked, remedy=f"name one with --eod; its special tokens: {names or 'none'}")
@@ -244,6 +244,6 @@ def _probe(tokenizer: Tokenizer) -> None:
             names = ", ".join(f"{number} {tokenizer.specials[number]!r}" for number in slipped[:4])
             raise DataError(
                 f"{tokenizer.path} produces special tokens by itself ({names}) when it encodes {text[:60]!r}",
-                effect="documents would carry separators that the packer does not know of: doubled separators",
+                effect="documents would have separators from the tokenizer and from the packer",
                 remedy="declare those tokens as control (sentencepiece) or special (tokenizers), or name another --eod",
             )

@@ -106,11 +106,11 @@ CATALOGUE: dict[str, FindingKind] = {
     ),
     "degenerate-documents": _warning(
         "long documents of one token, or of one short passage over and over",
-        "filter them out of the input: a few of them can upset training",
+        "filter them out of the input: a few of them can destabilise training",
     ),
     "divergent-shard": _warning(
         "ids are distributed unlike those of the other files: another vocabulary, or another language",
-        "pass --tokenizer to have it decided by decoding; otherwise look at the file",
+        "pass --tokenizer to decide it by decoding, or inspect the file",
         unit="files",
     ),
 }

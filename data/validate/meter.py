@@ -17,8 +17,8 @@ from data.corpus.formats import Ints, Run
 from data.text.documents import SAMPLE_TOKENS, agreements, degenerate, document_hashes, suspects
 from data.text.tokenizer import Tokenizer
 
+from .checker import TokenChecker
 from .findings import EXAMPLES, Findings
-from .measure import Judge
 
 LONGEST = 100
 """Longest documents kept of a file; no more than these can each be a hundredth of a corpus."""
@@ -38,7 +38,7 @@ class Measurement:
         longest: (tokens, document) of the `LONGEST` longest.
         unigrams: int64 [vocabulary], counts of sampled tokens; empty if the file could not be measured.
         hashes: (number of the first document, uint64 [documents]) of each run.
-        specials: see `Judge.specials`.
+        specials: see `TokenChecker.specials`.
         agreement: of each sampled document with its re-encoding; see `data.text.documents.agreements`.
     """
 
@@ -54,47 +54,49 @@ class Measurement:
 
 
 class Meter:
-    """Measures the runs of one file, beyond what its judge checks.
+    """Measures the runs of one file, beyond what its `TokenChecker` checks.
 
     `tokenizer` encodes sampled documents again; `thin` samples the unigrams of a large file instead of counting all.
     """
 
-    def __init__(self, judge: Judge, vocabulary: Vocabulary, tokenizer: Tokenizer | None, *, thin: bool) -> None:
-        self._judge, self._vocabulary, self._tokenizer = judge, vocabulary, tokenizer
+    def __init__(
+        self, checker: TokenChecker, vocabulary: Vocabulary, tokenizer: Tokenizer | None, *, thin: bool
+    ) -> None:
+        self._checker, self._vocabulary, self._tokenizer = checker, vocabulary, tokenizer
         self._stride = _UNIGRAM_STRIDE if thin else 1
         self._samples: list[list[int]] = []
-        self._result = Measurement(self._judge.findings, unigrams=np.zeros(vocabulary.size, dtype=np.int64))
+        self._result = Measurement(self._checker.findings, unigrams=np.zeros(vocabulary.size, dtype=np.int64))
 
     def add(self, run: Run) -> None:
         """Measure one run."""
         result, tokens, size = self._result, run.tokens, self._vocabulary.size
-        judged = self._judge.add(run)
-        short = np.flatnonzero(judged.text == 1)
-        self._judge.count(run, "one-token-documents", short, run.starts[short])
+        checked = self._checker.add(run)
+        short = np.flatnonzero(checked.text == 1)
+        self._checker.count(run, "one-token-documents", short, run.starts[short])
         self._add_lengths(run)
         result.hashes.append((run.first, document_hashes(tokens, run.starts, run.ends)))
-        self._judge_text(run)
+        self._find_degenerate(run)
         sampled = tokens[:: self._stride]
-        if len(judged.outside):
+        if len(checked.outside):
             sampled = sampled[(sampled >= 0) & (sampled < size)]
         result.unigrams += np.bincount(sampled.astype(np.int64), minlength=size)
         if self._tokenizer is not None:
-            self._sample(run, judged.text, min(size, self._tokenizer.vocab_size))
+            self._sample(run, checked.text, min(size, self._tokenizer.vocab_size))
 
     def finish(self) -> Measurement:
         """The measurement, after all runs were added."""
-        self._judge.finish()
-        self._result.documents, self._result.tokens = self._judge.documents, self._judge.tokens
-        self._result.specials = self._judge.specials
+        self._checker.finish()
+        self._result.documents, self._result.tokens = self._checker.documents, self._checker.tokens
+        self._result.specials = self._checker.specials
         if self._tokenizer is not None:
             self._result.agreement = agreements(self._samples, self._tokenizer)
         return self._result
 
-    def _judge_text(self, run: Run) -> None:
+    def _find_degenerate(self, run: Run) -> None:
         found = []
         for document in suspects(run.tokens, run.starts, run.ends).tolist():
             if note := degenerate(run.tokens[run.starts[document] : run.ends[document]]):
-                found.append(self._judge.example(run, document, note=note))
+                found.append(self._checker.example(run, document, note=note))
         self._result.findings.add("degenerate-documents", len(found), found[:EXAMPLES])
 
     def _add_lengths(self, run: Run) -> None:

@@ -109,7 +109,7 @@ def render(report: ValidationReport, write: Callable[[str], None] = print) -> No
         write(f"  divergence  {min(diverging):.2f} to {max(diverging):.2f} bits between a file and the others")
     agreement = [file.agreement for file in report.files if file.agreement is not None]
     if agreement:
-        write(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids come back from decoding")
+        write(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids survive re-encoding")
     for number, places in report.specials.items():
         write(f"  special     {number} {places}")
     for text in report.boundaries:

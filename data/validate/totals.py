@@ -67,7 +67,7 @@ class Totals:
         for number, counts in measured.specials.items():
             self._specials.update({(number, place): count for place, count in enumerate(counts)})
 
-    def judge(self, *, decoded: bool) -> None:
+    def add_findings(self, *, decoded: bool) -> None:
         """Add the findings about the whole: giants, duplicates, files unlike the others.
 
         If texts could be `decoded` with a tokenizer, the distribution of ids is no finding.
@@ -79,7 +79,7 @@ class Totals:
             if len(agreement) >= _JUDGED_DOCUMENTS:
                 file.agreement = float(np.median(agreement))
                 if file.agreement < FOREIGN_AGREEMENT:
-                    note = f"{file.agreement:.1%} of the ids come back (median of {len(agreement)} documents)"
+                    note = f"{file.agreement:.1%} of the ids survive re-encoding (median of {len(agreement)} documents)"
                     self.findings.note("foreign-tokens", file.name, note)
             if not decoded and divergence is not None and divergence > DIVERGENT_BITS:
                 self.findings.note("divergent-shard", file.name, f"{divergence:.2f} bits from the other files")
@@ -132,6 +132,6 @@ class Totals:
         everything = self._buckets.sum(axis=0)
         enough = [min(own.sum(), everything.sum() - own.sum()) >= _JUDGED_TOKENS for own in self._buckets]
         return [
-            jensen_shannon(own, everything - own) / math.log(2) if judged else None
-            for own, judged in zip(self._buckets, enough, strict=True)
+            jensen_shannon(own, everything - own) / math.log(2) if is_enough else None
+            for own, is_enough in zip(self._buckets, enough, strict=True)
         ]

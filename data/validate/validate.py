@@ -24,8 +24,8 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import DataError
 
+from .checker import TokenChecker
 from .findings import EXAMPLES, Example, Findings
-from .measure import Judge
 from .meter import Measurement, Meter
 from .report import ValidationReport, add_texts
 from .totals import Totals
@@ -122,7 +122,7 @@ def validate(
         for work, measured in zip(works, _each(subject.rules, works, workers), strict=True):
             totals.add(work.number, measured)
             bar.update(work.bytes)
-    totals.judge(decoded=subject.rules.tokenizer is not None)
+    totals.add_findings(decoded=subject.rules.tokenizer is not None)
     if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
         totals.findings.by_code.pop("one-token-documents", None)
     return _report(directory, subject, totals)
@@ -168,12 +168,12 @@ def _bare(
         vocabulary = Vocabulary.of(tokenizer)
     if vocabulary is None:
         raise DataError(
-            f"{directory} has no manifest, so nothing says what its ids mean",
+            f"{directory} has no manifest that defines its ids",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
     rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), dtype, checksums=False), "declared"
     if separators is None:
-        rules, because = _measured_separators(rules, files)
+        rules, because = _detect_separators(rules, files)
     return _Subject(files, rules, None, because, tokenizer.fingerprint if tokenizer else None)
 
 
@@ -212,9 +212,9 @@ def _compare(
     return stored or tokenizer
 
 
-def _measured_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
+def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
     """The rules with what most documents carry, by the first run of up to 8 files, and how that was measured."""
-    judge = Judge("", rules.vocabulary, "none", flat=False)
+    checker = TokenChecker("", rules.vocabulary, "none", flat=False)
     for source in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
             file = rules.open(source)
@@ -224,8 +224,8 @@ def _measured_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str
         except (DataError, OSError):
             continue  # reported when the file is measured
         if run is not None:
-            judge.add(run)
-    documents, end, begin = judge.documents - judge.empty, judge.ending, judge.beginning
+            checker.add(run)
+    documents, end, begin = checker.documents - checker.empty, checker.ending, checker.beginning
     found: Separators = "trailing" if 2 * end > documents else "leading" if 2 * begin > documents else "none"
     because = f"measured: of {documents:_} documents {end:_} end and {begin:_} begin with one"
     return replace(rules, separators=found), because
@@ -263,9 +263,9 @@ def _measure(rules: _Rules, work: _Work) -> Measurement:
         findings = Findings()
     if file is None:
         return Measurement(findings)
-    judge = Judge(name, rules.vocabulary, rules.separators, flat=work.file.format in ("npy", "bin"))
-    judge.findings.merge(findings)
-    meter = Meter(judge, rules.vocabulary, _load(rules.tokenizer), thin=work.bytes > _THIN_BYTES)
+    checker = TokenChecker(name, rules.vocabulary, rules.separators, flat=work.file.format in ("npy", "bin"))
+    checker.findings.merge(findings)
+    meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer), thin=work.bytes > _THIN_BYTES)
     begin, stop = (work.bytes * part for part in (work.part, work.part + 1))
     offset = 0
     try:
@@ -276,7 +276,7 @@ def _measure(rules: _Rules, work: _Work) -> Measurement:
                 meter.add(run)
             offset += run.tokens.nbytes
     except (DataError, OSError) as error:  # what precedes the damage is measured
-        _unreadable(judge.findings, name, error)
+        _unreadable(checker.findings, name, error)
     return meter.finish()
 
 

@@ -27,7 +27,7 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops as throughput
 from fsdp_pretrain.plan import plan
-from fsdp_pretrain.record.recorder import Silent
+from fsdp_pretrain.record.recorder import NotesOnlyRecorder
 from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
@@ -81,7 +81,7 @@ class RandomSteps:
         raise AssertionError("a benchmark reads nothing that could fail")
 
 
-class Records(Silent):
+class Records(NotesOnlyRecorder):
     """A recorder that keeps the step records in memory."""
 
     def __init__(self) -> None:

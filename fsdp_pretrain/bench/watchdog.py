@@ -56,7 +56,7 @@ def measure(
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
     if world.is_main:
         (place / "segments/0001").mkdir(parents=True)
-        run_id.give(place)
+        run_id.assign(place)
     world.barrier()
     run_id.bind(place, run_id.read(place))
     heartbeat = PageHeartbeat(

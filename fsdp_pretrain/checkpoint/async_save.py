@@ -108,7 +108,7 @@ def _pin(tensor: Tensor) -> None:
     except RuntimeError as error:
         raise ConfigError(
             f"cannot pin host memory for a copy of the state: {error}",
-            effect="checkpoints cannot be made beside training",
+            effect="checkpoints cannot be saved in the background",
             remedy="set checkpoint.background = false, or give the node more memory",
         ) from None
     weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False

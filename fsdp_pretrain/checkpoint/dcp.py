@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import xxhash
@@ -26,7 +26,7 @@ from fsdp_pretrain.units import human_bytes
 
 from .delivery import root_cause
 from .digest import StateDigest, state_digest
-from .disk_space import GiveUp, SpaceNeeded, make_room
+from .disk_space import Reclaimable, SpaceNeeded, make_room
 from .layout import FILE_BYTES, Layout, Piece, file_name, layout_of
 from .loading import flatten, verify
 from .manifest import CheckpointManifest, Facts, FileEntry
@@ -91,7 +91,7 @@ def save(
     train_state: str,
     config: str,
     read_back: bool,
-    give_up: GiveUp = (),
+    reclaimable: Reclaimable = (),
     guard: Callable[[], None] = lambda: None,
     fetch: Fetch | None = None,
 ) -> SaveResult:
@@ -103,7 +103,7 @@ def save(
             weights are saved (recorded in the manifest).
         train_state, config: contents of `train_state.json` and `config.toml`.
         read_back: verify every byte afterwards.
-        give_up: what may be deleted if the checkpoint does not fit, see `disk_space.make_room`; used on rank 0.
+        reclaimable: what may be deleted if the checkpoint does not fit, see `disk_space.make_room`; used on rank 0.
         guard: called on rank 0 before the commit; its exception ends the save on every rank.
         fetch: returns a tensor of `state` (then on the meta device) by flat name (`model.NAME`); called one tensor at
             a time, so the model is never in memory as a whole.
@@ -113,8 +113,8 @@ def save(
     """
     start = time.perf_counter()
     layout = layout_of(state, world)
-    need = SpaceNeeded(layout.bytes, layout.files + _FILES_BESIDE)
-    attempt, given_up = world.decide(lambda: _begin(store, facts.step, need, give_up))
+    need = SpaceNeeded(layout.size, layout.files + _FILES_BESIDE)
+    attempt, reclaimed = world.decide(lambda: _begin(store, facts.step, need, reclaimable))
     promised: CheckpointManifest | None = None
     try:
         files, metadata, digest = _write(world, attempt, layout, flatten(state), fetch)
@@ -139,18 +139,18 @@ def save(
         raise
     if read_back:
         checkpoint = _read_back(world, store, checkpoint)
-    notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in given_up)
+    notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in reclaimed)
     return SaveResult(checkpoint, promised, written, time.perf_counter() - start, notes=notes)
 
 
-def _begin(store: Store, step: int, need: SpaceNeeded, give_up: GiveUp) -> tuple[Path, list[str]]:
+def _begin(store: Store, step: int, need: SpaceNeeded, reclaimable: Reclaimable) -> tuple[Path, list[str]]:
     """Ensure that the checkpoint fits before writing. Returns the attempt's directory, and what was deleted for it."""
     try:
         make_directory(store.directory)
     except OSError as error:
         raise StorageError(f"cannot create {store.directory}: {error.strerror}") from None
-    given_up = list(make_room(store.directory, need, give_up))
-    return store.begin(step), given_up
+    reclaimed = list(make_room(store.directory, need, reclaimable))
+    return store.begin(step), reclaimed
 
 
 def _write(
@@ -206,7 +206,7 @@ def _write_pieces(
         start, tensor = file.size, local_part(value(piece)).detach().cpu()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # torch.save would write the whole storage
-        torch.save(tensor, file)
+        torch.save(tensor, cast(IO[bytes], file))
         lengths.append(file.size - start)
         if file.size >= FILE_BYTES:
             written.append(file.close())
@@ -244,5 +244,5 @@ def _put_aside(store: Store, checkpoint: Checkpoint) -> None:
     except OSError as error:
         raise StorageError(
             f"{checkpoint.path.name} was written but reads back wrong, and cannot be moved aside: {error}",
-            effect="it stays where it is, unverified; a resume that reads it passes it over",
+            effect="it stays where it is, unverified; a resume that reads it rejects it",
         ) from None

@@ -12,7 +12,7 @@ from fsdp_pretrain.units import human_bytes
 
 from .store import Checkpoint
 
-GiveUp = Sequence[tuple[str, Callable[[], object]]]
+Reclaimable = Sequence[tuple[str, Callable[[], object]]]
 """Pairs (name, action), the most valuable last; an action returns a falsy value if there was nothing to delete."""
 
 _BALLAST = ".ballast"
@@ -90,25 +90,25 @@ def prunable(checkpoints: Iterable[Checkpoint]) -> SpaceNeeded:
     return SpaceNeeded(sum(entry.bytes for entry in files), len(files))
 
 
-def make_room(directory: Path, need: SpaceNeeded, give_up: GiveUp) -> Iterator[str]:
+def make_room(directory: Path, need: SpaceNeeded, reclaimable: Reclaimable) -> Iterator[str]:
     """Run the actions in order until a checkpoint fits; yields the names of those that freed something.
 
     Raises:
         StorageError: it still does not fit.
     """
     try:
-        for name, act in give_up:
+        for name, act in reclaimable:
             if need.fits(Room.of(directory)):
                 return
             if act():
                 yield name
         room = Room.of(directory)
     except OSError as error:
-        raise StorageError(f"cannot look at {directory}: {error}") from None
+        raise StorageError(f"cannot read {directory}: {error}") from None
     if not need.fits(room):
         raise StorageError(
             need.compare(room),
-            effect="nothing was written; training past here is not protected",
+            effect="nothing was written; steps from here on are in no checkpoint",
             remedy="free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)",
         )
 

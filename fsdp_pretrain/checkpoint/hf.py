@@ -88,10 +88,10 @@ def export_checkpoint(
     _verify(checkpoint)
     stored = Weights(checkpoint, models.build(config.model))
     pieces = [_piece(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)]
-    files = _deal(pieces, shard_bytes)
+    files = _split_into_files(pieces, shard_bytes)
     facts = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
     total = sum(piece.bytes for piece in pieces)
-    with _appearing(out, total) as folder:
+    with _atomic_folder(out, total) as folder:
         _write_weights(folder, files, stored, DTYPES[dtype], facts)
         _write_json(folder / "config.json", content)
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
@@ -117,7 +117,7 @@ def _piece(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> _Piece:
     return _Piece(weight, shape[::-1] if weight.transposed else shape, count * dtype.itemsize)
 
 
-def _deal(pieces: list[_Piece], shard_bytes: int) -> list[tuple[str, list[_Piece]]]:
+def _split_into_files(pieces: list[_Piece], shard_bytes: int) -> list[tuple[str, list[_Piece]]]:
     """Split the pieces, in order, into files of at most `shard_bytes`: (file name, its pieces)."""
     groups: list[list[_Piece]] = []
     size = 0
@@ -133,7 +133,7 @@ def _deal(pieces: list[_Piece], shard_bytes: int) -> list[tuple[str, list[_Piece
 
 
 @contextmanager
-def _appearing(out: Path, needed: int) -> Iterator[Path]:
+def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
     """A temporary folder beside `out`: renamed to `out` on success, else removed. Raises StorageError."""
     partial = out.with_name(f".{out.name}.writing-{uuid.uuid4().hex[:12]}")
     try:
@@ -181,14 +181,14 @@ def _write_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for piece in group:
-            tensor = _to_theirs(piece.weight, stored, dtype)
+            tensor = _to_hf(piece.weight, stored, dtype)
             file.write(tensor.view(torch.uint8).numpy().data)
             bar.update(piece.bytes)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _to_theirs(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
+def _to_hf(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
     """One tensor in the folder's layout, flattened."""
     parts = [stored[name].to(dtype) for name in weight.ours]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -225,7 +225,7 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
     packer = open_packer(config)
     tokenizer = next(iter(packer.corpora.values())).tokenizer()
     said = compare_with_folder(tokenizer, folder, accept="tokenizer" in accept)
-    if not source.head_is_table():
+    if not source.head_is_tied():
         if "tied-head" not in accept:
             raise DataError(
                 f"{folder}: config.json ties the output matrix to the embedding table, but lm_head.weight is another",

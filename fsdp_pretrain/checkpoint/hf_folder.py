@@ -85,10 +85,10 @@ class Folder:
             raise DataError(f"cannot read {stored} in {path}: {error}") from None
         return tensor
 
-    def called(self, name: str) -> str:
+    def source_name(self, name: str) -> str:
         return self._places[name][1]
 
-    def head_is_table(self) -> bool:
+    def head_is_tied(self) -> bool:
         """Whether the stored output matrix of a tied model, if any, equals the embedding table."""
         if not self._extra_head:
             return True

@@ -206,7 +206,7 @@ def _refuse_inexpressible(model: GPTModel) -> None:
     if odd:
         raise ConfigError(
             f"GPT2LMHeadModel cannot express model.{' and model.'.join(odd)}",
-            effect="an exported folder would load without a complaint and compute something else",
+            effect="an exported folder would load without an error and compute something else",
             remedy="evaluate the checkpoint itself with `fsdp-eval run`",
         )
 
@@ -339,7 +339,7 @@ _FREE = {"declared_params", "init_std", "dropout", "attention_dropout", "scores"
 """Keys that do not change what given weights compute, or (vocabulary) are compared as rows."""
 
 
-def function(model: AnyModel) -> dict[str, Any]:
+def architecture(model: AnyModel) -> dict[str, Any]:
     """The keys of a section that determine what given weights compute, with defaults filled in."""
     values = model.model_dump(mode="json", exclude=_FREE)
     if isinstance(model, LlamaModel):

@@ -59,7 +59,8 @@ class Piece:
     shape: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """Bytes."""
         return math.prod(self.shape) * self.tensor.dtype.itemsize
 
     @property
@@ -73,18 +74,18 @@ class Layout:
 
     tensors: tuple[TensorSpec, ...]
     pieces: tuple[tuple[Piece, ...], ...]
-    _lengths: tuple[Any, ...] = field(default=(), init=False)
-    _metadata: Any = field(default=b"", init=False)
+    _lengths: tuple[bytes, ...] = field(default=(), init=False)
+    _metadata: bytes = field(default=b"", init=False)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """Upper bound of the size of all files."""
-        return sum(piece.bytes + _PIECE_OVERHEAD for pieces in self.pieces for piece in pieces)
+        return sum(piece.size + _PIECE_OVERHEAD for pieces in self.pieces for piece in pieces)
 
     @property
     def files(self) -> int:
         """Upper bound of the number of files."""
-        return sum(1 + sum(piece.bytes for piece in pieces) // FILE_BYTES for pieces in self.pieces)
+        return sum(1 + sum(piece.size for piece in pieces) // FILE_BYTES for pieces in self.pieces)
 
     def metadata(self, lengths: Sequence[Sequence[int]]) -> bytes:
         """Contents of `.metadata`; kept, since a layout's lengths hardly ever change.
@@ -98,7 +99,7 @@ class Layout:
         return self._metadata
 
     def _describe(self, lengths: Sequence[Sequence[int]]) -> Metadata:
-        tensors = {
+        tensors: dict[str, Any] = {
             spec.name: TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(spec.shape), [])
             for spec in self.tensors
         }
@@ -158,11 +159,11 @@ def _lay_out(tensors: tuple[TensorSpec, ...], replicas: int, shards: int) -> Lay
                 piece = Piece(spec, rows.start, (len(rows), *spec.shape[1:]))
                 load, rank = heapq.heappop(queue)
                 pieces[rank].append(piece)
-                heapq.heappush(queue, (load + piece.bytes, rank))
+                heapq.heappush(queue, (load + piece.size, rank))
     everywhere = sorted(entry for queue in queues for entry in queue)
     for spec in (spec for spec in tensors if not spec.sharded):
         piece = Piece(spec, 0, spec.shape)
         load, rank = heapq.heappop(everywhere)
         pieces[rank].append(piece)
-        heapq.heappush(everywhere, (load + piece.bytes + _PIECE_OVERHEAD, rank))
+        heapq.heappush(everywhere, (load + piece.size + _PIECE_OVERHEAD, rank))
     return Layout(tensors, tuple(map(tuple, pieces)))

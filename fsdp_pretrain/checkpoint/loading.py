@@ -74,8 +74,8 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Adam
     digest = state_digest(world, tensors)
     if digest != manifest.state_digest:
         raise CheckpointError(
-            f"{checkpoint.path} gave another state than was saved (digest {digest}, at saving {manifest.state_digest})",
-            effect="training on would continue from damaged weights",
+            f"{checkpoint.path} is not the state that was saved (digest {digest}, at saving {manifest.state_digest})",
+            effect="training would continue from damaged weights",
             remedy="go back to an earlier checkpoint, and check memory and storage of the nodes",
         ).on_all_ranks()
     return manifest

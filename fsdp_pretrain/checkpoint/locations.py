@@ -38,7 +38,7 @@ class Stores(CheckpointReader):
         for store in self.all:
             store.sweep()
 
-    def elsewhere(self, checkpoint: Checkpoint) -> bool:
+    def is_in_fallback(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint is in a fallback."""
         return checkpoint.path.parent != self.directory
 
@@ -51,9 +51,9 @@ def stores(run: RunDir) -> Stores:
     return Stores(Store(run.checkpoints), [Store(place) for place in places])
 
 
-def newest_clean(shelf: CheckpointReader, until: float) -> Checkpoint | None:
+def newest_clean(reader: CheckpointReader, until: float) -> Checkpoint | None:
     """The newest verified checkpoint of step `until` or earlier that was not saved during an incident, or None."""
-    found = [item for item in shelf.scan() if item.problem is None and item.verified and item.step <= until]
+    found = [item for item in reader.scan() if item.problem is None and item.verified and item.step <= until]
     return next((item for item in reversed(found) if not item.manifest().suspect), None)
 
 

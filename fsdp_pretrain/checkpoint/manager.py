@@ -15,7 +15,7 @@ from fsdp_pretrain.parallel.mesh import World
 
 from . import dcp
 from .async_save import Pending, Stager
-from .disk_space import Ballast, GiveUp
+from .disk_space import Ballast, Reclaimable
 from .loading import state_dict
 from .locations import fallback, newest_clean, stores
 from .manifest import CheckpointManifest, Facts
@@ -94,7 +94,7 @@ class CheckpointManager:
     def _save(self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts) -> dcp.SaveResult:
         config = self._config
 
-        def save(store: Store, give_up: GiveUp) -> dcp.SaveResult:
+        def save(store: Store, reclaimable: Reclaimable) -> dcp.SaveResult:
             world.decide(store.sweep)  # ranks of an earlier attempt may have ended at different times
             return dcp.save(
                 world,
@@ -104,12 +104,12 @@ class CheckpointManager:
                 train_state=state.to_json(identity=self._subject.identity, tokens=facts.tokens, world=facts.world),
                 config=config.to_toml(),
                 read_back=config.checkpoint.verify,
-                give_up=give_up,
+                reclaimable=reclaimable,
                 guard=self._guard,
             )
 
         try:
-            saved = save(self._store, self._sacrifices())
+            saved = save(self._store, self._reclaimable())
         except StorageError as error:
             if self._fallback is None:
                 raise
@@ -129,7 +129,7 @@ class CheckpointManager:
             text = f"old checkpoints could not be deleted: {error}"
             return replace(saved, notes=(*saved.notes, ("checkpoint-room", text)))
 
-    def _sacrifices(self) -> GiveUp:
+    def _reclaimable(self) -> Reclaimable:
         policy, ballast = self._config.checkpoint, Ballast(self._store.directory)
         found: list[tuple[str, Callable[[], object]]] = []
         if policy.prune:
@@ -140,7 +140,7 @@ class CheckpointManager:
         """Apply the retention policy; the steps deleted."""
 
         def keep(checkpoint: Checkpoint) -> bool:
-            return kept_for_ever(self._config, checkpoint.manifest())
+            return is_permanent(self._config, checkpoint.manifest())
 
         # Rollback targets stay, however many checkpoints follow.
         clean = [newest_clean(self._stores, bound) for bound in self._clean_until()]
@@ -151,7 +151,7 @@ class CheckpointManager:
         return tuple(item.step for item in deleted)
 
 
-def kept_for_ever(config: Config, manifest: CheckpointManifest) -> bool:
+def is_permanent(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether retention never deletes a checkpoint: it is final, or named by `keep_every`."""
     before, after = manifest.consumed - manifest.batch, manifest.consumed
     due = (

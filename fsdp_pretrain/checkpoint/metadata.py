@@ -145,7 +145,7 @@ def _tensors(root: Any) -> dict[str, StoredTensor]:
         for name, tensor in fields["state_dict_metadata"].items()
     }
     if missing:
-        raise _NotDCPError(f"promises {len(missing)} chunks that no file holds, the first of {missing[0]}")
+        raise _NotDCPError(f"lists {len(missing)} chunks that are in no file, the first of {missing[0]}")
     return tensors
 
 
@@ -174,7 +174,7 @@ def _dtype(properties: Any) -> str:
     dtype, layout, *_ = properties.state
     name = dtype.__name__.removeprefix("torch.") if isinstance(dtype, type) else ""
     if name not in DTYPES or not _is(layout, _LAYOUT) or layout.args != ("torch.strided",):
-        raise _NotDCPError("has a tensor of no known dtype and layout")
+        raise _NotDCPError("has a tensor of an unknown dtype or layout")
     return name
 
 
@@ -206,7 +206,7 @@ def _text(value: Any) -> str:
 def _sizes(value: Any) -> tuple[int, ...]:
     """Sizes or offsets per dimension. Raises _NotDCPError."""
     if not isinstance(value, tuple) or len(value) > _DIMENSIONS:
-        raise _NotDCPError("has a size that is none")
+        raise _NotDCPError("has a size that is not a short tuple")
     if not all(type(n) is int and 0 <= n <= _MOST for n in value):
         raise _NotDCPError("has a size that is negative, enormous or no number")
     return value

@@ -77,7 +77,7 @@ class Resume:
         self._model, self._optimizer = subject.model, subject.optimizer
         self._config, self._identity, self._recorder, self._terms = subject.config, subject.identity, recorder, terms
 
-    def __call__(self) -> Resumed:
+    def run(self) -> Resumed:
         """Load the newest valid checkpoint; without any checkpoint, a fresh start.
 
         Raises:
@@ -105,7 +105,7 @@ class Resume:
             error = CheckpointError(
                 f"{found.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
                 + "\n    ".join(passed_over),
-                effect="starting again from step 0 would throw the run away without a word",
+                effect="starting again from step 0 would silently discard the run",
                 remedy="restore a checkpoint, or pass --allow-fresh to begin again in this directory",
             )
             error.exit = Exit.NEEDS_PERSON
@@ -218,14 +218,14 @@ class Resume:
         elif reset:
             missing.append("the optimiser starts fresh (--reset-optimizer)")
         else:
-            missing.append("it holds weights alone: the optimiser starts fresh")
+            missing.append("it has only weights: the optimiser starts fresh")
         scaled = compute_dtype(self._config, self._world.device) is torch.float16
         if state.loss_scale is not None and scaled:
             names.append(f"loss scale {state.loss_scale[0]:g}")
         elif state.loss_scale is not None:
             missing.append("its loss scale is not used: this start is not fp16")
         elif scaled and state.step:
-            missing.append("it holds no loss scale: that starts fresh")
+            missing.append("it has no loss scale: that starts fresh")
         names.append(f"data position (sample {state.cursor:_})")
         return [f"restored: {', '.join(names)}", *missing]
 

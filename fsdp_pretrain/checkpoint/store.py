@@ -144,7 +144,7 @@ class Store(CheckpointReader):
     def scan(self) -> list[Checkpoint]:
         """Raises StorageError if the directory cannot be read."""
         found = [(step, path) for path in self._entries() if (step := step_of(path.name)) is not None]
-        return [_look(step, path) for step, path in sorted(found)]
+        return [_inspect(step, path) for step, path in sorted(found)]
 
     def _entries(self) -> list[Path]:
         if not self.directory.is_dir():
@@ -245,7 +245,7 @@ class Store(CheckpointReader):
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _look(step: int, path: Path) -> Checkpoint:
+def _inspect(step: int, path: Path) -> Checkpoint:
     # Only the existence of marks matters; their contents are for people.
     found = Checkpoint(step, path, None, (path / VERIFIED).is_file(), (path / PINNED).is_file())
     return replace(found, problem=_problem(found))

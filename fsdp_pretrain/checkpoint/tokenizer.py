@@ -76,7 +76,7 @@ def compare_with_folder(tokenizer: Tokenizer, folder: Path, *, accept: bool) -> 
         theirs = Tokenizer.load(path, eod=tokenizer.eod)
     except DataError as error:
         if accept:
-            return f"that the corpora fit its tokenizer is your word (--accept tokenizer): {error.cause}"
+            return f"not checked: whether the corpora fit its tokenizer (--accept tokenizer): {error.cause}"
         raise DataError(
             f"the tokenizer of the model cannot be compared with that of the corpora: {error.cause}",
             effect="if it is another, the imported model would be shown ids that mean something else to it",
@@ -86,7 +86,7 @@ def compare_with_folder(tokenizer: Tokenizer, folder: Path, *, accept: bool) -> 
     text = first_difference(tokenizer, theirs.encode(samples(tokenizer)))
     if text is not None:
         raise DataError(
-            f"{path} encodes {text[:60]!r} otherwise than the tokenizer of the corpora, {tokenizer.path}",
+            f"{path} encodes {text[:60]!r} differently from the tokenizer of the corpora, {tokenizer.path}",
             effect="the imported model would be shown ids that mean something else to it",
             remedy=f"prepare the corpora with --tokenizer {path}",
         )

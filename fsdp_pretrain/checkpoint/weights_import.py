@@ -23,7 +23,7 @@ from fsdp_pretrain.record import journal, run_id
 from fsdp_pretrain.record.files import RunDir
 
 from . import dcp
-from .hf_layout import function
+from .hf_layout import architecture
 from .loading import Weights
 from .manager import make_facts
 from .state import TrainState, identity
@@ -44,7 +44,7 @@ class WeightsSource(Protocol):
     def read(self, name: str) -> Tensor:
         """A parameter in fp32, with the source's rows. Raises DataError, CheckpointError."""
 
-    def called(self, name: str) -> str:
+    def source_name(self, name: str) -> str:
         """A parameter's name in the source."""
 
 
@@ -71,7 +71,7 @@ def refuse_begun(run: RunDir, config: Config) -> None:
 
 def refuse_another_model(source: Path, theirs: AnyModel, ours: AnyModel) -> None:
     """Raise ConfigError, listing all differences, if weights of `theirs` would compute something else in `ours`."""
-    wrong = differences(function(theirs), function(ours), "model")
+    wrong = differences(architecture(theirs), architecture(ours), "model")
     if theirs.rows > ours.rows:
         wrong.append(f"rows of the embedding table: {theirs.rows} -> {ours.rows} (model.vocab, model.vocab_multiple)")
     if wrong:
@@ -96,8 +96,8 @@ def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, wh
         StorageError: the checkpoint cannot be written.
     """
     _refuse_not_finite(source, where)
-    known = run_id.give(run.path)
-    run_id.give(run.checkpoints, known)
+    known = run_id.assign(run.path)
+    run_id.assign(run.checkpoints, known)
     state, world = TrainState(), SingleProcess()
     facts = make_facts(config, world, state, imported=str(where.resolve()))
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
@@ -132,7 +132,7 @@ def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, wh
 def _refuse_not_finite(source: WeightsSource, where: Path) -> None:
     """Raise DataError naming all tensors with NaN or infinite values; reads all weights."""
     bar = tqdm(source.parameters, desc="checking values", unit="tensors", delay=2, disable=None)
-    wrong = sorted({source.called(name) for name in bar if not source.read(name).isfinite().all()})
+    wrong = sorted({source.source_name(name) for name in bar if not source.read(name).isfinite().all()})
     if wrong:
         raise DataError(
             f"{where} has tensors with values that are NaN, or infinite in fp32:\n    " + shortened(wrong),
@@ -163,7 +163,7 @@ def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
     refuse_begun(run, config)
     checkpoint = next((item for item in Store(path.resolve().parent).scan() if item.path.name == path.name), None)
     if checkpoint is None or checkpoint.problem:
-        raise CheckpointError(f"{path} is no whole checkpoint: {checkpoint.problem if checkpoint else 'its name'}")
+        raise CheckpointError(f"{path} is not a valid checkpoint: {checkpoint.problem if checkpoint else 'its name'}")
     theirs = load_compatible(path / CONFIG).model
     refuse_another_model(path, theirs, config.model)
     packer = open_packer(config)
@@ -192,5 +192,5 @@ class _Checkpoint:
     def read(self, name: str) -> Tensor:
         return self._stored[name].float()
 
-    def called(self, name: str) -> str:
+    def source_name(self, name: str) -> str:
         return name

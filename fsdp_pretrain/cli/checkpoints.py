@@ -132,7 +132,7 @@ def _row(found: Stores, checkpoint: Checkpoint) -> Row:
     row = Row(
         step=checkpoint.step,
         path=str(checkpoint.path),
-        fallback=found.elsewhere(checkpoint),
+        fallback=found.is_in_fallback(checkpoint),
         state="damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed",
         pinned=checkpoint.pinned,
         problem=checkpoint.problem,
@@ -196,7 +196,7 @@ def _export(args: argparse.Namespace) -> int:
         action="append",
         default=[],
         choices=ACCEPTABLE,
-        help="go on although: " + "; ".join(f"{name}: {text}" for name, text in ACCEPTABLE.items()),
+        help="import although: " + "; ".join(f"{name}: {text}" for name, text in ACCEPTABLE.items()),
     ),
     argument("--show-model", action="store_true", help="only print the [model] section that fits"),
     JSON,

@@ -60,7 +60,7 @@ def main() -> int:
     argument(
         "--seconds-per-step",
         type=float,
-        help="print what a step of the full batch in this time on --world-size devices comes to: TFLOP/s, MFU, HFU",
+        help="print TFLOP/s, MFU and HFU of --world-size devices that take this time for a step of the full batch",
     ),
     argument("--at", help="print the schedule at a point, such as '43680 steps'"),
     JSON,
@@ -190,9 +190,9 @@ def _control(args: argparse.Namespace) -> int:
         send(args.run, args.action)
     except OSError as error:
         raise StorageError(
-            f"cannot write to {args.run.control}: {error.strerror}", effect="nothing was asked"
+            f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
         ) from None
-    print(f"asked to {args.action}; the job answers within a few steps (see its log or `fsdp-pretrain journal`)")
+    print(f"asked to {args.action}; the job reacts within a few steps (see its log or `fsdp-pretrain journal`)")
     return 0
 
 
@@ -279,8 +279,8 @@ def _goodput(args: argparse.Namespace) -> int:
     'runs/quickstart/run "new switch"',
     RUN,
     argument("text"),
-    argument("--step", type=positive, help="that it is about"),
-    argument("--author", default=journal.who(), help="who says so (default: you)"),
+    argument("--step", type=positive, help="step that the note is about"),
+    argument("--author", default=journal.who(), help="author of the note (default: you)"),
 )
 def _note(args: argparse.Namespace) -> int:
     """Add a line to the chronicle."""

@@ -136,7 +136,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         if not 0 < data.read_timeout.value * waits < parallel.timeout.value:
             yield (
                 f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
-                f"end before parallel.timeout = {parallel.timeout}, or the other ranks give up first"
+                f"end before parallel.timeout = {parallel.timeout}, or the other ranks time out first"
             )
     intervals = [("eval.every", evaluation.every)] if evaluation else []
     if checkpoint:
@@ -144,7 +144,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals]
     for name, interval in intervals:
         if interval is not None and interval.value < 1:
-            yield f"{name} = {interval} is no interval"
+            yield f"{name} = {interval} is not a positive interval"
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
         if bundled:
@@ -217,7 +217,7 @@ def load_known(path: Path) -> tuple[Config, dict[str, Any]]:
             unknown[".".join(map(str, error["loc"]))] = node.pop(error["loc"][-1])
     config, problems = _validate(raw, path, {})
     if config is None:
-        raise ConfigError(f"{path} is not one that this program resolved:\n" + "\n".join(problems))
+        raise ConfigError(f"{path} is not a configuration that this program wrote:\n" + "\n".join(problems))
     return config, unknown
 
 

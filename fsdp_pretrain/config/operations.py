@@ -202,7 +202,7 @@ class WatchdogSection(Section):
     def _check_silent(self) -> WatchdogSection:
         if self.silent.value < 3 * self.beat.value:
             raise ValueError(
-                f"silent = {self.silent} is less than three times beat = {self.beat}: one late sign would be a failure"
+                f"silent = {self.silent} is less than three times beat = {self.beat}: one late beat would be a failure"
             )
         return self
 

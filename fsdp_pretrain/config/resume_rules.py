@@ -235,13 +235,13 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange
         )
     if declared:
         lines = "\n    ".join(change.text for change in declared)
-        parts.append(f"what is learned from here on would change, and no --allow says that this is meant:\n    {lines}")
+        parts.append(f"these changes affect what is learned from here on, and need --allow:\n    {lines}")
         keys = dict.fromkeys(change.key for change in declared)
         remedies += [change.advice for change in declared if change.advice]
         remedies.append("if it is meant, add:  " + " ".join(f"--allow {key}" for key in keys))
     if parts:
         raise ConfigError(
             "\n".join(parts),
-            effect="going on from it would be another training with its past" if forbidden else "nothing was done",
+            effect="one run would mix two different trainings" if forbidden else "nothing was done",
             remedy="\n          ".join(remedies),
         )

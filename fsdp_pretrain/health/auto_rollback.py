@@ -26,9 +26,9 @@ _SAME, _NEARBY = 500, 1000
 """Steps within which an incident counts as the same one, and within which rollbacks count as nearby."""
 
 _SUGGESTIONS = (
-    "decide by hand; what has helped other runs: go back further (`fsdp-pretrain rollback RUN --to STEP`), skip more "
+    "decide yourself; what has helped other runs: go back further (`fsdp-pretrain rollback RUN --to STEP`), skip more "
     "(--skip-steps A:B), a lower learning rate (--set optimizer.lr=...), a lower train.grad_clip, embedding-gradient "
-    "shrink (--set optimizer.embedding_shrink=...); and look at the samples with `fsdp-pretrain where`"
+    "shrink (--set optimizer.embedding_shrink=...); and inspect the samples with `fsdp-pretrain where`"
 )
 
 
@@ -58,7 +58,7 @@ def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Rec
     raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
 
 
-def came_back(run: RunDir, asked: RollbackRequest) -> bool:
+def was_blamed_on_device(run: RunDir, asked: RollbackRequest) -> bool:
     """Whether a nearby non-finite step was blamed on a device before: device faults do not recur in one place."""
     entries = journal.of_kind(journal.read(run), "health-again")
     return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
@@ -71,7 +71,7 @@ def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Re
         exit_intent.write(run, segment, code, reason, restart=True)
     recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
     left = state_files.view(run.status, Status) or Status()
-    recorder.status(force=True, **left.said())  # as the rollback left it
+    recorder.status(force=True, **left.entries())  # as the rollback left it
 
 
 def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:

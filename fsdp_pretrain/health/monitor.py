@@ -23,7 +23,7 @@ from fsdp_pretrain.errors import NumericError, UserError
 from fsdp_pretrain.record.step_record import HealthFinding, LossSum, StepRecord
 from fsdp_pretrain.severity import Severity
 
-from .rules import GradientNormRule, HealthIncident, Level, Scale, Spike
+from .rules import GradientNormRule, HealthIncident, LossLevelRule, LossScaleRule, LossSpikeRule
 
 HISTORY = 640
 """Records before a start that its first verdicts need."""
@@ -90,11 +90,11 @@ class Health:
     ) -> None:
         self._config, self._schedule = config.health, config.schedule
         self._spike, self._level, self._norm = (
-            Spike(config.health),
-            Level(config.health),
+            LossSpikeRule(config.health),
+            LossLevelRule(config.health),
             GradientNormRule(config.health),
         )
-        self._scale = Scale(config.health, config.train.loss_scale.min)
+        self._scale = LossScaleRule(config.health, config.train.loss_scale.min)
         self._nonfinite, self._zero = HealthIncident("loss/nonfinite"), HealthIncident("learning/gradient")
         self._stuck, self._still = HealthIncident("learning/loss"), HealthIncident("learning/parameters")
         self._rate = HealthIncident("learning/rate")
@@ -189,8 +189,8 @@ class Health:
         what += f" (the loss of rank {rank})" if rank is not None else ""
         if not record.skipped:
             verdict.findings += self._nonfinite.seen(Severity.CRIT, step, what)
-            effect = f"weights after step {step - 1} are spoilt and were not saved"
-            remedy = "look at this step's data and the learning rate; a restart continues from the last checkpoint"
+            effect = f"weights after step {step - 1} may be damaged and were not saved"
+            remedy = "check this step's data and the learning rate; a restart continues from the last checkpoint"
             verdict.fail(what, effect, remedy)
             return
         self._skipped.append(step)
@@ -202,7 +202,7 @@ class Health:
         cause = f"{len(near)} of the last {_NEAR} steps were not finite, the last {row} in a row; {what}"
         verdict.findings += self._nonfinite.seen(Severity.CRIT, step, cause)
         if not self._config.rollback:
-            verdict.fail(cause, "they were skipped, the weights are those before", _ADVICE)
+            verdict.fail(cause, "they were skipped; the weights did not change", _ADVICE)
             return
         rollback = self._request_rollback(self._nonfinite.key, cause, near[-row] if row > 1 else near[0])
         cursor = dict(self._cursors).get(step - 1)
@@ -226,7 +226,7 @@ class Health:
         self._losses.append(record.loss)
         same = len(self._losses) == 3 and all(loss == record.loss for loss in self._losses) and record.is_finite
         if same:
-            text = f"three steps in a row have the loss {record.loss.mean!r} to the bit"
+            text = f"three steps in a row have exactly the loss {record.loss.mean!r}"
             verdict.findings += self._stuck.seen(Severity.CRIT, step, text)
         else:
             verdict.findings += self._stuck.settle(step, "the loss changes again")
@@ -284,8 +284,8 @@ class Health:
                 self._replay,
                 step,
                 f"step {step} trained on the batch {record.data_digest}; {before} {old.data_digest}",
-                effect="the data does not continue where it was left: samples would be repeated or lost",
-                remedy="restore the corpora as they were; if the change is meant, say so with health.stop_on_mismatch",
+                effect="the data does not continue where it stopped: samples would be repeated or lost",
+                remedy="restore the corpora as they were; if it is intended, set health.stop_on_mismatch = false",
                 verdict=verdict,
             )
             return
@@ -299,7 +299,7 @@ class Health:
                 self._replay,
                 step,
                 f"{text}: a relative difference of {difference:.2g}",
-                effect="the state is not the one that was saved, or the machines compute something else",
+                effect="the state is not the one that was saved, or the machines compute differently",
                 remedy="`fsdp-pretrain doctor` on the hosts; health.replay_tolerance is the limit",
                 verdict=verdict,
             )

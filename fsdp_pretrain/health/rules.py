@@ -56,7 +56,7 @@ class HealthIncident:
         """A finding for the start of a segment, if it is open."""
         if self.severity is None:
             return []
-        return [HealthFinding(key=self.key, severity=self.severity, summary=f"goes on since step {self.last}")]
+        return [HealthFinding(key=self.key, severity=self.severity, summary=f"open, last seen at step {self.last}")]
 
     def settle(self, step: int, summary: str) -> list[HealthFinding]:
         """It did not occur: a finding if it ends now."""
@@ -90,7 +90,7 @@ class RecentValues:
         return statistics.score(value, self._values, self._floor) if len(self._values) >= self._enough else None
 
 
-class Level:
+class LossLevelRule:
     """Shifts of the loss too small to be spikes: `loss/level`."""
 
     def __init__(self, config: HealthSection) -> None:
@@ -158,7 +158,7 @@ class GradientNormRule:
 
 
 class _Recent(NamedTuple):
-    """A step as `Spike` sees it."""
+    """A step as `LossSpikeRule` sees it."""
 
     step: int
     loss: float
@@ -166,7 +166,7 @@ class _Recent(NamedTuple):
     norm_ratio: float
 
 
-class Spike:
+class LossSpikeRule:
     """Losses that stand out: `loss/spike`. INFO: one; WARN: several in a few steps; CRIT: the loss does not recover."""
 
     def __init__(self, config: HealthSection) -> None:
@@ -179,7 +179,7 @@ class Spike:
         self._warned: int | None = None
         self._before = math.nan
 
-    def step(self, step: int, loss: float, level: Level, norm: GradientNormRule) -> list[HealthFinding]:
+    def step(self, step: int, loss: float, level: LossLevelRule, norm: GradientNormRule) -> list[HealthFinding]:
         """Add the loss of a step, after `norm` got its gradient norm."""
         deviation = self._past.deviation(loss)
         if deviation is None:
@@ -213,7 +213,7 @@ class Spike:
             self.start = step
         return self.incident.seen(Severity.INFO, step, text) if deviation > self._config.outlier else []
 
-    def _judge(self, step: int, level: Level, norm: GradientNormRule) -> list[HealthFinding]:
+    def _judge(self, step: int, level: LossLevelRule, norm: GradientNormRule) -> list[HealthFinding]:
         """After the warning: whether the loss has recovered within its time."""
         assert self._warned is not None
         waited, now = step - self._warned, median(self._since)
@@ -232,7 +232,7 @@ class Spike:
         return found
 
 
-class Scale:
+class LossScaleRule:
     """The fp16 loss scale: `scale/collapse`. Decreasing from an initial value that is too high is not a collapse."""
 
     def __init__(self, config: HealthSection, smallest: float) -> None:

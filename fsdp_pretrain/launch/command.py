@@ -36,7 +36,7 @@ from .preflight import preflight
 from .torchrun import Torchrun
 from .watch import TorchrunWatch
 
-_POLL, _LOOK = 0.1, 1.0
+_POLL, _READ_EVERY = 0.1, 1.0  # seconds
 
 
 def add(command: CommandLine) -> None:
@@ -44,7 +44,7 @@ def add(command: CommandLine) -> None:
     parser = command.verb(
         "launch",
         _launch,
-        "Train under torchrun, and start it again when it ends before its time, unless that is on purpose or useless. "
+        "Train under torchrun, and restart it when it ends early, unless that was intended or a restart cannot help. "
         "Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. "
         "Exit 0 complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, "
         "93 a person must look.",
@@ -60,7 +60,7 @@ def add(command: CommandLine) -> None:
         help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
     )
     parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
-    parser.add_argument("--no-preflight", action="store_true", help="start without looking at storage and devices")
+    parser.add_argument("--no-preflight", action="store_true", help="start without the checks of storage and devices")
     torchrun.add_options(parser)
 
 
@@ -135,9 +135,8 @@ class Launcher:
             self._wait_for(lambda: False, decision.pause, _POLL)
             if self._signals:
                 name = signal.Signals(self._signals[0]).name
-                return self._end(
-                    RestartDecision(int(Exit.RESUME), f"asked to stop before it was started again: {name}")
-                )
+                reason = f"asked to stop before it was started again: {name}"
+                return self._end(RestartDecision(int(Exit.RESUME), reason))
 
     def _check_place(self) -> None:
         """Raise RunGoneError if the run directory is not the one that earlier starts have seen."""
@@ -153,10 +152,11 @@ class Launcher:
         child = Torchrun(self._command, torchrun.environment(self._environment, note, self._seen))
         host, begun = self._host if self._many else None, time.monotonic()
         watch = TorchrunWatch(self._run, self._settings, child, before, host=host)
-        code = watch.run(self._take_signal, self._on_look)
+        code = watch.run(self._take_signal, self._on_read)
 
         def read() -> StartOutcome:
-            return outcome.read_outcome(self._run, before, note, code, host=host, met=child.met or not self._many)
+            joined = child.had_ranks or not self._many
+            return outcome.read_outcome(self._run, before, note, code, host=host, joined=joined)
 
         ended = read()
         if ended.code != Exit.COMPLETE:
@@ -176,7 +176,7 @@ class Launcher:
         _try_to_write(lambda: outcome.mark_ended(self._run, segment))
         hosts = outcome.hosts_of(self._run, segment)
         patience = 2 * self._settings.end_timeout.value
-        self._wait_for(lambda: hosts <= outcome.gone_hosts(self._run, segment), patience, _LOOK)
+        self._wait_for(lambda: hosts <= outcome.gone_hosts(self._run, segment), patience, _READ_EVERY)
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float, poll: float) -> None:
         """Wait until a condition holds, the time is over, or a signal comes."""
@@ -203,7 +203,7 @@ class Launcher:
             suspects=list(last.ahead) if same_place(self._history) else [],
         )
 
-    def _on_look(self, segment: int | None) -> None:
+    def _on_read(self, segment: int | None) -> None:
         """Called from a thread every second of a start: update the grace, report which hosts are new or gone."""
         if self._deadline is not None:
             self._grace = limit.grace(self._run, self._settings.grace)
@@ -213,7 +213,7 @@ class Launcher:
         now, then = outcome.hosts_of(self._run, segment), outcome.hosts_of(self._run, segment - 1)
         if now and then and now != then:
             new, gone = sorted(now - then), sorted(then - now)
-            text = f"since the last start new: {', '.join(new) or 'none'}; gone: {', '.join(gone) or 'none'}"
+            text = f"new since the last start: {', '.join(new) or 'none'}; gone: {', '.join(gone) or 'none'}"
             self._journal("hosts", text, new=new, gone=gone)
 
     def _end(self, decision: RestartDecision) -> int:

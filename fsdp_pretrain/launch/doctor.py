@@ -119,7 +119,7 @@ class Checker:
 
     def run(self) -> DoctorFindings:
         """Every check."""
-        problems = self._look_at_devices()
+        problems = self._compare_devices()
         self._time_products()
         usual = statistics.median_low(one.matmul_seconds for one in self._all)
         problems += [
@@ -159,7 +159,7 @@ class Checker:
             for _ in range(4):
                 torch.mm(one, one, out=into)
 
-        times = _again(lambda: self._gather(self._best(multiply)), self._slow)
+        times = _repeat_while_slow(lambda: self._gather(self._best(multiply)), self._slow)
         for rank, seconds in zip(self._all, times, strict=True):
             rank.matmul_seconds = seconds
 
@@ -191,7 +191,7 @@ class Checker:
             tries.append([one for groups in rounds for one in self._sum_in("pair", groups)])
             return [one.seconds for one in tries[-1]]
 
-        best = _again(measure, self._slow_sum)
+        best = _repeat_while_slow(measure, self._slow_sum)
         right = [all(one.right for one in pair) for pair in zip(*tries, strict=True)]
         return [replace(one, seconds=s, right=r) for one, s, r in zip(tries[0], best, right, strict=True)]
 
@@ -233,7 +233,7 @@ class Checker:
 
     # ------------------------------------------------------------------ verdicts
 
-    def _look_at_devices(self) -> list[str]:
+    def _compare_devices(self) -> list[str]:
         usual = statistics.mode(one.device for one in self._all)
         most = max(one.memory for one in self._all)
         problems = []
@@ -275,7 +275,7 @@ class Checker:
         return f"{self._all[self._nodes[node][0]].host} (node {node})"
 
 
-def _again(measure: Callable[[], list[float]], slow: float) -> list[float]:
+def _repeat_while_slow(measure: Callable[[], list[float]], slow: float) -> list[float]:
     """Measure times; while one is slow, repeat and keep the shortest: a transient cause is no defect."""
     best = measure()
     for _ in range(_TRIES - 1):

@@ -48,8 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=1.15,
         help="a matrix product that takes this many times the median is slow (default: 1.15)",
     )
-    parser.add_argument("--slow-sum", type=float, default=1.5, help="the same of sums (default: 1.5)")
-    parser.add_argument("--megabytes", type=float, help="size of what is summed (default: 256, on CPU 1)")
+    parser.add_argument("--slow-sum", type=float, default=1.5, help="the same for all-reduce sums (default: 1.5)")
+    parser.add_argument("--megabytes", type=float, help="size of the tensor that is summed (default: 256, on CPU 1)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a collective may take")
     parser.add_argument("--json", action="store_true")
 

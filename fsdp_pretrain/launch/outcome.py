@@ -38,7 +38,7 @@ class StartOutcome:
         step: last recorded step, or the one it resumed from; None if it never got there.
         ahead: the following steps, one of which was being trained: see `provenance.batches_after`.
         verified: newest step with a verified checkpoint, or 0.
-        met: whether the rendezvous succeeded, so that there were ranks.
+        joined: whether the rendezvous succeeded, so that there were ranks.
     """
 
     code: int | None
@@ -49,7 +49,7 @@ class StartOutcome:
     step: int | None = None
     ahead: tuple[dict[str, int], ...] = ()
     verified: int = 0
-    met: bool = True
+    joined: bool = True
 
 
 def newest_segment(run: RunDir) -> int:
@@ -84,7 +84,7 @@ def verified_step(run: RunDir) -> int:
 
 
 def read_outcome(
-    run: RunDir, before: int, note: Path, code: int, *, host: str | None = None, met: bool = True
+    run: RunDir, before: int, note: Path, code: int, *, host: str | None = None, joined: bool = True
 ) -> StartOutcome:
     """How the start that has just ended went.
 
@@ -94,7 +94,7 @@ def read_outcome(
         note: where its ranks leave an exit code decided before there was a segment.
         code: of torchrun.
         host: name of this host if there are others.
-        met: whether there were ranks.
+        joined: whether there were ranks.
     """
     number, verified = segment_of(run, before, host), verified_step(run)
     if number <= before:
@@ -104,9 +104,9 @@ def read_outcome(
         if code == 0:
             return StartOutcome(0, "complete", verified=verified)
         if code == WRONG_OPTIONS:
-            return StartOutcome(int(Exit.REFUSED), "torchrun does not know one of its options", verified=verified)
+            return StartOutcome(int(Exit.REFUSED), "torchrun rejected its options", verified=verified)
         return StartOutcome(
-            None, f"torchrun exit {code} before training began", verified=verified, met=met or code != 1
+            None, f"torchrun exit {code} before training began", verified=verified, joined=joined or code != 1
         )
     step, ahead = _last_place(run, number)
     ended = StartOutcome(

@@ -60,9 +60,9 @@ def decide(
         return RestartDecision(last.code, last.reason)
     if asked or last.asked:
         return RestartDecision(int(Exit.RESUME), last.reason if last.asked else f"asked to stop; {last.reason}")
-    if not last.met:
-        return _meet_again(history, config)
-    history = [ended for ended in history if ended.outcome.met]
+    if not last.joined:
+        return _retry_rendezvous(history, config)
+    history = [ended for ended in history if ended.outcome.joined]
     fruitless = len(list(takewhile(lambda ended: not ended.progressed, reversed(history))))
     recent = sum(ended.at >= history[-1].at - config.restart_window.value for ended in history)
     reason, cause = last.reason + same_place(history), ""
@@ -75,14 +75,13 @@ def decide(
     return RestartDecision(None, reason, config.pauses[min(max(0, fruitless - 1), len(config.pauses) - 1)].value)
 
 
-def _meet_again(history: Sequence[EndedStart], config: LaunchSection) -> RestartDecision:
+def _retry_rendezvous(history: Sequence[EndedStart], config: LaunchSection) -> RestartDecision:
     """The rendezvous failed, which is no fault of the run. All nodes retry as long as the one that waits longest."""
-    first = list(takewhile(lambda ended: not ended.outcome.met, reversed(history)))[-1]
+    first = list(takewhile(lambda ended: not ended.outcome.joined, reversed(history)))[-1]
     waited, reason = history[-1].at - first.at + first.seconds, history[-1].outcome.reason
     if waited >= config.join_timeout.value:
-        return RestartDecision(
-            int(Exit.RESUME), f"the nodes did not find each other within {human_time(waited)}: {reason}"
-        )
+        reason = f"the nodes did not find each other within {human_time(waited)}: {reason}"
+        return RestartDecision(int(Exit.RESUME), reason)
     return RestartDecision(None, f"the nodes did not find each other: {reason}", config.pauses[0].value)
 
 
@@ -94,4 +93,4 @@ def same_place(history: Sequence[EndedStart]) -> str:
         return ""
     batches = ", ".join(f"step {each['step']} samples {each['first']}:{each['cursor']}" for each in last.ahead)
     look = f"look at these batches: fsdp-pretrain where RUN --step {last.ahead[0]['step']}" if last.ahead else ""
-    return f"; like the start before it died after step {last.step} ({batches}): {look}"
+    return f"; like the start before, it died after step {last.step} ({batches}): {look}"

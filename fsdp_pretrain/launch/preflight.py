@@ -42,7 +42,7 @@ def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
     offset = _write_test(run.path)
     _write_test(run.checkpoints)
     check_devices(nproc)
-    return [*_look_at_space(config, run), *_look_at_clock(offset), *_look_at_memory(config, run, nproc)]
+    return [*_check_space(config, run), *_check_clock(offset), *_check_memory(config, run, nproc)]
 
 
 def _write_test(directory: Path) -> float:
@@ -94,7 +94,7 @@ def check_devices(nproc: str) -> None:
         )
 
 
-def _look_at_space(config: Config, run: RunDir) -> Iterator[str]:
+def _check_space(config: Config, run: RunDir) -> Iterator[str]:
     """Raises ConfigError if the next checkpoint fits nowhere, whatever is pruned for it."""
     fit = next_fit(run, config)
     if fit is None or fit.severity is None:
@@ -102,13 +102,13 @@ def _look_at_space(config: Config, run: RunDir) -> Iterator[str]:
     if fit.severity is Severity.CRIT and fallback(config) is None:
         raise ConfigError(
             fit.text,
-            effect="training would go on without protection, and end with exit 93",
+            effect="training would run without new checkpoints, and end with exit 93",
             remedy="free space, or name other storage with checkpoint.fallback_dir",
         )
     yield fit.text
 
 
-def _look_at_clock(offset: float) -> Iterator[str]:
+def _check_clock(offset: float) -> Iterator[str]:
     if abs(offset) > _CLOCK:
         yield (
             f"the clock of {socket.gethostname()} is {abs(offset):.0f}s {'behind' if offset > 0 else 'ahead of'} that "
@@ -116,7 +116,7 @@ def _look_at_clock(offset: float) -> Iterator[str]:
         )
 
 
-def _look_at_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
+def _check_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
     """A background save keeps a copy of the ranks' shards in host memory."""
     ranks = int(nproc) if nproc.isdecimal() else gpu_count()
     newest = stores(run).newest()

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--rdzv-id", "--rdzv_id", help="name of the job (default: the configuration's file name)")
     options.add_argument(
-        "--local-addr", "--local_addr", help="address of this node, if its host name means another to the others"
+        "--local-addr", "--local_addr", help="address of this node, if other nodes resolve its host name differently"
     )
 
 
@@ -196,16 +196,16 @@ class Torchrun(subprocess.Popen[bytes]):
         return living
 
     @property
-    def met(self) -> bool:
+    def had_ranks(self) -> bool:
         """Whether there ever were ranks: torchrun starts them after the rendezvous."""
         return self._most > 0
 
     @property
-    def lost(self) -> bool:
+    def has_lost_ranks(self) -> bool:
         """Whether there are fewer ranks than there were."""
         return len(self.ranks()) < self._most
 
-    def ask(self, number: int) -> bool:
+    def signal_ranks(self, number: int) -> bool:
         """Signal the ranks directly (torchrun would kill them 30 s later); returns whether there were any."""
         ranks = self.ranks()
         for rank in ranks:

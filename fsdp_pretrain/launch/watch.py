@@ -14,7 +14,7 @@ from fsdp_pretrain.record.files import RunDir
 from .outcome import ended_hosts, hosts_of, segment_of
 from .torchrun import Torchrun
 
-_POLL, _LOOK = 0.1, 1.0
+_POLL, _READ_EVERY = 0.1, 1.0  # seconds
 
 
 class TorchrunWatch:
@@ -33,16 +33,16 @@ class TorchrunWatch:
         self._kill_at: float | None = None
         self._since: dict[str, float] = {}
 
-    def run(self, take_signal: Callable[[], tuple[int, bool] | None], on_look: Callable[[int | None], None]) -> int:
+    def run(self, take_signal: Callable[[], tuple[int, bool] | None], on_read: Callable[[int | None], None]) -> int:
         """Wait until torchrun and its ranks are gone; returns torchrun's exit code.
 
         Args:
             take_signal: returns a signal to pass on to the ranks and whether to end at once, or None.
-            on_look: called by a thread about every second with the number of the segment, None while it is not known.
+            on_read: called by a thread about every second with the number of the segment, None while it is not known.
         """
         child, done = self._child, threading.Event()
-        looks = threading.Thread(target=self._look, args=(done, on_look), daemon=True)
-        looks.start()
+        reader = threading.Thread(target=self._read_run_dir, args=(done, on_read), daemon=True)
+        reader.start()
         try:
             next_count = 0.0
             while (code := child.poll()) is None:
@@ -50,8 +50,8 @@ class TorchrunWatch:
                 if asked is not None:
                     self._forward(*asked)
                 if time.monotonic() >= next_count:
-                    next_count = time.monotonic() + _LOOK
-                    self._note("rank gone", child.lost)
+                    next_count = time.monotonic() + _READ_EVERY
+                    self._note("rank gone", child.has_lost_ranks)
                     self._note("other nodes ended", self._others_ended)
                 if self._overdue():
                     child.kill()
@@ -63,14 +63,14 @@ class TorchrunWatch:
             done.set()
         if not child.wait_for_ranks(self._settings.end_timeout.value):
             child.kill()
-        looks.join(_LOOK)
+        reader.join(_READ_EVERY)
         return code
 
     def _forward(self, number: int, at_once: bool) -> None:
         now = time.monotonic()
         if at_once:
             self._kill_at = now
-        elif self._child.ask(number):
+        elif self._child.signal_ranks(number):
             self._kill_at = self._kill_at or now + self._settings.stop_timeout.value
         else:  # no ranks yet, so nothing to save: torchrun ends them and itself
             self._child.terminate()
@@ -90,13 +90,13 @@ class TorchrunWatch:
         limits += [] if self._kill_at is None else [self._kill_at]
         return any(time.monotonic() >= limit for limit in limits)
 
-    def _look(self, done: threading.Event, on_look: Callable[[int | None], None]) -> None:
-        while not done.wait(_LOOK):
+    def _read_run_dir(self, done: threading.Event, on_read: Callable[[int | None], None]) -> None:
+        while not done.wait(_READ_EVERY):
             segment = segment_of(self._run, self._before, self._host)
             if segment <= self._before or not (self._run.segment(segment) / "environment.json").exists():
-                on_look(None)
+                on_read(None)
                 continue
-            on_look(segment)
+            on_read(segment)
             intent = exit_intent.read(self._run.segment(segment))
             self._ends_well = intent is not None and intent.code in (Exit.COMPLETE, Exit.RESUME)
             others = hosts_of(self._run, segment) - {self._host}

@@ -62,7 +62,7 @@ def fork(
     try:
         with hold(building, "fork"):
             _clear(building)
-            run_id.give(building.checkpoints, run_id.give(building.path))
+            run_id.assign(building.checkpoints, run_id.assign(building.path))
             linked = _copy(parent, branch, building)
             _open(parent, branch, building, sentence(report, reason))
         sync_directory(building.path)

@@ -79,7 +79,7 @@ def _report(run: RunDir, branch: Branch) -> BranchReport:
     return branch.report().model_copy(update={"abandoned": _later_checkpoints(run, branch.state.step)})
 
 
-def leave_all(run: RunDir) -> list[str]:
+def abandon_all(run: RunDir) -> list[str]:
     """Move all checkpoints and evaluations aside, for a run that restarts at step 0 in its directory.
 
     Returns the names of the checkpoints, or paths of those in a fallback. Raises StorageError.

@@ -106,8 +106,8 @@ def choose_backend(asked: str, model: AnyModel, device: torch.device) -> Backend
     obstacles = _flex_obstacles(model, device)
     if asked == "flex" and obstacles:
         raise ConfigError(
-            f"parallel.attention = flex cannot be honoured: {'; '.join(obstacles)}",
-            remedy="use parallel.attention = auto, which takes dense masks where flex cannot serve",
+            f"parallel.attention = flex cannot be used: {'; '.join(obstacles)}",
+            remedy="use parallel.attention = auto, which uses dense masks where flex cannot be used",
         )
     return "flex" if asked == "flex" or (asked == "auto" and not obstacles) else "sdpa"
 
@@ -117,7 +117,7 @@ def _flex_obstacles(model: AnyModel, device: torch.device) -> list[str]:
     if device.type != "cuda":
         found.append(f"flex_attention has no backward pass on {device.type}")
     if model.head_dim < 16 or model.head_dim & (model.head_dim - 1):
-        found.append(f"its kernels want heads of a power of two from 16 up, not {model.head_dim}")
+        found.append(f"its kernels need a head size that is a power of two from 16 on, not {model.head_dim}")
     if not isinstance(model, LlamaModel):
         if model.attention_rate:
             found.append("it has no dropout of attention probabilities")

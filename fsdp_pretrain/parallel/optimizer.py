@@ -27,7 +27,7 @@ def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], 
         if pattern not in defaults and not any(re.search(pattern, name) for name in names):
             raise ConfigError(
                 f"optimizer.no_decay has {pattern!r}, which matches no parameter",
-                effect="parameters meant to be spared would decay",
+                effect="parameters meant to be exempt would decay",
                 remedy=f"names look like {names[0]!r}, {names[-1]!r}",
             )
     spared = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]

@@ -98,7 +98,7 @@ def check_declared(model: AnyModel, exact: int) -> None:
         raise ConfigError(
             f"model.declared_params = {declared:_}, but this model has {exact:_} parameters "
             f"({(exact - declared) / declared:+.1%})",
-            effect="you would train another model than you think",
+            effect="the run would train another model than intended",
             remedy="correct the shape, or the declared number",
         )
 
@@ -176,7 +176,7 @@ def _memory_warning(layout: Layout, device: str | None) -> Iterator[str]:
     if layout.available is not None:
         yield from advice.memory_warning(layout.memory.total, layout.available, device or "the device")
     elif device not in (None, "cpu"):
-        yield f"the memory of a device {device!r} is not on file: say it with --device-memory"
+        yield f"the memory of a device {device!r} is not known: set it with --device-memory"
 
 
 def _space_warning(config: Config, first: SpaceNeeded) -> Iterator[str]:

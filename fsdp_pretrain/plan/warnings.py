@@ -102,7 +102,7 @@ def _shape_warnings(model: AnyModel) -> Iterator[str]:
     if not 0.6 < is_.ffn_per_hidden / usual < 1.6:
         yield (
             f"ffn / hidden is {is_.ffn_per_hidden:.2f}, where the family has about {usual:.2f}: is "
-            f"ffn = {is_.ffn} left over from another model? (One such made a 104B model of 57B parameters.)"
+            f"ffn = {is_.ffn} left over from another model? (A run planned as 104B trained 57B parameters this way.)"
         )
     if model.rows % 64:
         yield f"the embedding has {model.rows} rows, not a multiple of 64; model.vocab_multiple = 64 is faster on a GPU"

@@ -80,15 +80,15 @@ def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--allow-fresh",
         action="store_true",
-        help="start from step 0 although the run directory holds only invalid checkpoints, or its record says that it "
-        "held some; without effect on what a launcher, or torchrun, starts after the first start that trained",
+        help="start from step 0 although the run directory holds only invalid checkpoints, or has lost "
+        "those in its record; no effect on restarts by the launcher or torchrun after a start that trained",
     )
     parser.add_argument(
         "--allow",
         action="append",
         default=[],
         metavar="SECTION.KEY",
-        help="this change of what is learned is meant (docs/config.md marks such keys `declared`); a table allows all "
+        help="allow this change of what is learned (keys marked `declared` in docs/config.md); a table allows all "
         "its keys; repeatable, and may stay in the command",
     )
     parser.add_argument(

@@ -42,18 +42,18 @@ class State(StrEnum):
         return state
 
     QUEUED = "queued", "between starts, waiting for the scheduler or a person"
-    LAUNCH = "launch", "from the launch until all ranks had met"
+    LAUNCH = "launch", "from the launch until all ranks connected"
     LOAD = "load", "building, reading the checkpoint back, loading"
-    WARMUP = "warmup", "what the first steps of a start took too long"
+    WARMUP = "warmup", "extra time of the first steps of a start"
     STEP_KEPT = "step_kept", "steps on the kept line, at the reference pace"
-    STEP_SLOW = "step_slow", "what they took beyond it"
+    STEP_SLOW = "step_slow", "their time beyond that pace"
     STEP_SKIPPED = "step_skipped", "steps whose update was skipped"
     DATA_WAIT = "data_wait", "waiting for data"
     CKPT_BLOCK = "ckpt_block", "waiting for saves"
-    LOST = "lost", "steps that a resume or rollback went back behind"
-    DETECT = "detect", "from the last progress until the end was declared"
-    TEARDOWN = "teardown", "from there until it was over"
-    IDLE_UNKNOWN = "idle_unknown", "gaps that nothing in the record explains"
+    LOST = "lost", "steps that a resume or rollback discarded"
+    DETECT = "detect", "from the last progress until the end was detected"
+    TEARDOWN = "teardown", "from there until all processes had ended"
+    IDLE_UNKNOWN = "idle_unknown", "gaps without an explanation in the record"
 
 
 _RECOVERY = (State.DETECT, State.TEARDOWN, State.IDLE_UNKNOWN, State.LAUNCH, State.LOAD, State.WARMUP)
@@ -128,7 +128,7 @@ class Damaged(BaseModel):
     files: list[str]
 
 
-class Account(BaseModel):
+class GoodputReport(BaseModel):
     """The account of a run. None: unknown, or undefined without incidents.
 
     Attributes:
@@ -290,7 +290,7 @@ def _references(attempts: list[Start]) -> dict[int, Column]:
     return {a.segment: reference[start:stop] for a, (start, stop) in zip(attempts, pairwise(places), strict=True)}
 
 
-def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Account | None:
+def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> GoodputReport | None:
     """The account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
     history = read_history(run, shown)
     if not history.attempts:
@@ -310,7 +310,7 @@ def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter)
     iterations = np.concatenate([attempt.steps.iteration for attempt in history.attempts])
     typical = float(np.median(iterations)) if len(iterations) else None
     saves, configured = _saves(history), _configured_interval(run, history, typical)
-    return Account(
+    return GoodputReport(
         begin=ledger.begin,
         end=ledger.at,
         wall_seconds=wall,
@@ -378,7 +378,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def headline(found: Account) -> str:
+def headline(found: GoodputReport) -> str:
     """The account in one line."""
     interrupted = len(found.incidents)
     return (
@@ -387,7 +387,7 @@ def headline(found: Account) -> str:
     )
 
 
-def render(found: Account) -> str:
+def render(found: GoodputReport) -> str:
     """The account as text for people."""
     wall = found.wall_seconds
     lines = [f"{stamp(found.begin)[:19]} to {stamp(found.end)[:19]} UTC: {human_time(wall)}"]
@@ -403,13 +403,13 @@ def render(found: Account) -> str:
         f"{human_count(found.tokens_per_day)} tokens a day{mfu}"
     )
     for incident in found.incidents:
-        over = f"{human_time(incident.recovery_seconds)} to go on" if incident.over else "training has not gone on"
+        over = f"{human_time(incident.recovery_seconds)} to resume" if incident.over else "training has not resumed"
         lines.append(
             f"  {stamp(incident.time)[:19]} {incident.kind} after step {incident.step:_}: {incident.cause}; "
             f"{over}, {incident.lost_steps:_} steps lost, cost {human_time(incident.cost_seconds)}"
         )
     if found.mtti_seconds is not None:
-        repair = "" if found.mttr_seconds is None else f", going on after {human_time(found.mttr_seconds)} (MTTR)"
+        repair = "" if found.mttr_seconds is None else f", resumed after {human_time(found.mttr_seconds)} (MTTR)"
         lines.append(f"interrupted every {human_time(found.mtti_seconds)} (MTTI){repair}")
     lines += _render_saves(found)
     if found.damaged.lines:
@@ -417,7 +417,7 @@ def render(found: Account) -> str:
     return "\n".join([*lines, *(f"left out: {text}" for text in found.damaged.files)])
 
 
-def _render_saves(found: Account) -> Iterator[str]:
+def _render_saves(found: GoodputReport) -> Iterator[str]:
     saves, interval, unprotected = found.saves, found.interval, found.unprotected
     if saves.seconds is not None:
         block = (

@@ -29,7 +29,7 @@ class Request(StateFile):
     by: str = "?"
 
 
-def leave(folder: Path, **content: Any) -> Path:
+def put(folder: Path, **content: Any) -> Path:
     """Write a request with time and user. Returns its file. Raises OSError."""
     path = folder / f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
     state_files.write(path, {**content, "time": now(), "by": who()})

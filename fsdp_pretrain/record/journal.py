@@ -74,7 +74,7 @@ def add(run: RunDir, kind: Kind, text: str, /, *, segment: int | None = None, **
     if not writer.close():
         raise StorageError(
             f"cannot write {run.journal}: {writer.problem}",
-            effect=f"the chronicle does not say: {text}",
+            effect=f"not recorded in the chronicle: {text}",
             remedy="make the run directory writable, then repeat the command",
         )
 

@@ -24,7 +24,7 @@ from .files import make_directory, now
 from .state_files import DamagedFileError, StateFile
 
 BEAT_SECONDS = 10.0
-_LOOKS, _LOOK_SECONDS = 10, 0.1
+_READS, _RETRY_SECONDS = 10, 0.1
 
 
 class LeaseRecord(StateFile):
@@ -71,11 +71,11 @@ class Lease:
 
     def still_mine(self) -> bool:
         """Whether no other process took it over, as happens after this one was suspended for long."""
-        for _ in range(_LOOKS):
+        for _ in range(_READS):
             try:
                 held = state_files.read(self.path, LeaseRecord)
             except DamagedFileError:  # another process is writing it, or bits flipped
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_RETRY_SECONDS)
             except StorageError:
                 return False
             else:
@@ -135,7 +135,7 @@ def is_alive(held: LeaseRecord) -> bool | None:
     return started is not None and abs(started - held.process_started) <= 1
 
 
-class LeaseHolder:
+class LeaseWatch:
     """Watches whether a lease's holder is alive; on another host it is dead after `silent` seconds without a beat.
 
     Silence is measured on this process's clock from its first check, so hosts' clocks need not agree.
@@ -146,7 +146,7 @@ class LeaseHolder:
         self._sign: tuple[Any, float] | None = None
         self._since = 0.0
 
-    def lives(self, held: LeaseRecord | None) -> bool | None:
+    def holder_is_alive(self, held: LeaseRecord | None) -> bool | None:
         """Whether the holder of the current lease is alive; None: not known yet. Raises OSError if it was released."""
         sign = (held and held.token, self.path.stat().st_mtime)
         alive = is_alive(held) if held is not None else None

@@ -180,7 +180,7 @@ def decided_rollback(run: RunDir) -> DecidedRollback | None:
     return state_files.read(
         run.rollback,
         DecidedRollback,
-        effect="a rollback was decided and would not be done; nothing continues until it is",
-        remedy=f"move the file away and repeat `fsdp-pretrain rollback {run.path} --to STEP ...`: the request can "
-        "mostly still be read in it, and what was already done of it does no harm",
+        effect="a rollback was requested and is not finished; the run cannot continue before it is",
+        remedy=f"move the file away and repeat `fsdp-pretrain rollback {run.path} --to STEP ...`: the file "
+        "should still show the request, and repeating what was already done is harmless",
     )

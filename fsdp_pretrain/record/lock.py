@@ -15,11 +15,11 @@ from fsdp_pretrain.errors import BusyError, StorageError
 
 from . import lease, state_files
 from .files import RunDir
-from .lease import BEAT_SECONDS, Lease, LeaseHolder, LeaseRecord, take_away
+from .lease import BEAT_SECONDS, Lease, LeaseRecord, LeaseWatch, take_away
 from .status import Status
 
 SILENT_SECONDS = 90.0
-_LOOK_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 
 
 class RunLock:
@@ -32,7 +32,7 @@ class RunLock:
     def __init__(self, run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> None:
         self._run, self._purpose, self._silent = run, purpose, silent
         self._claim: Lease | None = None
-        self._holder, self._waiting = LeaseHolder(run.lock, silent), False
+        self._watch, self._waiting = LeaseWatch(run.lock, silent), False
 
     def attempt(self) -> bool:
         """Try to take the lock, for about a second. Returns whether it is held now.
@@ -49,19 +49,19 @@ class RunLock:
             return True
         held = lease.read(path)
         try:
-            alive = self._holder.lives(held)
+            alive = self._watch.holder_is_alive(held)
         except OSError:  # released just now
             return False
         if alive:
             raise self._busy(held)
         if alive is False:
             take_away(path, held)
-            self._holder, self._waiting = LeaseHolder(path, self._silent), False
+            self._watch, self._waiting = LeaseWatch(path, self._silent), False
         elif not self._waiting:
             self._waiting = True
-            print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a sign of life from it", flush=True)
+            print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a heartbeat from it", flush=True)
         else:
-            time.sleep(min(_LOOK_SECONDS, self._silent / 5))
+            time.sleep(min(_RETRY_SECONDS, self._silent / 5))
         return False
 
     def _describe(self, held: LeaseRecord | None) -> str:
@@ -77,7 +77,7 @@ class RunLock:
             self._describe(held),
             effect="two writers would mix two lines of training in one run",
             remedy=f"wait for its end, or ask it to stop: fsdp-pretrain control {self._run.path} stop. A holder that "
-            f"was killed is noticed: on its own host at once, from others after {self._silent:g}s without a beat "
+            f"was killed is detected: on its own host at once, from others after {self._silent:g}s without a heartbeat "
             f"(one every {BEAT_SECONDS:g}s)",
         )
 

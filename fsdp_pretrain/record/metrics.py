@@ -20,7 +20,7 @@ class RecordedStep(NamedTuple):
     left_by: int | None
 
 
-class Lost(NamedTuple):
+class LostSteps(NamedTuple):
     """What was trained after a step."""
 
     steps: int
@@ -70,13 +70,13 @@ def read_metrics(run: RunDir) -> Iterator[StepRecord]:
                 yield record
 
 
-def left_behind(run: RunDir, step: int, tokens: int) -> Lost:
+def left_behind(run: RunDir, step: int, tokens: int) -> LostSteps:
     """What the newest segment trained after a step; `tokens` is the token count at that step."""
     head = max((node.segment for node in lineage.nodes(run)), default=None)
     newest = [] if head is None else last_records(run.segment(head), 1 << 16)
     if not newest or newest[-1].step <= step:
-        return Lost(0, 0)
-    return Lost(newest[-1].step - step, newest[-1].tokens - tokens)
+        return LostSteps(0, 0)
+    return LostSteps(newest[-1].step - step, newest[-1].tokens - tokens)
 
 
 def tail(segment: Path, step: int) -> list[StepRecord]:

@@ -54,12 +54,12 @@ class Overrides:
             changes = content.pop("set", [])
             skip = _merge([SampleRange.parse(span) for span in content.pop("skip", [])])
             if content or not all(isinstance(item, str) for item in changes):
-                raise ValueError("it holds more than `set` and `skip`, two lists of texts")
+                raise ValueError("it may have only `set` and `skip`, two lists of strings")
         except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{where} cannot be read: {error}",
-                effect="the run would go on without what a rollback decided",
-                remedy="restore it; the config.toml of the newest segment has what it meant",
+                effect="the run would continue without the changes of a rollback or fork",
+                remedy="restore it; the config.toml of the newest segment has the same values",
             ) from None
         return cls(tuple(changes), skip)
 

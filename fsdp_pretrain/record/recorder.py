@@ -115,7 +115,7 @@ class Recorder:
             file.close()
 
 
-class Silent(Recorder):
+class NotesOnlyRecorder(Recorder):
     """The recorder of ranks other than 0: writes only notes."""
 
     def __init__(self, run: RunDir, segment: Path) -> None:

@@ -31,7 +31,7 @@ def send(run: RunDir, verb: str, **more: Any) -> None:
     """
     if not run.begun:
         raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
-    inbox.leave(run.control, verb=verb, **more)
+    inbox.put(run.control, verb=verb, **more)
 
 
 @dataclass

@@ -46,7 +46,7 @@ def read(directory: Path) -> str | None:
         ) from None
 
 
-def give(directory: Path, run_id: str = "") -> str:
+def assign(directory: Path, run_id: str = "") -> str:
     """Create a directory and its id, where missing. Returns the id. Raises StorageError.
 
     With an empty `run_id`, the id is random.
@@ -81,7 +81,7 @@ def require(path: Path) -> Path | None:
         with contextlib.suppress(StorageError):
             found = read(directory)
         if found is None or found != _bound[directory]:
-            raise FileNotFoundError(errno.ENOENT, f"{directory} is not the run's any more", str(path))
+            raise FileNotFoundError(errno.ENOENT, f"{directory} is no longer the directory of the run", str(path))
     return max(around, key=lambda directory: len(directory.parts), default=None)
 
 
@@ -139,7 +139,7 @@ class LauncherMemory:
             if note is not None and note.exists():
                 self.seen = SeenRun(**json.loads(note.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise StorageError(f"cannot read {note}, what earlier starts have seen of the run: {error}") from None
+            raise StorageError(f"cannot read {note}, the note of earlier starts about the run: {error}") from None
 
     def check(self, directory: Path, newest: Callable[[], int]) -> None:
         """Raise RunGoneError if a directory is not the run seen, or is an earlier state of it (by `newest` segment).
@@ -151,7 +151,7 @@ class LauncherMemory:
         if read(directory) != self.seen.run_id:
             raise gone(directory)
         if (found := newest()) < self.seen.segment:
-            raise gone(directory, f"its newest segment is {found}, but segment {self.seen.segment} has been there")
+            raise gone(directory, f"its newest segment is {found}, but segment {self.seen.segment} existed")
 
     def remember(self, **facts: Any) -> None:
         """Update fields of `seen`. Prints a warning if the note cannot be written."""

@@ -248,7 +248,7 @@ def _attempt(
         closed=intent is not None or declared is not None,
         clean=stop is not None and "step" in stop and code in _CLEAN,
         code=code,
-        cause=cause or "ended without a word",
+        cause=cause or "ended without reporting a reason",
         host=start.begun.host,
         world=start.begun.world.size if start.begun.world is not None else 1,
     )

@@ -52,7 +52,7 @@ class Status(StateFile):
     heartbeat: str | None = None  # when this was written
     exit_intent: RunEnding | None = None
 
-    def said(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         """The entries of the file, JSON values."""
         return self.model_dump(exclude_unset=True)
 
@@ -66,4 +66,4 @@ def ended(code: int, reason: str) -> dict[str, Any]:
 def update(run: RunDir, /, **fields: Any) -> None:
     """Update entries; a damaged file is replaced. Raises OSError."""
     known = state_files.view(run.status, Status)
-    state_files.write(run.status, {**(known.said() if known is not None else {}), **fields})
+    state_files.write(run.status, {**(known.entries() if known is not None else {}), **fields})

@@ -21,7 +21,7 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.recorder import Recorder, Silent
+from fsdp_pretrain.record.recorder import NotesOnlyRecorder, Recorder
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat
 
 
@@ -70,7 +70,7 @@ def build_data(
 def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> Recorder:
     """Writes the record on rank 0, and nothing on the others."""
     if not world.is_main:
-        return Silent(run, segment)
+        return NotesOnlyRecorder(run, segment)
     recorder = Recorder(
         run,
         segment,

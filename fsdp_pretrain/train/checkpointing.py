@@ -66,7 +66,7 @@ class Checkpointing:
         self._after_save, self._recorder = after_save, recorder
         self.saved_step = step
         self._pending: Pending[SaveResult] | None = None
-        self._pending_step, self._number, self._told = step, 0, False
+        self._pending_step, self._number, self._reported = step, 0, False
         self._failures, self._retry_at = 0, math.inf
         self._safe_at = time.monotonic()
         self._stalled = 0.0
@@ -86,20 +86,20 @@ class Checkpointing:
     def signals(self) -> tuple[int, bool, bool]:
         """This rank's part: the number of the save its writer has finished (or 0), retry now, overdue.
 
-        The first is summed over the ranks and passed to `ended`; the others follow rank 0's clock.
+        The first is summed over the ranks and passed to `all_ended`; the others follow rank 0's clock.
         """
         pending, done = self._pending, 0
         if pending is not None and pending.done:
             done = self._number
-            if pending.error is not None and not self._told:  # the alarm does not wait for the other ranks
-                self._told = True
+            if pending.error is not None and not self._reported:  # the alarm does not wait for the other ranks
+                self._reported = True
                 self._report_failure(self._failures + 1, _cause(pending.error))
         now, limit = time.monotonic(), self._config.max_age
         retry = self._world.is_main and now >= self._retry_at
         overdue = self._world.is_main and limit is not None and now - self._safe_at > limit.value
         return done, retry, overdue
 
-    def ended(self, total: int) -> bool:
+    def all_ended(self, total: int) -> bool:
         """Whether the writers of all ranks have finished the save in flight, from the sum of their `signals`."""
         return self._pending is not None and total == self._world.size * self._number
 
@@ -108,7 +108,7 @@ class Checkpointing:
         raise StorageError(
             f"no checkpoint was verified for longer than checkpoint.max_age = {self._config.max_age}",
             effect=f"steps after {self.saved_step} are in no checkpoint",
-            remedy="mend the storage, then start again; training continues from the last checkpoint",
+            remedy="repair the storage, then start again; training continues from the last checkpoint",
         ).on_all_ranks()
 
     # ------------------------------------------------------------------ saving
@@ -130,7 +130,7 @@ class Checkpointing:
                 seconds=waited,
             )
         self._recorder.status(force=True, state="saving")
-        self._pending_step, self._told = state.step, False
+        self._pending_step, self._reported = state.step, False
         if self._config.background and not must_succeed and not self._failures:
             self._number += 1
             self._pending = self._saver.begin(state)
@@ -164,7 +164,7 @@ class Checkpointing:
             return 0.0
         start = time.perf_counter()
         ended = pending.wait(self._patience)
-        failure = _cause(pending.error) if pending.error is not None else None if ended else "its writer does not end"
+        failure = _cause(pending.error) if pending.error is not None else None if ended else "its writer timed out"
         expected = ended and (pending.error is None or isinstance(pending.error, StorageError))
         outcomes = self._world.gather((failure, expected))
         if not all(fine for _, fine in outcomes):
@@ -175,14 +175,14 @@ class Checkpointing:
             text if fine else f"rank {rank}: {text}" for rank, (text, fine) in enumerate(outcomes) if text is not None
         ]
         if causes:
-            if not self._told:
+            if not self._reported:
                 self._report_failure(self._failures + 1, causes[0])
             self._fail(causes[0])
         else:
             self._succeed(self._pending_step, pending.result())
         return time.perf_counter() - start
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Let the save in flight end, ignoring its outcome: the run ends for another reason."""
         with suppress(UserError):
             self.finish()
@@ -201,7 +201,7 @@ class Checkpointing:
             raise StorageError(
                 f"{self._failures} saves in a row failed, the last because: {cause}",
                 effect=f"steps after {self.saved_step} are in no checkpoint",
-                remedy="mend the storage, then start again; training continues from the last checkpoint",
+                remedy="repair the storage, then start again; training continues from the last checkpoint",
             ).on_all_ranks()
 
     def _succeed(self, step: int, saved: SaveResult) -> None:

@@ -180,5 +180,5 @@ def _hosts(before: dict[str, int], after: dict[str, int]) -> list[str]:
 def _code(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     found = differences({"commit": before.get("commit")}, {"commit": after.get("commit")}, "code")
     if before.get("changed") != after.get("changed"):
-        found.append(f"code changed beyond the commit: {', '.join(after.get('changed') or []) or 'nothing any more'}")
+        found.append(f"uncommitted changes to the code: {', '.join(after.get('changed') or []) or 'none any more'}")
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
-from fsdp_pretrain.health.auto_rollback import came_back, record_rollback, roll_back
+from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back, was_blamed_on_device
 from fsdp_pretrain.health.monitor import RollbackRequest
 from fsdp_pretrain.record import exit_intent, status
 from fsdp_pretrain.record.files import RunDir
@@ -56,10 +56,10 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
     recorder, run_dir = run.recorder, run.recorder.run
     if asked is None:
         return _record_stop(outcome, trainer.state.step, run)
-    if asked.repeats is False and not run.world.decide(lambda: came_back(run_dir, asked)):
+    if asked.repeats is False and not run.world.decide(lambda: was_blamed_on_device(run_dir, asked)):
         return _record_suspicion(asked, run)
     if asked.repeats is not None:
-        found = "not finite again" if asked.repeats else "finite, as it was found before, and came back all the same"
+        found = "not finite again" if asked.repeats else "finite, but a device was suspected here before"
         text = f"the same step from the same batch was {found}: {asked.cause}"
         recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
     report = run.world.decide(lambda: roll_back(run_dir, run.config, asked, recorder))

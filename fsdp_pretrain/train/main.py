@@ -77,7 +77,7 @@ def _start(args: argparse.Namespace) -> int:
         refuse_path_in_text(config)
         terms = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason)
         memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
-        start.recognise(RunDir(config.run.dir), memory)
+        start.bind_run_directory(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
@@ -111,7 +111,7 @@ def run(
     run_dir = RunDir(config.run.dir)
     world.decide(lambda: start.refuse_unwanted_restart(run_dir))
     start.open_directory(run_dir, world, memory)
-    terms = start.agreed(terms, memory, world)
+    terms = start.agree_on_options(terms, memory, world)
     lock = RunLock(run_dir, "training")
     while not world.decide(lock.attempt):  # short attempts, so that no rank waits long for rank 0
         pass
@@ -162,13 +162,13 @@ def _train(
     model, optimizer = build_model_and_optimizer(config, world)
     subject = TrainingObjects(world, run_dir, model, optimizer, config, identity(config, packer))
     start.record_start(recorder, subject, model.count_parameters())
-    resumed = Resume(subject, recorder, terms)()
+    resumed = Resume(subject, recorder, terms).run()
     if resumed.checkpoint is None:
         fsdp.initialise_all(model, config.run.seed)
     state = resumed.state
     if world.is_main:
         start.record_changes(recorder, subject.identity.corpora, terms.reason)
-    world.decide(lambda: start.join_line(run_dir, recorder, resumed, fresh=terms.fresh))
+    world.decide(lambda: start.record_lineage(run_dir, recorder, resumed, fresh=terms.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health = _health(subject, recorder.number, resumed)
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))

@@ -21,7 +21,7 @@ from fsdp_pretrain.checkpoint.training_objects import TrainingObjects
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, UserError
 from fsdp_pretrain.launch.outcome import newest_segment
-from fsdp_pretrain.lineage.rollback import leave_all
+from fsdp_pretrain.lineage.rollback import abandon_all
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
 from fsdp_pretrain.record import environment as environments
@@ -46,7 +46,7 @@ _VISIBLE_WITHIN = 5.0
 # ---------------------------------------------------------------------- the directory
 
 
-def recognise(run: RunDir, memory: LauncherMemory) -> None:
+def bind_run_directory(run: RunDir, memory: LauncherMemory) -> None:
     """Bind to the run directory before anything is created; refuse one that earlier starts did not use.
 
     Raises:
@@ -67,7 +67,7 @@ def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
     found = world.gather(world.together(lambda: run_id.read(run.path)))
     known = next((one for one in found if one is not None), None)
     if known is None:
-        known = world.decide(lambda: run_id.give(run.path))
+        known = world.decide(lambda: run_id.assign(run.path))
     _bind_all(run.path, known, world)
     memory.remember(run_id=known)
 
@@ -75,15 +75,15 @@ def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
 def open_checkpoints(run: RunDir, world: World) -> None:
     """The same for `checkpoints/`, which may be a separate mount; after `look_for_checkpoints`. Collective."""
     known = run_id.bound_to(run.path)
-    _bind_all(run.checkpoints, world.decide(lambda: run_id.give(run.checkpoints, known or "")), world)
+    _bind_all(run.checkpoints, world.decide(lambda: run_id.assign(run.checkpoints, known or "")), world)
 
 
 def _bind_all(directory: Path, known: str, world: World) -> None:
-    world.together(lambda: _see(directory, known))
+    world.together(lambda: _wait_until_visible(directory, known))
     run_id.bind(directory, known)
 
 
-def _see(directory: Path, known: str) -> None:
+def _wait_until_visible(directory: Path, known: str) -> None:
     """Raise RunGoneError if this host does not soon see a directory with this id."""
     until = time.monotonic() + _VISIBLE_WITHIN
     while run_id.read(directory) != known:
@@ -118,7 +118,7 @@ def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
     if mine != standing:
         raise ConfigError(
             f"{run.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
-            effect="this start would train without what a rollback decided",
+            effect="this start would train without the changes of a rollback",
             remedy="start again; if it persists, the nodes do not see the same run directory",
         )
 
@@ -126,7 +126,7 @@ def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
 # ---------------------------------------------------------------------- its checkpoints
 
 
-def agreed(terms: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
+def agree_on_options(terms: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
     """The options for this start: --allow-fresh holds only for the first under a launcher or torchrun. Collective."""
     return replace(terms, fresh=world.decide(lambda: terms.fresh and not (memory.seen and memory.seen.segment)))
 
@@ -146,9 +146,9 @@ def look_for_checkpoints(run: RunDir, terms: ResumeOptions, memory: LauncherMemo
         f"{directory} has lost checkpoints: {found.text}",
         effect="nothing was done: training would begin again "
         + ("at step 0" if found.newest is None else f"after step {found.newest}"),
-        remedy="see whether its file system, and that of checkpoint.fallback_dir, is mounted, or restore them; "
+        remedy="check that its file system, and that of checkpoint.fallback_dir, is mounted, or restore them; "
         + (
-            "start by hand with --allow-fresh to begin again at step 0 in this directory"
+            "start manually with --allow-fresh to begin again at step 0 in this directory"
             if found.newest is None
             else f"`fsdp-pretrain rollback {run.path} --to {found.newest}` goes on without them"
         ),
@@ -171,7 +171,7 @@ def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) ->
     return segment
 
 
-def join_line(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
+def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
     """Make this start the head of the lineage, before it records a step.
 
     A start at step 0 of a run with a record reports what is lost. If that was allowed (`fresh`), old checkpoints and
@@ -182,7 +182,7 @@ def join_line(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool)
     """
     fresh = fresh and resumed.checkpoint is None
     steps, tokens = left_behind(run, 0, 0) if resumed.checkpoint is None else (0, 0)
-    aside = leave_all(run) if fresh else []
+    aside = abandon_all(run) if fresh else []
     kind = "fresh" if fresh else "start"
     try:
         lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **vars(resumed.state))
@@ -256,7 +256,7 @@ def record_ready(run: RunContext, state: TrainState) -> None:
         loaded = time.time() - connected
         run.recorder.event(
             "ready",
-            f"{human_time(connected - launched)} until all ranks had met, {human_time(loaded)} to build and load",
+            f"{human_time(connected - launched)} until all ranks connected, {human_time(loaded)} to build and load",
             step=state.step,
             connect_seconds=connected - launched,
             load_seconds=loaded,

@@ -90,6 +90,6 @@ class StepClock:
         self._marks = [end]
         return StepTimes(before, forward, update, end, self._own.end(), self._data, checkpoint)
 
-    def over(self, times: StepTimes) -> None:
+    def finish(self, times: StepTimes) -> None:
         """The device has finished a step."""
         self._own.add(times.own, times.data)

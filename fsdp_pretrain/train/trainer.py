@@ -126,7 +126,7 @@ class Trainer:
             return self._run()
         except UserError as error:
             if error.shared:
-                self.saves.give_up()
+                self.saves.abandon()
             raise
 
     def _run(self) -> Exit:
@@ -140,7 +140,7 @@ class Trainer:
                 return self._end_for(agreed.rollback)
             if agreed.overdue:
                 self.saves.refuse_to_go_on()
-            if self.saves.ended(agreed.saved):
+            if self.saves.all_ended(agreed.saved):
                 self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
             if self._save_due() or agreed.save:
@@ -161,11 +161,11 @@ class Trainer:
 
     def _end_for(self, rollback: RollbackRequest) -> Exit:
         """End without saving: the steps since the incident are discarded."""
-        self.saves.give_up()
-        self.rollback = replace(rollback, repeats=self._is_spoilt_again(rollback))
+        self.saves.abandon()
+        self.rollback = replace(rollback, repeats=self._is_reproducible(rollback))
         return Exit.RESUME
 
-    def _is_spoilt_again(self, rollback: RollbackRequest) -> bool | None:
+    def _is_reproducible(self, rollback: RollbackRequest) -> bool | None:
         """Whether the last non-finite step is so again when repeated from its batch; None if that cannot be determined.
 
         Collective; changes no parameter. The parameters are the same except for steps that were in flight, so a cause
@@ -318,7 +318,7 @@ class Trainer:
             self._agreed.save |= counts.save > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
             self._agreed.overdue |= counts.overdue > 0
-            self._clock.over(issued.times)
+            self._clock.finish(issued.times)
             record = self._records.of(issued)
             self._stretches += record.documents + record.batch  # a document may span several samples
             self._quarantined += record.quarantined

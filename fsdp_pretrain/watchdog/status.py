@@ -51,7 +51,7 @@ class _LastLook(StateFile):
     time: str
 
 
-class _Seen(StateFile):
+class _WatchdogSnapshot(StateFile):
     """What is shown of the watchdog's snapshot, and its age."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
@@ -112,7 +112,7 @@ class StatusReport(BaseModel):
     checkpoints_that_fit: int = 0
     since_last_look: SinceLastLook | None = None
     alarms: list[dict[str, Any]] = []
-    watchdog: _Seen | None = None
+    watchdog: _WatchdogSnapshot | None = None
     damaged: Damaged | None = None
     goodput: Goodput | None = None
     no_segments: list[str] = []
@@ -125,7 +125,7 @@ class StatusReport(BaseModel):
     def as_dict(self) -> dict[str, Any]:
         """For `--json`: what the job reported, and what was found."""
         return {
-            **self.status.said(),
+            **self.status.entries(),
             **self.model_dump(exclude_unset=True, exclude={"status"}),
             "state": self.state,
             "running": self.running,
@@ -140,24 +140,24 @@ def inspect(run: RunDir) -> StatusReport:
     try:
         found = state_files.read(run.status, Status)
         if found is None:
-            text = f"{run.status} is missing: no job was started here, or none came far"
+            text = f"{run.status} is missing: no job was started here, or it failed early"
             report.problems.append((ALERT, text))
         else:
             report.status, report.state = found, found.state
-            _look_at_life(report, found)
+            _check_heartbeat(report, found)
     except UserError as error:
         report.running = is_held(run)
         report.problems.append((WARN, f"{error.cause}; a job that runs writes it again"))
     if run.rollback.exists():
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
-    _look_at_checkpoints(report, run, report.status)
-    _look_at_the_next(report, run, report.status)
-    for look in (_look_at_progress, _look_at_alarms, _look_at_watchdog, _look_at_goodput, _look_at_files):
-        look(report, run)
+    _check_checkpoints(report, run, report.status)
+    _check_next_checkpoint(report, run, report.status)
+    for each in (_add_progress, _add_alarms, _check_watchdog, _add_goodput, _check_files):
+        each(report, run)
     return report
 
 
-def _look_at_life(report: StatusReport, status: Status) -> None:
+def _check_heartbeat(report: StatusReport, status: Status) -> None:
     silent = age(status.heartbeat)
     report.heartbeat_age_seconds = round(silent, 1)
     if report.state in _ENDED:
@@ -168,18 +168,18 @@ def _look_at_life(report: StatusReport, status: Status) -> None:
             report.problems.append((WARN, f"stopped before its end: {reason}"))
         return
     if status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1):
-        report.problems.append((ALERT, f"its process {status.pid} is gone without saying why"))
+        report.problems.append((ALERT, f"its process {status.pid} exited without reporting a reason"))
         return
     report.running = True
     allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
     if silent > 3 * allowed:
         report.running = False
-        report.problems.append((ALERT, f"no sign of life for {human_time(silent)}"))
+        report.problems.append((ALERT, f"no heartbeat for {human_time(silent)}"))
     elif silent > allowed:
-        report.problems.append((WARN, f"no sign of life for {human_time(silent)}"))
+        report.problems.append((WARN, f"no heartbeat for {human_time(silent)}"))
 
 
-def _look_at_checkpoints(report: StatusReport, run: RunDir, status: Status) -> None:
+def _check_checkpoints(report: StatusReport, run: RunDir, status: Status) -> None:
     found = stores(run)
     try:
         lost = None if run.rollback.exists() else missing(run)
@@ -205,11 +205,11 @@ def _look_at_checkpoints(report: StatusReport, run: RunDir, status: Status) -> N
         bytes=sum(entry.bytes for entry in manifest.files),
         path=str(good[-1].path),
     )
-    if found.elsewhere(good[-1]):
+    if found.is_in_fallback(good[-1]):
         report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
 
 
-def _look_at_the_next(report: StatusReport, run: RunDir, status: Status) -> None:
+def _check_next_checkpoint(report: StatusReport, run: RunDir, status: Status) -> None:
     """Whether the next checkpoint fits, and whether it is late, by the rules of the watchdog."""
     if not run.config.exists() and not report.verified_checkpoint:
         return  # training has not started
@@ -219,7 +219,7 @@ def _look_at_the_next(report: StatusReport, run: RunDir, status: Status) -> None
         report.problems.append((WARN, f"{run.config} cannot be read: {error.cause.splitlines()[0]}"))
         return
     try:
-        fit, late = upcoming.next_fit(run, config), _unprotected(run, config, status)
+        fit, late = upcoming.next_fit(run, config), _unsaved_training(run, config, status)
     except (UserError, OSError) as error:
         cause = error.cause if isinstance(error, UserError) else error
         report.problems.append((WARN, f"whether the next checkpoint fits is not known: {cause}"))
@@ -234,7 +234,7 @@ def _look_at_the_next(report: StatusReport, run: RunDir, status: Status) -> None
         report.problems.append((WARN if level is Late.LATE else ALERT, str(late)))
 
 
-def _unprotected(run: RunDir, config: Config, status: Status) -> UnsavedTraining:
+def _unsaved_training(run: RunDir, config: Config, status: Status) -> UnsavedTraining:
     """What the run has trained since its newest verified checkpoint, or since its start without one."""
     whole = [item for item in stores(run).scan() if item.problem is None]
     proved = [item for item in whole if item.verified or not config.checkpoint.verify]
@@ -252,7 +252,7 @@ def _unprotected(run: RunDir, config: Config, status: Status) -> UnsavedTraining
     )
 
 
-def _look_at_alarms(report: StatusReport, run: RunDir) -> None:
+def _add_alarms(report: StatusReport, run: RunDir) -> None:
     """The open alarms of the watchdog."""
     open_ = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
     report.alarms = [alarm.to_json() for alarm in open_]
@@ -264,9 +264,9 @@ def _look_at_alarms(report: StatusReport, run: RunDir) -> None:
             report.problems.append((level, f"{alarm.key}: {alarm.summary} ({since})"))
 
 
-def _look_at_watchdog(report: StatusReport, run: RunDir) -> None:
+def _check_watchdog(report: StatusReport, run: RunDir) -> None:
     """Whether a watchdog is running, and its last snapshot."""
-    seen = state_files.view(snapshot_file(run), _Seen)
+    seen = state_files.view(snapshot_file(run), _WatchdogSnapshot)
     silent = age(seen.time) if seen is not None else math.inf
     if seen is not None:
         report.watchdog = seen.model_copy(update={"age_seconds": round(silent, 1)})
@@ -277,11 +277,11 @@ def _look_at_watchdog(report: StatusReport, run: RunDir) -> None:
     except UserError:
         return  # reported elsewhere
     if wanted and silent > _SILENT_AT_LEAST:
-        ago = f"has not looked for {human_time(silent)}" if seen is not None else "has never looked"
+        ago = f"has made no pass for {human_time(silent)}" if seen is not None else "has made no pass yet"
         report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
 
 
-def _look_at_progress(report: StatusReport, run: RunDir) -> None:
+def _add_progress(report: StatusReport, run: RunDir) -> None:
     """Steps since the status was last shown."""
     last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), report.status.step or 0
     if last is not None:
@@ -290,7 +290,7 @@ def _look_at_progress(report: StatusReport, run: RunDir) -> None:
         state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
 
 
-def _look_at_goodput(report: StatusReport, run: RunDir) -> None:
+def _add_goodput(report: StatusReport, run: RunDir) -> None:
     """Goodput, unless reading it takes too long."""
     size = unread_bytes(run)
     if size > _LARGEST_RECORD:
@@ -307,7 +307,7 @@ def _look_at_goodput(report: StatusReport, run: RunDir) -> None:
         report.goodput = Goodput(line=goodput.headline(found), **found.model_dump(include=_RATIOS))
 
 
-def _look_at_files(report: StatusReport, run: RunDir) -> None:
+def _check_files(report: StatusReport, run: RunDir) -> None:
     """Damaged small files, which their readers ignore or refuse; and names in `segments/` that are no segment."""
     for path, schema in _small_files(run):
         try:
@@ -327,8 +327,8 @@ def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
         yield segment / ENVIRONMENT, Environment
 
 
-def _watchdog_line(seen: _Seen) -> str:
-    parts = [f"looked {human_time(seen.age_seconds)} ago"]
+def _watchdog_line(seen: _WatchdogSnapshot) -> str:
+    parts = [f"last pass {human_time(seen.age_seconds)} ago"]
     if seen.step_drift is not None:
         parts.append(f"steps {seen.step_drift - 1:+.1%} of the baseline")
     if seen.disk_full_in is not None:
@@ -353,7 +353,7 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
             yield "pace", f"{pace:.3g}s a step, {human_count(status.tokens_per_second or 0)} tokens/s{left}"
     if (since := report.since_last_look) is not None:
         done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
-        yield "progress", f"{done} in the {human_time(since.seconds)} since the last look"
+        yield "progress", f"{done} in the {human_time(since.seconds)} since the last status"
     if report.heartbeat_age_seconds is not None:
         process = f" pid {status.pid}" if status.pid else ""
         yield "heartbeat", f"{human_time(report.heartbeat_age_seconds)} ago, {status.host}{process}"

@@ -17,13 +17,13 @@ _FIRST, _EVERY = 300.0, 3600.0
 class GoodputJob(Detector):
     """The result of `fsdp-pretrain goodput RUN`, as fields of a `Snapshot`: `goodput`, `ettr`, `badput_seconds`."""
 
-    def __init__(self, alarms: Alarms, looks: ProbeServer, run: Path) -> None:
+    def __init__(self, alarms: Alarms, probes: ProbeServer, run: Path) -> None:
         super().__init__(alarms)
-        self._look = PeriodicProbe(looks, "account", every=_EVERY, deadline=_EVERY, run=str(run))
-        self._look.due = time.monotonic() + _FIRST
+        self._probe = PeriodicProbe(probes, "account", every=_EVERY, deadline=_EVERY, run=str(run))
+        self._probe.due = time.monotonic() + _FIRST
         self.known: dict[str, Any] = {}
 
     def tick(self, now: float) -> None:
-        answer = self._look.tick(now)
+        answer = self._probe.tick(now)
         if answer is not None and answer.error is None:
             self.known = answer.value

@@ -19,7 +19,7 @@ from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.record import environment, exit_intent, run_id
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, LeaseHolder
+from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, LeaseWatch
 from fsdp_pretrain.record.metrics import METRICS, records
 from fsdp_pretrain.record.requests import send
 from fsdp_pretrain.record.step_record import StepRecord
@@ -27,27 +27,27 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
-from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, Stragglers
+from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes, RemoteAlarms
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.notify.formatting import MessageSender
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
-from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, keep_alarms, serve, snapshot_file
+from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, serve, snapshot_file, take_alarm_lease
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter
 from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
 from .goodput_job import GoodputJob
-from .registry import sensors
+from .registry import build_detectors
 
-_OF_A_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
+_PER_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
 """Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
-_ATTEND = 5
+_SERVE_EVERY = 5
 """Passes between two checks for requests and two snapshots, unless an alarm changes."""
-_NUMBERS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
+_HEALTH_DETECTORS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
 class HealthAlarms(Detector):
@@ -59,8 +59,8 @@ class HealthAlarms(Detector):
         super().step(record)
         if first:
             going_on = {finding.key for finding in record.health}
-            for detector in _NUMBERS:
-                self.resolve_others(detector, going_on, "over since the run was started again")
+            for detector in _HEALTH_DETECTORS:
+                self.resolve_others(detector, going_on, "ended with a restart of the run")
         for finding in record.health:
             if finding.resolved:
                 self.resolve(finding.key, finding.summary)
@@ -75,7 +75,7 @@ class HealthAlarms(Detector):
 
 
 class Leader:
-    """Leads a job. Create it once the segment is known, with a claim from `take_the_lead`.
+    """Leads a job. Create it once the segment is known, with a claim from `take_leadership`.
 
     Attributes:
         holds: at the last check, no other node's agent had taken over the claim.
@@ -89,30 +89,30 @@ class Leader:
         due, steps = 10 * config.watchdog.interval.value, config.schedule.steps
         self._snapshot = Snapshot(config.run.name, segment, pass_due=due, total_steps=steps)
         self._own: dict[int, float] = {}
-        self._foreign, self._avoided = set[str](), set[str]()
-        self._written = self._attended = -math.inf
-        self.holds, self._news = True, False
+        self._peer_alarms, self._avoided = set[str](), set[str]()
+        self._written = self._served = -math.inf
+        self.holds_lease, self._changed = True, False
         self._journal = Journal(self._run)  # kept open: it buffers what a full disk does not take
         self._notifier: Notifier | None = None
         self._ping: Ping | None = None
         self.alarms = Alarms(alarms_file(self._run), self._on_change)
-        self._numbers = HealthAlarms(self.alarms)
+        self._health = HealthAlarms(self.alarms)
         section = config.watchdog.notify
         try:
             self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
             self._ping = Ping(section.ping) if section.ping is not None else None
         except ConfigError as error:  # the trainer checked it, but secrets may be gone since
-            self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent to anybody")
+            self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
         self._exporter = Exporter(section.prometheus)
         begun = environment.view(self._run, segment)
         for alarm in list(self.alarms):  # another agent may have opened some in this start
-            if alarm.detector in _OF_A_START and alarm.opened < (begun.time or "9"):
+            if alarm.detector in _PER_START and alarm.opened < (begun.time or "9"):
                 self.alarms.resolve(alarm.key, "the ranks were started again")
         hosts = list(begun.hosts or [socket.gethostname()])
         self._drift = SlowdownDetector(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
-        self._stragglers = Stragglers(self.alarms, config.watchdog.pace)
-        self._detectors = [self._numbers, *([self._drift] if config.watchdog.pace.enabled else [])]
-        self._detectors += sensors(
+        self._stragglers = StragglerDetector(self.alarms, config.watchdog.pace)
+        self._detectors = [self._health, *([self._drift] if config.watchdog.pace.enabled else [])]
+        self._detectors += build_detectors(
             config,
             self.alarms,
             segment=segment,
@@ -123,25 +123,25 @@ class Leader:
 
     # ------------------------------------------------------------------ a pass
 
-    def look(self) -> None:
+    def run_pass(self) -> None:
         """A pass: read the record, check the nodes, run the detectors; every few passes, serve requests and export."""
         for record, offset in records(self._metrics, self._offset):
             self._offset = offset
-            self._note(record)
+            self._update_snapshot(record)
             for detector in self._detectors:
                 detector.step(record)
-        self._look_at_nodes()
+        self._check_nodes()
         now = time.monotonic()
         for detector in self._detectors:
             detector.tick(now)
-        if now - self._attended >= _ATTEND * self._config.watchdog.interval.value or self._news:
-            self._attended, self._news = now, False
-            self.holds = self._claim.still_mine() or run_id.lost() is not None  # lost: nobody else can hold it
+        if now - self._served >= _SERVE_EVERY * self._config.watchdog.interval.value or self._changed:
+            self._served, self._changed = now, False
+            self.holds_lease = self._claim.still_mine() or run_id.lost() is not None  # lost: nobody else can hold it
             serve(self._run, self.alarms)
             self._avoid_hosts()
-            self._show()
+            self._publish()
 
-    def _note(self, record: StepRecord) -> None:
+    def _update_snapshot(self, record: StepRecord) -> None:
         seen = self._snapshot
         seen.step_seconds.observe(record.seconds.iteration)
         seen.step, seen.tokens, seen.world = record.step, record.tokens, record.world
@@ -150,7 +150,7 @@ class Leader:
         seen.grad_norm, seen.loss = record.grad_norm, record.loss.mean
         self._losses.append(record.loss.mean)
 
-    def _look_at_nodes(self) -> None:
+    def _check_nodes(self) -> None:
         windows = {
             beat.rank: (socket.gethostname(), beat.window, beat.own) for beat in self._ranks.beats if beat.window
         }
@@ -163,15 +163,14 @@ class Leader:
                 if number:
                     windows[rank] = (other.name, number, own)
             if self._nodes.is_silent(other) and not other.ended:
-                self.open_silence(
-                    other.name, other.silence, "its node, its agent or its view of the run directory is gone"
-                )
+                effect = "its node or agent failed, or it cannot reach the run directory"
+                self.open_silence(other.name, other.silence, effect)
             elif not other.ended:
-                self.alarms.resolve(f"node/{other.name}", f"{other.name} is heard again")
-        for key in self._foreign - found:
+                self.alarms.resolve(f"node/{other.name}", f"{other.name} sends heartbeats again")
+        for key in self._peer_alarms - found:
             self.alarms.resolve(key)
-        self._foreign = found
-        self._stragglers.look(windows)
+        self._peer_alarms = found
+        self._stragglers.check(windows)
         self._own = {rank: own for rank, (_, _, own) in windows.items()}
 
     def open_silence(self, host: str, seconds: float, effect: str) -> None:
@@ -179,17 +178,17 @@ class Leader:
         self.alarms.open(
             f"node/{host}",
             Severity.CRIT,
-            f"nothing has been heard of {host} for {human_time(seconds)}",
+            f"no heartbeat from {host} for {human_time(seconds)}",
             effect=effect,
-            remedy="look whether the host answers; if the run hangs it is ended, and can start without it",
-            step=self._numbers.at,
+            remedy="check whether the host responds; if the run hangs it is ended, and can start without it",
+            step=self._health.at,
             facts={"host": host, "seconds": round(seconds, 1)},
         )
 
     @property
     def step_seconds(self) -> float | None:
         """Seconds that the last recorded step took; None before the first."""
-        last = self._numbers.last
+        last = self._health.last
         return None if last is None else last.seconds.iteration
 
     def _avoid_hosts(self) -> None:
@@ -207,11 +206,11 @@ class Leader:
 
     # ------------------------------------------------------------------ export and notification
 
-    def _show(self) -> None:
-        snapshot = self._fill()
+    def _publish(self) -> None:
+        snapshot = self._build_snapshot()
         if self._notifier is not None:
             self._notifier.tick(self.alarms, snapshot)
-        self._exporter.show(snapshot)
+        self._exporter.update(snapshot)
         if time.monotonic() - self._written >= _SNAPSHOT_SECONDS:
             self._written = time.monotonic()
             content = {"time": now(), "host": socket.gethostname(), **snapshot.to_json()}
@@ -222,10 +221,10 @@ class Leader:
         else:
             self.alarms.resolve("metrics")
         if self._ping is not None:
-            self._ping.passed(bool(self._ranks.beats), time.monotonic())
+            self._ping.on_pass(bool(self._ranks.beats), time.monotonic())
 
-    def _fill(self) -> Snapshot:
-        record, at = self._numbers.last, time.monotonic_ns()
+    def _build_snapshot(self) -> Snapshot:
+        record, at = self._health.last, time.monotonic_ns()
         severities = Counter(alarm.severity for alarm in self.alarms)
         shown = replace(
             self._snapshot,
@@ -236,7 +235,7 @@ class Leader:
             loss_z=score(self._losses[-1], self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
         )
         for detector in self._detectors:
-            if isinstance(detector, Checkpoints):
+            if isinstance(detector, CheckpointDetector):
                 shown.verified_step, shown.verified_age = detector.protected, detector.age
                 shown.checkpoint_failures, shown.checkpoint_bytes_per_second = detector.failures, detector.speed
                 if record is not None and detector.protected is not None:
@@ -250,9 +249,9 @@ class Leader:
         return shown
 
     def _on_change(self, alarm: Alarm, before: Alarm | None) -> None:
-        self._news = True
+        self._changed = True
         self.send(alarm, before)
-        if not self._numbers.is_written_by_trainer(alarm):
+        if not self._health.is_written_by_trainer(alarm):
             journal_alarm(self._journal, alarm)
 
     def send(self, alarm: Alarm, before: Alarm | None = None) -> None:
@@ -260,7 +259,7 @@ class Leader:
         if self._notifier is not None:
             self._notifier.on_change(alarm, before)
 
-    def report_the_end(self) -> None:
+    def report_end(self) -> None:
         """All ranks are gone: open an alarm unless they ended in order."""
         intent = exit_intent.read(self._metrics.parent)
         if intent is None or intent.code in (Exit.COMPLETE, Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS):
@@ -271,7 +270,7 @@ class Leader:
             f"the run has ended with exit {intent.code}: {intent.reason}",
             effect="nothing is trained",
             remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
-            step=self._numbers.at,
+            step=self._health.at,
         )
 
     def close(self) -> None:
@@ -293,18 +292,19 @@ class Follower:
         self.alarms = cast(Alarms, self.relay)
         self._detectors: list[Detector] = []
 
-    def look(self, segment: int) -> None:
+    def run_pass(self, segment: int) -> None:
         if not self._detectors:
-            self._detectors = sensors(self._config, self.alarms, segment=segment, leads=False, pids=self._ranks.pids)
+            pids = self._ranks.pids
+            self._detectors = build_detectors(self._config, self.alarms, segment=segment, leads=False, pids=pids)
         for detector in self._detectors:
             detector.tick(time.monotonic())
 
 
-def take_the_lead(config: Config, holder: LeaseHolder) -> Lease | None:
-    """Take the claim to write the alarms of a run; None while another process, judged by `holder`, has it."""
+def take_leadership(config: Config, watch: LeaseWatch) -> Lease | None:
+    """Take the claim to write the alarms of a run; None while another process, watched by `watch`, has it."""
     try:
         run, beat = RunDir(config.run.dir), min(config.watchdog.beat.value, BEAT_SECONDS)
-        return keep_alarms(run, "watchdog", beat=beat, holder=holder)
+        return take_alarm_lease(run, "watchdog", beat=beat, watch=watch)
     except OSError:
         return None
 

@@ -31,7 +31,7 @@ from fsdp_pretrain.record import exit_intent, lease, run_id
 from fsdp_pretrain.record.exit_intent import ExitIntent
 from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.lease import LeaseHolder
+from fsdp_pretrain.record.lease import LeaseWatch
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes
@@ -39,10 +39,10 @@ from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnap
 from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import root, sweep
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.notify.operator import keeper
+from fsdp_pretrain.watchdog.notify.operator import watch_alarm_lease
 
-from .leader import Follower, Leader, take_the_lead
-from .self_watch import Passes
+from .leader import Follower, Leader, take_leadership
+from .pass_runner import PassRunner
 
 _STALLED = 0.5
 """Seconds between two passes while the ranks are stalled."""
@@ -52,7 +52,7 @@ _GIVE_UP = 60.0
 """Seconds to wait for a first rank, or after a takeover for the earlier agent to end."""
 
 
-class Duty(argparse.Namespace):
+class AgentArguments(argparse.Namespace):
     """The command-line arguments of an agent."""
 
     run: Path
@@ -76,18 +76,18 @@ def main() -> int:
     parser.add_argument("--launcher", type=int, required=True, help="id of the process that started the ranks")
     parser.add_argument("--attempt", default="", help="what all nodes of a start have in common")
     parser.add_argument("--again", type=int, default=0, help="how often it was started before")
-    duty = parser.parse_args(namespace=Duty())
+    args = parser.parse_args(namespace=AgentArguments())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = Config.model_validate(tomllib.loads(sys.stdin.read()))
-    sweep(root(), duty.pages)
-    name = hashlib.sha256(f"{duty.run} {socket.gethostname()} {duty.node}".encode()).hexdigest()[:16]
-    with _alone(duty.pages.parent / f"{name}.lock"):
-        Agent(config, duty).live()
+    sweep(root(), args.pages)
+    name = hashlib.sha256(f"{args.run} {socket.gethostname()} {args.node}".encode()).hexdigest()[:16]
+    with _single_instance(args.pages.parent / f"{name}.lock"):
+        Agent(config, args).run()
     return 0
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _single_instance(path: Path) -> Iterator[None]:
     """Ensure one agent per run and node: that of an earlier attempt ends first."""
     with path.open("w") as file:
         deadline = time.monotonic() + _GIVE_UP
@@ -103,13 +103,13 @@ def _alone(path: Path) -> Iterator[None]:
 class Agent:
     """One node's agent."""
 
-    def __init__(self, config: Config, duty: Duty) -> None:
-        self._config, self._run, self._duty = config, RunDir(config.run.dir), duty
+    def __init__(self, config: Config, args: AgentArguments) -> None:
+        self._config, self._run, self._args = config, RunDir(config.run.dir), args
         self._directory, self._segment = self._run.path / "watchdog", 0
-        self._ranks = RankMonitor(range(*map(int, duty.ranks.split(":"))), duty.pages, duty.launcher)
+        self._ranks = RankMonitor(range(*map(int, args.ranks.split(":"))), args.pages, args.launcher)
         beat, silent = config.watchdog.beat.value, config.watchdog.silent.value
-        self._nodes = PeerNodes(self._directory, duty.node, duty.nodes, duty.attempt, beat=beat, silent=silent)
-        self._keeper = keeper(self._run, silent if duty.nodes > 1 else 0.0)
+        self._nodes = PeerNodes(self._directory, args.node, args.nodes, args.attempt, beat=beat, silent=silent)
+        self._lease_watch = watch_alarm_lease(self._run, silent if args.nodes > 1 else 0.0)
         self._follower = Follower(config, self._ranks)
         self._leader: Leader | None = None
         self._hang = HangMonitor(
@@ -120,46 +120,46 @@ class Agent:
         self._ended = self._asked_to_end = self._stop_asked = False
         self._absent_since: float | None = None
 
-    def live(self) -> None:
+    def run(self) -> None:
         """Make passes until the ranks and their launcher are gone."""
         signal.signal(signal.SIGTERM, self._on_signal)
         interval, begun = self._config.watchdog.interval.value, time.monotonic()
-        passes = Passes(self._ranks, interval, self._hang.hard, self._send)
-        passes.make(self._begin)
+        runner = PassRunner(self._ranks, interval, self._hang.hard_deadline, self._send)
+        runner.run(self._begin)
         while True:
             start = time.monotonic()
-            if (alarm := passes.make(self._look)) is not None:  # already sent, and can now be recorded
-                passes.make(partial(self._write_down, alarm))
+            if (alarm := runner.run(self._run_pass)) is not None:  # already sent, and can now be recorded
+                runner.run(partial(self._record_alarm, alarm))
             if self._finished(begun):
                 break
             pause = min(interval, _STALLED) if self._hang.is_stalled else interval
             self._died += self._ranks.wait(pause - (time.monotonic() - start))
-        passes.make(self._finish, self._nodes.patience)
-        shutil.rmtree(self._duty.pages, ignore_errors=True)
+        runner.run(self._finish, self._nodes.patience)
+        shutil.rmtree(self._args.pages, ignore_errors=True)
 
     def _begin(self) -> None:
         self._bind()
-        if self._duty.again:
-            self._log(f"the agent had ended and was started again, for the {self._duty.again}. time")
+        if self._args.again:
+            self._log(f"the agent exited and was restarted (restart {self._args.again})")
 
-    def _look(self) -> None:
+    def _run_pass(self) -> None:
         """One pass; the order of the checks matters."""
-        self._ranks.look()
-        self._look_at_the_start()
-        died = self._take_the_dead()
-        self._look_at_the_launcher(died)
-        self._look_at_nodes()
-        self._report_the_dead(died)
+        self._ranks.read_pages()
+        self._update_segment()
+        died = self._take_dead_ranks()
+        self._check_launcher(died)
+        self._check_nodes()
+        self._report_dead_ranks(died)
         if not self._ended:
             self._hang.check()
         self._report()
         if self._leader is not None:
-            self._leader.look()
+            self._leader.run_pass()
             if (seconds := self._leader.step_seconds) is not None:
                 self._hang.history.assume(seconds)
         elif self._segment:
-            self._follower.look(self._segment)
-        self._look_at_the_directory()
+            self._follower.run_pass(self._segment)
+        self._check_run_directory()
 
     def _finished(self, begun: float) -> bool:
         seen = bool(self._ranks.beats)
@@ -171,16 +171,16 @@ class Agent:
         """Write the last report, and wait for those of the other nodes: they may name what brought the run down."""
         self._report(ended=True)
         if self._leader is not None:
-            self._leader.look()
+            self._leader.run_pass()
         if self._nodes.others and self._segment and not self._asked_to_end:
-            self._wait_for_the_others()
+            self._wait_for_other_nodes()
         if self._leader is not None:
-            self._leader.report_the_end()
+            self._leader.report_end()
             self._leader.close()
 
     # ------------------------------------------------------------------ this start, the run directory
 
-    def _look_at_the_start(self) -> None:
+    def _update_segment(self) -> None:
         if run_id.bound_to(self._run.path) is None:
             self._bind()
         if (segment := self._ranks.segment) and segment != self._segment:
@@ -189,7 +189,7 @@ class Agent:
 
     def _bind(self) -> None:
         """Take the id of the run directory from the ranks; until they know it, nothing is written there."""
-        known = run_id.read(self._duty.pages)
+        known = run_id.read(self._args.pages)
         run_id.bind(self._run.path, known)
         if known is None:
             return
@@ -199,7 +199,7 @@ class Agent:
                 for stream in (sys.stdout, sys.stderr):
                     os.dup2(log.fileno(), stream.fileno())
 
-    def _look_at_the_directory(self) -> None:
+    def _check_run_directory(self) -> None:
         """No save can succeed without the run directory: if it stays away, open an alarm and ask the ranks to stop."""
         try:
             directory = run_id.lost()
@@ -229,24 +229,22 @@ class Agent:
 
     # ------------------------------------------------------------------ other nodes, leadership
 
-    def _look_at_nodes(self) -> None:
+    def _check_nodes(self) -> None:
         """Read the other nodes' reports, find who leads, and whether a later start left this (frozen) node behind."""
         leader, stalled = self._leader, bool(self._hang.stalled)
         if self._nodes.read(all_=leader is not None or stalled, at_once=leader is not None and stalled):
-            self._look_for_a_later_start()
-        if leader is not None and not leader.holds:
-            self._log(
-                "another node's watchdog speaks for the job: this one was frozen, or cut off from the run directory"
-            )
+            self._end_if_superseded()
+        if leader is not None and not leader.holds_lease:
+            self._log("another node's watchdog leads now: this one was frozen, or cut off from the run directory")
             leader.close()
             self._leader = self._hang.alarms = None
         if self._leader is None and self._segment and not self._ended:
             if self._nodes.leads:
-                self._lead()
+                self._try_to_lead()
             else:
-                self._watch_the_leader()
+                self._observe_leader()
 
-    def _look_for_a_later_start(self) -> None:
+    def _end_if_superseded(self) -> None:
         segments = self._run.segments
         newest = int(segments[-1].name) if segments else 0
         if not self._segment or newest <= self._segment or self._ended:
@@ -255,22 +253,22 @@ class Agent:
         self._log(f"start {newest} went on without these ranks of start {self._segment}: they were ended")
         self._ranks.kill()
 
-    def _watch_the_leader(self) -> None:
+    def _observe_leader(self) -> None:
         """Observe the beats of its claim, so that a takeover need not wait once it is silent."""
         with contextlib.suppress(OSError):
-            self._keeper.lives(lease.read(self._keeper.path))
+            self._lease_watch.holder_is_alive(lease.read(self._lease_watch.path))
 
-    def _lead(self) -> None:
-        right = take_the_lead(self._config, self._keeper)
-        if right is None:
+    def _try_to_lead(self) -> None:
+        claim = take_leadership(self._config, self._lease_watch)
+        if claim is None:
             return  # an earlier agent has it, or briefly a command
-        self._leader = Leader(self._config, right, self._ranks, self._nodes, self._segment)
+        self._leader = Leader(self._config, claim, self._ranks, self._nodes, self._segment)
         for key, finding in self._follower.relay.findings.items():
             finding.enter(self._leader.alarms, key)
         self._hang.alarms = self._leader.alarms
         if self._nodes.before:
             silent = ", ".join(other.name for other in self._nodes.before)
-            self._log(f"the watchdog of this node speaks for the job now: {silent} silent")
+            self._log(f"the watchdog of this node leads now: no heartbeat from {silent}")
 
     def _report(self, *, ended: bool = False) -> None:
         windows = {beat.rank: (beat.window, beat.own) for beat in self._ranks.beats}
@@ -278,33 +276,33 @@ class Agent:
             self._stalled = self._hang.stalled
         self._nodes.write(self._segment, self._stalled, self._follower.relay.findings, windows, ended=ended)
 
-    def _wait_for_the_others(self) -> None:
+    def _wait_for_other_nodes(self) -> None:
         """Wait for the last reports of the other nodes. A node without one is the cause if ranks failed unexplained."""
         intent = self._intent()
         if intent is not None and intent.code == Exit.COMPLETE:
             return
         patience, begun = self._nodes.patience, time.monotonic()
-        self._keeper = LeaseHolder(self._keeper.path, patience - self._nodes.beat)
+        self._lease_watch = LeaseWatch(self._lease_watch.path, patience - self._nodes.beat)
         while not self._nodes.all_ended and time.monotonic() - begun < patience:
-            self._watch_the_leader()
+            self._observe_leader()
             time.sleep(self._nodes.beat / (4 if self._leader is not None else 1))
             self._nodes.read(all_=True, at_once=True)
         lost = self._nodes.quiet()
         if self._leader is None and all(other.name in lost for other in self._nodes.before):
-            self._lead()
+            self._try_to_lead()
         if self._leader is None:
             return
-        self._leader.look()
+        self._leader.run_pass()
         intent = self._intent()
         if lost and (intent is None or intent.code == Exit.UNEXPECTED):
             for host, seconds in lost.items():
                 self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
-            text = f"{', '.join(lost)} is lost: nothing has been heard of it since the ranks failed"
+            text = f"{', '.join(lost)} is lost: no heartbeat from it since the ranks failed"
             self._write_intent(Exit.RESUME, text, {"suspects": [], "hosts": list(lost), "lost": list(lost)})
 
     # ------------------------------------------------------------------ ranks that end
 
-    def _take_the_dead(self) -> list[Beat]:
+    def _take_dead_ranks(self) -> list[Beat]:
         """The last beats of the ranks that ended since the last pass without recording a reason."""
         died, self._died = [(rank, rank.beat) for rank in self._died if rank.beat is not None], []
         return [
@@ -318,15 +316,15 @@ class Agent:
         intent = self._intent()
         return intent is not None and (intent.code != Exit.UNEXPECTED or intent.rank == rank.number)
 
-    def _look_at_the_launcher(self, died: list[Beat]) -> None:
+    def _check_launcher(self, died: list[Beat]) -> None:
         """The kernel kills all ranks when their torchrun is killed. When one rank dies by itself, the others fail and
         record it."""
         all_ = len(died) == len(self._ranks.all)
         if self._ranks.launcher_gone and not self._ended and (self._ranks.alive or all_):
-            reason = "what started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
+            reason = "the process that started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
             self._end_ranks(reason, {}, restart=False)
 
-    def _report_the_dead(self, died: list[Beat]) -> None:
+    def _report_dead_ranks(self, died: list[Beat]) -> None:
         """Ranks that ended without a reason: open an alarm, and set the run's exit intent to resume."""
         if self._ended or not died:
             return
@@ -340,7 +338,7 @@ class Agent:
             Severity.CRIT,
             text + killed_for_memory(),
             effect="the other ranks cannot go on",
-            remedy="the job starts again from the last checkpoint; look at the kernel's log of that host",
+            remedy="the job starts again from the last checkpoint; check the kernel's log of that host",
             step=max(beat.step for beat in died),
             facts={"ranks": ranks, "host": host},
         )
@@ -381,7 +379,7 @@ class Agent:
         if self._leader is not None:
             self._leader.send(alarm)
 
-    def _write_down(self, alarm: Alarm) -> None:
+    def _record_alarm(self, alarm: Alarm) -> None:
         self._alarms.open(alarm.key, alarm.severity, alarm.summary, effect=alarm.effect, remedy=alarm.remedy)
         self._alarms.resolve(alarm.key, "the run directory answers again")
 
@@ -393,5 +391,6 @@ class Agent:
 def _deaths(died: list[Beat]) -> str:
     host = socket.gethostname()
     return "; ".join(
-        f"rank {beat.rank} ({host}, pid {beat.pid}) died in step {beat.step} without a word" for beat in died
+        f"rank {beat.rank} ({host}, pid {beat.pid}) exited in step {beat.step} without reporting a reason"
+        for beat in died
     )

@@ -15,13 +15,13 @@ from fsdp_pretrain.record.metrics import find_step
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import Checkpoints
-from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariants
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
+from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
-from fsdp_pretrain.watchdog.detectors.evaluations import Evaluations
-from fsdp_pretrain.watchdog.detectors.gpu import Devices
-from fsdp_pretrain.watchdog.detectors.host import Host
-from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, Mounts
+from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
+from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
+from fsdp_pretrain.watchdog.detectors.host import HostDetector
+from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.probes.client import ProbeServer
@@ -31,7 +31,7 @@ from .goodput_job import GoodputJob
 _SHM = Path("/dev/shm")
 
 
-def sensors(
+def build_detectors(
     config: Config,
     alarms: Alarms,
     *,
@@ -49,23 +49,23 @@ def sensors(
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started.
     """
-    run, host, section, looks = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
+    run, host, section, probes = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
     corpora = {source.name: source.path for source in config.data.sources}
-    mounts = Mounts(alarms, section, looks, [run.checkpoints] if leads else [], corpora)
-    found: list[Detector] = [mounts, Host(alarms, host=host, pids=pids)]
+    mounts = MountDetector(alarms, section, probes, [run.checkpoints] if leads else [], corpora)
+    found: list[Detector] = [mounts, HostDetector(alarms, host=host, pids=pids)]
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
     if not leads:
-        found.append(DiskSpaceDetector(alarms, section, looks, local))
+        found.append(DiskSpaceDetector(alarms, section, probes, local))
     else:
         directories = [store.directory for store in stores(run).all]
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
         if (other := fallback(config)) is not None:
             places.append(("fallback", other.directory, True))
             directories += [] if other.directory in directories else [other.directory]
-        checkpoints = Checkpoints(
+        checkpoints = CheckpointDetector(
             alarms,
             section,
-            looks,
+            probes,
             run=run.path,
             segment=segment,
             stores=directories,
@@ -77,26 +77,26 @@ def sensors(
         )
         found += [
             checkpoints,
-            DiskSpaceDetector(alarms, section, looks, [*places, *local], checkpoints),
+            DiskSpaceDetector(alarms, section, probes, [*places, *local], checkpoints),
             DataWaitDetector(alarms),
-            _sentinels(config, run, alarms, mounts),
+            _data_invariants(config, run, alarms, mounts),
         ]
         if config.eval.every is not None:
-            found.append(Evaluations(alarms, section, looks, run.path))
+            found.append(EvaluationDetector(alarms, section, probes, run.path))
         shown = config.watchdog.notify.prometheus
         if shown.port is not None or shown.textfile is not None:
-            found.append(GoodputJob(alarms, looks, run.path))
+            found.append(GoodputJob(alarms, probes, run.path))
     if (gpus := _devices(config, run, alarms, host, devices)) is not None:
         found.append(gpus)
     return found
 
 
-def _sentinels(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> DataInvariants:
+def _data_invariants(config: Config, run: RunDir, alarms: Alarms, mounts: MountDetector) -> DataInvariantDetector:
     def before(step: int) -> StepRecord | None:
         kept = [record for record, left_by in find_step(run, step) if left_by is None] if step else []
         return kept[-1] if kept else None
 
-    return DataInvariants(
+    return DataInvariantDetector(
         alarms,
         config.watchdog.sentinels,
         rates=mounts.rates,
@@ -107,7 +107,7 @@ def _sentinels(config: Config, run: RunDir, alarms: Alarms, mounts: Mounts) -> D
     )
 
 
-def _devices(config: Config, run: RunDir, alarms: Alarms, host: str, expected: int) -> Devices | None:
+def _devices(config: Config, run: RunDir, alarms: Alarms, host: str, expected: int) -> GpuDetector | None:
     section = config.watchdog.hardware
     try:
         provider = resolve(section.provider)
@@ -119,4 +119,4 @@ def _devices(config: Config, run: RunDir, alarms: Alarms, host: str, expected: i
     if provider is None:
         return None
     memory = section.hosts or run.path / "watchdog/hosts.json"
-    return Devices(alarms, section, host=host, memory=memory, expected=expected, provider=provider)
+    return GpuDetector(alarms, section, host=host, memory=memory, expected=expected, provider=provider)

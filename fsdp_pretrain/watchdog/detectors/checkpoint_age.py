@@ -54,7 +54,7 @@ class SaveInFlight:
     grown: float
 
 
-class Checkpoints(Detector):
+class CheckpointDetector(Detector):
     """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`,
     `checkpoint-fallback` and `checkpoint-damaged/NAME`.
 
@@ -80,7 +80,7 @@ class Checkpoints(Detector):
         self,
         alarms: Alarms,
         section: StorageSection,
-        looks: ProbeServer,
+        probes: ProbeServer,
         *,
         run: Path,
         segment: int,
@@ -93,14 +93,14 @@ class Checkpoints(Detector):
     ) -> None:
         super().__init__(alarms)
         self._pids, self._reached = pids, reached
-        self._section, self._looks, self._run, self._segment = section, looks, run, segment
+        self._section, self._probes, self._run, self._segment = section, probes, run, segment
         self._main, self._every, self._prune = stores[0], every, prune
         self._which = "verified" if verify else "newest"
         deadline, interval, audit = section.deadline.value, section.interval.value, section.audit.value
         places: dict[str, Any] = {"directories": [str(path) for path in stores]}
         journal = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
-        self._look = PeriodicProbe(looks, "checkpoints", every=interval, deadline=deadline, **places, **journal)
-        self._audit = PeriodicProbe(looks, "checksum", every=audit, deadline=max(_AUDIT_DEADLINE, deadline), **places)
+        self._probe = PeriodicProbe(probes, "checkpoints", every=interval, deadline=deadline, **places, **journal)
+        self._audit = PeriodicProbe(probes, "checksum", every=audit, deadline=max(_AUDIT_DEADLINE, deadline), **places)
         self.need: SpaceNeeded | None = None
         self.prunable: SpaceNeeded | None = None
         self.completed = self.failures = 0
@@ -124,7 +124,7 @@ class Checkpoints(Detector):
 
     def tick(self, now: float) -> None:
         """Start due probes, and judge the answers of earlier ones."""
-        answer = self._look.tick(now)
+        answer = self._probe.tick(now)
         if answer is not None and answer.error is None:
             self._see(answer.value, now)
             self._judge_age(now)  # only after an answer: nothing is known in between
@@ -132,10 +132,10 @@ class Checkpoints(Detector):
         audit = self._audit.tick(now)
         if audit is not None and audit.value.get("wrong"):
             self._bad[audit.value["name"]] = "; ".join(audit.value["wrong"])
-            self._look.soon()
+            self._probe.due = 0.0
 
     def _see(self, found: dict[str, Any], now: float) -> None:
-        self._look.arguments["offset"] = found["offset"]
+        self._probe.arguments["offset"] = found["offset"]
         for entry in found["entries"]:
             self._read(entry, mine=entry.get("segment") == self._segment)
         if found["newest"] is not None:
@@ -148,7 +148,7 @@ class Checkpoints(Detector):
             self._judge_place(Path(newest["path"]), newest["step"])
         self._judge_damage(found)
         self._judge_writers(found["writing"], now)
-        self._look.every = self._section.interval.value / (4 if found["writing"] else 1)
+        self._probe.every = self._section.interval.value / (4 if found["writing"] else 1)
 
     # ------------------------------------------------------------------ age of the newest checkpoint
 
@@ -190,7 +190,7 @@ class Checkpoints(Detector):
             f"{made}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
             f"{steps} steps, {human_count(tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
-            "mend the storage, or name another (checkpoint.fallback_dir)",
+            "repair the storage, or name another (checkpoint.fallback_dir)",
             action=self._ask(verb) if verb else "",
             facts={"age_seconds": self.age, "verified_step": self.protected, "tokens": tokens},
         )
@@ -201,13 +201,13 @@ class Checkpoints(Detector):
             return ""
         if verb not in self._asked:
             self._asked.add(verb)
-            self._requests[verb] = self._looks.ask("request", {"run": str(self._run), "verb": verb})
+            self._requests[verb] = self._probes.ask("request", {"run": str(self._run), "verb": verb})
         return f"asked the run to {verb}"
 
     def _see_to_requests(self, now: float) -> None:
         """A full disk takes no request: then send a stop as a signal to a rank, and retry a save later."""
         for verb, ticket in list(self._requests.items()):
-            answer = self._looks.take(ticket, now)
+            answer = self._probes.take(ticket, now)
             if answer is None:
                 continue
             del self._requests[verb]
@@ -239,8 +239,8 @@ class Checkpoints(Detector):
                 kind,
                 Severity.CRIT,
                 entry["text"],
-                "what was trained after the older one is trained again",
-                "see whether a mount is missing (checkpoint.fallback_dir?), or somebody deleted checkpoints",
+                "steps after the older one are trained again",
+                "check whether a mount is missing (checkpoint.fallback_dir?), or checkpoints were deleted",
                 step=step,
             )
         elif kind == "checkpoint-failed" and mine:
@@ -249,8 +249,8 @@ class Checkpoints(Detector):
                 kind,
                 Severity.CRIT,
                 f"step {step} could not be saved, {entry['text']}",
-                "training goes on; what it does now is in no checkpoint",
-                "mend the storage; the save is tried again by itself",
+                "training goes on; its steps are in no checkpoint",
+                "repair the storage; the save is retried automatically",
                 step=step,
                 facts={"failures": entry.get("failures")},
             )
@@ -277,7 +277,7 @@ class Checkpoints(Detector):
             Severity.WARN,
             f"{what}; {human_time(typical)} is typical",
             "checkpoints come late; a save that is not done delays the next",
-            "see whether something else uses the storage",
+            "check whether something else uses the storage",
             step=step,
         )
 
@@ -290,9 +290,9 @@ class Checkpoints(Detector):
         self.open(
             "checkpoint-fallback",
             Severity.WARN,
-            f"{path} was written to the fallback: the run directory did not take it",
-            "the run goes on from there when it is started again",
-            "mend the storage of the run directory",
+            f"{path} was written to the fallback: writing to the run directory failed",
+            "a restart continues from there",
+            "repair the storage of the run directory",
             step=step,
         )
 
@@ -304,10 +304,10 @@ class Checkpoints(Detector):
                 key,
                 Severity.CRIT,
                 f"{name} is damaged: {why}",
-                "it cannot be used; a start goes on from an older one",
+                "it cannot be used; a start continues from an older one",
                 f"see `fsdp-pretrain checkpoints {self._run} list`; keep the older ones until there is a newer",
             )
-        self.resolve_others("checkpoint-damaged", damaged, "it is gone, or whole")
+        self.resolve_others("checkpoint-damaged", damaged, "it is gone, or intact")
 
     def _judge_writers(self, writing: dict[str, int], now: float) -> None:
         """Whether the save in flight grows, and how long it takes."""
@@ -326,11 +326,11 @@ class Checkpoints(Detector):
                 Severity.CRIT,
                 f"{name} has not grown for {human_time(seconds)}, at {human_bytes(seen[name].bytes)}",
                 "its writer hangs, and the next save waits for it",
-                "see whether the storage answers; training is not affected yet",
+                "check whether the storage responds; training is not affected yet",
             )
             return
-        self.resolve("checkpoint-writer", "the writer writes, or has ended")
+        self.resolve("checkpoint-writer", "the writer makes progress, or has ended")
         for name, attempt in seen.items():
             lasted = now - attempt.begun
             if typical is not None and lasted > max(_NO_MATTER, _SLOW_TIMES * typical):
-                self._open_slow(f"{name} is being written for {human_time(lasted)}", typical)
+                self._open_slow(f"{name} is still being written after {human_time(lasted)}", typical)

@@ -54,7 +54,7 @@ class _Block:
     above: float
 
 
-class Pace:
+class PaceCusum:
     """Watches the step times of one start, one schedule phase at a time.
 
     Feed it clean steps only: not the first twenty of a start, none with a save, an evaluation or a compilation in or

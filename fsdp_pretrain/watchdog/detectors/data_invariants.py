@@ -27,14 +27,14 @@ _EFFECTS = {
     "data-separators": "the model does not learn where documents end",
     "data-cursor": "samples are trained twice or left out",
     "data-repeated": "samples are trained twice",
-    "data-separator-rate": "documents are cut, joined or chosen otherwise than was prepared",
+    "data-separator-rate": "documents are cut, joined or chosen differently than prepared",
     "data-share": "the mixture is not the one that was configured",
     "data-quarantined": "they are left out of the loss; at {most:.2g} of all stretches the run stops",
     "data-distance": "the ids may be shifted, or the text is of another kind",
 }
 
 
-class DataInvariants(Detector):
+class DataInvariantDetector(Detector):
     """Alarms `data-specials`, `data-separators`, `data-separator-rate`, `data-share/SOURCE`, `data-repeated`,
     `data-cursor`, `data-quarantined` and `data-distance`.
 
@@ -90,7 +90,7 @@ class DataInvariants(Detector):
     def _judge_separators(self, record: StepRecord) -> None:
         documents, separators, adjacent = record.documents, record.separators, record.adjacent_specials
         if adjacent > _TOLERATED * documents:
-            text = f"{adjacent} special tokens stand right beside another, where {documents} documents end"
+            text = f"{adjacent} special tokens are next to another, where {documents} documents end"
             self._wrong(Severity.CRIT, "data-specials", text)
         if abs(separators - documents) > _TOLERATED * max(1, documents):
             self._wrong(Severity.CRIT, "data-separators", f"{separators} separators in {documents} documents")
@@ -128,7 +128,7 @@ class DataInvariants(Detector):
             return
         ratio = self._separators / self._expected
         self._tokens, self._separators, self._expected = 0, 0, 0.0
-        text = f"{ratio:.2f} times as many separators as the manifests promise"
+        text = f"{ratio:.2f} times as many separators as the manifests state"
         if abs(ratio - 1) > self._section.separator_rate:
             self._wrong(Severity.WARN, "data-separator-rate", text)
         else:
@@ -144,7 +144,7 @@ class DataInvariants(Detector):
             planned = sum(batch * plan.get(name, 0.0) for batch, _, plan in self._shares) / samples
             found = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
             allowed = max(self._section.share, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
-            text = f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned were {planned:.1%}"
+            text = f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned are {planned:.1%}"
             if abs(found - planned) > allowed + record.batch / samples:  # a plan may change within a batch
                 self._wrong(Severity.WARN, f"data-share/{name}", text)
             elif len(self._shares) == _SHARE_STEPS:

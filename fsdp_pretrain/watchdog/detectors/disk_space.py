@@ -19,7 +19,7 @@ from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
-from .checkpoint_age import Checkpoints
+from .checkpoint_age import CheckpointDetector
 
 _DAY, _SHORT = 86400.0, 6 * 3600.0
 _LEAST_SAMPLES, _IN_A_ROW = 6, 3
@@ -44,7 +44,7 @@ class WatchedDirectory:
     name: str
     path: Path
     holds: bool
-    look: PeriodicProbe
+    probe: PeriodicProbe
     device: int | None = None
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2000))
     sampled: int = 0
@@ -67,16 +67,16 @@ class DiskSpaceDetector(Detector):
         self,
         alarms: Alarms,
         section: StorageSection,
-        looks: ProbeServer,
+        probes: ProbeServer,
         places: list[tuple[str, Path, bool]],
-        checkpoints: Checkpoints | None = None,
+        checkpoints: CheckpointDetector | None = None,
     ) -> None:
         super().__init__(alarms)
         self._reserve, self._checkpoints = section.reserve, checkpoints
         every, deadline = section.interval.value, section.deadline.value
         self.places = [
             WatchedDirectory(
-                name, path, holds, PeriodicProbe(looks, "space", every=every, deadline=deadline, path=str(path))
+                name, path, holds, PeriodicProbe(probes, "space", every=every, deadline=deadline, path=str(path))
             )
             for name, path, holds in places
         ]
@@ -86,8 +86,8 @@ class DiskSpaceDetector(Detector):
     def tick(self, now: float) -> None:
         """Start due probes, and judge the answers of earlier ones."""
         for number, place in enumerate(self.places):
-            answer = place.look.tick(now)
-            if answer is None or answer.error is not None:  # `Mounts` reports what hangs or fails
+            answer = place.probe.tick(now)
+            if answer is None or answer.error is not None:  # `MountDetector` reports what hangs or fails
                 continue
             writing, room = answer.value.pop("writing"), Room(**answer.value)
             place.device = room.device
@@ -99,7 +99,7 @@ class DiskSpaceDetector(Detector):
             else:
                 self._judge_rest(place, room)
 
-    def _judge_fit(self, place: WatchedDirectory, room: Room, writing: int, checkpoints: Checkpoints) -> None:
+    def _judge_fit(self, place: WatchedDirectory, room: Room, writing: int, checkpoints: CheckpointDetector) -> None:
         if checkpoints.need is None or checkpoints.need.bytes == 0:
             return
         main = place.name == "checkpoints"
@@ -120,7 +120,7 @@ class DiskSpaceDetector(Detector):
             self.resolve(f"disk/{place.name}", f"{found.count} checkpoints fit in {place.path}")
 
     def _forecast(
-        self, place: WatchedDirectory, room: Room, writing: int, checkpoints: Checkpoints, now: float
+        self, place: WatchedDirectory, room: Room, writing: int, checkpoints: CheckpointDetector, now: float
     ) -> None:
         """Forecast when the disk is full, from one sample per checkpoint, so that saving and pruning do not count."""
         if checkpoints.completed == place.sampled or writing:
@@ -149,7 +149,7 @@ class DiskSpaceDetector(Detector):
                 _REMEDY,
             )
         elif not soon:
-            self.resolve(f"disk-forecast/{place.name}", f"{place.path} does not fill any more")
+            self.resolve(f"disk-forecast/{place.name}", f"{place.path} is no longer filling up")
 
     def _judge_rest(self, place: WatchedDirectory, room: Room) -> None:
         """For the record and temporary files: a share of the bytes and of the inodes should stay free."""
@@ -161,7 +161,7 @@ class DiskSpaceDetector(Detector):
                 f"disk/{place.name}",
                 Severity.CRIT if full else Severity.WARN,
                 f"{place.path} is {'full' if full else 'almost full'}: {free} and {room.files_free} files free",
-                "the record waits in memory, and is lost if the job ends"
+                "the record is kept in memory, and is lost if the job ends"
                 if place.name == "run"
                 else "data loaders, compilers or communication between ranks may fail",
                 "free space or files",

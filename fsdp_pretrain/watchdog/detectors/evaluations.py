@@ -13,21 +13,21 @@ from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 from .base import Detector
 
 
-class Evaluations(Detector):
+class EvaluationDetector(Detector):
     """Opens `evaluation/STEP` when an evaluation takes longer than the deadline in its worker's claim.
 
     The worker dumps its own stacks and finally ends the evaluation; this reports it even when the worker is stopped.
     """
 
-    def __init__(self, alarms: Alarms, section: StorageSection, looks: ProbeServer, run: Path) -> None:
+    def __init__(self, alarms: Alarms, section: StorageSection, probes: ProbeServer, run: Path) -> None:
         super().__init__(alarms)
         every, deadline = section.interval.value, section.deadline.value
-        self._look = PeriodicProbe(looks, "evaluations", every=every, deadline=deadline, evals=str(run / "evals"))
+        self._probe = PeriodicProbe(probes, "evaluations", every=every, deadline=deadline, evals=str(run / "evals"))
         self._seen: dict[str, float] = {}
 
     def tick(self, now: float) -> None:
         """Start a due probe, and judge the answer of an earlier one. Durations use the monotonic clock."""
-        answer = self._look.tick(now)
+        answer = self._probe.tick(now)
         if answer is None or answer.error is not None:
             return
         claims = answer.value["claims"]
@@ -40,7 +40,7 @@ class Evaluations(Detector):
                 f"the evaluation of step {claim['step']} ({claim['tasks']}) on {claim['host']}, pid {claim['pid']}, "
                 f"takes longer than {human_time(claim['deadline'])}",
                 "training is not affected; there are no scores of this checkpoint, and it is not deleted",
-                f"see watchdog/stacks/evaluation-{claim['step']:08d}.txt; it is ended after thrice as long, "
+                f"see watchdog/stacks/evaluation-{claim['step']:08d}.txt; it is ended after three times as long, "
                 "which is one of its eval.attempts",
                 step=claim["step"],
                 facts={name: claim[name] for name in ("host", "pid", "deadline", "tasks")},

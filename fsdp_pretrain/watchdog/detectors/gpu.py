@@ -24,14 +24,14 @@ _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
 _REMAP_XID = 63
 """A row was remapped: fatal only if the remapping failed."""
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-_LOOKS, _OFTEN = 20, 15
+_WINDOW, _OFTEN = 20, 15
 """Samples, five minutes by default, and in how many of them an oddity must occur to be a warning."""
 _SLOW_CLOCK, _LOW_POWER, _BUSY = 0.9, 0.6, 0.5
 _NEAR = 3.0
 _WEDGED = 2
 
 
-class Devices(Detector):
+class GpuDetector(Detector):
     """Alarms `gpu/HOST` (fatal: `facts["avoid_hosts"]`), `gpu-odd/HOST`, `gpu-blind/HOST`, `host-record/HOST`.
 
     memory: file that stores the incidents of hosts.
@@ -128,14 +128,14 @@ class Devices(Detector):
         for device in devices:
             seen = set(self._oddities(device, devices))
             for reason in seen | {reason for index, reason in self._odd if index == device.index}:
-                self._odd.setdefault((device.index, reason), deque(maxlen=_LOOKS)).append(reason in seen)
+                self._odd.setdefault((device.index, reason), deque(maxlen=_WINDOW)).append(reason in seen)
         self._odd = {key: history for key, history in self._odd.items() if any(history)}
         found: dict[str, list[int]] = defaultdict(list)
         for (index, reason), history in sorted(self._odd.items()):
             if sum(history) >= _OFTEN:
                 found[reason].append(index)
         if not found:
-            self.resolve(f"gpu-odd/{self._host}", f"the GPUs of {self._host} are as they should be")
+            self.resolve(f"gpu-odd/{self._host}", f"the GPUs of {self._host} are normal")
             return
         texts = [f"{reason} (GPU {', '.join(map(str, where))})" for reason, where in sorted(found.items())]
         self.open(
@@ -151,9 +151,9 @@ class Devices(Detector):
         """What should not persist in the state of a GPU."""
         found = [text for bit, text in _BRAKES.items() if (device.throttle or 0) & bit]
         if device.remap_pending:
-            found.append("memory rows wait to be remapped")
+            found.append("memory rows are waiting to be remapped")
         if device.temperature is not None and device.slowdown and device.temperature >= device.slowdown - _NEAR:
-            found.append("almost as hot as where it slows down")
+            found.append("close to its slowdown temperature")
         peers = [other for other in devices if other.index != device.index and (other.busy or 0) >= _BUSY]
         if (device.busy or 0) >= _BUSY:
             if device.pcie is not None and device.pcie != self._links[device.index]:
@@ -182,7 +182,7 @@ def _broken(device: DeviceState) -> list[str]:
     fatal = _FATAL_XIDS if device.remap_failed else _FATAL_XIDS - {_REMAP_XID}
     found = [f"XID {xid}" for xid in device.xids or () if xid in fatal]
     if device.recovery:
-        found.append("the driver wants it reset")
+        found.append("the driver requests a reset")
     if device.ecc:
         found.append(f"{device.ecc} uncorrectable memory errors")
     if device.remap_failed:

@@ -49,7 +49,7 @@ class HostState:
     stolen: float
 
 
-def look(pids: list[int]) -> HostState:
+def sample_host(pids: list[int]) -> HostState:
     """The state of this host, and of the processes of its ranks."""
     memory, times = psutil.virtual_memory(), psutil.cpu_times()
     available, total = memory.available, memory.total
@@ -80,11 +80,11 @@ def _descriptors(pid: int) -> float:
     return 0.0
 
 
-class Host(Detector):
+class HostDetector(Detector):
     """Alarms `memory/HOST`, `oom-kill/HOST`, `descriptors/HOST`, `stolen-time/HOST` and `clock/HOST`.
 
     pids: returns the process ids of the ranks here.
-    look: samples the host.
+    sample: samples the host.
     clock: wall-clock time, seconds.
     """
 
@@ -94,11 +94,11 @@ class Host(Detector):
         *,
         host: str,
         pids: Callable[[], list[int]] = list,
-        look: Callable[[list[int]], HostState] = look,
+        sample: Callable[[list[int]], HostState] = sample_host,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(alarms)
-        self._host, self._pids, self._look, self._clock = host, pids, look, clock
+        self._host, self._pids, self._sample, self._clock = host, pids, sample, clock
         self._due = 0.0
         self._memory: deque[tuple[float, float]] = deque(maxlen=_HOUR)
         self._before: HostState | None = None
@@ -112,7 +112,7 @@ class Host(Detector):
         if now < self._due:
             return
         self._due = now + _EVERY
-        state, before = self._look(self._pids()), self._before
+        state, before = self._sample(self._pids()), self._before
         self._judge_memory(state, now)
         self._judge(
             "descriptors",
@@ -157,9 +157,9 @@ class Host(Detector):
         self._judge(
             "memory",
             left < _SOON,
-            f"{free}, used up in about {human_time(left)}" if left < _SOON else f"{free}, it does not shrink as before",
+            f"{free}, used up in about {human_time(left)}" if left < _SOON else f"{free}, it no longer shrinks",
             "the system will kill a rank",
-            "see what grows; a save now loses least (`fsdp-pretrain control RUN save`)",
+            "find what grows; a save now loses least (`fsdp-pretrain control RUN save`)",
             Severity.CRIT if left < _VERY_SOON else Severity.WARN,
         )
 
@@ -188,7 +188,7 @@ class Host(Detector):
         self._judge(
             "clock",
             abs(jump) > _JUMP,
-            f"the clock jumped by {jump:+.1f} s" if abs(jump) > _JUMP else "the clock goes steadily",
+            f"the clock jumped by {jump:+.1f} s" if abs(jump) > _JUMP else "the clock is steady",
             "times in the record before and after do not fit together; nothing else depends on it",
-            "see the time service of the host",
+            "check the time service of the host",
         )

@@ -33,17 +33,17 @@ class _Mount:
     """A directory that is periodically read from or written to."""
 
     path: str
-    look: PeriodicProbe
+    probe: PeriodicProbe
     failures: int = 0
     slow: int = 0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
 
-class Mounts(Detector):
+class MountDetector(Detector):
     """Alarms `mount/PATH`, `mount-slow/PATH`, and `data-shard/SOURCE` for corpora that are not intact.
 
     Args:
-            written: directories in which a small file is written.
+            probed: directories in which a small file is written.
             corpora: directory of each source. One file is read per file system.
 
         Attributes:
@@ -51,13 +51,13 @@ class Mounts(Detector):
     """
 
     def __init__(
-        self, alarms: Alarms, section: StorageSection, looks: ProbeServer, written: list[Path], corpora: dict[str, Path]
+        self, alarms: Alarms, section: StorageSection, probes: ProbeServer, probed: list[Path], corpora: dict[str, Path]
     ) -> None:
         super().__init__(alarms)
-        self._looks, self._every, self._deadline = looks, section.interval.value, section.deadline.value
-        self._mounts = {str(path): _Mount(str(path), self._look("write", path=str(path))) for path in written}
-        times = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
-        self._audits = {name: PeriodicProbe(looks, "corpus", path=str(path), **times) for name, path in corpora.items()}
+        self._probes, self._every, self._deadline = probes, section.interval.value, section.deadline.value
+        self._mounts = {str(path): _Mount(str(path), self._probe("write", path=str(path))) for path in probed}
+        pace = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
+        self._audits = {name: PeriodicProbe(probes, "corpus", path=str(path), **pace) for name, path in corpora.items()}
         self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
         self.rates: dict[str, float] = {}
 
@@ -68,12 +68,12 @@ class Mounts(Detector):
             if answer is not None:
                 self._judge_corpus(name, answer)
         for mount in list(self._mounts.values()):
-            answer = mount.look.tick(now)
+            answer = mount.probe.tick(now)
             if answer is not None:
                 self._judge_mount(mount, answer)
 
-    def _look(self, name: str, **arguments: Any) -> PeriodicProbe:
-        return PeriodicProbe(self._looks, name, every=self._every, deadline=self._deadline, **arguments)
+    def _probe(self, name: str, **arguments: Any) -> PeriodicProbe:
+        return PeriodicProbe(self._probes, name, every=self._every, deadline=self._deadline, **arguments)
 
     def _judge_corpus(self, name: str, answer: ProbeAnswer) -> None:
         path = self._corpora[name]
@@ -83,12 +83,12 @@ class Mounts(Detector):
                 f"data-shard/{name}",
                 Severity.CRIT,
                 f"source {name}: {found['count']} file{'s' * (found['count'] > 1)} of {path}: {found['wrong'][0]}",
-                "training stops when it gets there, unless the source has a mirror",
+                "training stops when it reads them, unless the source has a mirror",
                 "restore the files, or name a copy (data.sources.mirror); see `fsdp-data validate`",
                 facts={"wrong": found["wrong"]},
             )
         else:
-            self.resolve(f"data-shard/{name}", f"{path} is whole")
+            self.resolve(f"data-shard/{name}", f"{path} is intact")
         if answer.error is None:
             if found["rate"] is not None:
                 self.rates[name] = found["rate"]
@@ -104,9 +104,9 @@ class Mounts(Detector):
             if not paths:
                 continue
             if key not in self._mounts:
-                self._mounts[key] = _Mount(key, self._look("read", paths=paths))
-            elif "paths" in self._mounts[key].look.arguments:
-                self._mounts[key].look.arguments["paths"] = paths
+                self._mounts[key] = _Mount(key, self._probe("read", paths=paths))
+            elif "paths" in self._mounts[key].probe.arguments:
+                self._mounts[key].probe.arguments["paths"] = paths
 
     # ------------------------------------------------------------------ one mount
 
@@ -117,9 +117,9 @@ class Mounts(Detector):
             if answer.error is None:
                 self._judge_latency(mount, answer.seconds)
             return
-        if answer.errno == errno.ENOENT and "paths" in mount.look.arguments:
+        if answer.errno == errno.ENOENT and "paths" in mount.probe.arguments:
             for audit in self._audits.values():  # a shard is gone: find out of which corpus
-                audit.soon()
+                audit.due = 0.0
             return
         mount.failures += 1
         if mount.failures >= _TWICE:
@@ -129,7 +129,7 @@ class Mounts(Detector):
                 f"{mount.path} {'does not answer' if answer.late else 'fails'}: {answer.error}, "
                 f"{mount.failures} times in a row",
                 "reading data or saving will hang or fail",
-                "see whether the file system is mounted and its servers answer",
+                "check that the file system is mounted and its servers respond",
                 facts={"hanging": answer.late},
             )
 
@@ -146,7 +146,7 @@ class Mounts(Detector):
                 Severity.WARN,
                 f"{mount.path} took {human_time(seconds)} to answer, {mount.slow} times in a row slow",
                 "reading data and saving may become slow",
-                "see whether something else uses the storage",
+                "check whether something else uses the storage",
             )
 
 
@@ -172,7 +172,7 @@ class DataWaitDetector(Detector):
                 Severity.WARN,
                 f"{sum(self._long)} of {len(self._long)} steps waited long for data, the last {human_time(seconds)}",
                 "training stands still meanwhile",
-                "see whether the storage of the corpora is slow"
+                "check whether the storage of the corpora is slow"
                 + (f"; the slowest read was of {file}" if file else ""),
             )
         elif not any(self._long):

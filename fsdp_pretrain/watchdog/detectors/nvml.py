@@ -74,7 +74,7 @@ class Nvml:
                 self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
             self._events = events
 
-    def look(self) -> list[DeviceState]:
+    def read_devices(self) -> list[DeviceState]:
         xids = self._take_xids()
         return [self._device(index, xids.get(index, [])) for index in range(self._nvml.nvmlDeviceGetCount())]
 
@@ -157,7 +157,7 @@ def resolve(name: str) -> str | None:
         name = "nvml" if Path("/proc/driver/nvidia/version").exists() else "none"
     if name == "nvml" and importlib.util.find_spec("pynvml") is None:
         raise ConfigError(
-            "NVIDIA's management library cannot be asked: the package nvidia-ml-py is not installed",
+            "NVIDIA's management library cannot be used: the package nvidia-ml-py is not installed",
             effect="broken or slow GPUs would not be noticed",
             remedy='pip install nvidia-ml-py, or set watchdog.hardware.provider = "none"',
         )
@@ -166,12 +166,12 @@ def resolve(name: str) -> str | None:
 
 def serve(name: str) -> None:
     """Answer every line of input with the state read by `nvml` or `file:PATH`, until the input ends."""
-    look: Callable[[], list[DeviceState]] | None = None
+    read: Callable[[], list[DeviceState]] | None = None
     kind, _, path = name.partition(":")
     for _ in sys.stdin:
         try:
-            look = look or (Nvml().look if kind == "nvml" else lambda: _read_file(Path(path)))
-            answer: dict[str, Any] = {"devices": [asdict(device) for device in look()]}
+            read = read or (Nvml().read_devices if kind == "nvml" else lambda: _read_file(Path(path)))
+            answer: dict[str, Any] = {"devices": [asdict(device) for device in read()]}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

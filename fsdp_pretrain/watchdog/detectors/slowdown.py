@@ -25,7 +25,7 @@ from fsdp_pretrain.statistics import spread
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 from .base import Detector
-from .cusum import Pace, PaceChange
+from .cusum import PaceChange, PaceCusum
 
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""
@@ -55,7 +55,7 @@ class SlowdownDetector(Detector):
     def __init__(self, alarms: Alarms, section: PaceSection, path: Path, hosts: Sequence[str]) -> None:
         super().__init__(alarms)
         self._section, self._path, self._hosts = section, path, sorted(set(hosts))
-        self._pace = Pace()
+        self._pace = PaceCusum()
         self._steps = self._wait = 0
         self._clean = deque[float](maxlen=_BEST)
         self._shape = ""
@@ -93,7 +93,7 @@ class SlowdownDetector(Detector):
         self._slow_since = self._slow_since or now
         ratio = self._pace.ratio or 1.0
         if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
-            self.open("pace", Severity.CRIT, f"steps take {ratio - 1:.1%} longer, and go on to")
+            self.open("pace", Severity.CRIT, f"steps still take {ratio - 1:.1%} longer")
 
     def _report(self, change: PaceChange, record: StepRecord) -> None:
         if change.kind == "back":
@@ -111,7 +111,7 @@ class SlowdownDetector(Detector):
                 f"{change.since:_} (now {shares})",
                 "the run will end later; nothing is lost",
                 "look for an alarm `straggler`, other jobs on the storage or the network, and the clocks of the "
-                "devices; `fsdp-pretrain doctor` compares nodes when the job stands",
+                "devices; `fsdp-pretrain doctor` compares nodes when the job is stopped",
                 facts={"ratio": change.ratio, "since": change.since},
             )
 
@@ -142,12 +142,12 @@ class SlowdownDetector(Detector):
             f"steps take {ratio - 1:.1%} longer than in the best earlier start of this size, "
             + (f"new since then: {', '.join(new)}" if new else "on the same hosts"),
             "the run will end later; nothing is lost",
-            "`fsdp-pretrain doctor` compares nodes when the job stands",
+            "`fsdp-pretrain doctor` compares nodes when the job is stopped",
             facts={"ratio": ratio, "new": new, "gone": sorted(set(best.hosts) - set(self._hosts))},
         )
 
 
-class Stragglers(Detector):
+class StragglerDetector(Detector):
     """Opens `straggler/...` for a rank, or a whole host, that repeatedly needs more own time than the others.
 
     All ranks wait for the slowest, so wall time says nothing; own time does. A straggler exceeds the median of all by
@@ -161,7 +161,7 @@ class Stragglers(Detector):
         self._ratios: dict[int, list[float]] = {}
         self._window = 0
 
-    def look(self, windows: dict[int, tuple[str, int, float]]) -> None:
+    def check(self, windows: dict[int, tuple[str, int, float]]) -> None:
         """Judge a window: {rank: (host, number of the window, own seconds of a typical step)}."""
         numbers = {number for _, number, _ in windows.values()}
         if len(windows) < 2 or len(numbers) != 1 or numbers == {self._window}:
@@ -208,7 +208,7 @@ class Stragglers(Detector):
                 Severity.CRIT if ratio >= 0.10 else Severity.WARN,
                 f"{who} {ratio:.1%} more time of its own for a step than the others, in three of four windows",
                 "all ranks wait for the slowest",
-                "look at clocks, temperature and other processes there; take the host out at the next stop",
+                "check clocks, temperature and other processes there; take the host out at the next stop",
                 facts={"ratio": ratio, "window": self._window},
             )
         self.resolve_others("straggler", found, "as fast as the others again")

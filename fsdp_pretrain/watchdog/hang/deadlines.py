@@ -47,7 +47,7 @@ class PhaseHistory:
         if not self._steps:
             self._steps.append(step_seconds)
 
-    def see(self, beat: Beat, phases: set[Phase]) -> None:
+    def observe(self, beat: Beat, phases: set[Phase]) -> None:
         """Learn from the page of the first rank. A step with a save or a load in it, of any rank, does not count."""
         last, long = self._last, self._under_way or phases.intersection(_LONG_PHASES)
         if last is None or beat.step > last.step:

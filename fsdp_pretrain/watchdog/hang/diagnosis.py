@@ -59,66 +59,66 @@ class HangDiagnosis:
         return {"verdict": self.kind, "suspects": list(self.suspects), "hosts": list(self.hosts)}
 
 
-def judge(standings: list[RankSnapshot], quiet: Mapping[str, float], untold: Collection[str]) -> HangDiagnosis:
+def diagnose(snapshots: list[RankSnapshot], quiet: Mapping[str, float], unreported: Collection[str]) -> HangDiagnosis:
     """Diagnose ranks none of which makes progress. All causes that hold are named.
 
     Args:
-        standings: the known positions.
+        snapshots: the known positions.
         quiet: hosts that reported none and are silent, with the seconds of silence.
-        untold: hosts that reported none but are alive.
+        unreported: hosts that reported none but are alive.
     """
-    unknown = _unique([*untold, *(each.host for each in standings if not each.place and _kind(each) is None)])
+    unknown = _unique([*unreported, *(each.host for each in snapshots if not each.place and _kind(each) is None)])
     kinds: dict[str, list[RankSnapshot]] = {}
-    for standing in standings:
-        if (kind := _kind(standing)) is not None:
-            kinds.setdefault(kind, []).append(standing)
+    for snapshot in snapshots:
+        if (kind := _kind(snapshot)) is not None:
+            kinds.setdefault(kind, []).append(snapshot)
     if len(kinds) > 1:
         kinds.pop("stuck", None)  # it may wait for the others outside a collective
     causes = {kind: _sentence(kind, kinds[kind]) for kind in _REASONS if kind in kinds}
-    guilty = tuple(standing for kind in causes for standing in kinds[kind])
+    guilty = tuple(snapshot for kind in causes for snapshot in kinds[kind])
     if quiet:
         names = ", ".join(f"{host} for {human_time(seconds)}" for host, seconds in quiet.items())
-        causes["silent"] = f"nothing is heard of {names}: the node is gone, frozen, or does not see the run directory"
+        causes["silent"] = f"no heartbeat from {names}: the node is gone, frozen, or cannot reach the run directory"
     if causes:
         return HangDiagnosis(next(iter(causes)), "; ".join(causes.values()), guilty, tuple(quiet), unknown)
     if unknown:
-        text = f"nothing is known yet of where all ranks of {', '.join(unknown)} stand; the others wait"
+        text = f"not all ranks of {', '.join(unknown)} have reported their position yet; the others wait"
         return HangDiagnosis("unknown", text, unknown=unknown)
-    return _judge_victims(standings)
+    return _diagnose_victims(snapshots)
 
 
-def _judge_victims(standings: list[RankSnapshot]) -> HangDiagnosis:
+def _diagnose_victims(snapshots: list[RankSnapshot]) -> HangDiagnosis:
     """All ranks wait in collectives: a minority in another one is the suspect."""
-    groups = Counter(standing.group for standing in standings if standing.group)
+    groups = Counter(snapshot.group for snapshot in snapshots if snapshot.group)
     if len(groups) > 1:
         (most, size), *_ = groups.most_common()
-        odd = tuple(standing for standing in standings if standing.group != most)
+        odd = tuple(snapshot for snapshot in snapshots if snapshot.group != most)
         if size > len(odd):
             where = odd[0].collective or odd[0].place
             return HangDiagnosis(
-                "desync", f"{_names(odd)} waits in {where}, the others in {most[0]}: they have lost step", odd
+                "desync", f"{_names(odd)} waits in {where}, the others in {most[0]}: they are out of step", odd
             )
         names = " and ".join(sorted({group[0] or "?" for group in groups}))
-        return HangDiagnosis("desync", f"the ranks wait in different operations, {names}: they have lost step")
-    where = next((standing.collective for standing in standings if standing.collective), "a collective operation")
-    return HangDiagnosis("network", f"all ranks wait in {where}: the connection between them is held up")
+        return HangDiagnosis("desync", f"the ranks wait in different operations, {names}: they are out of step")
+    where = next((snapshot.collective for snapshot in snapshots if snapshot.collective), "a collective operation")
+    return HangDiagnosis("network", f"all ranks wait in {where}: the connection between them is blocked")
 
 
-def _kind(standing: RankSnapshot) -> str | None:
+def _kind(snapshot: RankSnapshot) -> str | None:
     """What is wrong with one rank; None for a victim, or without an answer and a telling process state."""
-    if standing.state in "XZ":
+    if snapshot.state in "XZ":
         return "dead"
-    if standing.state == "T":
+    if snapshot.state == "T":
         return "stopped"
-    if standing.state == "D":
+    if snapshot.state == "D":
         return "device"
-    if standing.wedged:
+    if snapshot.wedged:
         return "wedged"
-    if standing.collective is not None:
+    if snapshot.collective is not None:
         return None
-    if standing.phase == "data" or standing.reading:
+    if snapshot.phase == "data" or snapshot.reading:
         return "data"
-    return "stuck" if standing.place else None
+    return "stuck" if snapshot.place else None
 
 
 def _sentence(kind: str, found: list[RankSnapshot]) -> str:
@@ -127,7 +127,7 @@ def _sentence(kind: str, found: list[RankSnapshot]) -> str:
 
 
 def _names(found: Sequence[RankSnapshot]) -> str:
-    names = ", ".join(f"rank {standing.rank} ({standing.host}, pid {standing.pid})" for standing in found[:4])
+    names = ", ".join(f"rank {snapshot.rank} ({snapshot.host}, pid {snapshot.pid})" for snapshot in found[:4])
     return names + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 

@@ -20,7 +20,7 @@ from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 from .deadlines import PhaseHistory
-from .diagnosis import HangDiagnosis, judge
+from .diagnosis import HangDiagnosis, diagnose
 from .peers import PeerNodes
 from .rank_monitor import RankMonitor, RankSnapshot
 
@@ -81,14 +81,14 @@ class HangMonitor:
     @property
     def stalled(self) -> list[RankSnapshot]:
         """The positions of this node's ranks during a stall, once their stacks could be read; else empty."""
-        return self._ranks.standings() if self._stall is not None and self._stall.read is not None else []
+        return self._ranks.snapshots() if self._stall is not None and self._stall.read is not None else []
 
     @property
     def is_stalled(self) -> bool:
         """Whether the soft deadline has passed without progress since."""
         return self._stall is not None
 
-    def hard(self) -> float | None:
+    def hard_deadline(self) -> float | None:
         """Seconds without progress after which the ranks are ended; None: never."""
         phases = self._ranks.phases
         return self.history.deadlines(phases).hard if phases and self._section.act else None
@@ -98,21 +98,21 @@ class HangMonitor:
         progress, phases = self._ranks.progress, self._ranks.phases
         if progress == self._progress:
             if phases:
-                self._look_at_the_stall(phases, self._ranks.still())
+                self._check_stall(phases, self._ranks.still())
             return
         self._progress = progress
         if self._stall is not None and Phase.END in phases:
             return  # a rank that lost its peers, which were just ended: the hang is not over
         if (beat := self._ranks.all[0].beat) is not None:
-            self.history.see(beat, phases)
+            self.history.observe(beat, phases)
         if self._stall is not None:
             self._stall, self._verdict = None, None
             if self.alarms is not None:
-                self.alarms.resolve("hang", "the ranks go on", step=self._ranks.reached())
+                self.alarms.resolve("hang", "the ranks make progress again", step=self._ranks.reached())
 
     # ------------------------------------------------------------------ no progress
 
-    def _look_at_the_stall(self, phases: set[Phase], seconds: float) -> None:
+    def _check_stall(self, phases: set[Phase], seconds: float) -> None:
         due, stall = self.history.deadlines(phases), self._stall
         if stall is None:
             # An agent that has just started has seen no step and knows no step time: the leader does.
@@ -129,7 +129,7 @@ class HangMonitor:
             stall.seen = self._signatures() | stall.seen
         if not stall.reported:
             patience = min(self._nodes.patience, (due.hard - due.soft) / 3)
-            is_known = not self._judge(stall).unknown or seconds - stall.read > patience
+            is_known = not self._diagnose(stall).unknown or seconds - stall.read > patience
             stall.reported = self.alarms is not None and is_known
             if stall.reported:
                 self._open(stall, seconds, "stacks of all ranks are in watchdog/stacks/")
@@ -142,7 +142,7 @@ class HangMonitor:
             self._last_resort(stall, seconds, due.hard)
 
     def _last_resort(self, stall: _Stall, seconds: float, hard: float) -> None:
-        now, verdict = self._signatures(), self._judge(stall)
+        now, verdict = self._signatures(), self._diagnose(stall)
         guilty = [rank for rank in stall.seen if rank in verdict.suspects] or list(stall.seen)
         moved = stall.dumps >= 2 and any(now.get(rank) != stall.seen[rank] for rank in guilty)
         if moved and seconds < self._section.longest.value:
@@ -158,7 +158,7 @@ class HangMonitor:
             self._end(f"no progress for {human_time(seconds)}: {verdict.text}", facts)
 
     def _open(self, stall: _Stall, seconds: float, action: str = "") -> None:
-        verdict = self._verdict = self._judge(stall)
+        verdict = self._verdict = self._diagnose(stall)
         if self.alarms is None:
             return
         phases, step = "/".join(sorted(phase.name.lower() for phase in self._ranks.phases)), self._ranks.reached()
@@ -170,17 +170,17 @@ class HangMonitor:
             revised={**known, **verdict.facts} != known,
             effect="nothing is trained",
             remedy="the ranks are ended at the hard deadline and start again from the last checkpoint; "
-            "if it comes back, look at the stacks and take the named host out",
+            "if it recurs, read the stacks and take the named host out",
             step=step,
             **({"action": action} if action else {}),
-            facts=verdict.facts | {"seconds": round(seconds, 1), "ranks": list(map(asdict, self._everywhere(stall)))},
+            facts=verdict.facts | {"seconds": round(seconds, 1), "ranks": list(map(asdict, self._snapshots(stall)))},
         )
 
-    def _judge(self, stall: _Stall) -> HangDiagnosis:
-        return judge(self._everywhere(stall), self._nodes.quiet(), self._nodes.untold(stall.began))
+    def _diagnose(self, stall: _Stall) -> HangDiagnosis:
+        return diagnose(self._snapshots(stall), self._nodes.quiet(), self._nodes.unreported(stall.began))
 
-    def _everywhere(self, stall: _Stall) -> list[RankSnapshot]:
-        return [*self._ranks.standings(), *self._nodes.standings(stall.began)]
+    def _snapshots(self, stall: _Stall) -> list[RankSnapshot]:
+        return [*self._ranks.snapshots(), *self._nodes.snapshots(stall.began)]
 
     def _dump(self) -> None:
         for rank in self._ranks.alive:

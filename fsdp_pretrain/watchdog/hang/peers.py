@@ -120,7 +120,7 @@ class PeerNode:
     def ended(self) -> bool:
         return self.report is not None and self.report.ended
 
-    def standings(self, since: float = -math.inf) -> list[RankSnapshot]:
+    def snapshots(self, since: float = -math.inf) -> list[RankSnapshot]:
         """Positions of its stalled ranks; empty unless reported since then (`time.monotonic()`)."""
         return self.report.stalled if self.report is not None and self._heard >= since else []
 
@@ -201,16 +201,16 @@ class PeerNodes:
     def leader_stalls(self) -> bool:
         """Whether the leading node reports that its ranks make no progress."""
         leader = next((other for other in self.before if not self.is_silent(other)), None)
-        return leader is not None and bool(leader.standings())
+        return leader is not None and bool(leader.snapshots())
 
-    def standings(self, since: float) -> list[RankSnapshot]:
+    def snapshots(self, since: float) -> list[RankSnapshot]:
         """Positions of the other nodes' stalled ranks, as reported since then."""
-        return [standing for other in self.others for standing in other.standings(since)]
+        return [snapshot for other in self.others for snapshot in other.snapshots(since)]
 
-    def untold(self, since: float) -> list[str]:
+    def unreported(self, since: float) -> list[str]:
         """Hosts that are alive but have reported neither positions since then nor their end."""
         heard = [other for other in self.others if other.silence <= _QUIET * self.beat and not other.ended]
-        return [other.name for other in heard if not other.standings(since)]
+        return [other.name for other in heard if not other.snapshots(since)]
 
     @property
     def patience(self) -> float:

@@ -64,27 +64,27 @@ class Rank:
         self.dumps = Dumps(pages / f"rank-{number}.stacks")
         self.stack: Stack | None = None
 
-    def look(self) -> None:
+    def read_page(self) -> None:
         """Read its page; the first time, open a pidfd of its process."""
         if self._reader is None:
             try:
                 self._reader = Reader(self._path)
             except OSError:
                 return
-        self.beat = self._reader.look() or self.beat
+        self.beat = self._reader.read() or self.beat
         if self.descriptor is None and self.beat is not None and not self.gone:
-            self._hold(self.beat)
+            self._open_pidfd(self.beat)
 
-    def _hold(self, beat: Beat) -> None:
+    def _open_pidfd(self, beat: Beat) -> None:
         try:
             self.descriptor = os.pidfd_open(beat.pid)
         except OSError:
             self.gone = True
             return
         if start_ticks(beat.pid) != beat.started:
-            self.let_go()
+            self.close_pidfd()
 
-    def let_go(self) -> None:
+    def close_pidfd(self) -> None:
         """Its process has ended: close the pidfd."""
         self.gone = True
         if self.descriptor is not None:
@@ -109,7 +109,7 @@ class Rank:
             files = {}
         return next((files[f"{thread:x}"] for thread in stack.readers if f"{thread:x}" in files), "")
 
-    def standing(self) -> RankSnapshot | None:
+    def snapshot(self) -> RankSnapshot | None:
         """Its position, with the latest stack; None if it never wrote its page."""
         beat, stack = self.beat, self.stack
         if beat is None:
@@ -152,9 +152,9 @@ class RankMonitor:
         """Whether the launcher has ended, or is about to."""
         return self._launcher_pid is None or is_exiting(self._launcher_pid)
 
-    def look(self) -> None:
+    def read_pages(self) -> None:
         for rank in self.all:
-            rank.look()
+            rank.read_page()
             if rank.descriptor is not None and rank.descriptor not in self._known:
                 self._known[rank.descriptor] = rank
                 self._poll.register(rank.descriptor, select.POLLIN)
@@ -168,8 +168,8 @@ class RankMonitor:
                 self._launcher_pid = None
                 continue
             rank = self._known.pop(descriptor)
-            rank.look()
-            rank.let_go()
+            rank.read_page()
+            rank.close_pidfd()
             ended.append(rank)
         return ended
 
@@ -208,8 +208,8 @@ class RankMonitor:
     def phases(self) -> set[Phase]:
         return {beat.phase for beat in self.beats}
 
-    def standings(self) -> list[RankSnapshot]:
-        return [standing for rank in self.all if (standing := rank.standing()) is not None]
+    def snapshots(self) -> list[RankSnapshot]:
+        return [snapshot for rank in self.all if (snapshot := rank.snapshot()) is not None]
 
     def kill(self) -> None:
         """End all at once. SIGKILL ends even stopped and wedged processes; SIGSTOP first, so that no rank sees another

@@ -159,7 +159,7 @@ class Reader:
             except ValueError as error:
                 raise OSError(f"{path}: {error}") from None
 
-    def look(self) -> Beat | None:
+    def read(self) -> Beat | None:
         """The current beat; None if it is no page."""
         for _ in range(100):  # if the writer was killed in the middle, take it as it is
             magic, before, *values = _WHOLE.unpack_from(self._memory)
@@ -179,7 +179,7 @@ class Reader:
 def read(path: Path) -> Beat | None:
     """The beat on a page; None if there is no page, or it is being created."""
     try:
-        return Reader(path).look()
+        return Reader(path).read()
     except OSError:
         return None
 

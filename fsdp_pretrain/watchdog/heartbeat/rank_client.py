@@ -103,11 +103,11 @@ class PageHeartbeat(Heartbeat):
         self._page.step(step)
         if self._agent is not None and time.monotonic() - self._tended > _INTERVAL:
             self._tended = time.monotonic()
-            self._agent.tend()
+            self._agent.ensure_running()
 
     def belongs_to(self, segment: int) -> None:
         if self._agent is not None:
-            self._agent.pass_id()
+            self._agent.pass_run_id()
         self._page.belongs_to(segment)
 
     def close(self) -> None:
@@ -125,17 +125,17 @@ class AgentProcess:
         self._command.append("--attempt=" + ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES))
         self._starts = 0
         self.process: subprocess.Popen[bytes] | None = None
-        self.pass_id()
-        self.tend()
+        self.pass_run_id()
+        self.ensure_running()
 
-    def pass_id(self) -> None:
+    def pass_run_id(self) -> None:
         """Leave the id of the run directory beside the pages once known: the agent writes nothing there before."""
         known = run_id.bound_to(self._run)
         if known is not None:
             with contextlib.suppress(StorageError):
-                run_id.give(self._pages, known)
+                run_id.assign(self._pages, known)
 
-    def tend(self) -> None:
+    def ensure_running(self) -> None:
         """Start it if it is not running."""
         if self._starts > _RESTARTS or (self.process is not None and self.process.poll() is None):
             return

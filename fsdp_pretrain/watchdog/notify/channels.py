@@ -274,7 +274,7 @@ def _url(variable: str, file: Path | None, environment: Mapping[str, str]) -> st
     return value
 
 
-class _Patience:
+class _ResponseTimeout:
     """Connection timeouts: short to connect and send, longer for the response."""
 
     sock: socket.socket
@@ -285,20 +285,20 @@ class _Patience:
         return response
 
 
-class _Plain(_Patience, http.client.HTTPConnection):
+class _HTTPConnection(_ResponseTimeout, http.client.HTTPConnection):
     pass
 
 
-class _Secure(_Patience, http.client.HTTPSConnection):
+class _HTTPSConnection(_ResponseTimeout, http.client.HTTPSConnection):
     pass
 
 
-class _PatientHandler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+class _TimeoutHandler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
     def http_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(_Plain, request)
+        return self.do_open(_HTTPConnection, request)
 
     def https_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(_Secure, request, context=ssl.create_default_context())
+        return self.do_open(_HTTPSConnection, request, context=ssl.create_default_context())
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -312,7 +312,7 @@ def fetch(url: str, body: bytes | None = None, headers: Mapping[str, str] | None
     """GET a URL, or POST a body to it, through the proxies of the environment. Raises DeliveryError."""
     host = urlsplit(url).hostname
     request = urllib.request.Request(url, data=body, headers={"User-Agent": "fsdp-pretrain", **(headers or {})})
-    opener = urllib.request.build_opener(_PatientHandler, _NoRedirect)
+    opener = urllib.request.build_opener(_TimeoutHandler, _NoRedirect)
     try:
         opener.open(request, timeout=CONNECT_SECONDS).close()
     except urllib.error.HTTPError as error:

@@ -125,10 +125,10 @@ def _lines(kind: str, alarm: Alarm, identity: MessageSender, snapshot: Snapshot 
         lines += [f"at risk: {risk}"] if (risk := _at_risk(snapshot)) else []
     lines += [f"the watchdog: {alarm.action}"] if alarm.action else []
     if kind == "acknowledged":
-        lines += [f"taken by: {alarm.facts.get('acknowledged_by', '?')}"]
+        lines += [f"acknowledged by: {alarm.facts.get('acknowledged_by', '?')}"]
     elif kind != "resolved":
         lines += [f"to do: {alarm.remedy}"] if alarm.remedy else []
-        lines += [f"take it: fsdp-pretrain ack {identity.path} {alarm.key}"]
+        lines += [f"acknowledge: fsdp-pretrain ack {identity.path} {alarm.key}"]
     segment = f", start {identity.segment}" if identity.segment is not None else ""
     return [*lines, f"where: {identity.path} on {identity.host}{segment}"]
 

@@ -30,7 +30,7 @@ from .throttle import AlertThrottle
 
 RETRIES = (1.0, 5.0, 30.0, 120.0)
 """Seconds to wait after a failure; the last value repeats."""
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class Notifier:
@@ -51,49 +51,49 @@ class Notifier:
         channels = make_channels(section, environment)
         known = read_alarms(alarms_file(run)) if channels else []
         muted = muted_until(run)
-        self._outboxes = [_Outbox(channel, run.path, identity, known, muted) for channel in channels]
+        self._threads = [_ChannelThread(channel, run.path, identity, known, muted) for channel in channels]
 
     def on_change(self, alarm: Alarm, before: Alarm | None) -> None:
         """An alarm changed. Returns at once."""
         del before
-        for outbox in self._outboxes:
-            outbox.put(alarm)
+        for thread in self._threads:
+            thread.put(alarm)
 
     def tick(self, alarms: Alarms, snapshot: Snapshot | None = None) -> None:
         """A pass of the watchdog: hand over the snapshot, open and resolve the alarms of failing channels."""
         until = muted_until(self._run)
-        for outbox in self._outboxes:
-            outbox.snapshot, outbox.muted_until = snapshot, until
-            problem, tries = outbox.problem, outbox.tries
+        for thread in self._threads:
+            thread.snapshot, thread.muted_until = snapshot, until
+            problem, tries = thread.problem, thread.tries
             if problem:
                 alarms.open(
-                    outbox.key,
+                    thread.key,
                     Severity.WARN if tries > len(RETRIES) else Severity.INFO,
                     f"messages do not get through: {problem}",
-                    effect=f"{len(outbox.spool)} messages wait; they are kept and sent when it works again",
+                    effect=f"{len(thread.outbox)} messages wait; they are kept and sent when it works again",
                     remedy="check the endpoint and its secret; `fsdp-pretrain notify RUN --test` shows what happens",
                 )
             elif problem is None:
-                alarms.resolve(outbox.key, "messages get through again")
-            if outbox.refused:
+                alarms.resolve(thread.key, "messages get through again")
+            if thread.refused:
                 alarms.open(
-                    f"{outbox.key}-refused",
+                    f"{thread.key}-refused",
                     Severity.WARN,
-                    f"the receiver refused a message: {outbox.refused}",
+                    f"the receiver refused a message: {thread.refused}",
                     effect="nobody was notified of it on this channel",
-                    remedy=f"read it in {outbox.spool.refused}",
+                    remedy=f"read it in {thread.outbox.refused}",
                 )
 
     def close(self, seconds: float = 10.0) -> None:
         """Send what can be sent within this time; the rest waits on disk for the next process."""
         deadline = time.monotonic() + seconds
-        for outbox in self._outboxes:
-            outbox.put(None)
-        for outbox in self._outboxes:
-            outbox.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class _Outbox(threading.Thread):
+class _ChannelThread(threading.Thread):
     """A channel's thread. It starts with what an earlier process left: messages, and unprocessed transitions.
 
     Args:
@@ -117,13 +117,13 @@ class _Outbox(threading.Thread):
         self.problem: str | None = ""
         self.tries = 0
         self.refused = ""
-        self.spool = Outbox(run, channel.name)
+        self.outbox = Outbox(run, channel.name)
         self._channel, self._identity = channel, identity
-        self._storm = AlertThrottle(channel.least, channel.digest_every, self.spool.memory)
+        self._throttle = AlertThrottle(channel.least, channel.digest_every, self.outbox.memory)
         self._events: queue.SimpleQueue[Alarm | None] = queue.SimpleQueue()
         self._next_try, self._closing = 0.0, False
         for alarm in known:
-            if not self._storm.has_seen(alarm):
+            if not self._throttle.has_seen(alarm):
                 self.put(alarm)
         self.start()
 
@@ -134,25 +134,25 @@ class _Outbox(threading.Thread):
 
     def run(self) -> None:
         """Run until `None` was put and everything is sent, or the process ends."""
-        while not (self._closing and (self.tries or not len(self.spool))):
+        while not (self._closing and (self.tries or not len(self.outbox))):
             try:
                 self._pass()
             except Exception as error:  # a bug must not end the channel; an alarm shows it
                 self.problem, self.tries = f"defect: {type(error).__name__}", self.tries + 1
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
     def _pass(self) -> None:
-        pause = self._next_try - time.monotonic() if len(self.spool) else _LOOK_SECONDS
-        changed = [] if self._closing else self._changed(min(max(0.0, pause), _LOOK_SECONDS))
+        pause = self._next_try - time.monotonic() if len(self.outbox) else _POLL_SECONDS
+        changed = [] if self._closing else self._changed(min(max(0.0, pause), _POLL_SECONDS))
         at = time.time()
-        self._storm.muted = at < self.muted_until
-        messages = [message for alarm in changed for message in self._storm.transition(alarm, at)]
-        messages += self._storm.tick(at)
+        self._throttle.muted = at < self.muted_until
+        messages = [message for alarm in changed for message in self._throttle.transition(alarm, at)]
+        messages += self._throttle.tick(at)
         for message in messages:
-            self.spool.add(make_note(message, self._identity, self.snapshot))
+            self.outbox.add(make_note(message, self._identity, self.snapshot))
         if changed or messages:
-            self.spool.keep()
-        oldest = self.spool.oldest()
+            self.outbox.keep()
+        oldest = self.outbox.oldest()
         if oldest is not None and time.monotonic() >= self._next_try:
             self._send(oldest)
 
@@ -176,10 +176,10 @@ class _Outbox(threading.Thread):
             self._next_try = time.monotonic() + RETRIES[min(self.tries, len(RETRIES)) - 1]
             if error.refused and self.tries > len(RETRIES):
                 self.refused = oldest.title
-                self.spool.refuse()
+                self.outbox.refuse()
         else:
             self.tries, self.problem = 0, None
-            self.spool.delivered()
+            self.outbox.delivered()
 
 
 def _late(note: Note) -> Note:
@@ -197,7 +197,7 @@ class Ping:
         self._due = threading.Event()
         threading.Thread(target=self._work, name="ping", daemon=True).start()
 
-    def passed(self, observed: bool, now: float) -> None:
+    def on_pass(self, observed: bool, now: float) -> None:
         """A pass ended. `observed`: it saw ranks; a blind watchdog must not look healthy."""
         if observed and now - self._pinged >= self._interval:
             self._pinged = now

@@ -17,7 +17,7 @@ from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.record import inbox, journal, state_files
 from fsdp_pretrain.record import lease as claims
 from fsdp_pretrain.record.files import RunDir, now, seconds_of
-from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, LeaseHolder, take_away
+from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, LeaseWatch, take_away
 from fsdp_pretrain.record.state_files import StateFile
 
 from .alarms import Alarm, Alarms, read_alarms
@@ -41,21 +41,21 @@ def snapshot_file(run: RunDir) -> Path:
     return run.path / "watchdog/snapshot.json"
 
 
-def keeper(run: RunDir, silent: float = 0.0) -> LeaseHolder:
-    """Judges who may write the alarms of a run. A holder on another host counts as dead after `silent` seconds without
+def watch_alarm_lease(run: RunDir, silent: float = 0.0) -> LeaseWatch:
+    """Watches who may write the alarms of a run. A holder on another host counts as dead after `silent` seconds without
     a beat; 0: never."""
-    return LeaseHolder(_claim(run), silent or math.inf)
+    return LeaseWatch(_claim(run), silent or math.inf)
 
 
-def keep_alarms(
-    run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, holder: LeaseHolder | None = None
+def take_alarm_lease(
+    run: RunDir, purpose: str, *, beat: float = BEAT_SECONDS, watch: LeaseWatch | None = None
 ) -> Lease | None:
     """Take the right to write the alarms of a run, to be released at the end; None: another process has it.
 
     Args:
         purpose: shown in the messages of other processes.
         beat: seconds between two signs of life.
-        holder: has observed the present claim; see `keeper`.
+        watch: has observed the present claim; see `watch_alarm_lease`.
 
     Raises:
         OSError: the run directory cannot be written.
@@ -65,7 +65,7 @@ def keep_alarms(
     if claim is None:
         held = claims.read(path)
         try:
-            if (holder or keeper(run)).lives(held) is not False:
+            if (watch or watch_alarm_lease(run)).holder_is_alive(held) is not False:
                 return None
         except FileNotFoundError:  # released just now
             return None
@@ -92,13 +92,13 @@ def acknowledge(run: RunDir, key: str, *, wait: float = _WAIT_SECONDS) -> bool:
     waiting = {alarm.key for alarm in read_alarms(alarms_file(run)) if alarm.state == "open"}
     if key not in waiting:
         raise ConfigError(
-            f"no alarm {key!r} is waiting to be acknowledged",
+            f"no alarm {key!r} is open and unacknowledged",
             remedy=f"these are: {', '.join(sorted(waiting))}" if waiting else "none is; see `fsdp-pretrain alarms RUN`",
         )
     try:
-        claim = keep_alarms(run, "ack")
+        claim = take_alarm_lease(run, "ack")
         if claim is None:
-            left = inbox.leave(_inbox(run), verb="ack", key=key)
+            left = inbox.put(_inbox(run), verb="ack", key=key)
             deadline = time.monotonic() + wait
             while left.exists() and time.monotonic() <= deadline:
                 time.sleep(0.05)

@@ -86,7 +86,7 @@ class Exporter:
             self.port = int(self._server.server_address[1])
             threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
-    def show(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Snapshot) -> None:
         """Export the result of a pass. The snapshot must not be changed afterwards."""
         at = time.monotonic()
         self._shown = snapshot, at

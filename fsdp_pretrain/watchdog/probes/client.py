@@ -14,7 +14,7 @@ from fsdp_pretrain.deadline import Helper
 
 _PATIENCE = 5.0
 """Seconds for the helper to confirm that it kills a probe; then it is replaced."""
-_DEAR, _COST = 0.2, 100.0
+_COSTLY, _COST_FACTOR = 0.2, 100.0
 """A probe that takes more CPU seconds than the first repeats at most after a hundred times what it took."""
 
 
@@ -56,10 +56,10 @@ class ProbeServer:
         """Probes that are running, or whose answers were not taken yet."""
         return len(self._answers)
 
-    def ask(self, look: str, arguments: dict[str, Any]) -> int:
+    def ask(self, probe: str, arguments: dict[str, Any]) -> int:
         """Start a probe; the ticket for its answer."""
         self._tickets += 1
-        if self._helper.send({"ticket": self._tickets, "look": look, "arguments": arguments}):
+        if self._helper.send({"ticket": self._tickets, "look": probe, "arguments": arguments}):
             self._answers[self._tickets] = None
         return self._tickets
 
@@ -95,39 +95,36 @@ class PeriodicProbe:
 
     Attributes:
         every: seconds from one to the next; it must answer within `deadline`.
-        arguments: of the function of this name in `worker.LOOKS`; may be changed between two probes.
+        arguments: of the function of this name in `worker.PROBES`; may be changed between two probes.
         due: when to probe next, of `time.monotonic()`; at once at first.
     """
 
-    def __init__(self, looks: ProbeServer, name: str, *, every: float, deadline: float, **arguments: Any) -> None:
-        self._looks, self._name, self.every, self._deadline, self.arguments = looks, name, every, deadline, arguments
+    def __init__(self, server: ProbeServer, name: str, *, every: float, deadline: float, **arguments: Any) -> None:
+        self._server, self._name, self.every, self._deadline, self.arguments = server, name, every, deadline, arguments
         self._ticket: int | None = None
         self._asked = self.due = 0.0
         self._late, self._is_late = 0, False
-
-    def soon(self) -> None:
-        self.due = 0.0
 
     def tick(self, now: float) -> ProbeAnswer | None:
         """Start the probe when due; returns its outcome once known. A hanging probe is reported repeatedly."""
         if self._ticket is None:
             if now >= self.due:
-                self._ticket, self._asked, self._is_late = self._looks.ask(self._name, self.arguments), now, False
+                self._ticket, self._asked, self._is_late = self._server.ask(self._name, self.arguments), now, False
                 self.due = now + self.every
             return None
-        answer = self._looks.take(self._ticket, now)
+        answer = self._server.take(self._ticket, now)
         if answer is not None:
             self._ticket = None
             if self._is_late:  # already reported
                 return None
             self._late = 0
-            if answer.cpu > _DEAR:
-                self.due = max(self.due, now + _COST * answer.cpu)
+            if answer.cpu > _COSTLY:
+                self.due = max(self.due, now + _COST_FACTOR * answer.cpu)
             return answer
         if now < (self.due if self._is_late else self._asked + self._deadline):
             return None
         if not self._is_late:
-            self._looks.kill(self._ticket, now)
+            self._server.kill(self._ticket, now)
         self.due = max(self.due, now) + (self.every if self._is_late else 0)
         self._is_late, self._late = True, self._late + 1
         return ProbeAnswer(error=f"no answer within {self._deadline:g} s", late=self._late, seconds=now - self._asked)

@@ -183,8 +183,8 @@ def account(run: str) -> dict[str, Any]:
     return {"goodput": found.goodput, "ettr": found.ettr, "badput_seconds": lost}
 
 
-LOOKS: dict[str, Callable[..., dict[str, Any]]] = {
-    look.__name__: look for look in (space, checkpoints, evaluations, checksum, read, write, corpus, request, account)
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    each.__name__: each for each in (space, checkpoints, evaluations, checksum, read, write, corpus, request, account)
 }
 """The available probes."""
 
@@ -193,7 +193,7 @@ LOOKS: dict[str, Callable[..., dict[str, Any]]] = {
 class _Child:
     ticket: int
     pid: int
-    said: bytes = b""
+    output: bytes = b""
 
 
 def serve() -> None:
@@ -207,13 +207,13 @@ def serve() -> None:
             chunk = os.read(key.fd, 1 << 16)
             if key.fd != 0:
                 child = children[key.fd]
-                child.said += chunk
+                child.output += chunk
                 if not chunk:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     del children[key.fd]
                     killed = json.dumps({"ticket": child.ticket, "error": "it was killed"}) + "\n"
-                    print(child.said.decode() if child.said.endswith(b"\n") else killed, end="", flush=True)
+                    print(child.output.decode() if child.output.endswith(b"\n") else killed, end="", flush=True)
             elif not chunk:
                 for child in children.values():
                     _kill(child)
@@ -248,7 +248,7 @@ def _answer(asked: dict[str, Any], into: int) -> None:
     start = time.monotonic()
     answer: dict[str, Any] = {"ticket": asked["ticket"]}
     try:
-        answer["value"] = LOOKS[asked["look"]](**asked["arguments"])
+        answer["value"] = PROBES[asked["look"]](**asked["arguments"])
     except BaseException as error:
         answer["error"] = f"{type(error).__name__}: {error}"
         answer["errno"] = error.errno if isinstance(error, OSError) else None

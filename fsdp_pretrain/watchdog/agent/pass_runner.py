@@ -27,8 +27,8 @@ _LEAST = 15.0
 _PASSES = 10
 
 
-class Passes:
-    """Makes the passes.
+class PassRunner:
+    """Runs the passes.
 
     Args:
         ranks: of this node.
@@ -44,8 +44,8 @@ class Passes:
         self._allowed = max(_LEAST if interval >= 0.5 else 5.0, _PASSES * interval)
         self._worker = Worker("pass")
 
-    def make(self, act: Callable[[], None], more: float = 0.0) -> Alarm | None:
-        """Make a pass; returns the alarm that was sent if it took too long. Exceptions are printed.
+    def run(self, act: Callable[[], None], more: float = 0.0) -> Alarm | None:
+        """Run a pass; returns the alarm that was sent if it took too long. Exceptions are printed.
 
         Args:
             act: the pass.
@@ -58,7 +58,7 @@ class Passes:
         while True:
             alarm = alarm or self._open(time.monotonic() - begun)
             for rank in self._ranks.alive:
-                rank.look()
+                rank.read_page()
             limit = self._deadline()
             if limit is not None and self._ranks.still() > max(limit, self._allowed):
                 self._ranks.kill()
@@ -75,7 +75,7 @@ class Passes:
             "open",
             f"the watchdog of {host} has waited for {human_time(seconds)}: the run directory does not answer",
             effect="nothing can be written there: no record, no checkpoint; ranks that stop are still ended",
-            remedy="see whether the file system of the run directory is well on that host",
+            remedy="check the file system of the run directory on that host",
             opened=time_,
             changed=time_,
             facts={"host": host},

@@ -28,7 +28,7 @@ _RANGES = 4
 """Up to this many ranges of special ids comparing is faster than a table."""
 
 
-class Judged(NamedTuple):
+class CheckedRun(NamedTuple):
     """What was found in a run, for those that measure or copy it."""
 
     outside: Ints
@@ -54,7 +54,7 @@ class _Specials(NamedTuple):
         )
 
 
-class Judge:
+class TokenChecker:
     """Checks the runs of one file.
 
     Attributes:
@@ -80,7 +80,7 @@ class Judge:
         self._table = np.zeros(vocabulary.size, dtype=bool)
         self._table[[number for number in ids if number < vocabulary.size]] = True
 
-    def add(self, run: Run) -> Judged:
+    def add(self, run: Run) -> CheckedRun:
         """Check every token of a run."""
         self.documents += len(run.lengths)
         self.tokens += len(run.tokens)
@@ -110,7 +110,7 @@ class Judge:
             self.count(run, "separator-doubled", empty, run.starts[empty])
         else:
             self.count(run, "empty-documents", empty)
-        return Judged(outside, separators, text)
+        return CheckedRun(outside, separators, text)
 
     def finish(self) -> Findings:
         """The findings, after all runs were added."""
@@ -140,7 +140,7 @@ class Judge:
             cause += "".join(f"\n    at {example}" for example in finding.examples)
         raise DataError(
             cause,
-            effect="the model would see ids that no text has, or other boundaries than one separator per document",
+            effect="the model would train on ids outside any text, or on wrong document boundaries",
             remedy=self._remedy(),
         )
 

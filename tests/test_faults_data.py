@@ -1,0 +1,136 @@
+"""Faults of data and GPUs, end to end, like those of storage in `test_faults_storage.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from watch import CRIT_AND_RESOLVED, Watched
+
+from data.text.tokenizer import Tokenizer
+
+# ---------------------------------------------------------------------- data
+
+
+@pytest.mark.slow
+def test_doubled_separators(watched: Watched, run_command: Any) -> None:
+    """Fault matrix 18: refused by `validate` and training; without the packer's check an alarm in the first step."""
+    tokenizer = Tokenizer.load(watched.lab.tokenizer)
+    rng = np.random.default_rng(1)
+    documents = [
+        [*rng.integers(5, tokenizer.vocab_size, rng.integers(5, 60)).tolist(), tokenizer.eod] for _ in range(400)
+    ]
+    corpus = watched.helpers.corpus(watched.lab.path / "doubled", documents, tokenizer)  # declared to have none
+    assert run_command("data.cli", "validate", corpus).returncode == 2
+    watched.configure(data={"sources": [{"name": "text", "path": str(corpus)}]})
+    job = watched.start()
+    watched.ends(job, 78)
+    assert "failed the packer's checks" in job.output() and "data-specials" not in watched.warnings()
+    watched.run = watched.lab.path / "blind"
+    job = watched.start(fault={"rank": "all", "step": 0, "kind": "trust"})
+    alarm = watched.until("data-specials")
+    assert alarm["severity"] == "CRIT" and alarm["step"] == 1 and watched.until("data-separators")["step"] == 1
+    watched.stop(job)
+
+
+def test_data_from_the_beginning_after_a_restart(watched: Watched) -> None:
+    """Fault matrix 19: an alarm at the first step that reads old data again."""
+    watched.configure()
+    job = watched.start()
+    watched.reaches(30)
+    watched.stop(job)
+    at_ = watched.step
+    job = watched.start(fault={"rank": "all", "step": 0, "kind": "rewind"})
+    assert [watched.until(key)["step"] for key in ("data-cursor",)] == [at_ + 1]
+    watched.stop(job)
+    assert watched.transitions("data-cursor") == [("CRIT", "open")]
+
+
+@pytest.mark.slow
+def test_sources_that_are_swapped(watched: Watched) -> None:
+    """Fault matrix 41: the shares are not the planned ones any more: both alarm within 100 steps."""
+    source = {"path": str(watched.lab.corpus)}
+    sources = [{"name": "a", "weight": 3, **source}, {"name": "b", "weight": 1, **source}]
+    watched.configure(data={"sources": sources})
+    job = watched.start(fault={"rank": "all", "step": 120, "kind": "swap"})
+    for name in "ab":
+        alarm = watched.until(f"data-share/{name}")
+        assert alarm["severity"] == "WARN" and 120 < alarm["step"] <= 220
+    watched.stop(job)
+    assert watched.warnings() == {"data-share/a", "data-share/b"}
+
+
+@pytest.mark.slow
+def test_a_shard_that_is_deleted(watched: Watched) -> None:
+    """Fault matrix 40: reported by name at the next audit; open files work on; starts are refused until it is back."""
+    corpus = watched.lab.path / "corpus"
+    shutil.copytree(watched.lab.corpus, corpus)
+    watched.configure(data={"sources": [{"name": "text", "path": str(corpus)}]})
+    job = watched.start()
+    watched.reaches(10)
+    shard = min(corpus.glob("shards/*.bin"))
+    shard.rename(watched.lab.path / "kept")
+    alarm = watched.until("data-shard/text")
+    assert alarm["severity"] == "CRIT" and str(shard) in alarm["summary"]
+    watched.stop(job)
+    again = watched.start()
+    assert again.wait() == [78] and again.output().count("error:") == 1 and shard.name in again.output()
+    shutil.copy(watched.lab.path / "kept", shard)
+    job = watched.start()
+    watched.until("data-shard/text", "resolved")
+    watched.stop(job)
+    assert watched.transitions("data-shard/text") == CRIT_AND_RESOLVED
+
+
+# ---------------------------------------------------------------------- GPUs and clocks
+
+GPUS = [{"index": index, "clock": 1900, "busy": 0.99} for index in range(8)]
+
+
+def show(path: Path, devices: list[dict[str, Any]]) -> None:
+    """Write the file as a provider does: by replacing it."""
+    path.with_suffix(".new").write_text(json.dumps({"devices": devices}))
+    path.with_suffix(".new").rename(path)
+
+
+def test_a_gpu_that_breaks(watched: Watched) -> None:
+    """Fault matrix 45, as the file provider reports it: saves, stops, exit 76, and names the host to avoid."""
+    gpus = watched.lab.path / "gpus.json"
+    show(gpus, GPUS)
+    hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
+    watched.configure(checkpoint={"every": "10000 steps"}, watchdog={"hardware": hardware})
+    job = watched.start()
+    watched.reaches(10)
+    assert not watched.warnings()
+    show(gpus, [*GPUS[:-1], {"index": 7, "xids": [79]}])
+    watched.ends(job, 76)
+    host = os.uname().nodename
+    intent = watched.helpers.intent(watched.run)
+    assert intent["code"] == 76 and intent["avoid_hosts"] == [host]
+    assert watched.transitions(f"gpu/{host}") == [("CRIT", "open")] and watched.warnings() == {f"gpu/{host}"}
+    assert watched.saved()[-1] == watched.step
+
+
+@pytest.mark.slow
+def test_a_gpu_helper_that_hangs(watched: Watched) -> None:
+    """Fault matrix 45: only a warning, resolved when it answers."""
+    gpus, host = watched.lab.path / "gpus.json", os.uname().nodename
+    show(gpus, GPUS)
+    hardware = {"provider": f"file:{gpus}", "interval": "0.2 s", "deadline": "0.5 s"}
+    watched.configure(watchdog={"hardware": hardware})
+    job = watched.start()
+    watched.reaches(10)
+    gpus.unlink()
+    os.mkfifo(gpus)
+    watched.until(f"gpu-blind/{host}")
+    watched.reaches(20, more=True)
+    show(gpus, GPUS)
+    watched.until(f"gpu-blind/{host}", "resolved")
+    watched.stop(job)
+    assert watched.transitions(f"gpu-blind/{host}") == [("WARN", "open"), ("WARN", "resolved")]
+    assert watched.warnings() == {f"gpu-blind/{host}"}

@@ -1,0 +1,99 @@
+"""One writer per run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import CLI, Run
+from sight import until
+
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.errors import BusyError
+from fsdp_pretrain.record import lease, state_files
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lock import RunLock, hold
+
+
+def refused(act: Callable[[], object]) -> str:
+    with pytest.raises(BusyError) as caught:
+        act()
+    return str(caught.value)
+
+
+def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: Any, run_command: Run) -> None:
+    config, run = lab.config(train={"duration": "9000 steps"}, checkpoint={"every": "5 steps"}), lab.path / "run"
+    first = lab.start(config, ranks=2)
+    helpers.wait_for(lambda: helpers.journal(run, "checkpoint"), what="a checkpoint")
+    output = lab.train(config, ranks=2, expect=78)
+    assert f"held by training on host {os.uname().nodename}, pid {first.ranks[0].pid}, since 20" in output
+    assert "(segment 1, step " in output and output.count("error:") == 1
+    refused = run_command(CLI, "rollback", run, "--to", 5)
+    assert refused.returncode == 78 and f"pid {first.ranks[0].pid}" in refused.stderr
+    step = Store(run / "checkpoints").scan()[-1].step
+    forked = run_command(CLI, "fork", run, "--at", step, lab.path / "new")  # a live run may be forked
+    assert forked.returncode in (0, 78) and (forked.returncode == 0 or "checkpoint" in forked.stderr), forked.stderr
+    assert [p.name for p in (run / "segments").iterdir()] == ["0001"]
+    first.kill()
+    first.wait()
+    second = lab.start(config, ranks=2)
+    helpers.wait_for(lambda: helpers.journal(run, "resume"), what="a start after kill -9")
+    held = lease.read(run / "lock.json")
+    assert held is not None
+    state_files.write(run / "lock.json", {**held.model_dump(), "token": "x"})  # frozen, taken
+    assert second.wait() == [78, 78] and "lost the lock" in second.output()
+    assert (run / "lock.json").exists()  # it belongs to the other
+
+
+@pytest.mark.quick
+def test_locks_of_other_hosts_are_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(tmp_path)
+    run.lock.write_text(
+        json.dumps({"token": "t", "host": "elsewhere", "pid": 5, "purpose": "training", "time": "then"})
+    )
+    os.utime(run.lock, (1, 1))  # its clock may be wrong: only changes count
+    lock = RunLock(run, "rollback", silent=50)
+    assert not lock.attempt() and not lock.attempt()
+    assert "waiting up to 50s" in capsys.readouterr().out
+    os.utime(run.lock, (2, 2))
+    assert "held by training on host elsewhere, pid 5, since then" in refused(lock.attempt)
+    with hold(run, "rollback", silent=0.2) as held:  # silent: taken over
+        held.check()
+        assert "held by rollback" in refused(RunLock(run, "fork").attempt)
+    assert not run.lock.exists()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", ["gone", "zombie", "another process"])
+def test_a_dead_holder_on_this_host_is_taken_over_at_once(tmp_path: Path, how: str) -> None:
+    run = RunDir(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    holder = f"""
+from fsdp_pretrain.record import files, lease
+import json, os, pathlib
+os.getpid = lambda: {child.pid}
+pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **lease.this_process()}}))
+"""
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, "-c", holder], check=True, cwd=root)
+    assert "pid" in refused(RunLock(run, "rollback").attempt)
+    content = json.loads(run.lock.read_text())
+    assert content["pid"] == child.pid
+    if how == "another process":
+        run.lock.write_text(json.dumps({**content, "process_started": content["process_started"] - 500}))
+    else:
+        child.kill()
+        until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, what="a zombie")
+        if how == "gone":
+            child.wait()
+    with hold(run, "rollback"):
+        pass
+    child.kill()
+    child.wait()

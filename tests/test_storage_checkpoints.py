@@ -1,0 +1,273 @@
+"""Checkpoints as the watchdog sees them: late, failed, slow, damaged, elsewhere; on a clock of the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import Disk
+from records import commit
+from sight import until
+from traps import take_space
+from watch import Watch, record, saves, write_journal
+
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.metrics import records as metric_records
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import Seconds
+from fsdp_pretrain.watchdog.agent.registry import build_detectors
+
+pytestmark = pytest.mark.quick
+
+
+def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> None:
+    """100 s between checkpoints: alarm after 150 s, a save requested after 250 s, a stop after 400 s; each once."""
+    run = tmp_path / "run"
+    store = Store(run / "checkpoints")
+    checkpoints = saves(watch, run, every="100 steps")
+    watch.detectors = [checkpoints]
+    write_journal(run, {"kind": "start", "world": 64, "parameters": 1000})
+
+    def train(steps: range) -> None:
+        for step in steps:
+            checkpoints.step(record(step))
+        watch.advance(len(steps))
+
+    for start in range(0, 500, 100):  # healthy
+        train(range(start + 1, start + 101))
+        commit(store, start + 100)
+        watch.advance(1)
+    watch.advance(60)
+    assert watch.transitions() == [] and checkpoints.protected == 500
+    commit(store, 550, verified=False)  # does not count
+    seen = []
+    for start in range(500, 1000, 70):
+        train(range(start + 1, start + 71))
+        verbs = sorted(json.loads(path.read_text())["verb"] for path in (run / "control").iterdir())
+        seen.append((round(checkpoints.age), [alarm.severity.name for alarm in watch.changes], verbs))
+    levels = [seen[n][1:] for n in (1, 2, 4, 7)]
+    assert levels == [([], []), (["WARN"], []), (["WARN", "CRIT"], ["save"]), (["WARN", "CRIT"], ["save", "stop"])]
+    assert "GPU-hours" in watch.changes[1].effect and "tokens" in watch.changes[1].effect
+    commit(store, 1060)
+    train(range(1061, 1130))
+    assert watch.transitions()[-1] == ("checkpoint-age", "CRIT", "resolved")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age", "said"),
+    [
+        (432.0, 7 * 3600, []),  # an interval of 12 hours: 6 hours are no reason to stop
+        (432.0, 19 * 3600, ["stop"]),  # ... but one and a half of it are
+        (0.01, 50, []),  # shorter than the time between two passes: nothing can be said
+    ],
+)
+def test_age_in_slow_and_fast_runs(watch: Watch, tmp_path: Path, seconds: float, age: float, said: list[str]) -> None:
+    checkpoints = saves(watch, tmp_path / "run")
+    watch.detectors = [checkpoints]
+    for step in range(1, 50):
+        checkpoints.step(record(step, seconds))
+    watch.advance()
+    watch.advance(age)
+    checkpoints.step(record(50 + int(age / seconds) if age > 100 else 50, seconds))
+    watch.advance(61 if age > 100 else 0)
+    assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == said
+    assert bool(watch.changes) is bool(said)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_steps_that_take_long_are_not_lost(watch: Watch, tmp_path: Path, written: bool) -> None:
+    """A standstill of many intervals in which no checkpoint was due; steps trained since count, recorded or not."""
+    reached = 50
+    checkpoints = saves(watch, tmp_path / "run", reached=lambda: reached)
+    watch.detectors = [checkpoints]
+    for step in range(1, 51):
+        checkpoints.step(record(step))
+    watch.advance()
+    for _ in range(10):
+        watch.advance(100)
+        reached += 5
+        if written:
+            checkpoints.step(record(reached))
+    assert not watch.changes
+    reached += 400
+    if written:
+        checkpoints.step(record(reached))
+    watch.advance(61)
+    assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == ["stop"]
+    (alarm,) = watch.changes
+    assert alarm.severity is Severity.CRIT and alarm.effect.startswith("500 steps")
+
+
+def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch, small_disk: Disk) -> None:
+    run = small_disk("1m")
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        checkpoints = saves(watch, run)
+        checkpoints._pids = lambda: [os.getpid()]
+        watch.detectors = [checkpoints]
+        with (run / "hog").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 1 << 20)
+        for step in range(1, 500):
+            checkpoints.step(record(step))
+        watch.advance()
+        watch.advance(600)
+        watch.advance()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert got == [signal.SIGUSR1]
+
+
+def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
+    """Fault matrix 2 and 37: a failure is reported until the next success; ten times slower is reported."""
+    run = tmp_path / "run"
+    checkpoints = saves(watch, run)
+    watch.detectors = [checkpoints]
+    fine = [
+        {"kind": "checkpoint", "step": n, "bytes": 10**9, "seconds": 20.0 + n % 3, "segment": 1 + n // 6}
+        for n in range(1, 12)
+    ]
+    write_journal(run, {"kind": "checkpoint-failed", "segment": 1, "step": 1}, *fine)
+    watch.advance()
+    assert watch.transitions() == []
+    failed = {"kind": "checkpoint-failed", "step": 12, "failures": 1, "text": "attempt 1 of 3: No space left"}
+    write_journal(run, failed, {**failed, "failures": 2})
+    watch.advance(61)
+    assert watch.transitions() == [("checkpoint-failed", "CRIT", "open")]
+    assert "No space left" in watch.changes[0].summary
+    write_journal(run, {"kind": "checkpoint", "step": 13, "bytes": 10**9, "seconds": 210.0})
+    watch.advance(61)
+    assert watch.transitions()[1:] == [("checkpoint-speed", "WARN", "open"), ("checkpoint-failed", "CRIT", "resolved")]
+    write_journal(run, {"kind": "checkpoint", "step": 14, "bytes": 10**9, "seconds": 21.0})
+    watch.advance(61)
+    assert watch.transitions()[3:] == [("checkpoint-speed", "WARN", "resolved")]
+
+
+def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
+    """Fault matrix 15: reported as the writer's, whether or not training continues. A slow writer is only slow."""
+    run = tmp_path / "run"
+    store = Store(run / "checkpoints")
+    watch.detectors = [saves(watch, run)]
+    write_journal(run, *[{"kind": "checkpoint", "step": n, "bytes": 10**9, "seconds": 30.0} for n in range(1, 8)])
+    attempt = store.begin(8)
+    for size in range(1, 6):
+        (attempt / "data").write_bytes(bytes(size))
+        watch.advance(16)
+    assert watch.transitions() == []
+    for size in range(6, 9):
+        (attempt / "data").write_bytes(bytes(size))
+        watch.advance(16)
+    assert watch.transitions() == [("checkpoint-speed", "WARN", "open")]
+    for _ in range(5):
+        watch.advance(16)
+    assert watch.transitions()[1:] == [("checkpoint-writer", "CRIT", "open")]
+    shutil.rmtree(attempt)
+    watch.advance(61)
+    assert watch.transitions()[2:] == [("checkpoint-writer", "CRIT", "resolved")]
+
+
+@pytest.mark.parametrize("fault", ["cut", "flip", "missing"])
+def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str) -> None:
+    """Fault matrix 4: a checkpoint that was verified and is damaged afterwards."""
+    run = tmp_path / "run"
+    store = Store(run / "checkpoints")
+    commit(store, 1)
+    path = commit(store, 2, {"data": bytes(200_000)}).path
+    watch.detectors = [saves(watch, run, audit=Seconds(100))]
+    watch.advance()
+    assert watch.transitions() == []
+    content = bytearray((path / "data").read_bytes())
+    content[1000] ^= 1
+    if fault == "missing":
+        (path / "data").unlink()
+    else:
+        (path / "data").write_bytes(content[:-1] if fault == "cut" else content)
+    watch.advance(101)
+    watch.advance(1)
+    key = f"checkpoint-damaged/{path.name}"
+    assert watch.transitions() == [(key, "CRIT", "open")]
+    assert "checksum" in watch.changes[0].summary or fault != "flip"
+    shutil.rmtree(path)
+    watch.advance(61)
+    assert watch.transitions()[1:] == [(key, "CRIT", "resolved")]
+
+
+def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoints = saves(watch, run)
+    watch.detectors = [checkpoints]
+    checkpoints.step(record(1))
+    commit(Store(run / "elsewhere"), 5)
+    watch.advance()
+    assert watch.transitions() == [("checkpoint-fallback", "WARN", "open")] and checkpoints.protected == 5
+    commit(Store(run / "checkpoints"), 6)
+    watch.advance(61)
+    assert watch.transitions()[1:] == [("checkpoint-fallback", "WARN", "resolved")]
+
+
+def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> list[int | None]:
+    """What the watchdog's process does beside a real run, to its end; the exit codes."""
+    found = build_detectors(load(run.config), watch.alarms, segment=1, pids=lambda: [job.ranks[0].pid])
+    offset = 0
+
+    def ended() -> bool:
+        nonlocal offset
+        codes = job.codes()
+        for each, behind in metric_records(run.segment(1) / "metrics.jsonl", offset):
+            offset = behind
+            for detector in found:
+                detector.step(each)
+        for detector in found:
+            detector.tick(time.monotonic())
+        meanwhile()
+        return None not in codes
+
+    until(ended, what="the end of the run")
+    return list(job.codes())
+
+
+@pytest.mark.slow
+def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> None:
+    """Every detector beside a run that saves every few steps: no alarm. Requests would be in the journal."""
+    config = lab.config(
+        train={"duration": "120 steps"},
+        checkpoint={"every": "25 steps"},
+        watchdog={"storage": {"interval": "0.2 s"}, "sentinels": {"learn": 20}},
+    )
+    job, run = lab.start(config), RunDir(lab.path / "run")
+    helpers.wait_for(run.config.exists)
+    assert follow(watch, job, run) == [0], job.output()
+    assert watch.transitions() == []
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any, small_disk: Disk) -> None:
+    """Fault matrix 1 and 2, on a real run: its storage fills, it trains on, and ends with 93 without intervention."""
+    config = lab.config(
+        train={"duration": "100000 steps"},
+        checkpoint={"every": "10 steps", "max_failures": 100, "retry": "0.01 s", "ballast": False},
+        watchdog={"storage": {"interval": "0.2 s"}},
+    )
+    disk = small_disk("4m")
+    job, run, hog = lab.start(config, f"run.dir={disk / 'run'}"), RunDir(disk / "run"), disk / "hog"
+    helpers.wait_for(lambda: Store(run.checkpoints).newest())
+
+    def fill() -> None:
+        if not hog.exists():
+            take_space(str(hog), 200_000)
+
+    assert follow(watch, job, run, fill) == [93], job.output()[-2000:]
+    reported = [(key, severity) for key, severity, _ in watch.transitions()]
+    assert {("disk/checkpoints", "CRIT"), ("checkpoint-age", "CRIT")} <= set(reported)
+    assert any(alarm.action == "asked the run to stop" for alarm in watch.alarms)
+    newest = Store(run.checkpoints).newest()
+    assert newest is not None and newest.verified
