@@ -144,11 +144,11 @@ def layout_of(state: Mapping[str, Any], world: World) -> Layout:
         TensorSpec(path, tuple(tensor.shape), tensor.dtype, isinstance(tensor, DTensor))
         for path, tensor in leaves(state)
     )
-    return _lay_out(tuple(specs), world.replicas, world.shards)
+    return lay_out(tuple(specs), world.replicas, world.shards)
 
 
 @functools.lru_cache(maxsize=2)
-def _lay_out(tensors: tuple[TensorSpec, ...], replicas: int, shards: int) -> Layout:
+def lay_out(tensors: tuple[TensorSpec, ...], replicas: int, shards: int) -> Layout:
     """Spread the pieces of every shard evenly over its replicas, and plain tensors over all ranks."""
     pieces: list[list[Piece]] = [[] for _ in range(replicas * shards)]
     queues = [[(0, replica * shards + shard) for replica in range(replicas)] for shard in range(shards)]

@@ -1,0 +1,122 @@
+"""Which rank writes and which reads what of a checkpoint: closed forms, plain DCP as the reference, each byte once."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint.layout import FILE_BYTES, TensorSpec, lay_out, places
+from fsdp_pretrain.checkpoint.loading import Weights
+from fsdp_pretrain.checkpoint.metadata import read_metadata
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import load
+
+SHAPES = [(512, 32), (257, 8), (3, 5), (1,), (0, 7), (64, 2, 3)]
+READS = """
+import os, sys
+def note(event, arguments):
+    if event == "open" and not isinstance(arguments[0], int) and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        path = os.fsdecode(arguments[0])
+        if "/checkpoints/step-00000004/" in path:
+            with open({log!r}, "a") as file:
+                file.write(os.environ["RANK"] + " " + path + chr(10))
+sys.addaudithook(note)
+"""
+
+
+def specs() -> tuple[TensorSpec, ...]:
+    sharded = (TensorSpec(("model", f"w{n}"), shape, torch.float32, True) for n, shape in enumerate(SHAPES))
+    steps = (TensorSpec(("optim", f"w{n}", "step"), (), torch.float32, False) for n in range(len(SHAPES)))
+    return (*sharded, *steps)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (1, 4), (2, 2), (3, 5), (128, 8)])
+def test_every_element_is_written_once_and_evenly(replicas: int, shards: int) -> None:
+    layout = lay_out(specs(), replicas, shards)
+    written = {spec.name: np.zeros(spec.shape, dtype=int) for spec in layout.tensors}
+    loads = []
+    for rank, pieces in enumerate(layout.pieces):
+        for piece in pieces:
+            rows = math.ceil(piece.tensor.shape[0] / shards) if piece.tensor.sharded else 0
+            assert not piece.tensor.sharded or piece.first == rows * (rank % shards)  # FSDP's own shard of the rank
+            block = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.shape, strict=True))
+            written[piece.tensor.name][block] += 1
+        loads.append(sum(piece.size for piece in pieces if piece.tensor.sharded))
+    assert all((count == 1).all() for count in written.values())
+    largest = max((piece.size for pieces in layout.pieces for piece in pieces), default=0)
+    for shard in range(shards):
+        assert max(loads[shard::shards]) - min(loads[shard::shards]) <= largest
+    assert sum(loads) <= layout.size
+
+
+@pytest.mark.quick
+def test_large_files_are_split_and_the_metadata_is_kept() -> None:
+    lengths = [FILE_BYTES // 2, FILE_BYTES // 2, 7, FILE_BYTES + 1, 5]
+    assert list(places(lengths)) == [
+        (0, 0, lengths[0]), (0, lengths[0], lengths[1]), (1, 0, 7), (1, 7, lengths[3]), (2, 0, 5)
+    ]  # fmt: skip
+    layout = lay_out(specs(), 2, 2)
+    assert lay_out(specs(), 2, 2) is layout
+    sizes = [[piece.size + 1000 for piece in pieces] for pieces in layout.pieces]
+    first = layout.metadata(sizes)
+    assert layout.metadata([list(each) for each in sizes]) is first  # not described again at the next save
+    sizes[0][0] += 1
+    assert layout.metadata(sizes) != first
+
+
+@pytest.fixture(scope="module")
+def trained(module_lab: Any) -> Path:
+    """8 steps on 2 x 2 ranks, saved at 4 and 8; the configuration."""
+    config: Path = module_lab.config(
+        "trained", train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}, parallel={"shard": 2}
+    )
+    module_lab.train(config, ranks=4)
+    return config
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plain_dcp_reads_it(trained: Path, tmp_path: Path) -> None:
+    config = load(trained)
+    checkpoint = Store(config.run.dir / "checkpoints").find(8)
+    ours, metadata = read_metadata(checkpoint.path), FileSystemReader(checkpoint.path).read_metadata()
+    tensors: Any = metadata.state_dict_metadata
+    assert ours.keys() == tensors.keys() == metadata.planner_data.keys()
+    state = {name: torch.empty(stored.size, dtype=stored.properties.dtype) for name, stored in tensors.items()}
+    dcp.load(state, checkpoint_id=checkpoint.path, no_dist=True)
+    weights = Weights(checkpoint, models.build(config.model))
+    assert all(torch.equal(state[f"model.{name}"], weights[name]) for name in weights.shapes)
+    dcp_to_torch_save(checkpoint.path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert whole["optim"]["norm.weight"]["step"] == 8 and whole["model"].keys() == weights.shapes.keys()
+
+
+@pytest.mark.parametrize(("ranks", "shard"), [(4, 2), (4, 1), (4, 4), (2, 2), (1, 1)])
+def test_a_resume_reads_each_file_once_in_all(
+    module_lab: Any, trained: Path, tmp_path: Path, helpers: Any, monkeypatch: Any, ranks: int, shard: int
+) -> None:
+    """On any mesh. That the digest of the state is the saved one is a condition of the start."""
+    run = tmp_path / "run"
+    shutil.copytree(load(trained).run.dir, run)
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    (tmp_path / "first.py").write_text(READS.format(log=str(tmp_path / "reads")))
+    monkeypatch.setenv("EXECUTE_FIRST", str(tmp_path / "first.py"))
+    module_lab.train(trained, f"run.dir={run}", f"parallel.shard={shard}", ranks=ranks)
+    (resumed,) = helpers.journal(run, "resume")
+    assert resumed["step"] == 4
+    opened = [Path(line.split(" ", 1)[1]) for line in (tmp_path / "reads").read_text().splitlines()]
+    reads = Counter(path.name for path in opened if path.suffix == ".distcp")
+    assert reads == {f"__{rank}_0.distcp": 1 for rank in range(4)}
+    readers = {line.split()[0] for line in (tmp_path / "reads").read_text().splitlines() if ".distcp" in line}
+    assert len(readers) == ranks  # evenly spread
