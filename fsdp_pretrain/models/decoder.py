@@ -55,6 +55,25 @@ class _ScaleGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+class Head(nn.Linear):
+    """An output matrix [V, H] of its own: a module, so that FSDP gathers and reduces it apart from the embedding."""
+
+    def __init__(self, config: AnyModel) -> None:
+        super().__init__(config.hidden, config.rows, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, *, with_normalisers: bool = False) -> Tensor:
+        return output(x, self.weight, labels, with_normalisers=with_normalisers)
+
+
+def output(x: Tensor, weight: Tensor, labels: Tensor | None, *, with_normalisers: bool) -> Tensor:
+    """The result of `Decoder.forward` from the normalised hidden states `x [B, S, H]` and the output matrix [V, H]."""
+    if labels is None:
+        return nn.functional.linear(x, weight)
+    losses, normalisers = token_losses(x, weight, labels)
+    # FSDP hooks the output; a view, or one of two outputs of a Function, would be fragile there.
+    return torch.stack((losses, normalisers)) if with_normalisers else losses.clone()
+
+
 class Decoder(nn.Module, ABC):
     """Base of the families.
 
@@ -69,7 +88,7 @@ class Decoder(nn.Module, ABC):
         self.embedding = Embedding(config.rows, config.hidden)
         self.blocks = nn.ModuleList(block(layer) for layer in range(config.layers))
         self.norm = norm
-        self.head = None if config.tied_head else nn.Linear(config.hidden, config.rows, bias=False)
+        self.head = None if config.tied_head else Head(config)
         self.recompute_every = 0
         self.backend: Backend = "sdpa"
         self._scales_scores = not isinstance(config, LlamaModel) and config.scores != "fused"
@@ -129,12 +148,10 @@ class Decoder(nn.Module, ABC):
             else:
                 x = block(x, *context)
         x = self.norm(x)
-        weight = self.embedding.as_head() if self.head is None else self.head.weight
-        if labels is None:
-            return nn.functional.linear(x, weight)
-        losses, normalisers = token_losses(x, weight, labels)
-        # FSDP hooks the output; a view, or one of two outputs of a Function, would be fragile there.
-        return torch.stack((losses, normalisers)) if with_normalisers else losses.clone()
+        if self.head is None:
+            return output(x, self.embedding.as_head(), labels, with_normalisers=with_normalisers)
+        out: Tensor = self.head(x, labels, with_normalisers=with_normalisers)
+        return out
 
     def count_parameters(self) -> int:
         """Number of parameters; tied ones count once. Works on the meta device."""

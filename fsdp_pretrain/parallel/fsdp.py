@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,35 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
     dtype = compute_dtype(config, world.device)
     # Inputs are not cast: the residual stream already has the embedding's dtype, and rotary tables stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    reshard = config.parallel.reshard_after_forward
-    for block in model.blocks:
-        fully_shard(block, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # The root has the output matrix, which the backward pass needs first: keep it gathered.
+    for unit in units(model, reshard=config.parallel.reshard_after_forward):
+        fully_shard(list(unit.modules), mesh=world.mesh, mp_policy=policy, reshard_after_forward=unit.reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
     return _allocate(model, world.device)
+
+
+@dataclass(frozen=True)
+class ShardedUnit:
+    """Modules whose parameters FSDP gathers together and whose gradients it reduces together.
+
+    `reshard`: the parameters are freed after the forward pass, and gathered again for the backward pass.
+    """
+
+    modules: tuple[nn.Module, ...]
+    reshard: bool
+
+
+def units(model: Decoder, *, reshard: bool) -> list[ShardedUnit]:
+    """The units of a model, in the order of the forward pass; all other parameters are the root's.
+
+    With an output matrix of its own, it and the last norm are a unit: its gradients are reduced while the blocks
+    compute, and its gather waits behind them. What the backward pass needs first, or at its end without the values
+    (the embedding), stays gathered.
+    """
+    last = len(model.blocks) - 1
+    blocks = [ShardedUnit((block,), reshard and index < last) for index, block in enumerate(model.blocks)]
+    if model.head is None:
+        return blocks
+    return [ShardedUnit((model.embedding,), False), *blocks, ShardedUnit((model.norm, model.head), False)]
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -31,7 +31,7 @@ from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.models import forward as packed
 from fsdp_pretrain.models.masks import choose_backend
-from fsdp_pretrain.parallel.fsdp import compute_dtype
+from fsdp_pretrain.parallel.fsdp import ShardedUnit, compute_dtype, units
 
 _MASTER_BYTES = 4
 """Bytes per fp32 element of parameters, gradients, both moments of AdamW and reduce-scatter buffers."""
@@ -96,24 +96,22 @@ def _trace(
     """The parts of `estimate` that change during a step, at its peak."""
     model.recompute_every = config.parallel.recompute
     model.train()
-    blocks = [list(block.parameters()) for block in model.blocks]
-    inside = {id(parameter) for block in blocks for parameter in block}
-    root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     micro, data = _micro_batch(config), config.data
     if choose_backend(config.parallel.attention, config.model, device) == "flex":
         # Block masks are small and the kernel saves no scores: like no mask.
         micro.prefix, data = None, data.model_copy(update={"attention": "causal"})
     inputs = [tensor for field in fields(micro) if (tensor := getattr(micro, field.name)) is not None]
     meter = _Meter([*model.parameters(), *inputs])
-    fsdp = _Sharding(meter, shards, reshard=config.parallel.reshard_after_forward, accumulates=accumulates)
-    fsdp.begin(root, blocks)
+    _Sharding(meter, shards, accumulates=accumulates).begin(
+        model, units(model, reshard=config.parallel.reshard_after_forward)
+    )
 
     def in_loss(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
         meter.category = "logits"
         out.register_hook(lambda _grad: setattr(meter, "category", "activations"))
 
     model.norm.register_forward_hook(in_loss)
-    bar = tqdm(total=len(blocks), desc="tracing a step", leave=False, disable=None)
+    bar = tqdm(total=len(model.blocks), desc="tracing a step", leave=False, disable=None)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: bar.update() and None)
     with bar, _kernels(device), meter:
@@ -145,28 +143,35 @@ def _micro_batch(config: Config) -> MicroBatch:
 class _Sharding:
     """Memory of FSDP2 besides the shards: gathered parameters and unsharded gradients.
 
-    The root (embedding, output matrix, last norm) stays gathered until the end. With resharding after forward, one
-    block's parameters exist besides one all-gather buffer, its own or its neighbour's. When the gradients of a block
-    are complete, they are copied into one fp32 buffer, which stays until the next block's; the root's are reduced at
-    the end of the backward pass.
+    What is not resharded stays gathered until its gradients are reduced, the root until the end. Of the units that are
+    resharded, one exists besides one all-gather buffer, its own or its neighbour's. When the gradients of a unit are
+    complete, they are copied into one fp32 buffer, which stays until the next unit's.
     """
 
-    def __init__(self, meter: _Meter, shards: int, *, reshard: bool, accumulates: bool) -> None:
-        self._meter, self._shards, self._reshard, self._accumulates = meter, shards, reshard, accumulates
+    def __init__(self, meter: _Meter, shards: int, *, accumulates: bool) -> None:
+        self._meter, self._shards, self._accumulates = meter, shards, accumulates
         self._reducing = 0
 
-    def begin(self, root: list[nn.Parameter], blocks: list[list[nn.Parameter]]) -> None:
+    def begin(self, model: nn.Module, units: list[ShardedUnit]) -> None:
         """Add gathered parameters, and hook the gradients."""
-        gathered = [sum(_padded(p, self._shards) * p.element_size() for p in block) for block in blocks]
-        buffers = max(gathered, default=0) if self._shards > 1 else 0
-        held = max(gathered, default=0) if self._reshard else sum(gathered)
-        self._meter.hold("gathered", sum(_padded(p, self._shards) * p.element_size() for p in root) + buffers + held)
+        parts = [[p for module in unit.modules for p in module.parameters()] for unit in units]
+        inside = {id(parameter) for part in parts for parameter in part}
+        root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+        sizes = [self._gathered(part) for part in parts]
+        passing = max((size for unit, size in zip(units, sizes, strict=True) if unit.reshard), default=0)
+        staying = sum(size for unit, size in zip(units, sizes, strict=True) if not unit.reshard)
+        if self._shards > 1:  # a forward pass ends with the all-gather buffer of its last unit
+            passing = max(2 * passing, sizes[-1])
+        self._meter.hold("gathered", self._gathered(root) + staying + passing)
         if self._accumulates:
-            everything = [*root, *(parameter for block in blocks for parameter in block)]
+            everything = [*root, *(parameter for part in parts for parameter in part)]
             self._meter.hold("gradients", self._elements(everything) // self._shards * _MASTER_BYTES)
         self._watch(root, release=0)
-        for block, size in zip(blocks, gathered, strict=True):
-            self._watch(block, release=0 if self._reshard else size)
+        for unit, part, size in zip(units, parts, sizes, strict=True):
+            self._watch(part, release=0 if unit.reshard else size)
+
+    def _gathered(self, part: list[nn.Parameter]) -> int:
+        return sum(_padded(parameter, self._shards) * parameter.element_size() for parameter in part)
 
     def _elements(self, unit: list[nn.Parameter]) -> int:
         return sum(_padded(parameter, self._shards) for parameter in unit)
