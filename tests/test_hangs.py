@@ -208,7 +208,7 @@ def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watc
     until(lambda: steps(run) > 10)
     os.kill(first[0], signal.SIGKILL)
     again = until(lambda: [pid for pid in helpers.agents(run) if pid not in first])
-    until(lambda: "started again" in (run / "journal.jsonl").read_text())
+    until(lambda: "was restarted" in (run / "journal.jsonl").read_text())
     before = steps(run)
     until(lambda: steps(run) > before + 20)
     assert not helpers.alarms(run, "hang") and not helpers.alarms(run, "rank-died")
