@@ -1,28 +1,25 @@
-"""`fsdp-data VERB`: from raw text to a validated corpus. Runs without torch."""
+"""`fsdp-data VERB`: from raw text to a validated corpus. Runs without torch.
+
+A handler imports what it runs, see `fsdp_pretrain.console`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from data.corpus.corpus import MAX_VOCABULARY, Corpus, Vocabulary
-from data.prepare.jobs import default_workers
-from data.prepare.prepare import PrepareOptions, prepare, summary
-from data.prepare.train_tokenizer import train_tokenizer
-from data.text.tokenizer import Tokenizer
-from data.validate.report import decode_any, render
-from data.validate.validate import check_against, validate
-from fsdp_pretrain.config import config
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.units import Progress
 
-from . import bench, simulate
-from .prepare import import_corpus, quickstart
+if TYPE_CHECKING:
+    from data.corpus.corpus import Vocabulary
+    from data.prepare.prepare import PrepareOptions
 
 
 def main() -> int:
@@ -45,6 +42,11 @@ def _part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _processors() -> int:
+    """Processors available to this process."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 _INPUTS = (
     argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL or parquet files (.gz, .zst too), or directories"),
     argument("--text-field", default="text", help="JSONL field or parquet column (default: text)"),
@@ -53,7 +55,7 @@ _INPUTS = (
 )
 _EOD = argument("--eod", help="text of the separator token, if the tokenizer does not define one")
 _CORPUS = argument("--out", type=Path, required=True, help="corpus directory")
-_WORKERS = argument("--workers", type=positive, default=default_workers(), help="processes (default: all processors)")
+_WORKERS = argument("--workers", type=positive, default=_processors(), help="processes (default: all processors)")
 _OVERWRITE = argument("--overwrite", action="store_true", help="replace a corpus made from other inputs or options")
 _QUIET = argument("--quiet", action="store_true", help="no progress bar")
 _DTYPE = argument("--dtype", help="integer type of bin files (default: uint16)")
@@ -77,6 +79,9 @@ _DTYPE = argument("--dtype", help="integer type of bin files (default: uint16)")
 )
 def _prepare(args: argparse.Namespace) -> int:
     """Tokenise text into a corpus of token shards. Interrupted runs continue where they stopped."""
+    from data.prepare.prepare import prepare, summary
+    from data.text.tokenizer import Tokenizer
+
     manifest = prepare(
         args.inputs,
         Tokenizer.load(args.tokenizer, args.eod),
@@ -95,6 +100,8 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
+    from data.prepare.prepare import PrepareOptions
+
     return PrepareOptions(args.text_field, args.split == "lines", tuple(args.suffix), **more)
 
 
@@ -123,6 +130,10 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
 )
 def _import(args: argparse.Namespace) -> int:
     """Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped."""
+    from data.text.tokenizer import Tokenizer
+
+    from .prepare import import_corpus
+
     manifest = import_corpus.ingest(
         args.sources,
         Tokenizer.load(args.tokenizer, args.eod),
@@ -147,6 +158,8 @@ def _import(args: argparse.Namespace) -> int:
 )
 def _train_tokenizer(args: argparse.Namespace) -> int:
     """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer."""
+    from data.prepare.train_tokenizer import train_tokenizer
+
     tokenizer = train_tokenizer(
         args.inputs,
         args.out,
@@ -187,12 +200,17 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 )
 def _validate(args: argparse.Namespace) -> int:
     """Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors."""
+    from data.text.tokenizer import Tokenizer
+    from data.validate.report import render
+    from data.validate.validate import check_against, validate
+    from fsdp_pretrain.config.config import load
+
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
     vocabulary = _vocabulary(args)
     missing = [str(d) for d in args.directories if not (d.exists() or d.with_name(d.name + ".idx").exists())]
     if missing:
         raise DataError(f"there is no {', '.join(missing)}")
-    run = config.load(args.against) if args.against else None
+    run = load(args.against) if args.against else None
     code, reports = 0, []
     for directory in args.directories:
         report = validate(
@@ -220,6 +238,8 @@ def _validate(args: argparse.Namespace) -> int:
 
 def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
     """The vocabulary given by --vocab-size, --eod and --bos, if any. Raises DataError."""
+    from data.corpus.corpus import MAX_VOCABULARY, Vocabulary
+
     size, ids = args.vocab_size, {"--eod": args.eod, "--bos": args.bos}
     if size is None and not any(number is not None for number in ids.values()):
         return None
@@ -242,6 +262,9 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
 )
 def _inspect(args: argparse.Namespace) -> int:
     """Show what a corpus holds, or one of its documents."""
+    from data.corpus.corpus import Corpus
+    from data.validate.report import decode_any
+
     corpus = Corpus(args.directory)
     manifest = corpus.manifest
     if args.json:
@@ -292,6 +315,8 @@ def _inspect(args: argparse.Namespace) -> int:
 )
 def _bench(args: argparse.Namespace) -> int:
     """Time the packer on a corpus, or on a synthetic one."""
+    from . import bench, simulate
+
     if args.simulate:
         figures = simulate.simulate(args.simulate, args.shards, sequence_length=args.sequence_length, world=args.world)
         print(json.dumps(figures, indent=1) if args.json else bench.render(figures))
@@ -315,6 +340,8 @@ def _bench(args: argparse.Namespace) -> int:
 )
 def _quickstart_corpus(args: argparse.Namespace) -> int:
     """Write a real corpus from what every Python installation carries (no download)."""
+    from .prepare import quickstart
+
     for split, sizes in quickstart.build(args.out).items():
         print(f"{args.out / (split + '.jsonl')}: {len(sizes)} documents, {sum(sizes) / 1e6:.2f} MB")
     return 0

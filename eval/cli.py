@@ -1,4 +1,7 @@
-"""`fsdp-eval VERB`: evaluate checkpoints with lm-eval."""
+"""`fsdp-eval VERB`: evaluate checkpoints with lm-eval.
+
+A handler imports what it runs, see `fsdp_pretrain.console`.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,19 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_pretrain.checkpoint.locations import stores
-from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, step_of
-from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
-from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
-from fsdp_pretrain.record import run_id, state_files
+from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, check_begun, import_extra
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 
-from .attempt import RefusedError, Results
-from .jobs import due_jobs, task_set, watch_once
-from .tasks import BUNDLED
+if TYPE_CHECKING:
+    from fsdp_pretrain.checkpoint.store import Checkpoint
+    from fsdp_pretrain.config.config import Config
+
+    from .attempt import Results
 
 _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
 
@@ -57,6 +57,11 @@ def main() -> int:
 )
 def _run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint (of a run: the newest) and print the scores."""
+    from fsdp_pretrain.checkpoint.store import CONFIG
+    from fsdp_pretrain.config.resume_rules import load_compatible
+
+    from .tasks import BUNDLED
+
     checkpoint = _find(args.path, args.step)
     config = load_compatible(checkpoint.path / CONFIG)
     settings: dict[str, Any] = {"tasks": args.tasks.split(",")} if args.tasks else {}
@@ -90,6 +95,10 @@ def _run(args: argparse.Namespace) -> int:
 )
 def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
+    from fsdp_pretrain.config.resume_rules import load_compatible
+
+    from .jobs import due_jobs, watch_once
+
     run = args.run
     failed_in_all, held = 0, -1
     while True:
@@ -142,6 +151,10 @@ def _samples(args: argparse.Namespace) -> int:
 )
 def _report(args: argparse.Namespace) -> int:
     """All results of a run, oldest first."""
+    from fsdp_pretrain.record import state_files
+
+    from .attempt import Results
+
     found = sorted(args.run.evals.glob("step-*/*/results.json"))
     for path in found:
         try:
@@ -158,6 +171,9 @@ def _report(args: argparse.Namespace) -> int:
 
 def _find(path: Path, step: int | None) -> Checkpoint:
     """The checkpoint that the arguments of `run` name. Raises ConfigError, CheckpointError."""
+    from fsdp_pretrain.checkpoint.locations import stores
+    from fsdp_pretrain.checkpoint.store import Store, step_of
+
     named = step_of(path.name)
     if named is not None:
         if step is not None:
@@ -178,15 +194,20 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     Raises:
         UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
     """
+    from .attempt import RefusedError, Results
+    from .jobs import task_set
+
     _silence_libraries()
     try:
         import lm_eval
         from lm_eval import evaluator
     except ImportError:
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
+    from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
+
     from .checkpoints import read_checkpoint
     from .harness import CheckpointLM
-    from .tasks import load_tasks, scores, unigram_bits_per_byte
+    from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
 
     start = time.perf_counter()
     section = config.eval

@@ -1,5 +1,8 @@
 """Shared by the three console commands: verbs with an example in their `--help`, errors as one message.
 
+A module with verbs imports at its top only what their parsers need: the standard library, this module, and others that
+import no more. A handler imports what it runs, in its first lines. So a verb does not wait for what only others use.
+
 Exit codes: 78 for invalid arguments (argparse uses 2, which means "errors" for `validate` and `status`), that of a
 `UserError`, and those of `explain` for OSErrors.
 """

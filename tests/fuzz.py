@@ -36,6 +36,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from fuzz_kinds import Kind, isolated, make_kinds  # noqa: E402
+from processes import IMPORTS  # noqa: E402
 
 GROWTH = 200 << 20
 ENVIRONMENT = {
@@ -195,8 +196,14 @@ def main() -> int:
     for name, kind in kinds.items():
         (folder / "inputs" / name).mkdir(parents=True)
         kind.make(folder / "inputs" / name)
-    readers = "data.cli fsdp_pretrain.cli.main fsdp_pretrain.train.main eval.cli tokenizers pyarrow.parquet"
-    for module in readers.split():
+    for module in (
+        *IMPORTS["data"],
+        *IMPORTS["fsdp_pretrain"],
+        "eval.cli",
+        "eval.jobs",
+        "eval.tasks",
+        "pyarrow.parquet",
+    ):
         importlib.import_module(module)
     if args.case is not None:
         case = run_case(kinds, args.only[0], args.case, args.seed, folder / "inputs", folder / "kept")

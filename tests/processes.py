@@ -63,17 +63,42 @@ def spawn(line: Sequence[object], log: Path, **variables: str) -> subprocess.Pop
         )
 
 
-# What a zygote imports before it forks the first command of a package, with the environment that those imports read.
+# What a zygote imports before it forks the first command of a package, with the environment that those imports read:
+# also what the handlers of commands import.
 IMPORTS = {
-    "data": ["data.cli", "tokenizers", "sentencepiece"],
+    "data": [
+        "data.cli",
+        "data.prepare.import_corpus",
+        "data.prepare.quickstart",
+        "data.prepare.train_tokenizer",
+        "data.simulate",
+        "data.validate.validate",
+        "sentencepiece",
+        "tokenizers",
+    ],
     "fsdp_pretrain": [
-        "fsdp_pretrain.train.main",
-        "fsdp_pretrain.cli.main",
         "fsdp_pretrain.bench.steps",
+        "fsdp_pretrain.checkpoint.hf_layout",
+        "fsdp_pretrain.checkpoint.listing",
+        "fsdp_pretrain.cli.main",
+        "fsdp_pretrain.config.reference",
+        "fsdp_pretrain.launch.launcher",
+        "fsdp_pretrain.lineage.fork",
+        "fsdp_pretrain.train.main",
+        "fsdp_pretrain.watchdog.status",
         "tokenizers",
         "torch._dynamo",
     ],
-    "eval": ["eval.cli", "eval.checkpoints", "eval.harness", "eval.samples", "eval.tasks", "datasets", "torch._dynamo"],
+    "eval": [
+        "datasets",
+        "eval.checkpoints",
+        "eval.cli",
+        "eval.harness",
+        "eval.jobs",
+        "eval.samples",
+        "eval.tasks",
+        "torch._dynamo",
+    ],
 }
 QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 

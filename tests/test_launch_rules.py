@@ -15,6 +15,7 @@ import records
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
+from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.launch.outcome import StartOutcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import EndedStart, decide
 from fsdp_pretrain.record import journal
@@ -132,7 +133,7 @@ def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.Monk
 
 def torchrun_arguments(*options: str) -> list[str]:
     parser = argparse.ArgumentParser()
-    torchrun.add_options(parser)
+    add_torchrun_options(parser)
     args, rest = parser.parse_known_args(["--rdzv-id", "job", *options])
     return torchrun.command(args, rest, "fsdp_pretrain.train", ["x.toml", "a=1"])
 

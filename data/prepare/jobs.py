@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -173,8 +171,3 @@ def _work(make: Make, call: tuple[Any, ...]) -> None:
             progress.value += size
 
     make(*call, tokenizer, report)
-
-
-def default_workers() -> int:
-    """Processors available to this process."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -210,7 +210,7 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
     Args:
         run: a new or empty directory.
         folder: has `config.json` and safetensors.
-        accept: keys of `hf_layout.ACCEPTABLE`.
+        accept: problems that the user accepts, `tokenizer` or `tied-head`; `import --help` says what they are.
 
     Raises:
         ConfigError: the configuration is for another model or another run, or the run was already started.

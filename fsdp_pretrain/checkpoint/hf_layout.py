@@ -21,11 +21,6 @@ from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.units import human_bytes
 
 GLM_TYPE = "fsdp-pretrain-glm"
-ACCEPTABLE = {
-    "tokenizer": "the folder has no tokenizer that can be compared with that of the corpora",
-    "tied-head": "lm_head.weight is not the embedding table, which config.json says it is, and is left out",
-}
-"""Problems that an import refuses unless the user accepts them."""
 JSON_BYTES = 4 * 2**20
 """Largest JSON file to read; models need about 100 bytes per tensor. Parsing can take 45 times as much memory."""
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
-from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.console import CommandLine
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import add_run, seconds
 from fsdp_pretrain.record.files import age
-from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarm, read_alarms
-from fsdp_pretrain.watchdog.notify.channels import Channel, DeliveryError, make_channels
-from fsdp_pretrain.watchdog.notify.formatting import MessageSender, test_note
-from fsdp_pretrain.watchdog.notify.operator import acknowledge, alarms_file, mute, muted_until
+
+if TYPE_CHECKING:
+    from fsdp_pretrain.watchdog.notify.alarms import Alarm
+    from fsdp_pretrain.watchdog.notify.channels import Channel
+    from fsdp_pretrain.watchdog.notify.formatting import MessageSender
 
 _LONGEST_WINDOW = 366 * 86_400.0
 _EXAMPLE = "runs/quickstart/run"
@@ -73,6 +71,10 @@ def _window(text: str) -> float:
 
 
 def _alarms(args: argparse.Namespace) -> int:
+    from fsdp_pretrain.severity import Severity
+    from fsdp_pretrain.watchdog.notify.alarms import read_alarms
+    from fsdp_pretrain.watchdog.notify.operator import alarms_file, muted_until
+
     known = read_alarms(alarms_file(args.run))
     open_ones = [alarm for alarm in known if alarm.state != "resolved"]
     shown = sorted(known if args.all else open_ones, key=lambda alarm: (alarm.state == "resolved", -alarm.severity))
@@ -99,6 +101,8 @@ def _render(alarm: Alarm) -> str:
 
 
 def _ack(args: argparse.Namespace) -> int:
+    from fsdp_pretrain.watchdog.notify.operator import acknowledge
+
     if acknowledge(args.run, args.key):
         print(f"{args.key} is acknowledged")
     else:
@@ -107,6 +111,8 @@ def _ack(args: argparse.Namespace) -> int:
 
 
 def _mute(args: argparse.Namespace) -> int:
+    from fsdp_pretrain.watchdog.notify.operator import mute
+
     if args.duration and not args.reason:
         raise ConfigError("a maintenance window needs a reason", remedy='fsdp-pretrain mute RUN 2h "why"')
     until = mute(args.run, args.duration, args.reason)
@@ -115,6 +121,12 @@ def _mute(args: argparse.Namespace) -> int:
 
 
 def _notify(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from fsdp_pretrain.config.resume_rules import load_recorded
+    from fsdp_pretrain.watchdog.notify.channels import make_channels
+    from fsdp_pretrain.watchdog.notify.formatting import MessageSender
+
     config, _ = load_recorded(args.run.config)
     channels = make_channels(config.watchdog.notify)
     if not channels:
@@ -131,6 +143,9 @@ def _notify(args: argparse.Namespace) -> int:
 
 
 def _try(channel: Channel, identity: MessageSender) -> str | None:
+    from fsdp_pretrain.watchdog.notify.channels import DeliveryError
+    from fsdp_pretrain.watchdog.notify.formatting import test_note
+
     try:
         channel.send(test_note(identity, "open"))
         channel.send(test_note(identity, "resolved"))

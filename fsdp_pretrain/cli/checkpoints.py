@@ -3,59 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import tomli_w
-from pydantic import BaseModel
-from tqdm import tqdm
-
-from fsdp_pretrain.checkpoint.hf_layout import ACCEPTABLE, read_model
-from fsdp_pretrain.checkpoint.locations import Stores, stores
-from fsdp_pretrain.checkpoint.metadata import wrong_metadata
-from fsdp_pretrain.checkpoint.store import CONFIG, MANIFEST, Checkpoint, verify_files
-from fsdp_pretrain.config.config import load
-from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, verb
-from fsdp_pretrain.errors import CheckpointError, ConfigError
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import check_begun, import_extra
-from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
-from fsdp_pretrain.watchdog.status import ALERT
+
+if TYPE_CHECKING:
+    from fsdp_pretrain.checkpoint.listing import Row
+    from fsdp_pretrain.checkpoint.locations import Stores
 
 _CONVERTED = "weights are converted"
+_ACCEPTABLE = {
+    "tokenizer": "the folder has no tokenizer that can be compared with that of the corpora",
+    "tied-head": "lm_head.weight is not the embedding table, which config.json says it is, and is left out",
+}
+"""Problems that an import refuses unless the user accepts them."""
 _STEP = argument("step", type=int, help="step of the checkpoint")
-
-
-class Row(BaseModel):
-    """A checkpoint in the output of `list` and `verify`; `verify` sets `sealed`: the manifest has a checksum."""
-
-    step: int
-    path: str
-    fallback: bool
-    state: str
-    bytes: int | None = None
-    committed: str | None = None
-    world: WorldShape | None = None
-    pinned: bool
-    suspect: str | None = None
-    optimizer: bool = True
-    problem: str | None = None
-    sealed: bool | None = None
-
-    def __str__(self) -> str:
-        size = human_bytes(self.bytes) if self.bytes is not None else "-"
-        line = f"{self.step:>12_}  {size:>9}  {self.state:<10} {self.committed or '-':<25} "
-        line += "pinned " * self.pinned
-        line += f"suspect: {self.suspect} " if self.suspect else ""
-        line += self.problem or ("" if self.optimizer else "weights alone ")
-        line += "its manifest has no checksum (release 0.1) " * (self.sealed is False)
-        line += f" in the fallback {Path(self.path).parent}" * self.fallback
-        return line.rstrip()
 
 
 def add(command: CommandLine) -> None:
@@ -80,19 +49,25 @@ def _checkpoints(args: argparse.Namespace) -> int:
 @verb("list", "", JSON)
 def _list(args: argparse.Namespace) -> int:
     """List them by names and sizes, without reading them."""
+    from fsdp_pretrain.checkpoint.listing import listed
+
     found = _stores(args.run)
-    return _print([_row(found, item) for item in found.scan()], as_json=args.json)
+    return _print([listed(found, item) for item in found.scan()], as_json=args.json)
 
 
 @verb("verify", "300", argument("step", type=int, nargs="?", help="verify only this one (default: all)"), JSON)
 def _verify(args: argparse.Namespace) -> int:
     """Read them back and compare every checksum."""
+    from tqdm import tqdm
+
+    from fsdp_pretrain.checkpoint.listing import read_back
+
     found = _stores(args.run)
     chosen = [item for item in found.scan() if args.step in (None, item.step)]
     if args.step is not None and not chosen:
         found.find(args.step)
     bar = tqdm(chosen, desc="reading back", delay=2, disable=None)
-    return _print([_read_back(found, item) for item in bar], as_json=args.json)
+    return _print([read_back(found, item) for item in bar], as_json=args.json)
 
 
 @verb("pin", "300", _STEP, JSON)
@@ -108,50 +83,29 @@ def _unpin(args: argparse.Namespace) -> int:
 
 
 def _set_pinned(args: argparse.Namespace, pinned: bool) -> int:
+    from fsdp_pretrain.checkpoint.listing import listed
+
     found = _stores(args.run)
     found.find(args.step).pin(pinned)
-    return _print([_row(found, found.find(args.step))], as_json=args.json)
+    return _print([listed(found, found.find(args.step))], as_json=args.json)
 
 
 def _stores(run: RunDir) -> Stores:
+    from fsdp_pretrain.checkpoint.locations import stores
+
     check_begun(run)
     return stores(run)
 
 
 def _print(rows: list[Row], *, as_json: bool) -> int:
+    """Print the rows. Returns the exit code: 2 if a checkpoint is damaged."""
     if as_json:
         print(
             json.dumps([row.model_dump(exclude={"sealed"} if row.sealed is None else None) for row in rows], indent=1)
         )
     else:
         print("\n".join(map(str, rows)) or "no checkpoints")
-    return ALERT if any(row.problem for row in rows) else 0
-
-
-def _row(found: Stores, checkpoint: Checkpoint) -> Row:
-    row = Row(
-        step=checkpoint.step,
-        path=str(checkpoint.path),
-        fallback=found.is_in_fallback(checkpoint),
-        state="damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed",
-        pinned=checkpoint.pinned,
-        problem=checkpoint.problem,
-    )
-    with contextlib.suppress(CheckpointError):
-        manifest = checkpoint.manifest()
-        row.bytes = sum(entry.bytes for entry in manifest.files)
-        row.committed, row.world, row.suspect = manifest.committed, manifest.world, manifest.suspect
-        row.optimizer = manifest.optimizer
-    return row
-
-
-def _read_back(found: Stores, checkpoint: Checkpoint) -> Row:
-    row = _row(found, checkpoint)
-    if checkpoint.problem is None:
-        wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_metadata(checkpoint.path)
-        row.state, row.problem = ("damaged", wrong[0]) if wrong else ("verified", None)
-        row.sealed = state_files.is_sealed(checkpoint.path / MANIFEST)
-    return row
+    return 2 if any(row.problem for row in rows) else 0
 
 
 @verb(
@@ -195,8 +149,8 @@ def _export(args: argparse.Namespace) -> int:
         "--accept",
         action="append",
         default=[],
-        choices=ACCEPTABLE,
-        help="import although: " + "; ".join(f"{name}: {text}" for name, text in ACCEPTABLE.items()),
+        choices=_ACCEPTABLE,
+        help="import although: " + "; ".join(f"{name}: {text}" for name, text in _ACCEPTABLE.items()),
     ),
     argument("--show-model", action="store_true", help="only print the [model] section that fits"),
     JSON,
@@ -204,6 +158,13 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     """Make the first checkpoint (step 0) of a new run from the weights of a Hugging Face folder, or of a checkpoint
     of another run, to train them on. RUN is created; optimiser, counters and data start from the beginning."""
+    import tomli_w
+
+    from fsdp_pretrain.checkpoint.hf_layout import read_model
+    from fsdp_pretrain.checkpoint.store import CONFIG
+    from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.config.resume_rules import load_compatible
+
     native = (args.source / CONFIG).exists()
     if args.show_model:
         model = load_compatible(args.source / CONFIG).model if native else read_model(args.source)

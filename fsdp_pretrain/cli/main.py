@@ -1,4 +1,7 @@
-"""`fsdp-pretrain VERB`: the operator's commands for a run. Read-only verbs need no torch, except `plan`."""
+"""`fsdp-pretrain VERB`: the operator's commands for a run. Read-only verbs need no torch, except `plan`.
+
+A handler imports what it runs, see `fsdp_pretrain.console`.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,19 @@ import time
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from data.packing.opening import data_at
-from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.reference import reference
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
-from fsdp_pretrain.launch import command as launch
-from fsdp_pretrain.launch import doctor_command
-from fsdp_pretrain.lineage import continuation, provenance
-from fsdp_pretrain.lineage.fork import fork
-from fsdp_pretrain.lineage.rollback import rollback
-from fsdp_pretrain.record import aim, goodput, journal
+from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
 from fsdp_pretrain.record.files import stamp
-from fsdp_pretrain.record.requests import VERBS, send
 from fsdp_pretrain.units import Progress, Seconds
-from fsdp_pretrain.watchdog.status import inspect, render
 
-from . import alarms, checkpoints
+from . import alarms, checkpoints, launch
+
+if TYPE_CHECKING:
+    from fsdp_pretrain.config.config import Config
 
 
 def main() -> int:
@@ -43,7 +37,6 @@ def main() -> int:
     alarms.add(command)
     command.add(_rollback, _fork, _control, _where, _journal, _goodput, _note, _aim)
     launch.add(command)
-    doctor_command.add(command)
     command.add(_config_reference)
     return command.run()
 
@@ -68,6 +61,8 @@ def main() -> int:
 def _plan(args: argparse.Namespace) -> int:
     """What a configuration means in numbers: parameters, memory, FLOPs, mesh, disk, schedule; and what in it is
     probably not meant. Exit 78 on a contradiction."""
+    from fsdp_pretrain.config.config import load
+
     if args.seconds_per_step is not None and (args.world_size is None or not 0 < args.seconds_per_step < math.inf):
         raise ConfigError("--seconds-per-step needs a positive time and --world-size")
     if args.world_size is None and (args.device or args.device_memory):
@@ -96,6 +91,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _schedule_at(config: Config, text: str) -> dict[str, Any]:
     """The schedule at a position such as `43680 steps`. Raises ConfigError."""
+    from data.packing.opening import data_at
+
     schedule = config.schedule
     try:
         samples = schedule.samples(Progress.parse(text))
@@ -114,6 +111,8 @@ def _schedule_at(config: Config, text: str) -> dict[str, Any]:
 @verb("status", "runs/quickstart/run", RUN, JSON)
 def _status(args: argparse.Namespace) -> int:
     """How a run is doing. Exit 0 ok, 1 warning, 2 alert."""
+    from fsdp_pretrain.watchdog.status import inspect, render
+
     report = inspect(args.run)
     print(json.dumps(report.as_dict(), indent=1) if args.json else render(report))
     return report.level
@@ -145,6 +144,9 @@ _BRANCH = (
 def _rollback(args: argparse.Namespace) -> int:
     """Go back to a checkpoint: later ones are moved aside, samples skipped and settings changed for good. Killed at
     any point, the same command or the next start finishes it. Training then goes on with its usual command."""
+    from fsdp_pretrain.lineage import continuation
+    from fsdp_pretrain.lineage.rollback import rollback
+
     report = rollback(
         args.run,
         args.to,
@@ -170,6 +172,9 @@ def _rollback(args: argparse.Namespace) -> int:
 )
 def _fork(args: argparse.Namespace) -> int:
     """A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed."""
+    from fsdp_pretrain.lineage import continuation
+    from fsdp_pretrain.lineage.fork import fork
+
     report = fork(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
     lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *continuation.render(report)]
     lines.append(row("start", f"torchrun ... -m fsdp_pretrain.train {report.config}"))
@@ -177,9 +182,12 @@ def _fork(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb("control", "runs/quickstart/run save", RUN, argument("action", choices=VERBS))
+@verb("control", "runs/quickstart/run save", RUN, argument("action", choices=("stop", "save")))
 def _control(args: argparse.Namespace) -> int:
     """Ask the running job to save a checkpoint, or to save and stop."""
+    from fsdp_pretrain.record.requests import send
+    from fsdp_pretrain.watchdog.status import inspect
+
     report = inspect(args.run)
     if not report.running:
         raise ConfigError(
@@ -214,6 +222,8 @@ def _control(args: argparse.Namespace) -> int:
 def _where(args: argparse.Namespace) -> int:
     """Which documents a step was trained on: samples, shards, documents, token ranges, text. Proves by the recorded
     digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU."""
+    from fsdp_pretrain.lineage import provenance
+
     for number in range(max(1, args.step - args.before), args.step + args.after + 1):
         step = provenance.trained_step(args.run, number, args.segment)
         found = provenance.describe_step(
@@ -267,6 +277,10 @@ def _journal(args: argparse.Namespace) -> int:
 def _goodput(args: argparse.Namespace) -> int:
     """Where the time of a run went, as its record shows: every second in one state, interruptions and their cost, and
     how often to save."""
+    from tqdm import tqdm
+
+    from fsdp_pretrain.record import goodput
+
     found = goodput.goodput(args.run, partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None))
     if found is None:
         raise ConfigError(f"there is nothing to count: {args.run.path} was never started")
@@ -292,6 +306,8 @@ def _note(args: argparse.Namespace) -> int:
 @verb("aim", "runs/quickstart/run", RUN)
 def _aim(args: argparse.Namespace) -> int:
     """Build, or bring up to date, the Aim run of a record."""
+    from fsdp_pretrain.record import aim
+
     repository, count = aim.rebuild(args.run)
     print(f"{repository}: {count} records tracked; look at them with `aim up --repo {repository}`")
     return 0
@@ -300,5 +316,7 @@ def _aim(args: argparse.Namespace) -> int:
 @verb("config-reference", "")
 def _config_reference(args: argparse.Namespace) -> int:
     """Print docs/config.md: every configuration key."""
+    from fsdp_pretrain.config.reference import reference
+
     print(reference(), end="")
     return 0

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """Unknown keys are errors, values are not coerced, objects do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 Positive = Annotated[int, Field(gt=0)]

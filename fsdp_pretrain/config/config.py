@@ -8,7 +8,7 @@ docstrings of `sections`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -239,8 +239,7 @@ def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     for key, field in Config.model_fields.items():
         if key in raw:
             try:
-                annotation: Any = Annotated[field.annotation, field]
-                sections[key] = TypeAdapter(annotation).validate_python(raw[key])
+                sections[key] = _checker(key).validate_python(raw[key])
             except ValidationError as error:
                 found = error.errors(include_url=False)
                 errors += [{**item, "loc": _path((key, *item["loc"]))} for item in found]
@@ -249,6 +248,14 @@ def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         else:
             sections[key] = field.get_default()
     return sections, errors
+
+
+@cache
+def _checker(key: str) -> TypeAdapter[Any]:
+    """Checks one section."""
+    field = Config.model_fields[key]
+    annotation: Any = Annotated[field.annotation, field]
+    return TypeAdapter(annotation)
 
 
 def _path(location: tuple[Any, ...]) -> tuple[Any, ...]:

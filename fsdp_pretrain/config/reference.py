@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import types
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -59,10 +62,27 @@ def _table(title: str, key: str, section: type[Section]) -> Iterator[str]:
     yield f"{(section.__doc__ or '').strip()}\n"
     yield "| key | type | default | resume | meaning |"
     yield "|---|---|---|---|---|"
+    known = meanings(section)
     for name, field in section.model_fields.items():
-        meaning, kind = _escape(field.description or ""), class_of(f"{key}.{name}")
+        meaning, kind = _escape(known[name]), class_of(f"{key}.{name}")
         yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {kind} | {meaning} |"
     yield ""
+
+
+def meanings(section: type[Section]) -> dict[str, str]:
+    """What each key of a section means: its docstring in the source, own or inherited, if its field has no description.
+
+    pydantic can collect docstrings too, but does so whenever the configuration is imported, which doubles that time.
+    """
+    found = {}
+    for base in reversed(section.__mro__):
+        if issubclass(base, Section):
+            (definition,) = ast.parse(inspect.getsource(base)).body
+            assert isinstance(definition, ast.ClassDef)
+            for key, text in pairwise(definition.body):
+                if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr):
+                    found[key.target.id] = str(ast.literal_eval(text.value))
+    return {name: field.description or found.get(name, "") for name, field in section.model_fields.items()}
 
 
 def _is_list(annotation: Any) -> bool:

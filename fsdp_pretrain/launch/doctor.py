@@ -28,7 +28,7 @@ from fsdp_pretrain.parallel.mesh import RankInfo, device_of
 from fsdp_pretrain.units import human_bytes
 
 from . import torchrun
-from .doctor_command import add_options
+from .arguments import add_check_options
 
 _REPEATS, _TRIES = 8, 3
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class DoctorFindings:
 def main() -> int:
     """Check, print on rank 0, exit 0 or 1."""
     parser = Parser(prog="python -m fsdp_pretrain.launch.doctor", description=__doc__)
-    add_options(parser)
+    add_check_options(parser)
     args = parser.parse_args()
     torchrun.die_with_launcher()
     return run_guarded(lambda: _check(args))

@@ -36,32 +36,6 @@ _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The torchrun options that the launcher fills in or reads; all others pass through."""
-    options = parser.add_argument_group("torchrun options (any other is passed on as it is)")
-    options.add_argument("--nnodes", default="1", help="number of nodes, or MIN:MAX (default: 1)")
-    options.add_argument(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        type=_ranks,
-        default="gpu",
-        help="ranks per node: a number, gpu, cpu or auto (default: gpu)",
-    )
-    options.add_argument(
-        "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST[:PORT]", help="first node; the same on every node"
-    )
-    options.add_argument("--rdzv-id", "--rdzv_id", help="name of the job (default: the configuration's file name)")
-    options.add_argument(
-        "--local-addr", "--local_addr", help="address of this node, if other nodes resolve its host name differently"
-    )
-
-
-def _ranks(text: str) -> str:
-    if text not in ("gpu", "cpu", "auto") and not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of ranks nor gpu, cpu or auto")
-    return text
-
-
 def command(
     args: argparse.Namespace, rest: Sequence[str], module: str, arguments: Sequence[str], *, join: float = 300.0
 ) -> list[str]:

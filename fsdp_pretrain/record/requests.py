@@ -19,13 +19,12 @@ from fsdp_pretrain.errors import Interrupted
 from . import inbox
 from .files import RunDir
 
-VERBS = ("stop", "save")
 _POLL_INTERVAL = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def send(run: RunDir, verb: str, **more: Any) -> None:
-    """Send a request, one of `VERBS`, to the job of a run. Raises OSError, also if there is no run.
+    """Send a request, `stop` or `save`, to the job of a run. Raises OSError, also if there is no run.
 
     A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should not use.
     """

@@ -61,10 +61,14 @@ class StepClock:
         device: where it computes.
         window: steps of a window of `OwnTime`.
         heartbeat: receives the phases.
+        compiled: whether the blocks are.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat) -> None:
-        self._device, self._heartbeat, self._own = device, heartbeat, OwnTime(model, device, window, heartbeat)
+    def __init__(
+        self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat, *, compiled: bool
+    ) -> None:
+        self._device, self._heartbeat = device, heartbeat
+        self._own = OwnTime(model, device, window, heartbeat, compiled=compiled)
         self._data, self._marks = 0.0, [mark(device)]
 
     @contextmanager

@@ -25,10 +25,13 @@ _EVERY = 10
 class OwnTime:
     """Measures the steps of one rank, and gives its heartbeat the median of every `window` of steps.
 
-    Adds hooks to the blocks of the model, which must be sharded.
+    Adds hooks to the blocks of the model, which must be sharded. `compiled`: the blocks are, and their graphs must not
+    contain the hooks.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat, *, compiled: bool
+    ) -> None:
         self._device, self._every = device, _EVERY if device.type == "cuda" else 1
         self._window, self._heartbeat = max(1, window // self._every), heartbeat
         self._marks: list[tuple[Any, Any]] | None = None
@@ -37,9 +40,12 @@ class OwnTime:
         self._measured: list[float] = []
         if type(heartbeat) is Heartbeat:
             return  # no watchdog
+        before, after = self._before, self._after
+        if compiled:  # else left alone: `disable` imports torch._dynamo, half a second
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         for block in model.blocks:  # after the hooks that gather parameters, before those that free them
-            block.register_forward_pre_hook(self._before)
-            block.register_forward_hook(self._after, prepend=True)
+            block.register_forward_pre_hook(before)
+            block.register_forward_hook(after, prepend=True)
 
     def begin(self) -> None:
         self._steps += 1
@@ -60,13 +66,11 @@ class OwnTime:
             self._heartbeat.measured(self._number, median(self._measured))
             self._measured = []
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: Any) -> None:
         del module, args
         if self._marks is not None:
             self._begun = mark(self._device)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
         if self._marks is not None:

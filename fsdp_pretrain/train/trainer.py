@@ -104,7 +104,8 @@ class Trainer:
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.state, self.recorder, self._heartbeat = saves, state, run.recorder, run.heartbeat
         self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
-        self._clock = StepClock(model, world.device, config.watchdog.pace.window, run.heartbeat)
+        window, compiled = config.watchdog.pace.window, config.parallel.compile
+        self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._health, self._provenance, self._reread = health, provenance, reread
         self.rollback: RollbackRequest | None = None
         self._first = state.step

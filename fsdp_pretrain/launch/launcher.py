@@ -1,4 +1,4 @@
-"""`fsdp-pretrain launch`: starts a run, and restarts it until it is complete or should not be restarted.
+"""Starts a run, and restarts it until it is complete or should not be restarted.
 
 One launcher per node, with the same command on each. They do not communicate: each node reads from the run directory
 how a start ended, and all decide by the same rule.
@@ -12,20 +12,16 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.console import CommandLine
-from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.record import run_id
-from fsdp_pretrain.record.arguments import parse_trainer, seconds
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.journal import Journal, Kind
-from fsdp_pretrain.record.overrides import load_run
 from fsdp_pretrain.record.run_id import LauncherMemory
 from fsdp_pretrain.units import human_time
 
@@ -37,51 +33,6 @@ from .torchrun import Torchrun
 from .watch import TorchrunWatch
 
 _POLL, _READ_EVERY = 0.1, 1.0  # seconds
-
-
-def add(command: CommandLine) -> None:
-    """Add the verb `launch`."""
-    parser = command.verb(
-        "launch",
-        _launch,
-        "Train under torchrun, and restart it when it ends early, unless that was intended or a restart cannot help. "
-        "Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. "
-        "Exit 0 complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, "
-        "93 a person must look.",
-        "fsdp-pretrain launch --nproc-per-node 4 configs/runs/quickstart.toml train.micro_batch=2\n"
-        "  fsdp-pretrain launch --nnodes 16 --rdzv-endpoint node001 my-run.toml   # the same on every node",
-    )
-    parser.set_defaults(passed_on=[])
-    parser.usage = "fsdp-pretrain launch [options] [torchrun options] CONFIG [key=value ...] [trainer options]"
-    parser.add_argument(
-        "--time-limit",
-        type=seconds,
-        metavar="TIME",
-        help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
-    )
-    parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
-    parser.add_argument("--no-preflight", action="store_true", help="start without the checks of storage and devices")
-    torchrun.add_options(parser)
-
-
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(options of torchrun, configuration and arguments of the trainer). Raises ConfigError."""
-    for at, argument in enumerate(arguments):
-        if argument.endswith(".toml") and not argument.startswith("-"):
-            return list(arguments[:at]), list(arguments[at:])
-    raise ConfigError("no configuration: none of the arguments is a .toml file", remedy="fsdp-pretrain launch --help")
-
-
-def _launch(args: argparse.Namespace) -> int:
-    options, job = split(args.passed_on)
-    asked = parse_trainer(job)  # report a mistake here, once, and not on every rank
-    config, _ = load_run(asked.config, asked.overrides)
-    if args.print_run:
-        print(config.run.dir)
-        return 0
-    args.rdzv_id = args.rdzv_id or Path(job[0]).stem
-    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
-        return Launcher(args, options, job, config, Path(notes)).run()
 
 
 class Launcher:

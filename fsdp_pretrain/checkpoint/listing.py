@@ -1,0 +1,72 @@
+"""What a person is shown of a checkpoint: from its names and manifest, or after reading it back."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from fsdp_pretrain.errors import CheckpointError
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.environment import WorldShape
+from fsdp_pretrain.units import human_bytes
+
+from .locations import Stores
+from .metadata import wrong_metadata
+from .store import MANIFEST, Checkpoint, verify_files
+
+
+class Row(BaseModel):
+    """A checkpoint in the output of `list` and `verify`; `verify` sets `sealed`: the manifest has a checksum."""
+
+    step: int
+    path: str
+    fallback: bool
+    state: str
+    bytes: int | None = None
+    committed: str | None = None
+    world: WorldShape | None = None
+    pinned: bool
+    suspect: str | None = None
+    optimizer: bool = True
+    problem: str | None = None
+    sealed: bool | None = None
+
+    def __str__(self) -> str:
+        size = human_bytes(self.bytes) if self.bytes is not None else "-"
+        line = f"{self.step:>12_}  {size:>9}  {self.state:<10} {self.committed or '-':<25} "
+        line += "pinned " * self.pinned
+        line += f"suspect: {self.suspect} " if self.suspect else ""
+        line += self.problem or ("" if self.optimizer else "weights alone ")
+        line += "its manifest has no checksum (release 0.1) " * (self.sealed is False)
+        line += f" in the fallback {Path(self.path).parent}" * self.fallback
+        return line.rstrip()
+
+
+def listed(found: Stores, checkpoint: Checkpoint) -> Row:
+    """A checkpoint by its names, sizes and manifest, without reading its files."""
+    row = Row(
+        step=checkpoint.step,
+        path=str(checkpoint.path),
+        fallback=found.is_in_fallback(checkpoint),
+        state="damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed",
+        pinned=checkpoint.pinned,
+        problem=checkpoint.problem,
+    )
+    with contextlib.suppress(CheckpointError):
+        manifest = checkpoint.manifest()
+        row.bytes = sum(entry.bytes for entry in manifest.files)
+        row.committed, row.world, row.suspect = manifest.committed, manifest.world, manifest.suspect
+        row.optimizer = manifest.optimizer
+    return row
+
+
+def read_back(found: Stores, checkpoint: Checkpoint) -> Row:
+    """The same after reading all its files and comparing their checksums."""
+    row = listed(found, checkpoint)
+    if checkpoint.problem is None:
+        wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_metadata(checkpoint.path)
+        row.state, row.problem = ("damaged", wrong[0]) if wrong else ("verified", None)
+        row.sealed = state_files.is_sealed(checkpoint.path / MANIFEST)
+    return row

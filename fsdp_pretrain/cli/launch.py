@@ -1,0 +1,116 @@
+"""`fsdp-pretrain launch` and `doctor`: start a run, or the hardware check of its nodes, under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_pretrain.console import CommandLine
+from fsdp_pretrain.errors import BusyError, ConfigError, Exit
+from fsdp_pretrain.launch.arguments import add_check_options, add_torchrun_options
+from fsdp_pretrain.record.arguments import parse_trainer, run_directory, seconds
+
+
+def add(command: CommandLine) -> None:
+    """Add the verbs."""
+    parser = command.verb(
+        "launch",
+        _launch,
+        "Train under torchrun, and restart it when it ends early, unless that was intended or a restart cannot help. "
+        "Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. "
+        "Exit 0 complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, "
+        "93 a person must look.",
+        "fsdp-pretrain launch --nproc-per-node 4 configs/runs/quickstart.toml train.micro_batch=2\n"
+        "  fsdp-pretrain launch --nnodes 16 --rdzv-endpoint node001 my-run.toml   # the same on every node",
+    )
+    parser.set_defaults(passed_on=[])
+    parser.usage = "fsdp-pretrain launch [options] [torchrun options] CONFIG [key=value ...] [trainer options]"
+    parser.add_argument(
+        "--time-limit",
+        type=seconds,
+        metavar="TIME",
+        help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
+    )
+    parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
+    parser.add_argument("--no-preflight", action="store_true", help="start without the checks of storage and devices")
+    add_torchrun_options(parser)
+
+    parser = command.verb(
+        "doctor",
+        _doctor,
+        "Check the hardware of a stopped job: devices and memory of every rank, a timed matrix product, sums inside "
+        "nodes, between all nodes and in pairs of nodes, for their correctness and speed. Names the bad host or pair. "
+        "Exit 0 if nothing is wrong, 1 otherwise. What is not listed here goes to torchrun.",
+        "fsdp-pretrain doctor --nproc-per-node 2 --run runs/quickstart/run\n"
+        "  fsdp-pretrain doctor --nnodes 16 --rdzv-endpoint node001   # the same on every node",
+    )
+    parser.set_defaults(passed_on=[])
+    parser.usage = "fsdp-pretrain doctor [options] [torchrun options]"
+    parser.add_argument(
+        "--run", type=run_directory, metavar="RUN", help="refuse if a job of this run directory is running"
+    )
+    add_check_options(parser)
+    add_torchrun_options(parser)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(options of torchrun, configuration and arguments of the trainer). Raises ConfigError."""
+    for at, argument in enumerate(arguments):
+        if argument.endswith(".toml") and not argument.startswith("-"):
+            return list(arguments[:at]), list(arguments[at:])
+    raise ConfigError("no configuration: none of the arguments is a .toml file", remedy="fsdp-pretrain launch --help")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from fsdp_pretrain.launch.launcher import Launcher
+    from fsdp_pretrain.record.overrides import load_run
+
+    options, job = _split(args.passed_on)
+    asked = parse_trainer(job)  # report a mistake here, once, and not on every rank
+    config, _ = load_run(asked.config, asked.overrides)
+    if args.print_run:
+        print(config.run.dir)
+        return 0
+    args.rdzv_id = args.rdzv_id or Path(job[0]).stem
+    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
+        return Launcher(args, options, job, config, Path(notes)).run()
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from fsdp_pretrain.launch import torchrun
+    from fsdp_pretrain.launch.preflight import check_devices
+    from fsdp_pretrain.launch.torchrun import Torchrun
+    from fsdp_pretrain.record import state_files
+    from fsdp_pretrain.record.exit_intent import ExitIntent
+    from fsdp_pretrain.watchdog.status import inspect
+
+    if args.run is not None and inspect(args.run).running:
+        raise BusyError(
+            f"a job of {args.run.path} is running",
+            effect="the check would take its devices' time, or fail for want of memory",
+            remedy=f"stop it first: fsdp-pretrain control {args.run.path} stop",
+        )
+    if args.nproc_per_node == "gpu":  # with a number of ranks the check itself says what is missing
+        check_devices("gpu")
+    args.rdzv_id = args.rdzv_id or "doctor"
+    options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum), "--timeout", str(args.timeout)]
+    options += ["--megabytes", str(args.megabytes)] if args.megabytes else []
+    options += ["--json"] if args.json else []
+    command = torchrun.command(args, args.passed_on, "fsdp_pretrain.launch.doctor", options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
+        note = Path(notes) / "doctor.json"
+        child = Torchrun(command, torchrun.environment(os.environ, note))
+        try:
+            code = child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+        found = state_files.view(note, ExitIntent)
+    if found is not None:
+        return found.code
+    return int(Exit.REFUSED if code == torchrun.WRONG_OPTIONS else Exit.UNEXPECTED if code else Exit.COMPLETE)

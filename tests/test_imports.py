@@ -1,0 +1,69 @@
+"""What the commands and the trainer import: a verb waits only for what it uses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from released import ARCHIVES, unpack
+
+SLOW = set(
+    "aim datasets lm_eval numpy prometheus_client psutil pyarrow pydantic safetensors sentencepiece smtplib ssl tokenizers "
+    "tomli_w torch torchdata tqdm transformers xxhash".split()
+)
+"""What takes milliseconds to import."""
+STATE = {"pydantic", "xxhash"}  # any small file of a run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with starts, checkpoints, alarms and evaluations."""
+    return unpack(ARCHIVES[-1], tmp_path_factory.mktemp("release"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("command", "needed"),
+    [
+        ("fsdp_pretrain.cli --help", set()),
+        ("fsdp_pretrain.cli launch --help", set()),
+        ("data.cli --help", set()),
+        ("data.cli prepare --help", set()),
+        ("eval.cli --help", set()),
+        ("fsdp_pretrain.cli journal RUN", set()),
+        ("fsdp_pretrain.cli note RUN text", set()),
+        ("fsdp_pretrain.cli alarms RUN", STATE | {"psutil"}),
+        ("fsdp_pretrain.cli checkpoints RUN list", STATE | {"tomli_w"}),
+        ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "psutil", "numpy"}),
+        ("eval.cli report RUN", STATE),
+    ],
+)
+def test_a_verb_imports_what_it_needs(run: Path, helpers: Any, command: str, needed: set[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *command.replace("RUN", str(run)).split()],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=helpers.environment(),
+    )
+    assert done.stdout and "Traceback" not in done.stderr, done.stderr
+    names = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
+    assert {name.partition(".")[0] for name in names} & SLOW == needed
+    assert not [name for name in names if name.startswith("data.") and not command.startswith("data.")]
+
+
+def test_the_trainer_imports_no_compiler(helpers: Any) -> None:
+    """`torch._dynamo` takes half a second. FSDP2 may import it at the first step."""
+    fsdp2 = "import sys, torch.distributed.fsdp, torch.distributed.checkpoint; before = set(sys.modules)"
+    code = f"{fsdp2}; import fsdp_pretrain.train.main; print(*{{*sys.modules}} - before)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=helpers.environment()
+    )
+    assert done.returncode == 0, done.stderr
+    names = set(done.stdout.split())
+    assert not names & {"torch._dynamo", "torch._inductor", "torch.onnx"}
+    allowed = STATE | {"numpy", "psutil", "smtplib", "ssl", "tomli_w", "torch", "torchdata", "tqdm"}
+    assert {name.partition(".")[0] for name in names} & SLOW <= allowed
