@@ -141,7 +141,10 @@ def run_command(folder: Path, command: str) -> int:
     module, *arguments = shlex.split(command.format(folder=folder))
     os.chdir(folder)
     sys.argv = [module, *arguments]
-    return int(importlib.import_module(module).main())
+    program = importlib.import_module(module)
+    if hasattr(program, "__path__"):  # a package
+        program = importlib.import_module(f"{module}.main")
+    return int(program.main())
 
 
 def run_case(kinds: dict[str, Kind], name: str, number: int, seed: int, inputs: Path, scratch: Path) -> Case:

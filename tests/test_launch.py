@@ -183,7 +183,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helper
         "    def call(self):\n"
         f"        pathlib.Path({str(lab.path)!r}, 'loads-' + os.environ['RANK']).touch()\n"
         "        time.sleep(1000)\n"
-        "    Resume.__call__ = call\n"
+        "    Resume.run = call\n"
     )
     config = lab.config(launch=HASTE, watchdog={"enabled": True, "interval": "0.1 s"})
     job = launch(config, PYTHONPATH=helpers.python_path(folder))

@@ -141,7 +141,7 @@ def test_another_node_takes_the_lead(lab: Any, pair: Any) -> None:
     until(lambda: alarms(run, "node/node-0"))
     assert hang(run, verdict="silent")["facts"]["hosts"] == ["node-0"]
     claim = run / "watchdog/agent.json"
-    assert json.loads(claim.read_text())["host"] == "node-1" and "node-0 silent" in chronicle(run)
+    assert json.loads(claim.read_text())["host"] == "node-1" and "no heartbeat from node-0" in chronicle(run)
     job.kill(0, signal.SIGCONT)
     until(lambda: alarms(run, "node/node-0")[-1]["state"] == "resolved")
     until(lambda: alarms(run, "hang")[-1]["state"] == "resolved")
