@@ -91,7 +91,7 @@ def build_peer(name: str, config: Config, batches: DataStream, device: torch.dev
     """Another implementation. Raises MissingPeerError."""
     assert isinstance(config.model, LlamaModel)
     with torch.device(device):
-        network = _NETWORKS[name](config.model, config.data.sequence_length)
+        network = NETWORKS[name](config.model, config.data.sequence_length)
     network.module.train()
     _initialise(network.module, config.model.std, config.run.seed)
     parameters = sum(parameter.numel() for parameter in network.module.parameters())
@@ -182,8 +182,9 @@ def _import(name: str) -> Any:
         raise MissingPeerError(f"{name} cannot be imported: {error}") from None
 
 
-_NETWORKS: dict[str, Callable[[LlamaModel, int], Network]] = {
+NETWORKS: dict[str, Callable[[LlamaModel, int], Network]] = {
     "minimal": lambda model, length: build_minimal(model),
     "transformers": _build_transformers,
     "torchtitan": _build_torchtitan,
 }
+"""Builds the model of a side for a sequence length, on the default device. Raises MissingPeerError."""

@@ -260,7 +260,8 @@ def _parser() -> Parser:
         prog="python -m fsdp_pretrain.bench",
         description=__doc__,
         epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
-        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2",
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2\n"
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --peers --rounds 3 --steps 3 --warmup 1",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config")
