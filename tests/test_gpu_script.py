@@ -17,14 +17,14 @@ SCRIPT = ROOT / "scripts/test_gpu.sh"
 RUN_PARTS = """
 import json, sys
 from pathlib import Path
-from fsdp_pretrain.bench.parts import Part, run_parts
+from fsdp_pretrain.bench.parts import Part, Report, run_parts
 parts = [Part(name, tuple(command), limit) for name, command, limit in json.load(sys.stdin)]
-run_parts(parts, Path(sys.argv[1]), title="Parts of a test", seconds=float(sys.argv[2]))
+report = Report("Parts of a test", "NVIDIA H100", "2.11.0")
+run_parts(parts, Path(sys.argv[1]), report=report, seconds=float(sys.argv[2]))
 assert "torch" not in sys.modules
 """
 STEPS = {
-    "device": "NVIDIA H100", "torch": "2.11.0", "seconds": {"iteration": 0.8}, "iteration_seconds_min_max": [0.7, 0.9],
-    "tokens_per_second": 40_000.0, "mfu": 0.512, "memory_bytes": 2**35,
+    "seconds": {"iteration": 0.8}, "iteration_seconds_min_max": [0.7, 0.9], "tokens_per_second": 40_000.0, "mfu": 0.512, "memory_bytes": 2**35,
 }  # fmt: skip
 MEASURES = f"import json; print(json.dumps({STEPS!r}))"
 COMPARES = """

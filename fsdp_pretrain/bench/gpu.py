@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from fsdp_pretrain.console import Parser, run_guarded
+from fsdp_pretrain.errors import ConfigError
 
-from .parts import SCRATCH, TABLE, Part, run_parts
+from .parts import SCRATCH, TABLE, Part, Report, run_parts
 
 _7B, _1B, _SAVES = (f"configs/bench/{name}-gpu.toml" for name in ("llama-7b-layers", "llama-1b", "saves"))
 _DOCUMENTS, _EAGER = "data.attention=document", "parallel.compile=false"
+_DEVICE_SECONDS = 120.0
+"""The first import of torch on a new machine reads gigabytes."""
 _TOY = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "model.ffn=64", "model.vocab=128"),
     *("model.kv_heads=1", "data.sequence_length=16", "train.micro_batch=2", "train.global_batch=4 samples"),
@@ -84,6 +89,26 @@ class PartList:
         self.parts.append(Part(name, command, limit))
 
 
+def _device() -> tuple[str, str]:
+    """Name of the GPU, or `cpu`, and the version of torch, from another process: here no GPU's memory is taken.
+
+    Raises:
+        ConfigError: torch cannot be imported, or the driver does not answer.
+    """
+    code = "import torch; gpu = torch.cuda.is_available()\n"
+    code += "print(torch.cuda.get_device_name() if gpu else 'cpu', torch.__version__, sep='\\n')"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_DEVICE_SECONDS)
+        name, version = done.stdout.split("\n")[:2]
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        last = str(error) if isinstance(error, subprocess.TimeoutExpired) else done.stderr.strip().split("\n")[-1]
+        raise ConfigError(
+            f"{sys.executable} cannot say which GPU it has: {last}",
+            remedy="give it torch with CUDA, for example by PYTHONPATH, or name another Python in PYTHON",
+        ) from None
+    return name, version
+
+
 def main() -> int:
     """Command line."""
     parser = Parser(prog="scripts/test_gpu.sh", description=__doc__)
@@ -101,10 +126,14 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{part.name:<16} {part.limit:.0f}s" for part in chosen))
         return 0
+    began, (device, version) = time.monotonic(), _device()
+    if device == "cpu" and not args.dry and any(part.name != "suite" for part in chosen):
+        raise ConfigError("there is no GPU here for the benchmarks", remedy="--dry runs all parts with toys")
     out.mkdir(parents=True, exist_ok=True)
     print(f"results: {out}", file=sys.stderr, flush=True)
-    title = "Dry run: toys, no figures to quote" if args.dry else "GPU suite and benchmarks"
-    outcomes = run_parts(chosen, out, title=title, seconds=60 * args.minutes)
+    report = Report("Dry run: toys, no figures to quote" if args.dry else "GPU suite and benchmarks", device, version)
+    left = 60 * args.minutes - (time.monotonic() - began)
+    outcomes = run_parts(chosen, out, report=report, seconds=left)
     print((out / TABLE).read_text(encoding="utf-8"), end="")
     return 1 if any(outcome.result in ("failed", "timed out") for outcome in outcomes) else 0
 

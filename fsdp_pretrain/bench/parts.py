@@ -89,30 +89,29 @@ class Report:
     """What the table says above its rows."""
 
     title: str
-    device: str = "unknown"
-    torch: str = "unknown"
+    device: str
+    torch: str
     python: str = platform.python_version()
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S %z"))
 
 
-def run_parts(parts: Sequence[Part], out: Path, *, title: str, seconds: float) -> list[PartOutcome]:
+def run_parts(parts: Sequence[Part], out: Path, *, report: Report, seconds: float) -> list[PartOutcome]:
     """Run all parts for which there is time, and write `TABLE` and `SUMMARY` after each.
 
     Args:
         parts: the most valuable first.
         out: existing directory; files of these names are replaced.
-        title: of the table.
+        report: the head of the table.
         seconds: for all of them.
     """
     _adopt_orphans()
-    began, report, outcomes = time.monotonic(), Report(title), list[PartOutcome]()
+    began, outcomes = time.monotonic(), list[PartOutcome]()
     for part in parts:
         left = seconds - (time.monotonic() - began)
         if left < _LEAST:
             outcomes.append(PartOutcome(part.name, "not started", command=shlex.join(part.command)))
         else:
             outcomes.append(_run(part, out, min(part.limit, left)))
-            report = _with_device(report, part.output(out))
         print(f"{part.name}: {outcomes[-1].text}, {outcomes[-1].seconds:.0f}s", file=sys.stderr, flush=True)
         _write(report, outcomes, out, time.monotonic() - began)
     return outcomes
@@ -169,17 +168,6 @@ def _end_descendants() -> None:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
-
-
-def _with_device(report: Report, output: Path) -> Report:
-    """The report, with device and versions if they were unknown and this part names them."""
-    if report.device != "unknown":
-        return report
-    try:
-        found = json.loads(_read(output))
-        return replace(report, device=str(found["device"]), torch=str(found["torch"]))
-    except (ValueError, KeyError, TypeError):
-        return report
 
 
 def _write(report: Report, outcomes: list[PartOutcome], out: Path, seconds: float) -> None:

@@ -155,13 +155,13 @@ def compare(
         found: dict[str, Measured] = {}
         for side in left if number % 2 == 0 else left[::-1]:
             text, fine = _run([*command, "--side", side])
-            if not fine:
-                result.failed[side] = text
-            elif text.startswith(SKIPPED):
+            if fine and text.startswith(SKIPPED):
                 result.skipped[side] = text.removeprefix(SKIPPED)
+            elif fine and (measured := _parse(text)) is not None:
+                found[side] = measured
+                text = f"{measured.seconds:.4g}s a step"
             else:
-                found[side] = Measured(**json.loads(text))
-                text = f"{found[side].seconds:.4g}s a step"
+                result.failed[side] = text
             print(f"round {number + 1} of {rounds}, {side}: {text}", file=sys.stderr, flush=True)
         left = [side for side in left if side in found]
         result.rounds.append(found)
@@ -212,6 +212,14 @@ def _run(arguments: list[str]) -> tuple[str, bool]:
         return lines[-1], True
     last = errors.decode(errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join(last) or f"exit code {process.returncode}", False
+
+
+def _parse(line: str) -> Measured | None:
+    """The result on a line; None if it is something else."""
+    try:
+        return Measured(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
 
 
 def render(result: Comparison) -> str:
