@@ -87,15 +87,16 @@ def test_the_plain_loop_trains_as_the_trainer_does(
 def test_sides_take_turns_and_one_that_fails_ends_no_other(
     lab: Any, run_command: Any, helpers: Any, tmp_path: Path
 ) -> None:
-    for library, text in {"transformers": "RuntimeError('of that build')", "torchtitan": "ImportError('spmd')"}.items():
-        (tmp_path / library).mkdir()
-        (tmp_path / library / "__init__.py").write_text(f"raise {text}\n")
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers/__init__.py").write_text("raise RuntimeError('of that build')\n")
+    (tmp_path / "torchtitan-99.1.dist-info").mkdir()
+    (tmp_path / "torchtitan-99.1.dist-info/METADATA").write_text("Name: torchtitan\nVersion: 99.1\n")
     counts = ("--rounds", 2, "--steps", 2, "--warmup", 1, "--json")
     extra = {"PYTHONPATH": helpers.python_path(tmp_path)}
     done = run_command("fsdp_pretrain.bench", lab.config(), "--peers", *counts, timeout=280, **extra)
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
-    assert "of that build" in result["failed"]["transformers"] and "spmd" in result["skipped"]["torchtitan"]
+    assert "of that build" in result["failed"]["transformers"] and "99.1" in result["skipped"]["torchtitan"]
     assert [list(each) for each in result["rounds"]] == [["ours", "minimal"], ["minimal", "ours"]]
     assert list(result["sides"]) == ["ours", "minimal"] and result["tokens_per_step"] == 256
     for name in ("seconds", "processor"):

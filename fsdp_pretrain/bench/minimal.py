@@ -42,7 +42,7 @@ class MinimalBlock(nn.Module):
         self.head_dim, self.grouped = config.head_dim, narrow != hidden
         self.attention_norm = nn.RMSNorm(hidden, eps=config.norm_eps)
         self.attention = _layers(
-            query=(hidden, hidden), key=(hidden, narrow), value=(hidden, narrow), out=(hidden,) * 2
+            query=(hidden, hidden), key=(hidden, narrow), value=(hidden, narrow), out=(hidden, hidden)
         )
         self.mlp_norm = nn.RMSNorm(hidden, eps=config.norm_eps)
         self.mlp = _layers(gate=(hidden, config.ffn), up=(hidden, config.ffn), down=(config.ffn, hidden))
@@ -50,16 +50,18 @@ class MinimalBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, S, H]; cos and sin fp32 [S, head_dim / 2]."""
         y = self.attention_norm(x)
-        query, key, value = (
-            self.attention[name](y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for name in ("query", "key", "value")
-        )
-        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        query = _rotate(self._heads(self.attention["query"](y)), cos, sin)
+        key = _rotate(self._heads(self.attention["key"](y)), cos, sin)
+        value = self._heads(self.attention["value"](y))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
         x = x + self.attention["out"](mixed.transpose(1, 2).flatten(2))
         y = self.mlp_norm(x)
         out: Tensor = x + self.mlp["down"](F.silu(self.mlp["gate"](y)) * self.mlp["up"](y))
         return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, S, heads * d] -> [B, heads, S, d]."""
+        return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
 
 
 class MinimalLlama(nn.Module):

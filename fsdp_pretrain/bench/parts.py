@@ -124,7 +124,8 @@ def _adopt_orphans() -> None:
 
 
 def _run(part: Part, out: Path, limit: float) -> PartOutcome:
-    output, log, start, code = part.output(out), part.log(out), time.monotonic(), None
+    output, log, start = part.output(out), part.log(out), time.monotonic()
+    code: int | None = None
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     with output.open("wb") as standard, log.open("wb") as errors:

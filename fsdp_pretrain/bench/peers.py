@@ -198,8 +198,9 @@ def _run(arguments: list[str]) -> tuple[str, bool]:
     threads = {
         name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"
     }  # otherwise not passed on
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = start_module("fsdp_pretrain.bench", *arguments, environment=threads, **pipes)
+    process = start_module(
+        "fsdp_pretrain.bench", *arguments, environment=threads, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         output, errors = process.communicate(timeout=_LIMIT)
     except subprocess.TimeoutExpired:

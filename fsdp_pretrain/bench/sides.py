@@ -152,8 +152,10 @@ def _build_transformers(model: LlamaModel, length: int) -> Network:
 
 
 def _build_torchtitan(model: LlamaModel, length: int) -> Network:
-    _import("torchtitan")
-    version = metadata.version("torchtitan")
+    try:
+        version = metadata.version("torchtitan")
+    except metadata.PackageNotFoundError:
+        raise MissingPeerError("torchtitan is not installed") from None
     if not version.startswith(_TITAN):
         raise MissingPeerError(f"torchtitan is {version}; known is {_TITAN}x: pip install 'torchtitan=={_TITAN}*'")
     of = _import("torchtitan.models.llama3.model.args")
