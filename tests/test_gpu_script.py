@@ -105,7 +105,11 @@ def test_the_table_shows_what_was_measured_and_why_a_part_failed(tmp_path: Path,
     assert rows[2][:2] == ["a", "passed"]
     assert rows[2][3:] == ["0.8 [0.7 to 0.9]s", "40K", "51.2%", "32 GiB", ""]
     assert [row[0] for row in rows[3:]] == ["b: ours", "b: minimal", "b: torchtitan", "b: transformers"]
-    assert rows[4][-1] == "1.02 [1 to 1.1] of ours" and rows[6][-1] == "failed: OutOfMemoryError: 8 GiB"
+    assert (
+        rows[3][-1] == ""
+        and rows[4][-1] == "1.02 [1 to 1.1] of ours"
+        and rows[6][-1] == "failed: OutOfMemoryError: 8 GiB"
+    )
     assert text.index("## b: failed (exit 3)") < text.index("    the last word")
 
 

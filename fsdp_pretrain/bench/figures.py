@@ -72,7 +72,7 @@ def _of_peers(found: dict[str, Any]) -> list[Figures]:
             rate=human_count(side["tokens_per_second"][0]),
             mfu=_percent(side["mfu"] and side["mfu"][0]),
             memory=human_bytes(side["memory_bytes"]),
-            further=f"{show_range(side['seconds_ratio'])} of ours" if side["seconds_ratio"] else "",
+            further=f"{show_range(side['seconds_ratio'])} of ours" if side["seconds_ratio"] and name != "ours" else "",
         )
         for name, side in found["sides"].items()
     ]

@@ -54,7 +54,7 @@ class PartList:
         self._bench("watchdog", _1B, "train.global_batch=4 samples", flags=flags, limit=75, steps=30, warmup=3)
         self._bench("7b-2k", _7B, *_length(2048, 4, 16), limit=45)
         self._bench("7b-document-8k", _7B, _DOCUMENTS, *_length(8192, 1, 4), limit=45)
-        self._bench("features", _SAVES, flags=("--features", self._scratch), limit=60, steps=40, rounds=3)
+        self._bench("features", _SAVES, flags=("--features", self._scratch), limit=60, steps=20, rounds=3)
         self._bench("1b-document", _1B, _DOCUMENTS, limit=45)
         self._bench("1b-eager", _1B, _EAGER, limit=45)
         self._bench("1b-8k", _1B, *_length(8192, 2, 4), limit=45)

@@ -162,7 +162,7 @@ def compare(
                 text = f"{measured.seconds:.4g}s a step"
             else:
                 result.failed[side] = text
-            print(f"round {number + 1} of {rounds}, {side}: {text}", file=sys.stderr, flush=True)
+            print(f"round {number + 1} of {rounds}, {side}: {text.splitlines()[-1]}", file=sys.stderr, flush=True)
         left = [side for side in left if side in found]
         result.rounds.append(found)
     everything = [found for each in result.rounds for found in each.values()]
@@ -208,11 +208,14 @@ def _run(arguments: list[str]) -> tuple[str, bool]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    lines = output.decode(errors="replace").splitlines()
+    lines, last = _lines(output), _lines(errors)[-_LAST_LINES:]
     if process.returncode == 0 and lines:
         return lines[-1], True
-    last = errors.decode(errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join(last) or f"exit code {process.returncode}", False
+
+
+def _lines(text: bytes) -> list[str]:
+    return [line for line in text.decode(errors="replace").splitlines() if line.strip()]
 
 
 def _parse(line: str) -> Measured | None:
@@ -238,7 +241,8 @@ def render(result: Comparison) -> str:
         if result.of(side):
             lines += _paragraph(result, side)
     lines += [f"  {side:<13} skipped: {reason}" for side, reason in result.skipped.items()]
-    lines += [f"  {side:<13} failed: {text}" for side, text in result.failed.items()]
+    for side, text in result.failed.items():
+        lines += [f"  {side:<13} failed:", *(f"    {line}" for line in text.splitlines())]
     return "\n".join(lines)
 
 
