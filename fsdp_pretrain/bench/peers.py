@@ -195,9 +195,8 @@ def _check(config: Config) -> None:
 
 def _run(arguments: list[str]) -> tuple[str, bool]:
     """Run a side. Returns the last line of its output and True, or the end of its error output and False."""
-    threads = {
-        name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"
-    }  # otherwise not passed on
+    # Not passed on otherwise: torchrun sets it for ranks.
+    threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
     process = start_module(
         "fsdp_pretrain.bench", *arguments, environment=threads, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
