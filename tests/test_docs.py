@@ -86,6 +86,7 @@ NOT_RUN = {"--nnodes 16": "needs 16 nodes"}
 LONG = (
     *("fsdp-pretrain launch", "fsdp-pretrain doctor", "torchrun"),  # start several ranks
     *("fsdp-data bench", "fsdp-data quickstart-corpus", "fsdp-pretrain aim"),
+    "python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --peers",  # a process per side and round
 )
 QUICKSTART = """
 include = ["{root}/configs/runs/quickstart.toml"]

@@ -1,6 +1,6 @@
 """Hugging Face folders: what transformers computes from an export, and training on an import.
 
-transformers is the reference here and is imported nowhere else.
+transformers is the reference here; the program itself imports it only for `bench --peers`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.units import human_bytes
 
+from .ranges import median_range, show_range
+
 _BLOCK = 1 << 22
 
 
@@ -61,10 +63,10 @@ def measure(trainer: Trainer, world: World, directory: Path, *, rounds: int, ste
     return {
         "rounds": rounds,
         "bytes": found[0].bytes,
-        "seconds": {name: _spread([getattr(each, name) for each in found]) for name in parts},
-        "bandwidth_ratio": _spread([each.plain / each.write for each in found]),
-        "stall_share": _spread([each.stall / each.save for each in found]),
-        "excess_share": _spread([each.excess / each.save for each in found]),
+        "seconds": {name: median_range([getattr(each, name) for each in found]) for name in parts},
+        "bandwidth_ratio": median_range([each.plain / each.write for each in found]),
+        "stall_share": median_range([each.stall / each.save for each in found]),
+        "excess_share": median_range([each.excess / each.save for each in found]),
     }
 
 
@@ -114,15 +116,10 @@ def _write_plainly(path: Path, size: int) -> float:
     return time.perf_counter() - start
 
 
-def _spread(values: list[float]) -> list[float]:
-    """Median, minimum, maximum."""
-    return [statistics.median(values), min(values), max(values)]
-
-
 def render(result: dict[str, Any]) -> str:
     """The results as text for people."""
     spreads = {**result["seconds"], **{name: result[name] for name in result if name.endswith(("_ratio", "_share"))}}
-    show = {name: f"{middle:.3g} [{low:.3g} to {high:.3g}]" for name, (middle, low, high) in spreads.items()}
+    show = {name: show_range(found) for name, found in spreads.items()}
     size, rounds = human_bytes(result["bytes"]), result["rounds"]
     return "\n".join(
         [

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +25,25 @@ from fsdp_pretrain.config.sections import GLMObjective
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.console import Parser
 from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.models.layers import Constant
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.optimizer import AdamW
 from fsdp_pretrain.plan import flops as throughput
 from fsdp_pretrain.plan import plan
-from fsdp_pretrain.record.recorder import NotesOnlyRecorder
+from fsdp_pretrain.record.recorder import NotesOnlyRecorder, Recorder
 from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
-from fsdp_pretrain.train.checkpointing import Checkpointing
+from fsdp_pretrain.train.checkpointing import Checkpointing, Saver
 from fsdp_pretrain.train.run_context import RunContext
 from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
-from . import checkpoints, watchdog
+from . import checkpoints, features, peers, sides, watchdog
 
 
 class RandomSteps:
@@ -92,24 +98,60 @@ class Records(NotesOnlyRecorder):
         self.records.append(record)
 
 
-def build(config: Config, world: World, heartbeat: Heartbeat | None = None) -> tuple[Trainer, Records]:
-    """A trainer on random tokens that cannot save, and the recorder of its step records. Raises ConfigError."""
+def build(
+    config: Config,
+    world: World,
+    heartbeat: Heartbeat | None = None,
+    *,
+    recorder: Recorder | None = None,
+    saver: Callable[[Decoder, AdamW], Saver] | None = None,
+) -> tuple[Trainer, Records]:
+    """A trainer on random tokens, and the recorder of its step records.
+
+    Args:
+        heartbeat: None: there is no watchdog.
+        recorder: gets the record instead, so that the second result stays empty.
+        saver: makes checkpoints of a model and its optimiser; None: it cannot save.
+
+    Raises:
+        ConfigError: the batch does not fit the world.
+    """
     check_batches([config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
-    fsdp.initialise_all(model, config.run.seed)
+    _initialise(model, config, world)
     records = Records()
+    used = recorder or records
+    makes: Saver = _NoSaver() if saver is None else saver(model, optimizer)
     trainer = Trainer(
-        RunContext(config, world, records, Inbox(None), heartbeat or Heartbeat()),
+        RunContext(config, world, used, Inbox(None), heartbeat or Heartbeat()),
         model=model,
         optimizer=optimizer,
         scaler=build_loss_scaler(config, world),
         data=RandomSteps(config, world),
-        saves=Checkpointing(config, world, _NoSaver(), _no_save, records, 0),
+        saves=Checkpointing(config, world, makes, lambda saved: None, used, 0),
         state=TrainState(),
         health=Health(config),
     )
     model.train()
     return trainer, records
+
+
+def _initialise(model: Decoder, config: Config, world: World) -> None:
+    """Initial values; one GPU draws them itself, since a host takes many seconds for the trainer's own.
+
+    Those do not depend on the mesh, which replicas need, and the trainer's promise.
+    """
+    if world.device.type != "cuda" or world.size > 1:
+        fsdp.initialise_all(model, config.run.seed)
+        return
+    torch.manual_seed(config.run.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            initial, local = model.initial(name), mesh.local_part(parameter)
+            if isinstance(initial, Constant):
+                local.fill_(initial.value)
+            else:
+                local.normal_(std=initial.std)
 
 
 def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str, Any]:
@@ -157,7 +199,7 @@ def bench(config: Config, world: World, *, steps: int, warmup: int) -> dict[str,
 
 
 def _no_save(*_: Any, **__: Any) -> Any:
-    raise AssertionError("a benchmark saves nothing")
+    raise AssertionError("this benchmark saves nothing")
 
 
 class _NoSaver:
@@ -190,38 +232,101 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Command line."""
+    args = _parser().parse_args()
+    config = load(args.config, args.overrides)
+    if args.side and args.side != peers.OURS:
+        return _measure_peer(args, config)
+    if args.peers:
+        named = args.sides or peers.SIDES
+        compared = peers.compare(
+            config,
+            (args.config, *args.overrides),
+            sides=named,
+            rounds=args.rounds,
+            steps=args.steps,
+            warmup=args.warmup,
+        )
+        print(json.dumps(compared.to_json(), indent=1) if args.json else peers.render(compared))
+        return 1 if compared.failed else 0
+    with mesh.connect(config.parallel) as world:
+        result, text = _measure(args, config, world)
+        if world.is_main:
+            print(text if not args.json else json.dumps(result, indent=1))
+    return 0
+
+
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m fsdp_pretrain.bench",
         description=__doc__,
         epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
-        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2",
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2\n"
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --peers --rounds 3 --steps 3 --warmup 1",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--steps", type=int, default=20, help="steps to time (default: 20)")
+    parser.add_argument("--steps", type=int, default=20, help="steps to time, in each round (default: 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before (default: 5)")
-    parser.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
-    parser.add_argument("--watchdog", type=Path, metavar="DIR", help="time what the watchdog costs instead")
-    parser.add_argument("--rounds", type=int, default=5, help="of --saves (default: 5)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
+    what.add_argument("--watchdog", type=Path, metavar="DIR", help="time what the watchdog costs instead")
+    what.add_argument("--features", type=Path, metavar="DIR", help="time what watchdog, record and saves cost instead")
+    what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
+    what.add_argument("--side", choices=peers.SIDES, help=argparse.SUPPRESS)  # a round of --peers starts itself so
+    parser.add_argument(
+        "--sides",
+        type=_sides,
+        metavar="A,B",
+        help=f"of --peers, separated by commas (default: {','.join(peers.SIDES)})",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of --saves, --features and --peers (default: 5)")
+    parser.add_argument("--seconds", type=float, default=60, help="of --watchdog: to watch the agent (default: 60)")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    config = load(args.config, args.overrides)
-    with mesh.connect(config.parallel) as world:
-        if args.saves:
-            trainer, _ = build(config, world)
-            for _ in range(args.warmup):
-                trainer.step()
-            trainer.collect(keep=0)
-            result = checkpoints.measure(trainer, world, args.saves, rounds=args.rounds, steps=args.steps)
-        elif args.watchdog:
-            result = watchdog.measure(
-                build, config, world, args.watchdog, steps=args.steps, warmup=args.warmup, seconds=60
-            )
-        else:
-            result = bench(config, world, steps=args.steps, warmup=args.warmup)
-        if world.is_main:
-            show = checkpoints.render if args.saves else watchdog.render if args.watchdog else render
-            text = show(result)
-            print(json.dumps(result, indent=1) if args.json else text)
-    return 0
+    return parser
+
+
+def _sides(text: str) -> tuple[str, ...]:
+    """Raises ArgumentTypeError."""
+    unknown = set(text.split(",")) - set(peers.SIDES)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not one of {', '.join(peers.SIDES)}")
+    return tuple(text.split(","))
+
+
+def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[dict[str, Any], str]:
+    """The results, and the same as text. Collective."""
+    often = {"steps": args.steps, "warmup": args.warmup}
+    if args.side:
+        side, tokens = sides.build_ours(build, config, world)
+        line = json.dumps(asdict(sides.measure(side, tokens, config, world.device, **often)))
+        return {}, line
+    if args.saves:
+        trainer, _ = build(config, world)
+        for _ in range(args.warmup):
+            trainer.step()
+        trainer.collect(keep=0)
+        result = checkpoints.measure(trainer, world, args.saves, rounds=args.rounds, steps=args.steps)
+        return result, checkpoints.render(result)
+    if args.watchdog:
+        result = watchdog.measure(build, config, world, args.watchdog, seconds=args.seconds, **often)
+        return result, watchdog.render(result)
+    if args.features:
+        result = features.measure(build, config, world, args.features, rounds=args.rounds, **often)
+        return result, features.render(result)
+    result = bench(config, world, **often)
+    return result, render(result)
+
+
+def _measure_peer(args: argparse.Namespace, config: Config) -> int:
+    """Measure another implementation, without a process group, and print one line."""
+    alone = mesh.SingleProcess()
+    alone.device = mesh.device_of(mesh.RankInfo.from_environment())
+    try:
+        side, tokens = sides.build_peer(args.side, config, RandomSteps(config, alone), alone.device)
+    except sides.MissingPeerError as missing:
+        print(f"{peers.SKIPPED}{missing}")
+        return 0
+    found = sides.measure(side, tokens, config, alone.device, steps=args.steps, warmup=args.warmup)
+    print(json.dumps(asdict(found)), flush=True)
+    os._exit(0)  # threads of other libraries may keep a process alive

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import math
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -22,12 +21,13 @@ import psutil
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.watchdog.heartbeat.page import Page, Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import AgentProcess, Heartbeat, PageHeartbeat
+
+from .scratch import SEGMENT, scratch_run
 
 _BEATS, _RANKS, _STEP, _STARTS = 200_000, 8, 3.0, 10.0
 
@@ -52,34 +52,23 @@ def measure(
         warmup: pairs before them.
         seconds: duration of the agent's measurement.
     """
-    place = directory / f"bench-watchdog-{os.getppid()}"
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
-    if world.is_main:
-        (place / "segments/0001").mkdir(parents=True)
-        run_id.assign(place)
-    world.barrier()
-    run_id.bind(place, run_id.read(place))
-    heartbeat = PageHeartbeat(
-        config,
-        rank=world.rank,
-        local_rank=world.rank % world.local_world,
-        local_ranks=world.local_world,
-        node=world.rank // world.local_world,
-        nodes=world.size // world.local_world,
-        reading={},
-    )
-    heartbeat.belongs_to(1)
-    try:
-        without, _ = build(config, world, Heartbeat())
-        watched, records = build(config, world, heartbeat)
+    with scratch_run(config, world, directory) as scratch:
+        heartbeat = PageHeartbeat(
+            scratch,
+            rank=world.rank,
+            local_rank=world.rank % world.local_world,
+            local_ranks=world.local_world,
+            node=world.rank // world.local_world,
+            nodes=world.size // world.local_world,
+            reading={},
+        )
+        heartbeat.belongs_to(SEGMENT)
+        without, _ = build(scratch, world, Heartbeat())
+        watched, records = build(scratch, world, heartbeat)
         pairs = [_pair((without, watched), (n % 2, 1 - n % 2)) for n in range(warmup + steps)][warmup:]
         heartbeat.close()
         record = records.records[-1]
-        agent = world.decide(lambda: _agent(config, place, record, seconds))
-    finally:
-        world.barrier()
-        if world.is_main:
-            shutil.rmtree(place, ignore_errors=True)
+        agent = world.decide(lambda: _agent(scratch, scratch.run.dir, record, seconds))
     return {
         "heartbeat_microseconds": _beat(directory),
         "agent": agent,

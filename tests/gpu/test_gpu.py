@@ -1,6 +1,6 @@
 """The same trainer on one CUDA device: bf16, compiled, flash attention, no host synchronisation, save and resume.
 
-    scripts/test_gpu.sh suite
+    scripts/test_gpu.sh --only suite
 
 Needs torch 2.11 or later with CUDA, pytest and the base dependencies; neither aim nor lm-eval.
 """

@@ -1,0 +1,123 @@
+"""`bench --peers`: all sides train the same model on the same tokens, and are compared within rounds."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_pretrain import models
+from fsdp_pretrain.bench import sides, steps
+from fsdp_pretrain.bench.minimal import PlainLoop
+from fsdp_pretrain.checkpoint import hf_layout
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.sections import ParallelSection
+from fsdp_pretrain.parallel import fsdp, mesh
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    with mesh.connect(ParallelSection()) as connected:
+        yield connected
+
+
+def initial(config: Config) -> Any:
+    """Our model with its initial values, not sharded."""
+    return fsdp.materialise(models.build(config.model), config.run.seed, CPU)
+
+
+@pytest.mark.parametrize("name", ["minimal", "transformers"])
+def test_every_side_computes_our_function(lab: Any, name: str) -> None:
+    """With our weights: the same logits."""
+    config = load(lab.config(model={"norm_eps": 1e-3, "rope_base": 500.0, "vocab_multiple": 128, "vocab": 500}))
+    try:
+        network = sides.NETWORKS[name](config.model, config.data.sequence_length)
+    except sides.MissingPeerError as missing:
+        pytest.skip(f"could not import: {missing}")
+    ours = initial(config)
+    values = dict(ours.named_parameters())
+    if name == "transformers":
+        values = {weight.theirs: values[weight.ours[0]] for weight in hf_layout.weights(config.model, list(values))}
+    network.module.load_state_dict(values)
+    tokens = torch.randint(config.model.vocab, (3, config.data.sequence_length))
+    with torch.no_grad():
+        torch.testing.assert_close(network.logits(tokens), ours(tokens), rtol=1e-4, atol=1e-5)
+    assert len(network.blocks) == config.model.layers
+
+
+@pytest.mark.parametrize(("precision", "tolerance", "apart"), [("fp32", 1e-5, 1e-3), ("bf16", 5e-3, 0.3)])
+def test_the_plain_loop_trains_as_the_trainer_does(
+    lab: Any, world: Any, precision: str, tolerance: float, apart: float
+) -> None:
+    """From the same values, on the same tokens, in the same precision: the same losses, and about the same weights."""
+    path = lab.config(
+        train={"precision": precision, "grad_clip": 0.05},
+        optimizer={"curve": "constant", "warmup": None, "min_lr": None, "lr": 0.02, "weight_decay": 0.3},
+    )
+    config = load(path)
+    trainer, records = steps.build(config, world)
+    network, start = sides.NETWORKS["minimal"](config.model, config.data.sequence_length), initial(config)
+    network.module.load_state_dict(dict(start.named_parameters()))
+    loop = PlainLoop(network, config, steps.RandomSteps(config, world), CPU, fsdp.compute_dtype(config, CPU))
+    theirs = []
+    for _ in range(8):
+        trainer.step()
+        loop.step()
+        theirs.append(loop.loss())
+    trainer.collect(keep=0)
+    assert theirs == pytest.approx([record.loss.mean for record in records.records], rel=tolerance)
+    assert all(record.clip < 1 for record in records.records)
+    before, after = dict(start.named_parameters()), dict(network.module.named_parameters())
+    moved = difference = 0.0
+    for name, parameter in trainer.model.named_parameters():
+        ours = mesh.local_part(parameter).detach()
+        moved += float((ours - before[name].detach()).abs().sum())
+        difference += float((ours - after[name].detach().float()).abs().sum())
+    assert moved > 1 and difference < apart * moved
+
+
+@pytest.mark.timeout(300)
+def test_sides_take_turns_and_one_that_fails_ends_no_other(
+    lab: Any, run_command: Any, helpers: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers/__init__.py").write_text("raise RuntimeError('of that build')\n")
+    (tmp_path / "torchtitan-99.1.dist-info").mkdir()
+    (tmp_path / "torchtitan-99.1.dist-info/METADATA").write_text("Name: torchtitan\nVersion: 99.1\n")
+    counts = ("--rounds", 2, "--steps", 2, "--warmup", 1, "--json")
+    extra = {"PYTHONPATH": helpers.python_path(tmp_path)}
+    done = run_command("fsdp_pretrain.bench", lab.config(), "--peers", *counts, timeout=280, **extra)
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout)
+    assert "of that build" in result["failed"]["transformers"] and "99.1" in result["skipped"]["torchtitan"]
+    assert [list(each) for each in result["rounds"]] == [["ours", "minimal"], ["minimal", "ours"]]
+    assert list(result["sides"]) == ["ours", "minimal"] and result["tokens_per_step"] == 256
+    for name in ("seconds", "processor"):
+        ratios = [each["minimal"][name] / each["ours"][name] for each in result["rounds"]]
+        expected = [statistics.median(ratios), min(ratios), max(ratios)]
+        assert result["sides"]["minimal"][f"{name}_ratio"] == pytest.approx(expected)
+    found = result["rounds"][0]
+    assert found["minimal"]["loss"] == pytest.approx(found["ours"]["loss"], rel=0.1)
+    assert found["minimal"]["memory"] > 1e7 and found["minimal"]["seconds"] > 0
+    assert not (lab.path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("data.attention=document", "data.attention"), ("parallel.recompute=1", "parallel.recompute")],
+)
+def test_what_others_do_not_compute_is_refused(lab: Any, run_command: Any, override: str, named: str) -> None:
+    done = run_command("fsdp_pretrain.bench", lab.config(), override, "--peers")
+    assert done.returncode == 78 and named in done.stderr
+
+
+def test_only_known_sides(lab: Any, run_command: Any) -> None:
+    done = run_command("fsdp_pretrain.bench", lab.config(), "--peers", "--sides", "ours,theirs")
+    assert done.returncode == 78 and "theirs" in done.stderr
