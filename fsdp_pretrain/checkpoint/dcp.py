@@ -27,7 +27,7 @@ from fsdp_pretrain.units import human_bytes
 from .delivery import root_cause
 from .digest import StateDigest, state_digest
 from .disk_space import Reclaimable, SpaceNeeded, make_room
-from .layout import FILE_BYTES, Layout, Piece, file_name, layout_of
+from .layout import FILE_BYTES, SaveLayout, TensorRows, file_name, layout_of
 from .loading import flatten, verify
 from .manifest import CheckpointManifest, Facts, FileEntry
 from .metadata import METADATA
@@ -154,7 +154,7 @@ def _begin(store: Store, step: int, need: SpaceNeeded, reclaimable: Reclaimable)
 
 
 def _write(
-    world: World, attempt: Path, layout: Layout, state: dict[str, torch.Tensor], fetch: Fetch | None
+    world: World, attempt: Path, layout: SaveLayout, state: dict[str, torch.Tensor], fetch: Fetch | None
 ) -> tuple[list[FileEntry], bytes, str]:
     """Write this rank's pieces.
 
@@ -168,7 +168,7 @@ def _write(
     written: list[FileEntry] = []
     lengths: list[int] = []
 
-    def value(piece: Piece) -> torch.Tensor:
+    def value(piece: TensorRows) -> torch.Tensor:
         name = piece.tensor.name
         if fetch is None:
             return state[name]
@@ -194,8 +194,8 @@ def _write(
 def _write_pieces(
     attempt: Path,
     rank: int,
-    pieces: Sequence[Piece],
-    value: Callable[[Piece], torch.Tensor],
+    pieces: Sequence[TensorRows],
+    value: Callable[[TensorRows], torch.Tensor],
     written: list[FileEntry],
     lengths: list[int],
 ) -> None:

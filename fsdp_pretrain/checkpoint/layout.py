@@ -51,7 +51,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRows:
     """Rows of a tensor, written by one rank; `first`: index of the first row."""
 
     tensor: TensorSpec
@@ -69,11 +69,11 @@ class Piece:
 
 
 @dataclass
-class Layout:
+class SaveLayout:
     """The pieces that each rank writes, in this order; of each piece one replica writes one copy."""
 
     tensors: tuple[TensorSpec, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[TensorRows, ...], ...]
     _lengths: tuple[bytes, ...] = field(default=(), init=False)
     _metadata: bytes = field(default=b"", init=False)
 
@@ -138,7 +138,7 @@ def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
             yield from leaves(value, (*path, key))
 
 
-def layout_of(state: Mapping[str, Any], world: World) -> Layout:
+def layout_of(state: Mapping[str, Any], world: World) -> SaveLayout:
     """The layout of nested dictionaries of tensors, plain or sharded by FSDP over the mesh of `world`."""
     specs = (
         TensorSpec(path, tuple(tensor.shape), tensor.dtype, isinstance(tensor, DTensor))
@@ -148,22 +148,22 @@ def layout_of(state: Mapping[str, Any], world: World) -> Layout:
 
 
 @functools.lru_cache(maxsize=2)
-def lay_out(tensors: tuple[TensorSpec, ...], replicas: int, shards: int) -> Layout:
+def lay_out(tensors: tuple[TensorSpec, ...], replicas: int, shards: int) -> SaveLayout:
     """Spread the pieces of every shard evenly over its replicas, and plain tensors over all ranks."""
-    pieces: list[list[Piece]] = [[] for _ in range(replicas * shards)]
+    pieces: list[list[TensorRows]] = [[] for _ in range(replicas * shards)]
     queues = [[(0, replica * shards + shard) for replica in range(replicas)] for shard in range(shards)]
     for spec in (spec for spec in tensors if spec.sharded):
         for shard, queue in enumerate(queues):
             rows = shard_rows(spec.shape[0], shards, shard)
             if rows:
-                piece = Piece(spec, rows.start, (len(rows), *spec.shape[1:]))
+                piece = TensorRows(spec, rows.start, (len(rows), *spec.shape[1:]))
                 load, rank = heapq.heappop(queue)
                 pieces[rank].append(piece)
                 heapq.heappush(queue, (load + piece.size, rank))
     everywhere = sorted(entry for queue in queues for entry in queue)
     for spec in (spec for spec in tensors if not spec.sharded):
-        piece = Piece(spec, 0, spec.shape)
+        piece = TensorRows(spec, 0, spec.shape)
         load, rank = heapq.heappop(everywhere)
         pieces[rank].append(piece)
         heapq.heappush(everywhere, (load + piece.size + _PIECE_OVERHEAD, rank))
-    return Layout(tensors, tuple(map(tuple, pieces)))
+    return SaveLayout(tensors, tuple(map(tuple, pieces)))

@@ -1,4 +1,5 @@
-"""`fsdp-pretrain VERB`: the operator's commands for a run. Read-only verbs need no torch, except `plan`.
+"""`fsdp-pretrain VERB`: the operator's commands for a run. Read-only verbs need no torch, except `plan`, unless it only
+predicts.
 
 A handler imports what it runs, see `fsdp_pretrain.console`.
 """
@@ -56,6 +57,16 @@ def main() -> int:
         help="print TFLOP/s, MFU and HFU of --world-size devices that take this time for a step of the full batch",
     ),
     argument("--at", help="print the schedule at a point, such as '43680 steps'"),
+    argument(
+        "--predict",
+        action="store_true",
+        help="print what step time, goodput and days to expect on 8 to 1,024 --device, and how far such predictions "
+        "were from published runs",
+    ),
+    argument("--link", type=byte_count, help="for --predict: bytes/s from a GPU to others of its node, such as 450GB"),
+    argument("--network", type=byte_count, help="for --predict: bytes/s from a node to others; 50GB is 400 Gb/s"),
+    argument("--storage", type=byte_count, help="for --predict: bytes/s of all ranks together (default: 10GB)"),
+    argument("--node-failures", type=float, help="for --predict: per node and 1,000 days (default: 3.8, as Llama 3)"),
     JSON,
 )
 def _plan(args: argparse.Namespace) -> int:
@@ -65,6 +76,10 @@ def _plan(args: argparse.Namespace) -> int:
 
     if args.seconds_per_step is not None and (args.world_size is None or not 0 < args.seconds_per_step < math.inf):
         raise ConfigError("--seconds-per-step needs a positive time and --world-size")
+    if args.predict:
+        return _predict(args)
+    if (args.link, args.network, args.storage, args.node_failures) != (None,) * 4:
+        raise ConfigError("--link, --network, --storage and --node-failures belong to --predict")
     if args.world_size is None and (args.device or args.device_memory):
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
@@ -86,6 +101,27 @@ def _plan(args: argparse.Namespace) -> int:
         available=args.device_memory,
     )
     print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
+    return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.plan import predict
+
+    if args.node_failures is not None and not 0 <= args.node_failures < math.inf:
+        raise ConfigError("--node-failures needs a number from 0 on")
+    failures = None if args.node_failures is None else args.node_failures / 1000
+    config = load(args.config, args.overrides)
+    table = predict.predict(
+        config,
+        args.device,
+        world=args.world_size,
+        gpus_per_node=args.gpus_per_node,
+        link=args.link,
+        network=args.network,
+        operations=predict.operations_of(config, args.storage, failures),
+    )
+    print(json.dumps(table.to_json(), indent=1) if args.json else predict.render(table))
     return 0
 
 

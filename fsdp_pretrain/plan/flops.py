@@ -5,63 +5,34 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel
 
+from . import devices
 
-class _Device(NamedTuple):
-    """Dense bf16 FLOP/s, and GiB of memory."""
-
-    peak: float
-    memory: int
-
-
-_DEVICES = {
-    "NVIDIA A100-SXM4-40GB": _Device(312e12, 40),
-    "NVIDIA A100-PCIE-40GB": _Device(312e12, 40),
-    "NVIDIA A100": _Device(312e12, 80),
-    "NVIDIA A800": _Device(312e12, 80),
-    "NVIDIA A40": _Device(149.7e12, 48),
-    "NVIDIA L40S": _Device(362e12, 48),
-    "NVIDIA H100 PCIe": _Device(756e12, 80),
-    "NVIDIA H100 NVL": _Device(835e12, 94),
-    "NVIDIA H100": _Device(989e12, 80),
-    "NVIDIA H800": _Device(989e12, 80),
-    "NVIDIA H200": _Device(989e12, 140),
-    "NVIDIA GH200": _Device(989e12, 95),
-    "NVIDIA B200": _Device(2250e12, 180),
-    "NVIDIA GB200": _Device(2500e12, 185),
-    "AMD Instinct MI250X": _Device(383e12, 64),
-    "AMD Instinct MI300X": _Device(1307e12, 192),
-}
-"""By prefix of the device name: FLOP/s of dense bf16 matrix products from the vendors' data sheets (without sparsity);
-memory as the driver shows it, rounded; an MI250X is one of its two dies."""
+if TYPE_CHECKING:  # the formulas are also for commands without torch
+    import torch
 
 
 def device_name(device: torch.device) -> str:
     """The driver's name of a device; `cpu` for the CPU."""
+    import torch
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(name: str) -> float | None:
     """Dense bf16 peak of a device by name, or None if unknown."""
-    device = _known(name)
+    device = devices.find(name)
     return device.peak if device else None
 
 
 def device_memory(name: str) -> int | None:
     """Bytes of memory of a device by name, or None if unknown."""
-    device = _known(name)
+    device = devices.find(name)
     return device.memory * 2**30 if device else None
-
-
-def _known(name: str) -> _Device | None:
-    matches = [prefix for prefix in _DEVICES if name.startswith(prefix)]
-    return _DEVICES[max(matches, key=len)] if matches else None
 
 
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
@@ -139,6 +110,8 @@ def speed(config: Config, parameters: int, *, batch: int, seconds: float, device
 def memory_in_use(device: torch.device) -> int:
     """Peak bytes allocated on the GPU, or peak resident bytes of a CPU process."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,46 @@
+"""Parameters of a model by unit of FSDP, from closed forms: the numbers of `models`, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel
+
+from .flops import feed_forward
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters.
+
+    Attributes:
+        block: of one block; `layers` of them.
+        root: of what is outside of blocks: embedding, last norm, and the output matrix unless it is tied.
+    """
+
+    block: int
+    layers: int
+    root: int
+
+    @property
+    def blocks(self) -> int:
+        return self.block * self.layers
+
+    @property
+    def total(self) -> int:
+        return self.blocks + self.root
+
+
+def sizes(model: AnyModel) -> Sizes:
+    """Count a model's parameters; the formulas are those in the docstrings of `models.llama`, `gpt` and `glm`."""
+    h, (ffn, matrices) = model.hidden, feed_forward(model)
+    tables = model.rows * h * (1 if model.tied_head else 2)
+    if isinstance(model, LlamaModel):
+        kv_width = (model.kv_heads or model.heads) * model.head_dim
+        return Sizes(2 * h * h + 2 * h * kv_width + matrices * h * ffn + 2 * h, model.layers, tables + h)
+    biases = 4 * h + (matrices - 1) * ffn + h + 4 * h  # attention, feed-forward, two norms with bias
+    root = tables + 2 * h
+    if isinstance(model, GPTModel):
+        root += 2 * h if model.embedding_norm else 0
+        root += 0 if model.positions == "alibi" else int(model.positions) * h
+    return Sizes(4 * h * h + matrices * h * ffn + biases, model.layers, root)
