@@ -72,7 +72,7 @@ class Delivery:
         world: all ranks.
         folder: the checkpoint's.
         entries: of its files of tensors.
-        stored: its tensors; names, shapes and dtypes are those of `state`.
+        stored: its tensors; those of `state` have its shapes and dtypes.
         state: by name; plain, or sharded by FSDP over the mesh.
     """
 
@@ -116,8 +116,8 @@ class Delivery:
     def _parts_by_file(self, stored: Mapping[str, StoredTensor]) -> dict[str, list[_Part]]:
         """The parts of each file, in the order in which they lie there."""
         parts: dict[str, list[_Part]] = {name: [] for name in self._entries}
-        for name, tensor in stored.items():
-            sharded = isinstance(self._state[name], DTensor)
+        for name, target in self._state.items():
+            tensor, sharded = stored[name], isinstance(target, DTensor)
             for chunk in tensor.chunks:
                 rows = self._rows_by_shard(tensor, chunk) if sharded else {}
                 parts.setdefault(chunk.file, []).append(_Part(name, tensor.dtype, chunk, rows))
