@@ -148,9 +148,11 @@ def null(folder: Path, minutes: float) -> list[str]:
 
 
 def leaked(soak: Soak) -> list[str]:
-    """Processes that outlived the run."""
+    """Processes that outlived the run. Evaluations of its last checkpoints, at low priority, may take longer."""
     with contextlib.suppress(AssertionError):
-        until(lambda: not soak.processes(), 60, "the end of all processes", every=0.2)
+        others = lambda: set(soak.processes()) - set(soak.processes("eval.cli"))  # noqa: E731
+        until(lambda: not others(), 60, "the end of all other processes", every=0.2)
+        until(lambda: not soak.processes(), 1200, "the end of the evaluations", every=0.2)
     left = [f"left behind: {process.pid} {' '.join(process.cmdline())[:150]}" for process in soak.processes()]
     for process in soak.processes():
         process.kill()

@@ -54,12 +54,13 @@ class Watch:
         section = NotifySection.model_validate(tables)
         self.notifier = Notifier(section, RunDir(run), MessageSender("llama-7b", str(run), 3, "n1"), environment)
         self.alarms = Alarms(run / "watchdog/alarms.jsonl", on_change=self.notifier.on_change)
+        self.snapshot: Snapshot | None = None
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Run passes until a condition holds; its value."""
 
         def looked() -> Any:
-            self.notifier.tick(self.alarms)
+            self.notifier.tick(self.alarms, self.snapshot)
             return condition()
 
         return until(looked, what=lambda: f"what the test expects of {list(self.alarms)}")
@@ -249,11 +250,11 @@ def test_a_digest_of_a_flood_fits_a_message() -> None:
 def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
     endpoint.up()
     watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
-    snapshot = Snapshot(
+    watch.snapshot = Snapshot(
         "llama-7b", step=41_200, tokens=1_510_000_000_000, world=512,
         verified_step=39_000, verified_age=11_520.0, unprotected_tokens=80_000_000_000,
     )  # fmt: skip
-    watch.notifier.tick(watch.alarms, snapshot)
+    watch.notifier.tick(watch.alarms, watch.snapshot)
     more = {"effect": "a crash now loses it", "remedy": "free <space>", "action": "asked for a save"}
     watch.alarms.open("checkpoint-age", CRIT, "3h12m, 2.6x the interval", **more)
     watch.until(lambda: endpoint.requests)

@@ -27,6 +27,7 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.record.metrics import find_step, last_metrics, left_behind, read_metrics
 from fsdp_pretrain.record.state_files import FORMAT, DamagedFileError, StateFile
+from fsdp_pretrain.train import environment
 
 pytestmark = pytest.mark.quick
 
@@ -169,6 +170,13 @@ def test_what_is_no_state_file_is_named(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DamagedFileError, match=EXIT_INTENT):
         state_files.read(tmp_path / EXIT_INTENT, ExitIntent)
     assert exit_intent.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["1.5", '"text"', "[1]", "null", '{"a": 1}'])
+def test_corpora_of_a_start_that_are_damaged_count_as_unknown(tmp_path: Path, content: str) -> None:
+    """Found by the fuzz: a start compared itself with the last one, and ended in a traceback."""
+    (tmp_path / "corpora.json").write_text(content)
+    assert state_files.view(tmp_path / "corpora.json", environment._Corpora) is None
 
 
 def test_an_id_that_is_no_text_is_named(tmp_path: Path) -> None:

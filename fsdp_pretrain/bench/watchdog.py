@@ -133,7 +133,7 @@ def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> d
             break
     after, elapsed = _cpu(process.pid), time.monotonic() - started
     memory = sum(psutil.Process(pid).memory_info().rss for pid in after if psutil.pid_exists(pid))
-    used = sum(value - before.get(pid, 0.0) for pid, value in after.items())
+    used = sum(after.values()) - sum(before.values())  # not by pid: the time of an ended child moves to its parent
     process.terminate()
     process.wait(30)
     return {"ranks": _RANKS, "core_share": used / elapsed, "memory_bytes": memory, "seconds": elapsed}

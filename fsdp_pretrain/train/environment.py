@@ -61,8 +61,9 @@ class _Corpora(StateFile):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_release_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return values if isinstance(values.get("corpora"), dict) else {"corpora": values}
+    def _of_release_0_1(cls, values: Any) -> Any:
+        known = not isinstance(values, dict) or isinstance(values.get("corpora"), dict)
+        return values if known else {"corpora": values}
 
 
 def describe(world: World, hosts: list[str]) -> dict[str, Any]:
