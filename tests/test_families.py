@@ -60,8 +60,28 @@ def test_masks_are_the_rule_in_both_forms(data: st.DataObject) -> None:
     packed = slots([lengths], None if prefix is None else [prefix])
     size, expected = sum(lengths), torch.tensor(rule(lengths, prefix))
     assert torch.equal(dense_mask(packed, size, CPU)[0, 0], expected)
-    blocks = block_mask(packed, size, CPU)
+    blocks = block_mask(packed, size)
     assert torch.equal(create_mask(blocks.mask_mod, 1, None, size, size, device="cpu")[0, 0], expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_blocks_are_those_with_something_to_see(data: st.DataObject) -> None:
+    """A block mask lists every block of the rule; without a prefix no other; and as full only those seen entirely."""
+    lengths = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5))
+    prefix = data.draw(st.none() | st.tuples(*[st.integers(0, length) for length in lengths]).map(list))
+    packed, size = slots([lengths], None if prefix is None else [prefix]), sum(lengths)
+    blocks = block_mask(packed, size)
+    count, edge = -(-size // 128), -size % 128
+    tiles = F.pad(dense_mask(packed, size, CPU)[0, 0], (0, edge, 0, edge)).view(count, 128, count, 128)
+    seen = tiles.any(3).any(1)
+    full = torch.zeros(count, count, dtype=torch.bool)
+    for query, number in enumerate(blocks.full_kv_num_blocks[0, 0]):
+        full[query, blocks.full_kv_indices[0, 0, query, :number]] = True
+    listed = blocks.to_dense()[0, 0].bool()
+    assert bool((listed >= seen).all()) and (prefix is not None or torch.equal(listed, seen))
+    rows = torch.arange(count * 128).view(count, 128, 1, 1) < size  # rows after the end are computed and dropped
+    assert bool((tiles | ~rows).all(3).all(1)[full].all())
 
 
 def test_mask_of_a_blank_written_out() -> None:
@@ -82,7 +102,7 @@ def test_both_kernels_give_the_same() -> None:
     packed = slots([[5, 9, 18], [32, 0, 0]], [[2, 0, 7], [30, 0, 0]])
     query, key, value = torch.randn(2, 4, 32, 16), torch.randn(2, 2, 32, 16), torch.randn(2, 2, 32, 16)
     dense = F.scaled_dot_product_attention(query, key, value, attn_mask=dense_mask(packed, 32, CPU), enable_gqa=True)
-    blocks = flex_attention(query, key, value, block_mask=block_mask(packed, 32, CPU), enable_gqa=True)
+    blocks = flex_attention(query, key, value, block_mask=block_mask(packed, 32), enable_gqa=True)
     torch.testing.assert_close(blocks, dense, rtol=1e-5, atol=1e-5)
 
 

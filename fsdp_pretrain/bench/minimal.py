@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
+from fsdp_pretrain.parallel import fsdp
 from fsdp_pretrain.train.trainer import DataStream
 
 
@@ -112,7 +113,7 @@ class PlainLoop:
 
     Args:
         network: on `device`.
-        config: its optimiser, clipping and `parallel.compile`; schedules are left out.
+        config: its optimiser, clipping and whether blocks are compiled; schedules are left out.
         batches: of which only the tokens are used.
         dtype: of the matrix products.
     """
@@ -131,7 +132,7 @@ class PlainLoop:
                 master.grad = torch.zeros_like(master)
         self._optimizer = _adamw(self._masters, config)
         self._cross_entropy: Callable[[Tensor, Tensor], Tensor] = _cross_entropy
-        if config.parallel.compile:
+        if fsdp.compiles(config, device):
             self._cross_entropy = torch.compile(_cross_entropy)
             for block in network.blocks:
                 block.compile()

@@ -58,6 +58,7 @@ class Measured:
     tokens_sum: int
     device: str
     torch: str
+    compiled: bool
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Comparison:
             "sequence_length": config.data.sequence_length,
             "micro_batch": config.train.micro_batch,
             "precision": config.train.precision,
-            "compile": config.parallel.compile,
+            "compiled": shared and shared.compiled,
             "steps": self.steps,
             "rounds": [{name: asdict(found) for name, found in each.items()} for each in self.rounds],
             "sides": {name: self.summary(name) for name in SIDES if self.of(name)},
@@ -231,7 +232,7 @@ def render(result: Comparison) -> str:
     lines = [f"{config.run.name}: no side could be measured"]
     if shared is not None:
         count, per_step = human_count(shared.parameters), human_count(shared.targets)
-        how = f"{config.train.precision}, {'compiled' if config.parallel.compile else 'eager'}"
+        how = f"{config.train.precision}, {'compiled' if shared.compiled else 'eager'}"
         lines = [
             f"{config.run.name}: {count} parameters, {how}, {shared.device}, torch {shared.torch}; {per_step} tokens a "
             f"step, {len(result.rounds)} rounds of {result.steps} steps, median [least to most]"

@@ -124,6 +124,7 @@ def measure(
         tokens_sum=tokens.sum,
         device=flops.device_name(device),
         torch=torch.__version__,
+        compiled=fsdp.compiles(config, device),
     )
 
 

@@ -253,8 +253,9 @@ class TrainSection(Section):
     """Largest global gradient norm, to which gradients are clipped; 0: off."""
     z_loss: Rate = 0.0
     """Weight of an additional loss, the squared logarithm of the softmax's denominator; 0: off. PaLM used 1e-4."""
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Precision of computation; parameters and optimiser are always fp32. `auto`: bf16 on GPU, fp32 on CPU."""
+    precision: Literal["auto", "bf16", "bf16+fp8", "fp16", "fp32"] = "auto"
+    """Precision of computation; parameters and optimiser are always fp32. `auto`: bf16 on GPU, fp32 on CPU.
+    `bf16+fp8`: bf16, with the products of the blocks' linear layers in float8; needs torchao and a GPU that has it."""
     loss_scale: LossScaleSection = LossScaleSection()
     """Loss scaling, only used with fp16."""
 
@@ -319,8 +320,9 @@ class ParallelSection(Section):
     """Kernels of masked attention. `sdpa` uses dense masks and works everywhere; `flex` skips masked blocks and needs a
     GPU; `auto` is `flex` where possible, otherwise `sdpa`. Plain causal attention always uses PyTorch's fused
     kernel."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile: the first step takes a minute longer, all others less time and memory.
+    `auto`: on a GPU. On a CPU it needs a C++ compiler, and tests and trials end before it pays."""
     timeout: Seconds = Seconds(600)
     """How long a collective operation may take before the rank ends."""
 

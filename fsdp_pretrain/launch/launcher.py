@@ -51,7 +51,7 @@ class Launcher:
         self._args, self._config, self._settings = args, config, config.launch
         self._run, self._notes, self._host = RunDir(config.run.dir), notes, socket.gethostname()
         self._seen = notes / "seen.json"
-        self._many = torchrun.most_nodes(args.nnodes) > 1
+        self._nodes = torchrun.most_nodes(args.nnodes)
         self._first = torchrun.is_first(args)
         join = self._settings.join_timeout.value
         self._command = torchrun.command(args, options, "fsdp_pretrain.train", job, join=join)
@@ -75,7 +75,7 @@ class Launcher:
         while True:
             self._check_place()
             if not self._args.no_preflight:
-                for warning in preflight(self._config, self._run, self._args.nproc_per_node):
+                for warning in preflight(self._config, self._run, self._args.nproc_per_node, self._nodes):
                     _say(f"preflight: {warning}")
             if not self._history and self._run.begun:  # the end of queueing; see `record.goodput`
                 self._journal("launch", f"launched on {self._host}")
@@ -101,18 +101,18 @@ class Launcher:
         before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
         note = self._notes / f"{len(self._history)}.json"
         child = Torchrun(self._command, torchrun.environment(self._environment, note, self._seen))
-        host, begun = self._host if self._many else None, time.monotonic()
+        host, begun = self._host if self._nodes > 1 else None, time.monotonic()
         watch = TorchrunWatch(self._run, self._settings, child, before, host=host)
         code = watch.run(self._take_signal, self._on_read)
 
         def read() -> StartOutcome:
-            joined = child.had_ranks or not self._many
+            joined = child.had_ranks or self._nodes == 1
             return outcome.read_outcome(self._run, before, note, code, host=host, joined=joined)
 
         ended = read()
         if ended.code != Exit.COMPLETE:
             self._check_place()
-        if self._many and ended.segment is not None:
+        if self._nodes > 1 and ended.segment is not None:
             self._wait_for_others(ended.segment)
             ended = read()
         now = time.monotonic()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from fsdp_pretrain import open_files
 from fsdp_pretrain.checkpoint.locations import fallback, stores
 from fsdp_pretrain.checkpoint.upcoming import next_fit
 from fsdp_pretrain.config.config import Config
@@ -24,8 +25,8 @@ from .outcome import avoided
 _CLOCK = 30.0
 
 
-def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
-    """Check this node, which is to run `nproc` ranks (a number, `gpu`, `cpu` or `auto`); returns warnings.
+def preflight(config: Config, run: RunDir, nproc: str, nodes: int = 1) -> list[str]:
+    """Check this node, one of `nodes`, to run `nproc` ranks (a number, `gpu`, `cpu` or `auto`); returns warnings.
 
     Raises:
         UserError: the start would fail; exit 76 if this host is to be avoided.
@@ -42,6 +43,7 @@ def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
     offset = _write_test(run.path)
     _write_test(run.checkpoints)
     check_devices(nproc)
+    _check_open_files(config, _ranks(nproc), nodes)
     return [*_check_space(config, run), *_check_clock(offset), *_check_memory(config, run, nproc)]
 
 
@@ -94,6 +96,16 @@ def check_devices(nproc: str) -> None:
         )
 
 
+def _ranks(nproc: str) -> int:
+    return int(nproc) if nproc.isdecimal() else gpu_count() or 1
+
+
+def _check_open_files(config: Config, ranks: int, nodes: int) -> None:
+    """Raises ConfigError if the ranks could not open sockets to all others."""
+    shards = ranks if config.parallel.shard == "node" else config.parallel.shard
+    open_files.check_limit(open_files.files_needed(ranks * nodes, shards))
+
+
 def _check_space(config: Config, run: RunDir) -> Iterator[str]:
     """Raises ConfigError if the next checkpoint fits nowhere, whatever is pruned for it."""
     fit = next_fit(run, config)
@@ -118,7 +130,7 @@ def _check_clock(offset: float) -> Iterator[str]:
 
 def _check_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
     """A background save keeps a copy of the ranks' shards in host memory."""
-    ranks = int(nproc) if nproc.isdecimal() else gpu_count()
+    ranks = _ranks(nproc)
     newest = stores(run).newest()
     if newest is None:
         return

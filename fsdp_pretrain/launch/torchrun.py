@@ -92,7 +92,6 @@ def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | 
     `seen_note`."""
     return {
         "OMP_NUM_THREADS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         **base,
         "PYTHONSAFEPATH": "1",  # `data` and `eval` are common names: never import them from a working directory
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's restarts do not recover without it

@@ -90,6 +90,7 @@ class Decoder(nn.Module, ABC):
         self.norm = norm
         self.head = None if config.tied_head else Head(config)
         self.recompute_every = 0
+        self._draws = config.uses_dropout
         self.backend: Backend = "sdpa"
         self._scales_scores = not isinstance(config, LlamaModel) and config.scores != "fused"
 
@@ -109,8 +110,9 @@ class Decoder(nn.Module, ABC):
             return dense_mask(slots, x.shape[1], x.device)
         if slots is None:
             return None
-        build = block_mask if self.backend == "flex" else dense_mask
-        return build(slots, x.shape[1], x.device)
+        if self.backend == "flex":
+            return block_mask(slots, x.shape[1])
+        return dense_mask(slots, x.shape[1], x.device)
 
     @abstractmethod
     def initial(self, name: str) -> Initial:
@@ -144,7 +146,7 @@ class Decoder(nn.Module, ABC):
         context = (self.mask(slots, x), *self.context(positions))
         for index, block in enumerate(self.blocks):
             if self.recompute_every and index % self.recompute_every == 0 and self.training:
-                x = checkpoint(block, x, *context, use_reentrant=False)
+                x = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=self._draws)
             else:
                 x = block(x, *context)
         x = self.norm(x)

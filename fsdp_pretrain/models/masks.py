@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from fsdp_pretrain.config.model import AnyModel, LlamaModel
 from fsdp_pretrain.errors import ConfigError
 
 Backend = Literal["sdpa", "flex"]
+_BLOCK = 128
+"""Positions in a block of a block mask, the default of `flex_attention`."""
 Mask = Tensor | BlockMask | None
 """None; bool [B or 1, 1, S, S], True where a query (row) attends to a key (column); float [B or 1, heads, S, S], added
 to the scores; or a BlockMask."""
@@ -70,15 +73,30 @@ def dense_mask(slots: Slots | None, length: int, device: torch.device) -> Tensor
     return visible.unsqueeze(1)
 
 
-def block_mask(slots: Slots, length: int, device: torch.device) -> BlockMask:
-    """The mask for `flex_attention`."""
+def block_mask(slots: Slots, length: int) -> BlockMask:
+    """The mask for `flex_attention`, from the slots at the ends of each block of positions: nothing of size S x S."""
     ids, prefix = slots.ids(length), slots.in_prefix(length)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del head
         return (ids[batch, query] == ids[batch, key]) & ((key <= query) | prefix[batch, key])
 
-    return create_block_mask(visible, ids.shape[0], None, length, length, device=device)
+    starts = torch.arange(0, length, _BLOCK, device=ids.device)
+    first, last = ids[:, starts], ids[:, (starts + _BLOCK - 1).clamp(max=length - 1)]
+    first_key, last_key = first.unsqueeze(1), last.unsqueeze(1)  # of every block of keys; below, of queries
+    shared = (first_key <= last.unsqueeze(2)) & (last_key >= first.unsqueeze(2))
+    earlier = torch.ones(len(starts), len(starts), dtype=torch.bool, device=ids.device).tril(-1)
+    own = torch.eye(len(starts), dtype=torch.bool, device=ids.device)
+    ahead = F.pad(prefix, (0, -length % _BLOCK)).view(len(prefix), -1, _BLOCK).any(2).unsqueeze(1)
+    full = earlier & (first_key == last.unsqueeze(2))  # ids ascend: all keys and queries are of one slot
+    partial = shared & (earlier | own | ahead) & ~full
+    return BlockMask.from_kv_blocks(*_listed(partial), *_listed(full), _BLOCK, visible, (length, length))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, queries, keys] -> int32 [B, 1, queries] how many, and [B, 1, queries, keys] which, these first."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -1,6 +1,6 @@
 """Shard a model from the meta device, in a fixed order, and initialise it.
 
-activation checkpointing -> compile -> fully_shard (blocks, then root) -> to_empty; then a checkpoint is loaded, or the
+activation checkpointing -> float8 -> compile -> fully_shard (blocks, then root) -> to_empty; then a checkpoint is loaded, or the
 parameters are initialised by name.
 """
 
@@ -19,6 +19,7 @@ from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.layers import Constant, Initial
 from fsdp_pretrain.models.masks import choose_backend
 
+from .float8 import use_float8
 from .mesh import World, local_part, local_rows
 
 _ELEMENTS_PER_DRAW = 2**20
@@ -31,11 +32,13 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
         The same object: parameters are fp32 DTensors (Replicate, Shard(0)); compute runs in `compute_dtype`.
 
     Raises:
-        ConfigError: the configured attention backend does not support this model on this device.
+        ConfigError: the configured attention backend or precision does not support this model on this device.
     """
     model.recompute_every = config.parallel.recompute
     model.backend = choose_backend(config.parallel.attention, config.model, world.device)
-    if config.parallel.compile:
+    if config.train.precision == "bf16+fp8":
+        use_float8(model, world.device)
+    if compiles(config, world.device):
         for block in model.blocks:
             block.compile()
     dtype = compute_dtype(config, world.device)
@@ -77,7 +80,13 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    return {"fp16": torch.float16, "fp32": torch.float32}.get(precision, torch.bfloat16)
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether blocks are compiled: `parallel.compile`, or on GPUs."""
+    asked = config.parallel.compile
+    return device.type == "cuda" if asked == "auto" else asked
 
 
 def materialise(model: Decoder, seed: int, device: torch.device) -> Decoder:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_pretrain import open_files
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.record.environment import WorldShape
@@ -72,7 +73,7 @@ class World:
     def __init__(self, ranks: RankInfo, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
         self.rank, self.size, self.device, self.mesh = ranks.rank, ranks.world, device, mesh
         self._timeout = timeout
-        self.host_group: dist.ProcessGroup | None = self.new_group()
+        self.host_group: dist.ProcessGroup | None = None  # the default group, whose CPU backend is gloo
         self.local_world = ranks.local_world
         self.replicas, self.shards = mesh.shape
 
@@ -167,6 +168,7 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     ranks = RankInfo.from_environment()
     shards = shard_size(parallel, ranks.world, ranks.local_world)
     device = device_of(ranks)
+    open_files.raise_limit(open_files.files_needed(ranks.world, shards))
     timeout = timedelta(seconds=parallel.timeout.value)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

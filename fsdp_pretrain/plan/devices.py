@@ -13,6 +13,7 @@ from dataclasses import dataclass
 _UNMEASURED = 0.8
 """Share of the peak that a device's best product is assumed to reach if nobody measured it."""
 _PCIE4, _PCIE5 = 32e9, 64e9
+_OLDER = {"throttles": False, "float8": False}
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Device:
         host: bytes/s to host memory.
         matmul: FLOP/s of the best product measured, or None.
         throttles: it cannot hold that rate for long, because it runs into its power limit; so do those after Ampere.
+        float8: its matrix products take float8 as `train.precision = "bf16+fp8"` uses it.
     """
 
     peak: float
@@ -38,6 +40,7 @@ class Device:
     host: float
     matmul: float | None = None
     throttles: bool = True
+    float8: bool = True
 
     @property
     def achievable(self) -> float:
@@ -46,12 +49,12 @@ class Device:
 
 
 _DEVICES = {
-    "NVIDIA A100-SXM4-40GB": Device(312e12, 40, 1.555e12, 300e9, 25e9, _PCIE4, 271.2e12, throttles=False),
-    "NVIDIA A100-PCIE-40GB": Device(312e12, 40, 1.555e12, _PCIE4, 25e9, _PCIE4, 252.9e12, throttles=False),
-    "NVIDIA A100": Device(312e12, 80, 2.039e12, 300e9, 25e9, _PCIE4, 271.2e12, throttles=False),
-    "NVIDIA A100 80GB PCIe": Device(312e12, 80, 1.935e12, _PCIE4, 25e9, _PCIE4, 252.9e12, throttles=False),
-    "NVIDIA A800": Device(312e12, 80, 2.039e12, 200e9, 25e9, _PCIE4, 271.2e12, throttles=False),
-    "NVIDIA A40": Device(149.7e12, 48, 0.696e12, _PCIE4, 25e9, _PCIE4, throttles=False),
+    "NVIDIA A100-SXM4-40GB": Device(312e12, 40, 1.555e12, 300e9, 25e9, _PCIE4, 271.2e12, **_OLDER),
+    "NVIDIA A100-PCIE-40GB": Device(312e12, 40, 1.555e12, _PCIE4, 25e9, _PCIE4, 252.9e12, **_OLDER),
+    "NVIDIA A100": Device(312e12, 80, 2.039e12, 300e9, 25e9, _PCIE4, 271.2e12, **_OLDER),
+    "NVIDIA A100 80GB PCIe": Device(312e12, 80, 1.935e12, _PCIE4, 25e9, _PCIE4, 252.9e12, **_OLDER),
+    "NVIDIA A800": Device(312e12, 80, 2.039e12, 200e9, 25e9, _PCIE4, 271.2e12, **_OLDER),
+    "NVIDIA A40": Device(149.7e12, 48, 0.696e12, _PCIE4, 25e9, _PCIE4, **_OLDER),
     "NVIDIA L40S": Device(362e12, 48, 0.864e12, _PCIE4, 25e9, _PCIE4),
     "NVIDIA H100 PCIe": Device(756e12, 80, 2.0e12, _PCIE5, 50e9, _PCIE5),
     "NVIDIA H100 NVL": Device(835e12, 94, 3.9e12, _PCIE5, 50e9, _PCIE5),
@@ -61,8 +64,8 @@ _DEVICES = {
     "NVIDIA GH200": Device(989e12, 95, 4.0e12, 450e9, 50e9, 450e9, 828.6e12),
     "NVIDIA B200": Device(2250e12, 180, 8.0e12, 900e9, 50e9, _PCIE5, 1745e12),
     "NVIDIA GB200": Device(2500e12, 185, 8.0e12, 900e9, 50e9, 450e9),
-    "AMD Instinct MI250X": Device(383e12, 64, 1.6e12, 100e9, 25e9, _PCIE4, throttles=False),
-    "AMD Instinct MI300X": Device(1307e12, 192, 5.3e12, 448e9, 50e9, _PCIE5, 668.4e12),
+    "AMD Instinct MI250X": Device(383e12, 64, 1.6e12, 100e9, 25e9, _PCIE4, **_OLDER),
+    "AMD Instinct MI300X": Device(1307e12, 192, 5.3e12, 448e9, 50e9, _PCIE5, 668.4e12, float8=False),
 }
 """By prefix of the device name. Memory and bandwidth of an MI250X are of one of its two dies."""
 

@@ -14,11 +14,12 @@ from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.parallel import float8
 from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import memory
+from . import devices, memory
 from . import warnings as advice
 from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
 
@@ -133,6 +134,8 @@ def plan(
     model = models.build(config.model)
     parameters = model.count_parameters()
     check_declared(config.model, parameters)
+    if config.train.precision == "bf16+fp8":
+        _check_float8(model, device)
     schedule, sizes = config.schedule, list(world_sizes(config))
     if world is not None and world not in sizes:
         raise ConfigError(
@@ -170,6 +173,14 @@ def plan(
         warnings=warnings,
         world=layout,
     )
+
+
+def _check_float8(model: models.Decoder, device: str | None) -> None:
+    """Raise ConfigError if the device, as far as it is known, or the model's sizes do not allow float8."""
+    kind = devices.find(device or "")
+    if device is not None and (device == "cpu" or (kind is not None and not kind.float8)):
+        raise float8.no_float8(device)
+    float8.check_sizes(model)
 
 
 def _memory_warning(layout: Layout, device: str | None) -> Iterator[str]:

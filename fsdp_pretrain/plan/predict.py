@@ -124,8 +124,10 @@ def predict(
             f"what a device {device!r} can do is not known" if device else "--predict needs --device",
             remedy=f"name one of these, as its driver does: {', '.join(devices.names())}",
         )
-    if config.train.precision == "fp32":
-        raise ConfigError('--predict knows the rates of bf16 and fp16, not those of train.precision = "fp32"')
+    if config.train.precision in ("fp32", "bf16+fp8"):
+        raise ConfigError(
+            f'--predict knows the rates of bf16 and fp16, not those of train.precision = "{config.train.precision}"'
+        )
     cluster = Cluster.of(kind, gpus_per_node, link, network)
     operations = operations or operations_of(config)
     if world is not None and world % _shards(config, cluster, world):
@@ -176,7 +178,7 @@ def workload(config: Config, cluster: Cluster, ranks: int) -> Workload:
         shards=shards,
         replicas=ranks // shards,
         recompute=-(-layers // parallel.recompute) / layers if parallel.recompute else 0.0,
-        compiled=parallel.compile,
+        compiled=bool(parallel.compile),  # `auto` is true on GPUs
         reshard=parallel.reshard_after_forward,
     )
 

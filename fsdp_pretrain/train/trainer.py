@@ -29,6 +29,7 @@ from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
 from .checkpointing import Checkpointing
 from .device_timing import to_host
+from .garbage import collect_garbage, collection_at_steps
 from .run_context import RunContext
 from .step_clock import StepClock
 from .step_metrics import IssuedStep, StepRecords
@@ -104,7 +105,7 @@ class Trainer:
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.state, self.recorder, self._heartbeat = saves, state, run.recorder, run.heartbeat
         self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
-        window, compiled = config.watchdog.pace.window, config.parallel.compile
+        window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._health, self._provenance, self._reread = health, provenance, reread
         self.rollback: RollbackRequest | None = None
@@ -124,7 +125,8 @@ class Trainer:
             UserError: training cannot continue; the same on every rank if it concerns all.
         """
         try:
-            return self._run()
+            with collection_at_steps():
+                return self._run()
         except UserError as error:
             if error.shared:
                 self.saves.abandon()
@@ -136,6 +138,7 @@ class Trainer:
         while self.state.consumed < self.schedule.total:
             self.step()
             self.collect(keep=LAG)
+            collect_garbage(self.state.step)
             agreed, self._agreed = self._agreed, AgreedActions()
             if agreed.rollback is not None:
                 return self._end_for(agreed.rollback)
