@@ -52,13 +52,14 @@ def measure(
         warmup: pairs before them.
         seconds: duration of the agent's measurement.
     """
-    place = directory / f"bench-watchdog-{os.getppid()}"
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
+    place, apart = (directory / f"bench-{name}-{os.getppid()}" for name in ("watchdog", "agent"))
     if world.is_main:
-        (place / "segments/0001").mkdir(parents=True)
-        run_id.assign(place)
+        for each in (place, apart):
+            (each / "segments/0001").mkdir(parents=True)
+            run_id.assign(each)
     world.barrier()
     run_id.bind(place, run_id.read(place))
+    config = _in(config, place)
     heartbeat = PageHeartbeat(
         config,
         rank=world.rank,
@@ -75,11 +76,12 @@ def measure(
         pairs = [_pair((without, watched), (n % 2, 1 - n % 2)) for n in range(warmup + steps)][warmup:]
         heartbeat.close()
         record = records.records[-1]
-        agent = world.decide(lambda: _agent(config, place, record, seconds))
+        agent = world.decide(lambda: _agent(_in(config, apart), record, seconds))
     finally:
         world.barrier()
         if world.is_main:
             shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(apart, ignore_errors=True)
     return {
         "heartbeat_microseconds": _beat(directory),
         "agent": agent,
@@ -122,8 +124,17 @@ def _interval(ratios: list[float]) -> list[float]:
     return [statistics.median(ordered), ordered[max(0, low)], ordered[min(len(ratios) - 1, high)]]
 
 
-def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> dict[str, float]:
-    """CPU time and memory of an agent of eight ranks, including its helpers."""
+def _in(config: Config, place: Path) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
+
+
+def _agent(config: Config, record: StepRecord, seconds: float) -> dict[str, float]:
+    """CPU time and memory of an agent of eight ranks, including its helpers.
+
+    In a run directory of its own: in that of the timed steps, their agent leads, and this one would only wait.
+    """
+    place = config.run.dir
+    run_id.bind(place, run_id.read(place))
     pages = place / "pages"
     own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=1) for rank in range(_RANKS)]
     process = AgentProcess(config, pages, node=0, nodes=1, ranks=range(_RANKS)).process
