@@ -18,9 +18,9 @@ SEGMENT = 1
 
 
 @contextmanager
-def scratch_run(config: Config, world: World, directory: Path) -> Iterator[Config]:
+def scratch_run(config: Config, world: World, directory: Path, name: str = "bench") -> Iterator[Config]:
     """The configuration, with a new run directory below `directory` that is removed in the end. Collective."""
-    place = directory.absolute() / f"bench-{os.getppid()}"
+    place = directory.absolute() / f"{name}-{os.getppid()}"
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
     run = RunDir(place)
     if world.is_main:

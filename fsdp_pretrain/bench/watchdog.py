@@ -67,8 +67,9 @@ def measure(
         watched, records = build(scratch, world, heartbeat)
         pairs = [_pair((without, watched), (n % 2, 1 - n % 2)) for n in range(warmup + steps)][warmup:]
         heartbeat.close()
-        record = records.records[-1]
-        agent = world.decide(lambda: _agent(scratch, scratch.run.dir, record, seconds))
+    # In a run directory of its own: in that of the steps, their agent leads, and this one would only wait.
+    with scratch_run(config, world, directory, "bench-agent") as scratch:
+        agent = world.decide(lambda: _agent(scratch, records.records[-1], seconds))
     return {
         "heartbeat_microseconds": _beat(directory),
         "agent": agent,
@@ -111,20 +112,20 @@ def _interval(ratios: list[float]) -> list[float]:
     return [statistics.median(ordered), ordered[max(0, low)], ordered[min(len(ratios) - 1, high)]]
 
 
-def _agent(config: Config, place: Path, record: StepRecord, seconds: float) -> dict[str, float]:
+def _agent(config: Config, record: StepRecord, seconds: float) -> dict[str, float]:
     """CPU time and memory of an agent of eight ranks, including its helpers."""
-    pages = place / "pages"
-    own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=1) for rank in range(_RANKS)]
+    pages = config.run.dir / "pages"
+    own = [Page(pages / f"rank-{rank}.page", rank=rank, segment=SEGMENT) for rank in range(_RANKS)]
     process = AgentProcess(config, pages, node=0, nodes=1, ranks=range(_RANKS)).process
     assert process is not None
-    metrics, before = RunDir(place).segment(1) / "metrics.jsonl", dict[int, float]()
+    metrics, before = RunDir(config.run.dir).segment(SEGMENT) / "metrics.jsonl", dict[int, float]()
     beginning, started = time.monotonic(), 0.0
     for step in itertools.count(1):
         for page in own:
             page.step(step)
             page.beat(Phase.COMPUTE)
         with metrics.open("a", encoding="utf-8") as file:
-            file.write(record.model_copy(update={"step": step, "segment": 1, "time": now()}).to_line() + "\n")
+            file.write(record.model_copy(update={"step": step, "segment": SEGMENT, "time": now()}).to_line() + "\n")
         time.sleep(_STEP)
         passed = time.monotonic() - beginning
         if not before and passed > _STARTS:  # all its probes have run once

@@ -78,7 +78,7 @@ class Leader:
     """Leads a job. Create it once the segment is known, with a claim from `take_leadership`.
 
     Attributes:
-        holds: at the last check, no other node's agent had taken over the claim.
+        holds_lease: at the last check, no other node's agent had taken over the claim.
     """
 
     def __init__(self, config: Config, claim: Lease, ranks: RankMonitor, nodes: PeerNodes, segment: int) -> None:
