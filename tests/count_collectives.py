@@ -1,0 +1,63 @@
+"""Prints the collectives of one training step as JSON, from a process group of any size that sends nothing.
+
+python tests/count_collectives.py REPLICAS SHARDS CONFIG [key=value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_pretrain.bench.steps import build
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World
+
+
+class Collectives(TorchDispatchMode):
+    """Keeps kind, ranks and bytes of every collective; bytes are of the larger side, e.g. of what a gather returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if function.namespace == "c10d":
+            leaves = pytree.tree_leaves(args)
+            groups = [
+                dist.ProcessGroup.unbox(leaf)
+                for leaf in leaves
+                if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+            ]
+            sizes = [leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.found.append(
+                {"kind": function.overloadpacket.__name__, "ranks": groups[0].size(), "bytes": max(sizes)}
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    replicas, shards, path, *overrides = sys.argv[1:]
+    size = int(replicas) * int(shards)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    mesh = init_device_mesh("cpu", (int(replicas), int(shards)), mesh_dim_names=(REPLICATE, SHARD))
+    world = World(RankInfo(0, size, 0, int(shards)), torch.device("cpu"), mesh, timedelta(seconds=60))
+    trainer, _ = build(load(Path(path), overrides), world)
+    trainer.step()
+    with Collectives() as collectives:
+        trainer.step()
+    json.dump(collectives.found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a step sends: collectives and bytes of any mesh, counted and compared with the theory of hybrid sharding."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fsdp_pretrain import models
+from fsdp_pretrain.config.config import load
+
+COUNTER = Path(__file__).with_name("count_collectives.py")
+SMALL = {"layers": 3, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 67}
+
+
+def padded(modules: list[nn.Module], shards: int) -> int:
+    """Elements of all parameters, each padded to rows that divide by the shards."""
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    return sum(math.ceil(p.shape[0] / shards) * shards * math.prod(p.shape[1:]) for p in parameters)
+
+
+def theory(config: Any, replicas: int, shards: int, micro_batches: int, width: int) -> Counter[tuple[str, int, int]]:
+    """(kind, ranks, bytes) -> how often in a step; `width` is of a parameter in bytes while it computes.
+
+    A micro-batch gathers every unit for its forward pass, and again for the backward pass all blocks but the last; it
+    reduces the gradients of every unit over its shards, in fp32. The last one also sums each shard over the replicas.
+    """
+    model = models.build(config.model)
+    rest = [model.embedding, model.norm]
+    ends = [rest] if model.head is None else [[model.embedding], [model.norm, model.head]]
+    blocks = [[block] for block in model.blocks]
+    again = blocks[:-1] if config.parallel.reshard_after_forward else []
+    found = Counter[tuple[str, int, int]]()
+    for unit in [*ends, *blocks, *again]:
+        found["_allgather_base_", shards, padded(unit, shards) * width] += micro_batches
+    for unit in [*ends, *blocks]:
+        found["_reduce_scatter_base_", shards, padded(unit, shards) * 4] += micro_batches
+        found["allreduce_", replicas, padded(unit, shards) // shards * 4] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards", "micro_batches", "overrides"),
+    [
+        (2, 4, 1, []),
+        (2, 4, 4, []),
+        (128, 8, 2, ["train.precision=bf16"]),
+        (2, 4, 4, ["parallel.reshard_after_forward=false"]),
+        (2, 4, 4, ["model.tied_head=true"]),
+    ],
+    ids=str,
+)
+def test_a_step_sends_what_hybrid_sharding_must(
+    lab: Any, helpers: Any, replicas: int, shards: int, micro_batches: int, overrides: list[str]
+) -> None:
+    train = {"global_batch": f"{replicas * shards * micro_batches} samples", "micro_batch": 1}
+    path = lab.config(model=SMALL, data={"sequence_length": 32}, train=train)
+    line = [sys.executable, COUNTER, str(replicas), str(shards), path, *overrides]
+    done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    counted = [(each["kind"], each["ranks"], each["bytes"]) for each in json.loads(done.stdout)]
+    everywhere = [each for each in counted if each[1] == replicas * shards]
+    # All ranks: the counts before the forward pass, and the sums after the backward pass. Both are small.
+    assert [kind for kind, *_ in everywhere] == ["allreduce_"] * 2 and everywhere == [counted[0], counted[-1]]
+    assert max(size for *_, size in everywhere) < 1024
+    width = 2 if "train.precision=bf16" in overrides else 4
+    expected = theory(load(path, overrides), replicas, shards, micro_batches, width)
+    assert Counter(counted[1:-1]) == expected
