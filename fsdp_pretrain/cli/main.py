@@ -9,139 +9,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import sys
 import time
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, positive, row, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.record import journal
-from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
+from fsdp_pretrain.record.arguments import RUN, SEGMENT
 from fsdp_pretrain.record.files import stamp
-from fsdp_pretrain.units import Progress, Seconds
+from fsdp_pretrain.units import Seconds
 
-from . import alarms, checkpoints, launch
+from . import alarms, checkpoints, launch, plan
 
 if TYPE_CHECKING:
-    from fsdp_pretrain.config.config import Config
+    pass
 
 
 def main() -> int:
     """Entry point of the console script."""
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
-    command.add(_plan, _status)
+    plan.add(command)
+    command.add(_status)
     checkpoints.add(command)
     alarms.add(command)
     command.add(_rollback, _fork, _control, _where, _journal, _goodput, _note, _aim)
     launch.add(command)
     command.add(_config_reference)
     return command.run()
-
-
-@verb(
-    "plan",
-    "configs/runs/llama-7b-hsdp.toml --world-size 128 --device 'NVIDIA A100-SXM4-80GB'",
-    argument("config", help="TOML file"),
-    argument("overrides", nargs="*", metavar="key=value"),
-    argument("--world-size", type=positive, help="check and describe this number of ranks"),
-    argument("--gpus-per-node", type=positive, default=8, help="ranks of a node (default: 8)"),
-    argument("--device", help="name of the device as its driver gives it, or `cpu`: its memory and peak"),
-    argument("--device-memory", type=byte_count, help="warn if a rank needs more, such as 80GiB"),
-    argument(
-        "--seconds-per-step",
-        type=float,
-        help="print TFLOP/s, MFU and HFU of --world-size devices that take this time for a step of the full batch",
-    ),
-    argument("--at", help="print the schedule at a point, such as '43680 steps'"),
-    argument(
-        "--predict",
-        action="store_true",
-        help="print what step time, goodput and days to expect on 8 to 1,024 --device, and how far such predictions "
-        "were from published runs",
-    ),
-    argument("--link", type=byte_count, help="for --predict: bytes/s from a GPU to others of its node, such as 450GB"),
-    argument("--network", type=byte_count, help="for --predict: bytes/s from a node to others; 50GB is 400 Gb/s"),
-    argument("--storage", type=byte_count, help="for --predict: bytes/s of all ranks together (default: 10GB)"),
-    argument("--node-failures", type=float, help="for --predict: per node and 1,000 days (default: 3.8, as Llama 3)"),
-    JSON,
-)
-def _plan(args: argparse.Namespace) -> int:
-    """What a configuration means in numbers: parameters, memory, FLOPs, mesh, disk, schedule; and what in it is
-    probably not meant. Exit 78 on a contradiction."""
-    from fsdp_pretrain.config.config import load
-
-    if args.seconds_per_step is not None and (args.world_size is None or not 0 < args.seconds_per_step < math.inf):
-        raise ConfigError("--seconds-per-step needs a positive time and --world-size")
-    if args.predict:
-        return _predict(args)
-    if (args.link, args.network, args.storage, args.node_failures) != (None,) * 4:
-        raise ConfigError("--link, --network, --storage and --node-failures belong to --predict")
-    if args.world_size is None and (args.device or args.device_memory):
-        raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
-    config = load(args.config, args.overrides)
-    if args.at is not None:
-        found = _schedule_at(config, args.at)
-        lines = (f"{key:16} {value}" for key, value in found.items())
-        print(json.dumps(found, indent=1) if args.json else "\n".join(lines))
-        return 0
-    plan = import_extra("fsdp_pretrain.plan.plan", "plan counts parameters")
-    if args.seconds_per_step is not None:
-        rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
-        print(json.dumps(vars(rates), indent=1) if args.json else plan.render_measured(rates))
-        return 0
-    result = plan.plan(
-        config,
-        args.world_size,
-        gpus_per_node=args.gpus_per_node,
-        device=args.device,
-        available=args.device_memory,
-    )
-    print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
-    return 0
-
-
-def _predict(args: argparse.Namespace) -> int:
-    from fsdp_pretrain.config.config import load
-    from fsdp_pretrain.plan import predict
-
-    if args.node_failures is not None and not 0 <= args.node_failures < math.inf:
-        raise ConfigError("--node-failures needs a number from 0 on")
-    failures = None if args.node_failures is None else args.node_failures / 1000
-    config = load(args.config, args.overrides)
-    table = predict.predict(
-        config,
-        args.device,
-        world=args.world_size,
-        gpus_per_node=args.gpus_per_node,
-        link=args.link,
-        network=args.network,
-        operations=predict.operations_of(config, args.storage, failures),
-    )
-    print(json.dumps(table.to_json(), indent=1) if args.json else predict.render(table))
-    return 0
-
-
-def _schedule_at(config: Config, text: str) -> dict[str, Any]:
-    """The schedule at a position such as `43680 steps`. Raises ConfigError."""
-    from data.packing.opening import data_at
-
-    schedule = config.schedule
-    try:
-        samples = schedule.samples(Progress.parse(text))
-    except ValueError as error:
-        raise ConfigError(f"--at: {error}") from None
-    if not 0 < samples <= schedule.total:
-        raise ConfigError(
-            f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
-            f"{schedule.steps:_} steps: {schedule.total:_} samples, "
-            f"{schedule.tokens(schedule.total):_} tokens"
-        )
-    found = schedule.at(schedule.batch.step_at(samples))
-    return {**found, **data_at(config, int(found["consumed"])), "sequence_length": config.data.sequence_length}
 
 
 @verb("status", "runs/quickstart/run", RUN, JSON)

@@ -1,7 +1,7 @@
 """Shard a model from the meta device, in a fixed order, and initialise it.
 
-activation checkpointing -> float8 -> compile -> fully_shard (blocks, then root) -> to_empty; then a checkpoint is loaded,
-or the parameters are initialised by name.
+activation checkpointing -> float8 -> compile -> fully_shard (blocks, then root) -> to_empty; then a checkpoint is
+loaded, or the parameters are initialised by name.
 """
 
 from __future__ import annotations

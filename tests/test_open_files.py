@@ -1,0 +1,55 @@
+"""Ranks can open a socket to every other rank, or nothing starts."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_pretrain.open_files import files_needed
+
+pytestmark = pytest.mark.quick
+RAISE = "from fsdp_pretrain.open_files import raise_limit; import resource, sys; raise_limit(int(sys.argv[1]));"
+SHOW = "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+
+
+def limited(soft: int, hard: int, *line: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command with these limits on open files."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return subprocess.run(
+        [str(part) for part in line], preexec_fn=limit, capture_output=True, text=True, check=False, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "needed", "expected"), [(128, 4096, 300, "4096"), (512, 4096, 300, "512"), (128, 128, 100, "128")]
+)
+def test_a_limit_is_raised_as_far_as_the_host_allows(
+    helpers: Any, soft: int, hard: int, needed: int, expected: str
+) -> None:
+    done = limited(soft, hard, sys.executable, "-c", RAISE + SHOW, needed, env=helpers.environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected
+
+
+def test_a_job_that_is_too_large_for_the_host_is_refused(lab: Any, helpers: Any, tmp_path: Path) -> None:
+    """By the launcher before it starts ranks, and by a rank before it connects to others."""
+    config = lab.config()
+    line = [sys.executable, "-m", "fsdp_pretrain.cli", "launch", "--nnodes", "128", "--nproc-per-node", "8"]
+    line += ["--rdzv-endpoint", "localhost:29999", str(config)]
+    needed = files_needed(1024, 8)
+    done = limited(1024, 1024, *line, env=helpers.environment())
+    assert done.returncode == 78, done.stderr
+    assert f"allows 1024 open files in a process, and a rank of this world needs {needed}" in done.stderr
+    rank = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    line = [sys.executable, "-m", "fsdp_pretrain.train", str(config)]
+    done = limited(1024, 1024, *line, env=helpers.environment(**rank))
+    assert done.returncode == 78 and f"needs {needed}" in done.stderr
+    assert not list(lab.path.glob("run/segments/*"))
