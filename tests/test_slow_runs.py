@@ -208,6 +208,24 @@ def test_a_slow_decline_is_told_before_it_is_large(tmp_path: Path) -> None:
     assert len(opened) == 1 and (opened[0] - 1000) / 5000 * 0.05 < 0.0275
 
 
+@pytest.mark.quick
+def test_noise_among_the_others_does_not_make_a_straggler_as_fast(tmp_path: Path) -> None:
+    """Rank 3 is slower in windows 9 to 15; in the 12th the others differ by so much that it would not be reported."""
+    reported = list[tuple[str, str, int]]()
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.state, window)))
+    stragglers = StragglerDetector(alarms, PaceSection())
+    for window in range(1, 31):
+        wobble = 0.002 * (-1) ** window
+        own = [0.92, 1.0, 1.08] if window == 12 else [1 - wobble, 1.0, 1 + wobble]
+        own.append(1.31 if 9 <= window <= 15 else 1 + wobble / 2)
+        stragglers.check({rank: (HOST, window, value) for rank, value in enumerate(own)})
+    assert [(key, state) for key, state, _ in reported] == [
+        ("straggler/rank-3", "open"),
+        ("straggler/rank-3", "resolved"),
+    ]
+    assert reported[0][2] <= 12 and reported[1][2] == 17
+
+
 def stragglers_of(
     tmp_path: Path, ranks: int, noise: float, slow: dict[int, float], windows: int
 ) -> list[tuple[str, int]]:

@@ -152,13 +152,16 @@ class StragglerDetector(Detector):
 
     All ranks wait for the slowest, so wall time says nothing; own time does. A straggler exceeds the median of all by
     more than the noise among ranks and between windows, in three of the last four windows. With few ranks only the
-    latter noise is available; it is taken from changes, so that a rank that stays slow does not hide itself.
+    latter noise is available; it is taken from changes, so that a rank that stays slow does not hide itself. One that
+    was reported stays a straggler until it is no more than `pace.straggler` above the median: noise that comes later
+    does not make it as fast as the others.
     """
 
     def __init__(self, alarms: Alarms, section: PaceSection) -> None:
         super().__init__(alarms)
         self._section = section
         self._ratios: dict[int, list[float]] = {}
+        self._reported = set[int]()
         self._window = 0
 
     def check(self, windows: dict[int, tuple[str, int, float]]) -> None:
@@ -176,21 +179,24 @@ class StragglerDetector(Detector):
         among = spread(list(ratios.values()))[1] if len(own) > 2 else 0.0
         slow = self._slow(max(self._section.straggler, _AMONG * among))
         if slow is not None:
+            self._reported = slow
             self._report(slow, {rank: host for rank, (host, _, _) in windows.items()}, ratios)
 
     def _slow(self, bound: float) -> set[int] | None:
-        """The ranks above the bound, and above the noise between windows, in three of the last four windows; None while
-        that noise is not known."""
+        """The ranks above the bound, and above the noise between windows, in three of the last four windows, and those
+        reported before that are still slower; None while that noise is not known."""
         changes = {rank: [b - a for a, b in pairwise(known)] for rank, known in self._ratios.items()}
         pooled = [change for each in changes.values() for change in each]
         if len(pooled) * (len(changes) - 1) < _KNOWN * len(changes):  # the ratios of n ranks have n - 1 degrees
             return None
         noise = {rank: max(spread(pooled)[1], spread(each)[1] if each else 0.0) for rank, each in changes.items()}
-        return {
-            rank
-            for rank, known in self._ratios.items()
-            if sum(ratio > max(bound, _OVER_TIME * noise[rank] / math.sqrt(2)) for ratio in known[-4:]) >= 3
+        bounds = {
+            rank: self._section.straggler
+            if rank in self._reported
+            else max(bound, _OVER_TIME * noise[rank] / math.sqrt(2))
+            for rank in self._ratios
         }
+        return {rank for rank, known in self._ratios.items() if sum(ratio > bounds[rank] for ratio in known[-4:]) >= 3}
 
     def _report(self, slow: set[int], hosts: dict[int, str], ratios: dict[int, float]) -> None:
         found: dict[str, tuple[str, float]] = {}
