@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -120,3 +123,20 @@ def test_a_resume_reads_each_file_once_in_all(
     assert reads == {f"__{rank}_0.distcp": 1 for rank in range(4)}
     readers = {line.split()[0] for line in (tmp_path / "reads").read_text().splitlines() if ".distcp" in line}
     assert len(readers) == ranks  # evenly spread
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(16, 8), (128, 8)])
+def test_hundreds_of_ranks_write_and_read_a_7b_checkpoint_once_and_evenly(
+    helpers: Any, replicas: int, shards: int
+) -> None:
+    script, config = Path(__file__).with_name("simulate_ranks.py"), helpers.root / "configs/models/llama-7b.toml"
+    line = [sys.executable, script, config, str(replicas), str(shards)]
+    done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ranks, size = replicas * shards, found["checkpoint_bytes"]
+    assert found["ranks"] == ranks and 12 * 6.7e9 < size < 12 * 6.8e9  # fp32 parameters and two moments
+    assert found["read_in_all"] == size
+    for least, most in (found["written_by_a_rank"], found["read_by_a_rank"]):
+        assert most < 1.5 * size / ranks + 45e6 * 4  # the largest piece is a shard of a matrix of 4096 x 11008
+        assert least > 0
