@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from fsdp_pretrain.config.model import GLMModel, GPTModel, Scores
 
 from .layers import Rotary, rotate
-from .masks import Mask
+from .masks import Mask, alibi_score_mod
 
 
 @cache
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         dropout: on attention probabilities, in training mode.
         scores: how they are computed, see `scaled_attention`.
         layer: index of the block from 0, for score scaling.
+        alibi: add ALiBi where the mask is a block mask; a dense mask has it already.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Attention(nn.Module):
         dropout: float = 0.0,
         scores: Scores = "fused",
         layer: int = 0,
+        alibi: bool = False,
     ) -> None:
         super().__init__()
+        self._score_mod = alibi_score_mod(heads) if alibi else None
         self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, hidden // heads, dropout
         self.scores, self.layer = scores, layer
         self.query = nn.Linear(hidden, heads * self.head_dim, bias=bias)
@@ -67,7 +70,7 @@ class Attention(nn.Module):
         """Query [B, heads, S, d], key and value [B, kv_heads, S, d] -> [B, heads, S, d]."""
         dropout, grouped = self.dropout if self.training else 0.0, self.kv_heads != self.heads
         if isinstance(mask, BlockMask):
-            out: Tensor = _flex()(query, key, value, block_mask=mask, enable_gqa=grouped)
+            out: Tensor = _flex()(query, key, value, self._score_mod, mask, enable_gqa=grouped)
             return out
         if self.scores != "fused":
             assert isinstance(mask, Tensor)
@@ -79,8 +82,10 @@ class Attention(nn.Module):
 
 def biased_attention(config: GPTModel | GLMModel, layer: int) -> Attention:
     """Multi-head attention with biases."""
-    rate, heads = config.attention_rate, config.heads
-    return Attention(config.hidden, heads, heads, bias=True, dropout=rate, scores=config.scores, layer=layer)
+    rate, heads, alibi = config.attention_rate, config.heads, getattr(config, "positions", None) == "alibi"
+    return Attention(
+        config.hidden, heads, heads, bias=True, dropout=rate, scores=config.scores, layer=layer, alibi=alibi
+    )
 
 
 def scaled_attention(

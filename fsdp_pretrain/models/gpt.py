@@ -5,6 +5,7 @@ Positions are learned or ALiBi. Embeddings may be normalised (BLOOM); residual p
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from fsdp_pretrain.config.model import GPTModel
 from .attention import biased_attention
 from .decoder import Decoder
 from .layers import GeluMLP, Initial, scaled_initial
-from .masks import Mask, Slots, add_alibi, dense_mask
+from .masks import Mask, Slots, add_alibi, block_mask, dense_mask
 
 
 class GPTBlock(nn.Module):
@@ -60,9 +61,12 @@ class GPT(Decoder):
         return ()
 
     def mask(self, slots: Slots | None, x: Tensor) -> Mask:
-        if self.positions is None:
-            return add_alibi(dense_mask(slots, x.shape[1], x.device), self.config.heads, x.dtype)
-        return super().mask(slots, x)
+        if self.positions is not None:
+            return super().mask(slots, x)
+        length = x.shape[1]
+        if self.backend == "flex":  # the blocks add ALiBi
+            return block_mask(slots or Slots(torch.full((len(x), 1), length, device=x.device)), length)
+        return add_alibi(dense_mask(slots, length, x.device), self.config.heads, x.dtype)
 
     def initial(self, name: str) -> Initial:
         return scaled_initial(name, self.config.std, self.config.layers)
