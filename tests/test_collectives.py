@@ -29,17 +29,19 @@ def padded(modules: list[nn.Module], shards: int) -> int:
 def theory(config: Any, replicas: int, shards: int, micro_batches: int, width: int) -> Counter[tuple[str, int, int]]:
     """(kind, ranks, bytes) -> how often in a step; `width` is of a parameter in bytes while it computes.
 
-    A micro-batch gathers every unit for its forward pass, and again for the backward pass all blocks but the last; it
-    reduces the gradients of every unit over its shards, in fp32. The last one also sums each shard over the replicas.
+    A micro-batch gathers the blocks for its forward pass, and again for the backward pass; what stays gathered is so
+    once per step. It reduces the gradients of every unit over its shards, in fp32; the last one also sums each shard over
+    the replicas.
     """
     model = models.build(config.model)
     rest = [model.embedding, model.norm]
     ends = [rest] if model.head is None else [[model.embedding], [model.norm, model.head]]
     blocks = [[block] for block in model.blocks]
-    again = blocks[:-1] if config.parallel.reshard_after_forward else []
+    passing = blocks[:-1] if config.parallel.reshard_after_forward else []
     found = Counter[tuple[str, int, int]]()
-    for unit in [*ends, *blocks, *again]:
-        found["_allgather_base_", shards, padded(unit, shards) * width] += micro_batches
+    for unit in [*ends, *blocks]:
+        times = 2 * micro_batches if unit in passing else 1
+        found["_allgather_base_", shards, padded(unit, shards) * width] += times
     for unit in [*ends, *blocks]:
         found["_reduce_scatter_base_", shards, padded(unit, shards) * 4] += micro_batches
         found["allreduce_", replicas, padded(unit, shards) // shards * 4] += 1

@@ -53,11 +53,20 @@ def world() -> Iterator[Any]:
         (LLAMA, []),
         (GPT, ["train.micro_batch=2", "parallel.recompute=1"]),
         (GPT, ["parallel.recompute=2", "parallel.reshard_after_forward=false"]),
+        (LLAMA, ["train.micro_batch=2", "parallel.recompute=feed-forward"]),
         (GLM, [BLANKS % "glm1d"]),
         (GLM, [BLANKS % "glm2d", "model.positions=rope-2d", "train.micro_batch=2", "parallel.recompute=1"]),
         pytest.param(GLM, [BLANKS % "glm1d", "model.scores=layer_scaled"], marks=pytest.mark.slow),
     ],
-    ids=["plain", "accumulated-recomputed", "half-recomputed", "glm", "glm-2d-accumulated-recomputed", "glm-scaled"],
+    ids=[
+        "plain",
+        "accumulated-recomputed",
+        "half-recomputed",
+        "feed-forward",
+        "glm",
+        "glm-2d-accumulated-recomputed",
+        "glm-scaled",
+    ],
 )
 def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, Any], overrides: list[str]) -> None:
     """The allocator's own account of a real training step, as the profiler records it."""
@@ -134,6 +143,8 @@ def test_activations_of_a_layer_are_the_closed_form(lab: Any) -> None:
     assert activations(lab, GPT, "model.dropout=0.1") == gpt + 2 * h  # one byte for each element that may be dropped
     recomputed = activations(lab, LLAMA, "parallel.recompute=1")
     assert recomputed == 2 * h  # the input of the block
+    assert activations(lab, LLAMA, "parallel.recompute=feed-forward") == llama - 2 * 4 * 160
+    assert activations(lab, GPT, "parallel.recompute=feed-forward") == gpt - 2 * 2 * 4 * h
 
 
 def test_dense_masks_keep_scores(lab: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_pretrain import models
 from fsdp_pretrain.config.model import GPTModel, LlamaModel
-from fsdp_pretrain.config.sections import OptimizerSection
+from fsdp_pretrain.config.sections import OptimizerSection, Recompute
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models import loss
 from fsdp_pretrain.models.decoder import Decoder
@@ -267,7 +267,7 @@ def test_shrink_changes_the_gradient_of_the_table_and_nothing_else(values: dict[
     x, found = tokens(), {}
     for shrink, head in ((1.0, True), (0.3, True), (0.3, False), (0.0, False)):
         model = make(values)
-        model.recompute_every = 1
+        model.set_recompute(1)
         model.embedding.shrink, model.embedding.shrink_head = shrink, head
         losses = model(x[:, :-1], x[:, 1:])
         losses.mean().backward()
@@ -302,9 +302,10 @@ def test_a_constant_shrink_leaves_adamw_where_it_was() -> None:
 @pytest.mark.parametrize("values", [LLAMA, GPT, {**GPT, "dropout": 0.2}])
 def test_recomputation_changes_no_gradient(values: dict[str, Any]) -> None:
     x, gradients = tokens(), []
-    for every in (0, 1, 2):
+    ways: tuple[Recompute, ...] = (0, 1, 2, "feed-forward")
+    for recompute in ways:
         model = make(values)
-        model.recompute_every = every
+        model.set_recompute(recompute)
         torch.manual_seed(0)
         model(x[:, :-1], x[:, 1:]).mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])

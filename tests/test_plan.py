@@ -279,6 +279,9 @@ def test_hardware_flops_know_the_real_shape() -> None:
     forward = 32 * (2 * matrices + 4 * 4096 * 8192)
     assert hardware_flops_per_token(model, 8192) == 3 * (forward + 2 * 4096 * 128256)
     assert hardware_flops_per_token(model, 8192, recompute=2) == 3 * (forward + 2 * 4096 * 128256) + forward / 2
+    inside = 32 * 2 * 2 * 4096 * 14336  # gate and up
+    recomputed = hardware_flops_per_token(model, 8192, recompute="feed-forward")
+    assert recomputed == pytest.approx(3 * (forward + 2 * 4096 * 128256) + inside)
 
 
 def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,8 +130,9 @@ def test_a_step_moves_what_fsdp_does() -> None:
     inside = 2 * 127 / 128 * 4 * parameters.total
     assert [parts.reduce for parts in replicated] == pytest.approx([max(nodes, inside)] * 2)
     assert [parts.gather for parts in replicated] == [0, 0]
-    kept = step(work(8, 1, reshard=False), place, bare)
-    assert kept.gather == pytest.approx(7 / 8 * 2 * parameters.total)
+    for micro_batches in (1, 3):
+        kept = step(work(8, 1, micro_batches=micro_batches, reshard=False), place, bare)
+        assert kept.gather == pytest.approx(7 / 8 * 2 * parameters.total)
 
 
 def test_what_computation_hides_costs_nothing_but_the_root() -> None:

@@ -34,7 +34,7 @@ def test_the_first_is_the_fastest_of_all_that_fit(config: Path) -> None:
     found = tune(load(config, []), H100, WORLD, gpus_per_node=NODE, available=available)
     rates, without = {}, 0
     for size in (1, 2, 4, 8):
-        for recompute in (0, 4, 2, 1):
+        for recompute in (0, "feed-forward", 4, 2, 1):
             for reshard in ("true", "false"):
                 overrides = (
                     f"train.micro_batch={size}",

@@ -108,6 +108,14 @@ def _of_features(found: dict[str, Any]) -> list[Figures]:
     return [Figures(step=f"{show_range(found['step_seconds']['off'])}s", further=text)]
 
 
+def _of_kernels(found: dict[str, Any]) -> list[Figures]:
+    rows = [
+        Figures(of=name, step=f"{show_range(seconds)}s", further=f"{show_range(found['ratio'][name])} of the first")
+        for name, seconds in found["kernel_seconds"].items()
+    ]
+    return rows + [Figures(of=name, further=f"not here: {reason}") for name, reason in found["missing"].items()]
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
@@ -117,6 +125,7 @@ _READERS = {
     "bandwidth_ratio": _of_saves,
     "heartbeat_microseconds": _of_watchdog,
     "seconds_per_save": _of_features,
+    "kernel_seconds": _of_kernels,
     "iteration_seconds_min_max": _of_steps,
 }
 """By a key that only this benchmark's JSON has."""

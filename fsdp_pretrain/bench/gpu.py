@@ -46,6 +46,7 @@ class PartList:
         self._add_suite()
         self._bench("peers-7b", _7B, flags=("--peers",), limit=190, steps=6, rounds=2)
         self._bench("7b-document", _7B, _DOCUMENTS, limit=60)
+        self._bench("7b-kernels", _7B, flags=("--kernels",), limit=60, steps=10, rounds=3)
         self._bench("saves", _SAVES, flags=("--saves", self._scratch), limit=70, steps=5, warmup=3, rounds=2)
         self._bench("7b-eager", _7B, _EAGER, limit=45)
         self._bench("7b-8k", _7B, *_length(8192, 1, 4), limit=45)

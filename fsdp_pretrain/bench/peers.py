@@ -183,7 +183,7 @@ def _check(config: Config) -> None:
     odd += ["train.z_loss"] * (config.train.z_loss > 0) + ["train.precision = fp16"] * (
         config.train.precision == "fp16"
     )
-    odd += ["parallel.recompute"] * (config.parallel.recompute > 0)
+    odd += ["parallel.recompute"] * (config.parallel.recompute != 0)
     if odd:
         raise ConfigError(
             f"--peers cannot compare this configuration: {', '.join(odd)}",

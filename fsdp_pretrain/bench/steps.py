@@ -43,7 +43,7 @@ from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
-from . import checkpoints, features, peers, sides, watchdog
+from . import checkpoints, features, kernels, peers, sides, watchdog
 
 
 class RandomSteps:
@@ -272,6 +272,7 @@ def _parser() -> Parser:
     what.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
     what.add_argument("--watchdog", type=Path, metavar="DIR", help="time what the watchdog costs instead")
     what.add_argument("--features", type=Path, metavar="DIR", help="time what watchdog, record and saves cost instead")
+    what.add_argument("--kernels", action="store_true", help="time attention and loss alone, by kernel, instead")
     what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
     what.add_argument("--side", choices=peers.SIDES, help=argparse.SUPPRESS)  # a round of --peers starts itself so
     parser.add_argument(
@@ -280,7 +281,9 @@ def _parser() -> Parser:
         metavar="A,B",
         help=f"of --peers, separated by commas (default: {','.join(peers.SIDES)})",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of --saves, --features and --peers (default: 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of --saves, --features, --kernels and --peers (default: 5)"
+    )
     parser.add_argument("--seconds", type=float, default=60, help="of --watchdog: to watch the agent (default: 60)")
     parser.add_argument("--json", action="store_true")
     return parser
@@ -314,6 +317,9 @@ def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[di
     if args.features:
         result = features.measure(build, config, world, args.features, rounds=args.rounds, **often)
         return result, features.render(result)
+    if args.kernels:
+        result = kernels.measure(config, world.device, rounds=args.rounds, steps=args.steps)
+        return result, kernels.render(result)
     result = bench(config, world, **often)
     return result, render(result)
 

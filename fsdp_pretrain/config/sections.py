@@ -306,6 +306,10 @@ class OptimizerSection(Section):
         return patterns
 
 
+Recompute = Annotated[int, Field(ge=0)] | Literal["feed-forward"]
+"""Every n-th block, or the inside of every feed-forward layer."""
+
+
 class ParallelSection(Section):
     """How the model is distributed over the ranks."""
 
@@ -313,9 +317,11 @@ class ParallelSection(Section):
     """Number of ranks that share one copy of the parameters (HSDP). `node`: the ranks of one node."""
     reshard_after_forward: bool = True
     """Free a block's parameters after its forward pass and gather them again for the backward pass: less memory, more
-    communication."""
-    recompute: Annotated[int, Field(ge=0)] = 0
-    """Activation checkpointing: recompute every n-th block in the backward pass. 0: off, 1: every block."""
+    communication. `false`: parameters are gathered once per step, also for several micro-batches."""
+    recompute: Recompute = 0
+    """Activation checkpointing: recompute every n-th block in the backward pass. 0: off, 1: every block.
+    `feed-forward`: only the inside of every feed-forward layer, in a 7B Llama 57% of what blocks keep for 38% of their
+    work."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """Kernels of masked attention. `sdpa` uses dense masks and works everywhere; `flex` skips masked blocks and needs a
     GPU; `auto` is `flex` where possible, otherwise `sdpa`. Plain causal attention always uses PyTorch's fused

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_pretrain.config.model import AnyModel, LlamaModel
+from fsdp_pretrain.config.sections import Recompute
 
-from .layers import Initial
+from .layers import FeedForward, Initial
 from .loss import token_losses
 from .masks import Backend, Mask, Slots, block_mask, dense_mask
 
@@ -89,10 +90,17 @@ class Decoder(nn.Module, ABC):
         self.blocks = nn.ModuleList(block(layer) for layer in range(config.layers))
         self.norm = norm
         self.head = None if config.tied_head else Head(config)
-        self.recompute_every = 0
+        self._recompute_every = 0
         self._draws = config.uses_dropout
         self.backend: Backend = "sdpa"
         self._scales_scores = not isinstance(config, LlamaModel) and config.scores != "fused"
+
+    def set_recompute(self, recompute: Recompute) -> None:
+        """Set what is computed again in the backward pass: see `parallel.recompute`."""
+        self._recompute_every = 0 if recompute == "feed-forward" else recompute
+        for module in self.modules():
+            if isinstance(module, FeedForward):
+                module.recomputes = recompute == "feed-forward"
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens int64 [B, S], positions int64 [S], [B, S] or [B, 2, S] -> [B, S, H]."""
@@ -145,7 +153,7 @@ class Decoder(nn.Module, ABC):
         x = self.embed_tokens(tokens, positions)
         context = (self.mask(slots, x), *self.context(positions))
         for index, block in enumerate(self.blocks):
-            if self.recompute_every and index % self.recompute_every == 0 and self.training:
+            if self._recompute_every and index % self._recompute_every == 0 and self.training:
                 x = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=self._draws)
             else:
                 x = block(x, *context)

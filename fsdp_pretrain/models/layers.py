@@ -7,11 +7,13 @@ parameters need values after `to_empty`; `Decoder.initial` defines them.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_pretrain.config.model import RopeScaling
 
@@ -50,7 +52,28 @@ def scaled_initial(name: str, std: float, layers: int) -> Initial:
     raise KeyError(name)
 
 
-class SwiGLU(nn.Module):
+class FeedForward(nn.Module, ABC):
+    """Base of the feed-forward layers.
+
+    Attributes:
+        recomputes: in training, keep only the input, and compute all but the last product again in the backward pass.
+    """
+
+    recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        if self.recomputes and self.training:
+            out: Tensor = checkpoint(self.compute, x, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return self.compute(x)
+
+    @abstractmethod
+    def compute(self, x: Tensor) -> Tensor:
+        """The layer itself; draws no random numbers."""
+
+
+class SwiGLU(FeedForward):
     """`down(silu(gate(x)) * up(x))`, no biases; `ffn` is the width of gate and up."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
@@ -59,12 +82,12 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
-class GeluMLP(nn.Module):
+class GeluMLP(FeedForward):
     """`down(gelu_tanh(up(x)))` with biases and the tanh approximation, as in GPT-2 and Megatron."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
@@ -72,12 +95,12 @@ class GeluMLP(nn.Module):
         self.up = nn.Linear(hidden, ffn)
         self.down = nn.Linear(ffn, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return out
 
 
-class GeGLU(nn.Module):
+class GeGLU(FeedForward):
     """`down(up(x) * gelu(gate(x)))` with biases and the exact (erf) GELU, as in GLM-130B; `ffn` is the width."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
@@ -86,7 +109,7 @@ class GeGLU(nn.Module):
         self.gate = nn.Linear(hidden, ffn)
         self.down = nn.Linear(ffn, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.up(x) * F.gelu(self.gate(x)))
         return out
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,17 @@ _LOGITS_PER_CHUNK = 2**25
 """Logits per chunk: 128 MiB in fp32; at the peak there are three tensors of that size."""
 
 
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class ChunkKernels:
+    """How a chunk is computed: `_forward_chunk` and `_backward_chunk`, or compiled forms of them."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Tensor]
+
+
+def token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, kernels: ChunkKernels | None = None
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of `hidden @ weight.T` per position, and the log-normaliser of the softmax.
 
     The vocabulary is processed in chunks, also in the backward pass, so peak memory for logits grows neither with it
@@ -28,11 +40,13 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor
         hidden: [B, S, H], any floating dtype.
         weight: output matrix [V, H], of the same dtype.
         labels: int64 [B, S], `IGNORE` where there is no target.
+        kernels: default: eager ones.
 
     Returns:
         fp32 [B, S] losses, natural log; fp32 [B, S] log-normalisers. Both are zero where ignored.
     """
-    losses, normalisers = _TokenLosses.apply(hidden.flatten(0, 1), weight, labels.flatten())  # type: ignore[no-untyped-call]
+    rows, targets, kernels = hidden.flatten(0, 1), labels.flatten(), kernels or _EAGER
+    losses, normalisers = _TokenLosses.apply(rows, weight, targets, kernels)  # type: ignore[no-untyped-call]
     return losses.view_as(labels), normalisers.view_as(labels)
 
 
@@ -45,22 +59,22 @@ class _TokenLosses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, kernels: ChunkKernels
+    ) -> tuple[Tensor, Tensor]:
         """Saves the normalisers; `backward` recomputes the logits."""
         normalisers = torch.full((len(rows),), -torch.inf, device=rows.device)
         picked = torch.zeros_like(normalisers)
         for chunk, local, inside in _chunks(rows, weight, targets):
-            logits = F.linear(rows, weight[chunk]).float()
-            picked += logits.gather(1, local).squeeze(1).where(inside, 0.0)
-            normalisers = torch.logaddexp(normalisers, logits.logsumexp(1))
-            del logits  # free before the next chunk
+            normalisers, picked = kernels.forward(rows, weight[chunk], local, inside, normalisers, picked)
+        ctx.kernels = kernels
         ctx.save_for_backward(rows, weight, targets, normalisers)
         learned = targets != IGNORE
         return (normalisers - picked).where(learned, 0.0), normalisers.where(learned, 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_losses: Tensor, d_normalisers: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, d_losses: Tensor, d_normalisers: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """With p the softmax: d logits = (d loss + d normaliser) * p - d loss * onehot(target)."""
         rows, weight, targets, normalisers = ctx.saved_tensors
         learned = targets != IGNORE
@@ -68,14 +82,45 @@ class _TokenLosses(torch.autograd.Function):
         d_softmax = (d_losses + d_normalisers).where(learned, 0.0).unsqueeze(1)
         d_rows, d_weight = torch.zeros_like(rows, dtype=torch.float32), torch.empty_like(weight)
         for chunk, local, inside in _chunks(rows, weight, targets):
-            d = F.linear(rows, weight[chunk]).float()
-            d.sub_(normalisers.unsqueeze(1)).exp_().mul_(d_softmax)
-            d.scatter_add_(1, local, -d_picked.where(inside, 0.0).unsqueeze(1))
-            d = d.to(rows.dtype)
+            d = ctx.kernels.backward(rows, weight[chunk], local, inside, normalisers, d_softmax, d_picked)
             d_rows += d @ weight[chunk]
             torch.mm(d.T, rows, out=d_weight[chunk])
-            del d
-        return d_rows.to(rows.dtype), d_weight, None
+            del d  # free before the next chunk
+        return d_rows.to(rows.dtype), d_weight, None, None
+
+
+def _forward_chunk(
+    rows: Tensor, weight: Tensor, local: Tensor, inside: Tensor, normalisers: Tensor, picked: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Normalisers [N] and logits of the targets [N], with those of a chunk."""
+    logits = F.linear(rows, weight).float()
+    picked = picked + logits.gather(1, local).squeeze(1).where(inside, 0.0)
+    return torch.logaddexp(normalisers, logits.logsumexp(1)), picked
+
+
+def _backward_chunk(
+    rows: Tensor,
+    weight: Tensor,
+    local: Tensor,
+    inside: Tensor,
+    normalisers: Tensor,
+    d_softmax: Tensor,
+    d_picked: Tensor,
+) -> Tensor:
+    """Gradient of the chunk's logits [N, rows of the chunk], in the dtype of the rows."""
+    d = F.linear(rows, weight).float()
+    d.sub_(normalisers.unsqueeze(1)).exp_().mul_(d_softmax)
+    d.scatter_add_(1, local, -d_picked.where(inside, 0.0).unsqueeze(1))
+    return d.to(rows.dtype)
+
+
+_EAGER = ChunkKernels(_forward_chunk, _backward_chunk)
+
+
+@cache
+def compiled_kernels() -> ChunkKernels:
+    """The same, fused by torch.compile: a pass over the logits instead of several."""
+    return ChunkKernels(torch.compile(_forward_chunk), torch.compile(_backward_chunk))
 
 
 def _chunks(rows: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -34,13 +34,13 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
     Raises:
         ConfigError: the configured attention backend or precision does not support this model on this device.
     """
-    model.recompute_every = config.parallel.recompute
+    model.set_recompute(config.parallel.recompute)
     model.backend = choose_backend(config.parallel.attention, config.model, world.device)
     if config.train.precision == "bf16+fp8":
         use_float8(model, world.device)
     if compiles(config, world.device):
         for block in model.blocks:
-            block.compile()
+            block.compile(fullgraph=True)  # a break would be slow without a word
     dtype = compute_dtype(config, world.device)
     # Inputs are not cast: the residual stream already has the embedding's dtype, and rotary tables stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -54,7 +54,8 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
 class ShardedUnit:
     """Modules whose parameters FSDP gathers together and whose gradients it reduces together.
 
-    `reshard`: the parameters are freed after the forward pass, and gathered again for the backward pass.
+    `reshard`: the parameters are freed after the forward pass, and gathered again for the backward pass; else they
+    stay gathered until the last backward pass of a step.
     """
 
     modules: tuple[nn.Module, ...]
@@ -132,12 +133,17 @@ def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
         row = stop
 
 
-def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Set whether the next backward pass is the last of the step.
+def set_last_micro_batch(model: Decoder, last: bool, *, reshard: bool) -> None:
+    """Set whether the next backward pass is the last of the step; `reshard` as for `units`.
 
     FSDP reduce-scatters gradients over the shard axis after every micro-batch (so no rank holds a full set), and
-    all-reduces them over the replicas only after the last.
+    all-reduces them over the replicas only after the last. Until then, parameters that stay gathered after the forward
+    pass also do so after the backward pass.
     """
+    staying = [unit.modules[0] for unit in units(model, reshard=reshard) if not unit.reshard]
+    for module in (model, *staying):
+        assert isinstance(module, FSDPModule)
+        module.set_reshard_after_backward(last, recurse=False)
     assert isinstance(model, FSDPModule)
     model.set_requires_all_reduce(last)
     model.set_is_last_backward(last)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel
+from fsdp_pretrain.config.sections import Recompute
 
 from . import devices
 
@@ -49,7 +50,7 @@ def feed_forward(model: AnyModel) -> tuple[int, int]:
     return (model.ffn if isinstance(model, LlamaModel) else model.ffn_width), 2 if isinstance(model, GPTModel) else 3
 
 
-def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: int = 0) -> float:
+def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: Recompute = 0) -> float:
     """Hardware FLOPs per token: Megatron-LM's formula (arXiv 2104.04473, eq. 3) for any f and number of KV heads.
 
     Counts only matrix products: 3 times the forward pass of the blocks, 4 times if recomputed; 3 times that of the
@@ -57,13 +58,24 @@ def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: i
     as many KV heads as heads and full recomputation this is 24 * 4 * L * h^2 * (1 + S/(6h) + V/(16Lh)) per token.
 
     Args:
-        recompute: `parallel.recompute`, every n-th block; 0 is none.
+        recompute: `parallel.recompute`.
     """
+    passes = 3 + recomputed_share(model, sequence_length, recompute)
+    return passes * model.layers * _block_forward(model, sequence_length) + 6 * model.hidden * model.rows
+
+
+def recomputed_share(model: AnyModel, sequence_length: int, recompute: Recompute) -> float:
+    """FLOPs that `parallel.recompute` computes again, as a share of the forward pass of all blocks."""
+    if recompute == "feed-forward":  # all but the last product of the layer
+        ffn, matrices = feed_forward(model)
+        return 2 * (matrices - 1) * model.hidden * ffn / _block_forward(model, sequence_length)
+    return -(-model.layers // recompute) / model.layers if recompute else 0.0
+
+
+def _block_forward(model: AnyModel, sequence_length: int) -> float:
     h, (ffn, matrices) = model.hidden, feed_forward(model)
     kv_width = (getattr(model, "kv_heads", None) or model.heads) * model.head_dim
-    block = 4 * h * h + 4 * h * kv_width + 4 * h * sequence_length + 2 * matrices * h * ffn
-    recomputed = -(-model.layers // recompute) if recompute else 0
-    return float(block * (3 * model.layers + recomputed) + 6 * h * model.rows)
+    return float(4 * h * h + 4 * h * kv_width + 4 * h * sequence_length + 2 * matrices * h * ffn)
 
 
 @dataclass(frozen=True)

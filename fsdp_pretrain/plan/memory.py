@@ -94,7 +94,7 @@ def _trace(
     model: models.Decoder, config: Config, shards: int, accumulates: bool, device: torch.device
 ) -> dict[str, int]:
     """The parts of `estimate` that change during a step, at its peak."""
-    model.recompute_every = config.parallel.recompute
+    model.set_recompute(config.parallel.recompute)
     model.train()
     micro, data = _micro_batch(config), config.data
     if choose_backend(config.parallel.attention, config.model, device) == "flex":
@@ -143,7 +143,8 @@ def _micro_batch(config: Config) -> MicroBatch:
 class _Sharding:
     """Memory of FSDP2 besides the shards: gathered parameters and unsharded gradients.
 
-    What is not resharded stays gathered until its gradients are reduced, the root until the end. Of the units that are
+    What is not resharded stays gathered until its gradients are reduced, or, if a step has several micro-batches and
+    for the root, until the end. Of the units that are
     resharded, one exists besides one all-gather buffer, its own or its neighbour's. When the gradients of a unit are
     complete, they are copied into one fp32 buffer, which stays until the next unit's.
     """
@@ -168,7 +169,7 @@ class _Sharding:
             self._meter.hold("gradients", self._elements(everything) // self._shards * _MASTER_BYTES)
         self._watch(root, release=0)
         for unit, part, size in zip(units, parts, sizes, strict=True):
-            self._watch(part, release=0 if unit.reshard else size)
+            self._watch(part, release=0 if unit.reshard or self._accumulates else size)
 
     def _gathered(self, part: list[nn.Parameter]) -> int:
         return sum(_padded(parameter, self._shards) * parameter.element_size() for parameter in part)

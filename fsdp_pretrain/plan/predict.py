@@ -12,7 +12,7 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import human_count, human_time
 
 from . import devices, published
-from .flops import flops_per_token
+from .flops import flops_per_token, recomputed_share
 from .overheads import DAY, Operations, Overheads, overheads
 from .published import Comparison
 from .scale import FITTED, Cluster, Constants, Step, Workload, step
@@ -169,15 +169,15 @@ def _shards(config: Config, cluster: Cluster, ranks: int) -> int:
 def workload(config: Config, cluster: Cluster, ranks: int) -> Workload:
     """A step of the full batch on `ranks`, with as many micro-batches as come closest to it, at least one."""
     shards, parallel = _shards(config, cluster, ranks), config.parallel
-    micro_batch, layers = config.train.micro_batch, config.model.layers
+    micro_batch, length = config.train.micro_batch, config.data.sequence_length
     return Workload(
         model=config.model,
-        sequence_length=config.data.sequence_length,
+        sequence_length=length,
         micro_batch=micro_batch,
         micro_batches=max(1, round(config.schedule.batch.full / (ranks * micro_batch))),
         shards=shards,
         replicas=ranks // shards,
-        recompute=-(-layers // parallel.recompute) / layers if parallel.recompute else 0.0,
+        recompute=recomputed_share(config.model, length, parallel.recompute),
         compiled=bool(parallel.compile),  # `auto` is true on GPUs
         reshard=parallel.reshard_after_forward,
     )

@@ -63,9 +63,9 @@ class Workload:
         micro_batches: per step and rank.
         shards: ranks that share the parameters.
         replicas: of the parameters.
-        recompute: share of the blocks that is recomputed in the backward pass.
+        recompute: share of the blocks' forward pass that is recomputed in the backward pass.
         compiled: elementwise kernels are fused.
-        reshard: parameters are gathered again for the backward pass.
+        reshard: parameters are gathered again for the backward pass; else once per step.
         parameter_bytes, gradient_bytes: per element, in collectives.
     """
 
@@ -259,7 +259,7 @@ def _elementwise(work: Workload, cluster: Cluster) -> tuple[float, float]:
     logits = work.tokens * 4 * work.model.rows
     gathered = _COPIES_GATHER * work.parameter_bytes * work.sizes.total if work.shards > 1 else 0
     reduced = _COPIES_REDUCE * work.gradient_bytes * work.sizes.total if work.ranks > 1 else 0
-    forward = blocks + 2 * logits + gathered
+    forward = blocks + 2 * logits + (gathered if work.reshard else gathered / work.micro_batches)
     backward = (2 + work.recompute) * blocks + 3 * logits + (gathered if work.reshard else 0) + reduced
     return forward / cluster.device.bandwidth, backward / cluster.device.bandwidth
 
@@ -287,7 +287,8 @@ def _exposed(
     root_scatter, root_all_reduce = _reductions(work, cluster, work.sizes.root)
     root_gather = shard_traffic(work, cluster, work.parameter_bytes * work.sizes.root)
 
-    gathers = work.micro_batches * (seconds(root_gather) + exposed(seconds(gather), forward))
+    times = work.micro_batches if work.reshard else 1
+    gathers = times * (seconds(root_gather) + exposed(seconds(gather), forward))
     reduces = work.micro_batches * seconds(root_scatter) + seconds(root_all_reduce)
     again = gather if work.reshard else Wires()
     for count, reductions in ((work.micro_batches - 1, scatter), (1, scatter + all_reduce)):

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.sections import Recompute
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.units import human_bytes
@@ -29,7 +30,7 @@ from .scale import Cluster, Step, step
 HEADROOM = 0.9
 """Share of a device's memory that may be planned: the rest is for NCCL, the CUDA context and fragmentation."""
 SHOWN = 8
-_RECOMPUTE = (0, 4, 2, 1)
+_RECOMPUTE: tuple[Recompute, ...] = (0, "feed-forward", 4, 2, 1)
 """Values of `parallel.recompute` to try."""
 
 
@@ -48,7 +49,7 @@ class Choice:
 
     micro_batch: int
     accumulation: int
-    recompute: int
+    recompute: Recompute
     reshard: bool
     memory: int
     step: Step
@@ -166,7 +167,7 @@ def _judge(
     world: int,
     shards: int,
     micro_batch: int,
-    recompute: int,
+    recompute: Recompute,
     reshard: bool,
     used: int | None = None,
 ) -> Choice:
@@ -212,11 +213,14 @@ def _row(mark: str, cells: Sequence[str]) -> str:
     return f"  {mark:4}" + "".join(f"{cell:>14}" for cell in cells)
 
 
+_RECOMPUTED = {0: "-", 1: "all blocks", "feed-forward": "feed-forward"}
+
+
 def _cells(choice: Choice) -> list[str]:
     return [
         str(choice.micro_batch),
         str(choice.accumulation),
-        {0: "-", 1: "all blocks"}.get(choice.recompute, f"1 in {choice.recompute}"),
+        _RECOMPUTED.get(choice.recompute, f"1 in {choice.recompute}"),
         "yes" if choice.reshard else "no",
         human_bytes(choice.memory),
         f"{choice.step.seconds:.3f}",

@@ -156,7 +156,7 @@ def memory_warning(total: int, available: int, device: str) -> Iterator[str]:
     if total > available:
         yield (
             f"a rank needs {human_bytes(total)}, {device} has {human_bytes(available)}: shard over more ranks, "
-            "recompute (parallel.recompute = 1) or use a smaller micro-batch"
+            'recompute (parallel.recompute = "feed-forward", or 1) or use a smaller micro-batch'
         )
     elif total > 0.9 * available:
         yield (

@@ -270,9 +270,10 @@ class Trainer:
         if self.scaler is not None:  # as if each micro-batch were averaged separately, or fp16 would underflow
             factor *= self.scaler.scale * len(batch.micro)
         sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
+        reshard = self.config.parallel.reshard_after_forward
         for index, micro in enumerate(batch.micro):
             self._heartbeat.beat(Phase.COMPUTE)
-            fsdp.set_last_micro_batch(self.model, index == len(batch.micro) - 1)
+            fsdp.set_last_micro_batch(self.model, index == len(batch.micro) - 1, reshard=reshard)
             self._micro_step(micro, factor, sums)
         return sums
 

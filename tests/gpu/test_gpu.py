@@ -91,6 +91,8 @@ def test_fp32_is_the_curve_of_the_cpu(module_lab: Any, config: Path, helpers: An
     [
         ["parallel.compile=true"],
         ["parallel.recompute=1"],
+        ["parallel.recompute=feed-forward"],
+        ["parallel.compile=true", "parallel.recompute=feed-forward"],
         ["parallel.compile=true", "parallel.recompute=2", "parallel.reshard_after_forward=false"],
         ["train.micro_batch=4"],
     ],
@@ -218,6 +220,21 @@ def test_flash_attention_takes_our_shapes() -> None:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         layer(x, None, None).sum().backward()
     assert torch.isfinite(x.grad).all()
+
+
+def test_the_compiled_loss_is_the_eager_one() -> None:
+    from fsdp_pretrain.models.loss import compiled_kernels, token_losses
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(2, 512, 256, device="cuda", generator=generator).requires_grad_()
+    weight = (torch.randn(70_000, 256, device="cuda", generator=generator) * 0.02).requires_grad_()  # several chunks
+    labels = torch.randint(70_000, (2, 512), device="cuda", generator=generator)
+    found = []
+    for kernels in (None, compiled_kernels()):
+        losses, _ = token_losses(hidden, weight, labels, kernels)
+        found.append((losses, *torch.autograd.grad(losses.mean(), (hidden, weight))))
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-7)
 
 
 def test_loss_of_a_large_vocabulary_stays_small() -> None:

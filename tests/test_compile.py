@@ -1,0 +1,66 @@
+"""Compiled blocks: one graph for all blocks of a family, whatever a run changes on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fsdp_pretrain import models
+from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.config.sections import Recompute
+from fsdp_pretrain.models.masks import Slots
+from fsdp_pretrain.parallel.fsdp import materialise
+
+SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab": 97}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 2, "ffn": 80},
+    "gpt": {"family": "gpt", "positions": 32},
+    "gpt-dropout": {"family": "gpt", "positions": 32, "dropout": 0.1},
+    "alibi": {"family": "gpt", "positions": "alibi", "embedding_norm": True},
+    "glm": {"family": "glm", "positions": "rope-2d"},
+    "glm-layer-scaled": {"family": "glm", "scores": "layer_scaled"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_others() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def batch(step: int, *, masked: bool) -> tuple[Tensor, Tensor, Slots | None]:
+    """Tokens and labels [2, 32], and documents whose lengths and prefixes differ from step to step."""
+    tokens = torch.randint(97, (2, 33), generator=torch.Generator().manual_seed(step))
+    if not masked:
+        return tokens[:, :-1], tokens[:, 1:], None
+    lengths = torch.tensor([[5 + step, 27 - step, 0], [10, 11 - step, 11 + step]], dtype=torch.int32)
+    prefix = torch.tensor([[step, 0, 0], [0, 2, step]], dtype=torch.int32)
+    return tokens[:, :-1], tokens[:, 1:], Slots(lengths, prefix)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("recompute", [0, "feed-forward"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_blocks_are_one_graph_through_a_run(family: str, recompute: Recompute, masked: bool) -> None:
+    """Neither layers, nor document lengths, nor the embedding's shrink need another; a break would be an error."""
+    config: AnyModel = TypeAdapter(AnyModel).validate_python({**SHAPE, **FAMILIES[family]})
+    model = materialise(models.build(config), 1, torch.device("cpu"))
+    model.set_recompute(recompute)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    for step in range(5):
+        model.embedding.shrink = 1 - step / 10
+        tokens, labels, slots = batch(step, masked=masked)
+        losses = model(tokens, labels, slots)
+        losses.mean().backward()
+    assert losses.isfinite().all()
+    layers = 3 if config.family == "glm" and config.scores == "layer_scaled" else 1
+    assert counter.frame_count <= layers
