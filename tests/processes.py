@@ -233,6 +233,16 @@ class Job:
             self.kill()
         return [code for code in self.codes() if code is not None]
 
+    def wait_or_kill(self, seconds: float) -> list[int]:
+        """The exit codes; ranks that have not ended after `seconds` are killed, as torchrun would do at once.
+
+        A rank whose peer dies while gloo connects them may wait without end: there gloo has no time limit.
+        """
+        with contextlib.suppress(AssertionError):
+            until(lambda: None not in self.codes(), seconds, every=0.01)
+        self.kill()
+        return self.wait()
+
     def codes(self) -> list[int | None]:
         """Exit code of each rank, None while it runs."""
         return [process.poll() for process in self.ranks]
