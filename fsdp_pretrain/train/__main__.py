@@ -2,7 +2,10 @@
 
 import sys
 
-from .main import main
+from fsdp_pretrain import master_port
 
 if __name__ == "__main__":
+    held = master_port.hold()
+    from .main import main  # imports torch, which takes seconds
+
     sys.exit(main())
