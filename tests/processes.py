@@ -39,11 +39,16 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**environment, **extra}
 
 
+_HELD: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free TCP port, which is given to no other process while this one lives; a server may listen on it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    _HELD.append(held)
+    return int(held.getsockname()[1])
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

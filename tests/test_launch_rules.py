@@ -1,17 +1,24 @@
-"""The launcher's rules: what follows an end, when to stop, the arguments of torchrun and Slurm. Only the batch script
-starts a process."""
+"""The launcher's rules: what follows an end, when to stop, the arguments of torchrun and Slurm. Few start a
+process."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import records
+from processes import spawn
+from sight import PATIENCE
+from torch.distributed import TCPStore
 
+from fsdp_pretrain import master_port
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
@@ -156,6 +163,29 @@ def test_torchrun_gets_what_it_needs() -> None:
     variables = torchrun.environment({"OMP_NUM_THREADS": "7", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"})
     assert (variables["OMP_NUM_THREADS"], variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]) == ("7", "1")
     assert variables["PYTHONSAFEPATH"] == "1"
+
+
+def test_the_port_of_the_store_is_kept_from_the_first_moment(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun lets the port go that it found, and rank 0 listened there seconds later: any process could be given it."""
+    port = helpers.port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("RANK", "1")
+    assert master_port.hold() is None
+    monkeypatch.setenv("RANK", "0")
+    with contextlib.closing(master_port.hold()), socket.socket() as other:
+        with pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", port))
+        assert TCPStore("127.0.0.1", port, 1, is_master=True).port == port
+
+
+def test_a_port_that_another_process_has_is_named_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, log = server.getsockname()[1], tmp_path / "log"
+        rank = spawn((sys.executable, "-m", "fsdp_pretrain.train"), log, RANK="0", MASTER_PORT=str(port))
+        assert rank.wait(PATIENCE) == 1
+    assert log.read_text().strip() == (
+        f"error: another process uses MASTER_PORT {port}: the ranks cannot meet. Start again"
+    )
 
 
 @pytest.mark.parametrize(

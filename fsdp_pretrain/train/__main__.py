@@ -3,11 +3,13 @@
 import os
 import sys
 
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-    # Against fragmentation; torch reads it once.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-from .main import main
+from fsdp_pretrain import master_port
 
 if __name__ == "__main__":
+    held = master_port.hold()
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        # Against fragmentation; torch reads it once.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    from .main import main  # imports torch, which takes seconds
+
     sys.exit(main())
