@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,19 +71,19 @@ def _attention(config: Config, device: torch.device) -> Iterator[tuple[str, Call
         # As the blocks make them: [B, S, heads, d] in memory.
         return torch.randn(batch, length, heads, model.head_dim, device=device, dtype=dtype).transpose(1, 2)
 
-    inputs = [random(model.heads).requires_grad_(), *(random(kv_heads).requires_grad_() for _ in "kv")]
+    query, key, value = (random(heads).requires_grad_() for heads in (model.heads, kv_heads, kv_heads))
     gradient = random(model.heads)
 
     def attend() -> None:
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=kv_heads != model.heads)
-        torch.autograd.grad(out, inputs, gradient)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=kv_heads != model.heads)
+        torch.autograd.grad(out, (query, key, value), gradient)
 
     def with_kernel(kernel: SDPBackend) -> None:
         with sdpa_kernel(kernel):
             attend()
 
     for name, kernel in _ATTENTION.items():
-        yield f"attention {name}", attend if kernel is None else lambda kernel=kernel: with_kernel(kernel)
+        yield f"attention {name}", attend if kernel is None else partial(with_kernel, kernel)
 
 
 def _loss(config: Config, device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:

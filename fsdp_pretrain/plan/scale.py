@@ -9,7 +9,8 @@ after the last. The three free constants are in `Constants`, fitted to published
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from statistics import NormalDist
 
@@ -140,7 +141,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        return sum(getattr(self, each.name) for each in fields(self))
+        return math.fsum(astuple(self))
 
 
 @dataclass(frozen=True)
