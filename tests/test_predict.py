@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import tomllib
 from dataclasses import fields, replace
@@ -103,26 +104,26 @@ def test_the_slowest_of_n_normal_ranks(ranks: int, expected: float) -> None:
 def test_a_ring_moves_the_bytes_of_the_theory() -> None:
     size = 1e9
     inside = scale.shard_traffic(work(8, 16), cluster(), size)
-    assert inside == scale.Wires(size * 7 / 8, 0.0, 7)
+    assert inside == scale.Traffic(size * 7 / 8, 0.0, 7)
     across = scale.shard_traffic(work(64, 2), cluster(), size)  # a node of 8 fetches the parts of 7 others once
     assert across.link == size * 63 / 64 and across.network * 8 == size * 7 / 8 and across.hops == 63
     between = scale.replica_traffic(work(8, 16), cluster(), size)  # all-reduce: 2 (r - 1) / r
-    assert between == scale.Wires(0.0, 2 * size * 15 / 16, 2 * 15)
+    assert between == scale.Traffic(0.0, 2 * size * 15 / 16, 2 * 15)
     mixed = scale.replica_traffic(work(4, 4), cluster(), size)  # two replicas in each of two nodes
     assert mixed.link == 2 * size * 3 / 4 and mixed.network * 2 == 2 * size / 2
-    assert scale.shard_traffic(work(1, 8), cluster(), size) == scale.Wires()
-    assert scale.replica_traffic(work(8, 1), cluster(), size) == scale.Wires()
+    assert scale.shard_traffic(work(1, 8), cluster(), size) == scale.Traffic()
+    assert scale.replica_traffic(work(8, 1), cluster(), size) == scale.Traffic()
 
 
 def test_a_step_moves_what_fsdp_does() -> None:
-    """Without overlap: blocks are gathered twice per micro-batch and the root once, all gradients reduced in fp32 after
-    every micro-batch, and all-reduced once per step."""
+    """Without overlap: blocks are gathered twice per micro-batch and the root once per step, all gradients reduced in
+    fp32 after every micro-batch, and all-reduced once per step."""
     parameters = sizes(LLAMA_7B)
     bare = Constants(products=1, throttled=1, overlap=0, network=1)
     place = cluster(hop=0.0, link=1.0, network=8.0)  # a byte per second and rank
     for micro_batches in (1, 4):
         parts = step(work(8, 16, micro_batches=micro_batches), place, bare)
-        assert parts.gather == pytest.approx(micro_batches * 7 / 8 * 2 * (2 * parameters.blocks + parameters.root))
+        assert parts.gather == pytest.approx(7 / 8 * 2 * (micro_batches * 2 * parameters.blocks + parameters.root))
     sharded = [step(work(8, 1, micro_batches=n), place, bare).reduce for n in (1, 4)]
     assert sharded == pytest.approx([n * 7 / 8 * 4 * parameters.total for n in (1, 4)])
     replicated = [step(work(1, 128, micro_batches=n, reshard=False), place, bare) for n in (1, 4)]
@@ -140,7 +141,7 @@ def test_what_computation_hides_costs_nothing_but_the_root() -> None:
     place = cluster(hop=0.0)
     parts = step(work(8, 1, micro_batches=3), place, hiding)
     root = 7 / 8 * sizes(LLAMA_7B).root / (hiding.network * place.link)
-    assert parts.gather == pytest.approx(3 * 2 * root) and parts.reduce == pytest.approx(3 * 4 * root)
+    assert parts.gather == pytest.approx(2 * root) and parts.reduce == pytest.approx(3 * 4 * root)
     none = step(work(8, 1, micro_batches=3), place, replace(FITTED, overlap=0.0))
     half = step(work(8, 1, micro_batches=3), place, replace(FITTED, overlap=0.5))
     assert half.gather + half.reduce == pytest.approx((parts.gather + parts.reduce + none.gather + none.reduce) / 2)
@@ -175,23 +176,27 @@ def test_more_ranks_more_work_and_less_memory_bandwidth_cost_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hours", "every", "stall", "save", "restart", "expected"),
+    ("hours", "every", "stall", "save", "restart"),
     [
-        (1000, 3600, 60, 60, 2700, 0.982),
-        (64, 3600, 60, 60, 2700, 0.965),
-        (1000, 900, 2, 2, 480, 0.998),
-        (64, 900, 2, 2, 480, 0.994),
-        (8, 900, 2, 2, 480, 0.967),
-        (3, 900, 2, 2, 480, 0.919),
+        (1000, 3600, 60, 60, 2700),
+        (64, 3600, 60, 60, 2700),
+        (1000, 900, 2, 2, 480),
+        (8, 900, 2, 2, 480),
+        (3, 900, 2, 2, 480),
     ],
 )
-def test_goodput_of_a_simulated_renewal_process(
-    hours: float, every: float, stall: float, save: float, restart: float, expected: float
+def test_goodput_is_that_of_simulated_failures(
+    hours: float, every: float, stall: float, save: float, restart: float
 ) -> None:
     """Hourly saves of 60 s that training waits for, 30 min until a failure is noticed and 15 min to start again; saves
     every 15 min with a wait of 2 s, 3 min and 5 min."""
-    kept = overheads.kept_share(1 / (3600 * hours), every + stall, save, restart)
-    assert kept * every / (every + stall) == pytest.approx(expected, abs=0.004)
+    rate, interval = 1 / (3600 * hours), every + stall
+    chance, kept, passed = random.Random(1), 0.0, 0.0
+    for _ in range(20_000):
+        life = chance.expovariate(rate)
+        kept += max(0, math.floor((life - save) / interval)) * interval
+        passed += life + restart
+    assert overheads.kept_share(rate, interval, save, restart) == pytest.approx(kept / passed, rel=0.01)
 
 
 def test_a_failure_loses_half_an_interval_and_the_save_in_flight() -> None:
@@ -287,7 +292,9 @@ def test_a_run_on_other_meshes() -> None:
     assert job.recompute == 7 / 32 and (job.shards, job.replicas) == (4, 2)
     alone = predict.predict(load(path, ["parallel.shard=1"]), H100).predictions
     assert not any(row.fits for row in alone)  # 108 GB
-    with pytest.raises(ConfigError, match=r"parallel.shard = 32 does not divide the world size 48"):
+    odd = predict.predict(load(path), H100, gpus_per_node=6)  # the nearest numbers of whole nodes
+    assert [row.ranks for row in odd.predictions] == [6, 18, 30, 66, 126, 258, 510, 1026]
+    with pytest.raises(ConfigError, match=r"shards of 32 ranks do not divide the world size 48"):
         predict.predict(load(path, ["parallel.shard=32"]), H100, world=48)
 
 
@@ -309,11 +316,14 @@ def test_the_command_predicts(lab: Any, run_command: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--predict"], ["--predict needs --device", "NVIDIA H100"]),
+        (["--predict"], ["the speed of a --device is needed", "NVIDIA H100"]),
         (["--predict", "--device", "NVIDIA A9000"], ["what a device 'NVIDIA A9000' can do is not known"]),
-        (["train.precision=fp32", "--predict", "--device", H100], ["knows the rates of bf16"]),
+        (["train.precision=fp32", "--predict", "--device", H100], ["only the rates of bf16"]),
         (["--predict", "--device", H100, "--node-failures", "nan"], ["--node-failures needs a number from 0 on"]),
-        (["--network", "50GB"], ["belong to --predict"]),
+        (["--network", "50GB"], ["belong to --predict and --tune"]),
+        (["--trials", "2"], ["--trials belongs to --tune"]),
+        (["--predict", "--device", H100, "--network", "400Gb"], ["is not a size such as 512MB"]),
+        (["--predict", "--device", H100, "model.declared_params=7"], ["model.declared_params = 7, but"]),
     ],
 )
 def test_predictions_that_are_refused(lab: Any, run_command: Run, arguments: list[str], expected: list[str]) -> None:

@@ -25,6 +25,7 @@ from fsdp_pretrain.config.sections import GLMObjective
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.console import Parser
 from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.layers import Constant
 from fsdp_pretrain.models.loss import IGNORE
@@ -233,6 +234,7 @@ def render(result: dict[str, Any]) -> str:
 def main() -> int:
     """Command line."""
     args = _parser().parse_args()
+    torchrun.die_with_launcher()
     config = load(args.config, args.overrides)
     if args.side and args.side != peers.OURS:
         return _measure_peer(args, config)

@@ -120,7 +120,7 @@ def _print(rows: list[Row], *, as_json: bool) -> int:
 )
 def _export(args: argparse.Namespace) -> int:
     """Write a checkpoint of any mesh as a folder that transformers loads: safetensors, config.json, tokenizer."""
-    _stores(args.run)
+    check_begun(args.run)
     done = _hf().export_checkpoint(
         args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size, tokenizer_path=args.tokenizer
     )

@@ -14,7 +14,6 @@ import time
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, row, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
@@ -24,9 +23,6 @@ from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.units import Seconds
 
 from . import alarms, checkpoints, launch, plan
-
-if TYPE_CHECKING:
-    pass
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +51,18 @@ def add(command: CommandLine) -> None:
         "a --device, and why",
     ),
     argument(
-        "--trials", type=int, default=0, help="for --tune: measure this many of the best on the GPUs of this node"
+        "--trials", type=positive, default=0, help="for --tune: measure this many of the best on the GPUs of this node"
     ),
-    argument("--link", type=byte_count, help="for --predict: bytes/s from a GPU to others of its node, such as 450GB"),
-    argument("--network", type=byte_count, help="for --predict: bytes/s from a node to others; 50GB is 400 Gb/s"),
+    argument(
+        "--link",
+        type=byte_count,
+        help="for --predict and --tune: bytes/s from a GPU to others of its node, such as 450GB",
+    ),
+    argument(
+        "--network",
+        type=byte_count,
+        help="for --predict and --tune: bytes/s from a node to others; 50GB is 400 Gb/s",
+    ),
     argument("--storage", type=byte_count, help="for --predict: bytes/s of all ranks together (default: 10GB)"),
     argument("--node-failures", type=float, help="for --predict: per node and 1,000 days (default: 3.8, as Llama 3)"),
     JSON,
@@ -67,10 +74,16 @@ def _plan(args: argparse.Namespace) -> int:
 
     if args.seconds_per_step is not None and (args.world_size is None or not 0 < args.seconds_per_step < math.inf):
         raise ConfigError("--seconds-per-step needs a positive time and --world-size")
+    if sum((args.predict, args.tune, args.at is not None, args.seconds_per_step is not None)) > 1:
+        raise ConfigError("--predict, --tune, --at and --seconds-per-step exclude each other")
+    if args.trials and not args.tune:
+        raise ConfigError("--trials belongs to --tune")
+    if not args.predict and (args.storage, args.node_failures) != (None, None):
+        raise ConfigError("--storage and --node-failures belong to --predict")
+    if not (args.predict or args.tune) and (args.link, args.network) != (None, None):
+        raise ConfigError("--link and --network belong to --predict and --tune")
     if args.predict:
         return _predict(args)
-    if (args.link, args.network, args.storage, args.node_failures) != (None,) * 4:
-        raise ConfigError("--link, --network, --storage and --node-failures belong to --predict")
     if args.world_size is None and (args.device or args.device_memory):
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
@@ -80,15 +93,7 @@ def _plan(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1) if args.json else "\n".join(lines))
         return 0
     if args.tune:
-        tune = import_extra("fsdp_pretrain.plan.tune", "plan --tune traces the memory of a step")
-        tuning = tune.tune(
-            config,
-            args.device,
-            args.world_size,
-            gpus_per_node=args.gpus_per_node,
-            available=args.device_memory,
-        )
-        return _show_tuning(args, config, tuning, tune.render)
+        return _tune(args, config)
     plan = import_extra("fsdp_pretrain.plan.plan", "plan counts parameters")
     if args.seconds_per_step is not None:
         rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
@@ -105,15 +110,30 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_tuning(args: argparse.Namespace, config: Config, tuning: Tuning, render: Callable[[Tuning], str]) -> int:
-    """Print it, and what trials of the best choices measure. Exit 1 if nothing fits."""
+def _tune(args: argparse.Namespace, config: Config) -> int:
+    """Print the best ways, and what trials of them measure. Exit 1 if nothing fits."""
+    from fsdp_pretrain.launch.preflight import gpu_count
     from fsdp_pretrain.plan import trials
 
-    ranks = min(args.world_size, args.gpus_per_node)
-    if args.trials and tuning.shards > ranks:
-        raise ConfigError(f"--trials use one node, and parallel.shard = {tuning.shards} needs more than {ranks} ranks")
+    tune = import_extra("fsdp_pretrain.plan.tune", "plan --tune traces the memory of a step")
+    if args.world_size is None:
+        raise ConfigError("--tune needs --world-size")
+    ranks, shards = min(args.world_size, args.gpus_per_node), config.parallel.shard
+    if args.trials and shards != "node" and shards > ranks:
+        raise ConfigError(f"--trials use one node, and parallel.shard = {shards} needs more than {ranks} ranks")
+    if args.trials and gpu_count() < ranks:
+        raise ConfigError(f"--trials need {ranks} GPUs on this node, which shows {gpu_count()}")
+    tuning: Tuning = tune.tune(
+        config,
+        args.device,
+        args.world_size,
+        gpus_per_node=args.gpus_per_node,
+        available=args.device_memory,
+        link=args.link,
+        network=args.network,
+    )
     if not args.json:
-        print(render(tuning), flush=True)
+        print(tune.render(tuning), flush=True)
     measured = trials.run_trials(config, tuning.fitting[: args.trials], ranks)
     if args.json:
         print(json.dumps({**tuning.to_json(), "trials": [asdict(trial) for trial in measured]}, indent=1))

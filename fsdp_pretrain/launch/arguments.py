@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
@@ -31,15 +32,24 @@ def _ranks(text: str) -> str:
     return text
 
 
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     """Options of the hardware check, as `fsdp-pretrain doctor` passes them to `fsdp_pretrain.launch.doctor`."""
     parser.add_argument(
         "--slow",
-        type=float,
+        type=_positive,
         default=1.15,
         help="a matrix product that takes this many times the median is slow (default: 1.15)",
     )
-    parser.add_argument("--slow-sum", type=float, default=1.5, help="the same for all-reduce sums (default: 1.5)")
-    parser.add_argument("--megabytes", type=float, help="size of the tensor that is summed (default: 256, on CPU 1)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a collective may take")
+    parser.add_argument("--slow-sum", type=_positive, default=1.5, help="the same for all-reduce sums (default: 1.5)")
+    parser.add_argument(
+        "--megabytes", type=_positive, help="size of the tensor that is summed (default: 256, on CPU 1)"
+    )
+    parser.add_argument("--timeout", type=_positive, default=120.0, help="seconds that a collective may take")
     parser.add_argument("--json", action="store_true")

@@ -23,6 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from fsdp_pretrain import open_files
 from fsdp_pretrain.console import Parser, run_guarded
 from fsdp_pretrain.parallel.mesh import RankInfo, device_of
 from fsdp_pretrain.units import human_bytes
@@ -92,6 +93,7 @@ def _check(args: argparse.Namespace) -> int:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
     timeout = timedelta(seconds=args.timeout)
+    open_files.raise_limit(open_files.files_needed(ranks.world, ranks.local_world))
     dist.init_process_group(backend, store=store, timeout=timeout, rank=ranks.rank, world_size=ranks.world)
     found = Checker(ranks, device, args).run()
     if ranks.rank == 0:

@@ -43,6 +43,11 @@ class Device:
     float8: bool = True
 
     @property
+    def bytes(self) -> int:
+        """Of its memory."""
+        return self.memory * 2**30
+
+    @property
     def achievable(self) -> float:
         """FLOP/s of the best matrix product."""
         return self.matmul or _UNMEASURED * self.peak
@@ -64,10 +69,10 @@ _DEVICES = {
     "NVIDIA GH200": Device(989e12, 95, 4.0e12, 450e9, 50e9, 450e9, 828.6e12),
     "NVIDIA B200": Device(2250e12, 180, 8.0e12, 900e9, 50e9, _PCIE5, 1745e12),
     "NVIDIA GB200": Device(2500e12, 185, 8.0e12, 900e9, 50e9, 450e9),
-    "AMD Instinct MI250X": Device(383e12, 64, 1.6e12, 100e9, 25e9, _PCIE4, **_OLDER),
+    "AMD Instinct MI250X": Device(191.5e12, 64, 1.6e12, 100e9, 25e9, _PCIE4, **_OLDER),
     "AMD Instinct MI300X": Device(1307e12, 192, 5.3e12, 448e9, 50e9, _PCIE5, 668.4e12, float8=False),
 }
-"""By prefix of the device name. Memory and bandwidth of an MI250X are of one of its two dies."""
+"""By prefix of the device name. All of an MI250X is of one of its two dies, which torch sees as a device."""
 
 
 def find(name: str) -> Device | None:

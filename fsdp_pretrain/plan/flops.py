@@ -33,7 +33,7 @@ def peak_flops(name: str) -> float | None:
 def device_memory(name: str) -> int | None:
     """Bytes of memory of a device by name, or None if unknown."""
     device = devices.find(name)
-    return device.memory * 2**30 if device else None
+    return device.bytes if device else None
 
 
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:

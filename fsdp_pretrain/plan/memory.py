@@ -144,9 +144,9 @@ class _Sharding:
     """Memory of FSDP2 besides the shards: gathered parameters and unsharded gradients.
 
     What is not resharded stays gathered until its gradients are reduced, or, if a step has several micro-batches and
-    for the root, until the end. Of the units that are
-    resharded, one exists besides one all-gather buffer, its own or its neighbour's. When the gradients of a unit are
-    complete, they are copied into one fp32 buffer, which stays until the next unit's.
+    for the root, until the end. Of the units that are resharded, one exists besides one all-gather buffer, its own or
+    its neighbour's. When the gradients of a unit are complete, they are copied into one fp32 buffer, which stays until
+    the next unit's.
     """
 
     def __init__(self, meter: _Meter, shards: int, *, accumulates: bool) -> None:

@@ -97,8 +97,8 @@ def resume(work: Workload, cluster: Cluster, operations: Operations) -> float:
 def kept_share(rate: float, every: float, save: float, restart: float) -> float:
     """Share of the time that ends in a verified checkpoint, of a run with exponentially distributed failures.
 
-    A start that fails after X seconds keeps floor((X - save) / every) intervals; their mean is
-    e^(-rate save) / (e^(rate every) - 1), to first order 1 / rate - every / 2 - save seconds: a failure loses half an
+    A start that fails after X seconds keeps floor((X - save) / every) intervals, e^(-rate save) / (e^(rate every) - 1)
+    in the mean. Times `every`, that is to first order 1 / rate - every / 2 - save seconds: a failure loses half an
     interval, and the save that was not complete.
 
     Args:

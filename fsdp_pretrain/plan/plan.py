@@ -22,6 +22,7 @@ from fsdp_pretrain.units import human_bytes, human_count
 from . import devices, memory
 from . import warnings as advice
 from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
+from .sizes import check_declared
 
 _COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
 """Columns of the schedule's preview; those of the run's ramps follow."""
@@ -90,18 +91,6 @@ class Plan:
 def count_parameters(model: AnyModel) -> int:
     """Number of parameters of a model, tied ones once; builds it on the meta device."""
     return models.build(model).count_parameters()
-
-
-def check_declared(model: AnyModel, exact: int) -> None:
-    """Raise ConfigError if the model does not have `declared_params` parameters."""
-    declared = model.declared_params
-    if declared is not None and declared != exact:
-        raise ConfigError(
-            f"model.declared_params = {declared:_}, but this model has {exact:_} parameters "
-            f"({(exact - declared) / declared:+.1%})",
-            effect="the run would train another model than intended",
-            remedy="correct the shape, or the declared number",
-        )
 
 
 def world_sizes(config: Config) -> Iterator[int]:

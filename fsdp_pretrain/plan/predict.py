@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean, median
 from typing import Any
 
@@ -12,10 +12,12 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import human_count, human_time
 
 from . import devices, published
+from .devices import Device
 from .flops import flops_per_token, recomputed_share
 from .overheads import DAY, Operations, Overheads, overheads
 from .published import Comparison
 from .scale import FITTED, Cluster, Constants, Step, Workload, step
+from .sizes import check_declared, sizes
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 _STATE = 16
@@ -107,7 +109,7 @@ def predict(
     network: float | None = None,
     operations: Operations | None = None,
 ) -> Table:
-    """Predict a run on `SIZES` devices, and on `world`.
+    """Predict a run on `SIZES` devices, or the nearest numbers that its shards divide, and on `world`.
 
     Args:
         device: the driver's name of the device.
@@ -116,29 +118,19 @@ def predict(
         operations: default: as in the configuration, for the rest the defaults of `Operations`.
 
     Raises:
-        ConfigError: the device is not known, or the run computes in fp32.
+        ConfigError: the device or its rate is not known, or the model is not the declared one.
     """
-    kind = devices.find(device or "")
-    if kind is None:
-        raise ConfigError(
-            f"what a device {device!r} can do is not known" if device else "--predict needs --device",
-            remedy=f"name one of these, as its driver does: {', '.join(devices.names())}",
-        )
-    if config.train.precision in ("fp32", "bf16+fp8"):
-        raise ConfigError(
-            f'--predict knows the rates of bf16 and fp16, not those of train.precision = "{config.train.precision}"'
-        )
-    cluster = Cluster.of(kind, gpus_per_node, link, network)
+    check_declared(config.model, sizes(config.model).total)
+    cluster = Cluster.of(known_device(config, device), gpus_per_node, link, network)
     operations = operations or operations_of(config)
     if world is not None and world % _shards(config, cluster, world):
         raise ConfigError(
-            f"parallel.shard = {config.parallel.shard} does not divide the world size {world}",
+            f"shards of {_shards(config, cluster, world)} ranks do not divide the world size {world}",
             remedy="predict for a multiple of it",
         )
-    sizes = sorted({*SIZES, *([] if world is None else [world])})
-    predictions = [
-        _predict(config, cluster, operations, size) for size in sizes if not size % _shards(config, cluster, size)
-    ]
+    unit = _shards(config, cluster, cluster.gpus)
+    counts = {max(1, round(size / unit)) * unit for size in SIZES} | ({world} if world else set())
+    predictions = [_predict(config, cluster, operations, count) for count in sorted(counts)]
     return Table(
         run=config.run.name,
         device=device or "",
@@ -148,6 +140,21 @@ def predict(
         predictions=predictions,
         comparisons=published.compare(published.RUNS),
     )
+
+
+def known_device(config: Config, name: str | None) -> Device:
+    """The device of this name. Raises ConfigError if it is not known, or its rate in the configured precision."""
+    device = devices.find(name or "")
+    if device is None:
+        raise ConfigError(
+            f"what a device {name!r} can do is not known" if name else "the speed of a --device is needed",
+            remedy=f"name one of these, as its driver does: {', '.join(devices.names())}",
+        )
+    if config.train.precision in ("fp32", "bf16+fp8"):
+        raise ConfigError(
+            f'only the rates of bf16 and fp16 are known, not those of train.precision = "{config.train.precision}"'
+        )
+    return device
 
 
 def operations_of(config: Config, storage: float | None = None, failures: float | None = None) -> Operations:
@@ -189,8 +196,10 @@ def _predict(config: Config, cluster: Cluster, operations: Operations, ranks: in
     batch = work.micro_batches * work.micro_batch * ranks
     every = config.checkpoint.every
     steps = every.value if every.unit == "step" else schedule.samples(every) / batch
+    longest = config.watchdog.hang.longest.value
+    operations = replace(operations, detect=max(operations.detect, min(30 * parts.seconds, longest)))
     costs = overheads(work, cluster, operations, interval=steps * parts.seconds)
-    tokens = work.micro_batches * work.tokens / parts.seconds
+    tokens = parts.tokens(work)
     flops = flops_per_token(work.sizes.total, config.model, config.data.sequence_length)
     seconds = schedule.tokens(schedule.total) / (tokens * ranks)
     return Prediction(
@@ -200,7 +209,7 @@ def _predict(config: Config, cluster: Cluster, operations: Operations, ranks: in
         micro_batches=work.micro_batches,
         batch=batch,
         as_configured=batch == schedule.batch.full,
-        fits=_STATE * work.sizes.total / work.shards < cluster.device.memory * 2**30,
+        fits=_STATE * work.sizes.total / work.shards < cluster.device.bytes,
         step=parts,
         tokens=tokens,
         mfu=tokens * flops / cluster.device.peak,

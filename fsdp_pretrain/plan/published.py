@@ -104,7 +104,7 @@ def compare(runs: Sequence[Published], constants: Constants = FITTED) -> list[Co
 
 def predicted_tokens(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> float:
     """Tokens per second and rank."""
-    return work.tokens * work.micro_batches / step(work, cluster, constants).seconds
+    return step(work, cluster, constants).tokens(work)
 
 
 def fit(runs: Sequence[Published], precision: float = 0.002) -> Constants:

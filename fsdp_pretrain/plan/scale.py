@@ -143,20 +143,24 @@ class Step:
     def seconds(self) -> float:
         return math.fsum(astuple(self))
 
+    def tokens(self, work: Workload) -> float:
+        """Tokens per second and rank, of the work that takes this."""
+        return work.tokens * work.micro_batches / self.seconds
+
 
 @dataclass(frozen=True)
-class Wires:
+class Traffic:
     """Traffic of a rank: bytes on the link inside the node, bytes of its share of the network, steps of rings."""
 
     link: float = 0.0
     network: float = 0.0
     hops: int = 0
 
-    def __add__(self, other: Wires) -> Wires:
-        return Wires(self.link + other.link, self.network + other.network, self.hops + other.hops)
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.link + other.link, self.network + other.network, self.hops + other.hops)
 
-    def __mul__(self, times: int) -> Wires:
-        return Wires(self.link * times, self.network * times, self.hops * times)
+    def __mul__(self, times: int) -> Traffic:
+        return Traffic(self.link * times, self.network * times, self.hops * times)
 
     def seconds(self, cluster: Cluster, constants: Constants) -> float:
         """Both kinds of wires work at the same time."""
@@ -165,38 +169,33 @@ class Wires:
         return busy + self.hops * cluster.hop
 
 
-def shard_traffic(work: Workload, cluster: Cluster, size: float) -> Wires:
+def shard_traffic(work: Workload, cluster: Cluster, size: float) -> Traffic:
     """A rank's traffic for an all-gather or reduce-scatter of `size` bytes in all, over the shards (neighbours)."""
     return _ring(size, work.shards, min(work.shards, cluster.gpus))
 
 
-def replica_traffic(work: Workload, cluster: Cluster, size: float) -> Wires:
+def replica_traffic(work: Workload, cluster: Cluster, size: float) -> Traffic:
     """A rank's traffic for an all-reduce of `size` bytes over the replicas (every `shards`-th rank)."""
     return _ring(size, work.replicas, max(1, min(work.replicas, cluster.gpus // work.shards))) * 2
 
 
-def blocks_gather(work: Workload, cluster: Cluster) -> Wires:
-    """A rank's traffic for gathering every block once."""
-    return shard_traffic(work, cluster, work.parameter_bytes * work.sizes.block) * work.model.layers
-
-
-def _reductions(work: Workload, cluster: Cluster, elements: int) -> tuple[Wires, Wires]:
+def _reductions(work: Workload, cluster: Cluster, elements: int) -> tuple[Traffic, Traffic]:
     """A rank's traffic for the gradients of a unit: reduce-scatter, and all-reduce over the replicas."""
     size = work.gradient_bytes * elements
     return shard_traffic(work, cluster, size), replica_traffic(work, cluster, size / work.shards)
 
 
-def _ring(size: float, members: int, inside: int) -> Wires:
+def _ring(size: float, members: int, inside: int) -> Traffic:
     """Reduce-scatter or all-gather of `size` bytes in all over `members`, `inside` of them per node.
 
     A rank needs the parts of all others. Those of other nodes come into its node once, over the adapters of all its
     members, and reach the rank over the link.
     """
     if members == 1:
-        return Wires()
+        return Traffic()
     nodes = members / inside
     link = size * (members - 1) / members if inside > 1 else 0.0
-    return Wires(link, size * (nodes - 1) / nodes / inside, members - 1)
+    return Traffic(link, size * (nodes - 1) / nodes / inside, members - 1)
 
 
 def step(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> Step:
@@ -273,25 +272,26 @@ def _exposed(
     Args:
         forward, backward: seconds that it computes in the passes of a micro-batch.
 
-    The root is gathered before the forward pass can begin, and its gradients are complete when the backward pass is
-    over: nothing hides them. What exceeds the backward pass is divided among its gathers and reductions.
+    The root is gathered once, before the first forward pass can begin, and its gradients are complete when a backward
+    pass is over: nothing hides them. (An output matrix of its own is hidden; for it this is too slow.) What exceeds the
+    backward pass is divided among its gathers and reductions.
     """
 
-    def seconds(*traffic: Wires) -> float:
-        return sum(traffic, Wires()).seconds(cluster, constants)
+    def seconds(*traffic: Traffic) -> float:
+        return sum(traffic, Traffic()).seconds(cluster, constants)
 
     def exposed(communication: float, computation: float) -> float:
         return communication - constants.overlap * min(communication, computation)
 
-    gather = blocks_gather(work, cluster)
+    gather = shard_traffic(work, cluster, work.parameter_bytes * work.sizes.block) * work.model.layers
     scatter, all_reduce = (each * work.model.layers for each in _reductions(work, cluster, work.sizes.block))
     root_scatter, root_all_reduce = _reductions(work, cluster, work.sizes.root)
     root_gather = shard_traffic(work, cluster, work.parameter_bytes * work.sizes.root)
 
     times = work.micro_batches if work.reshard else 1
-    gathers = times * (seconds(root_gather) + exposed(seconds(gather), forward))
+    gathers = seconds(root_gather) + times * exposed(seconds(gather), forward)
     reduces = work.micro_batches * seconds(root_scatter) + seconds(root_all_reduce)
-    again = gather if work.reshard else Wires()
+    again = gather if work.reshard else Traffic()
     for count, reductions in ((work.micro_batches - 1, scatter), (1, scatter + all_reduce)):
         waits = count * exposed(seconds(again, reductions), backward)
         apart = seconds(again) + seconds(reductions)

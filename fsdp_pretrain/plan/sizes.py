@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel
+from fsdp_pretrain.errors import ConfigError
 
 from .flops import feed_forward
 
@@ -44,3 +45,15 @@ def sizes(model: AnyModel) -> Sizes:
         root += 2 * h if model.embedding_norm else 0
         root += 0 if model.positions == "alibi" else int(model.positions) * h
     return Sizes(4 * h * h + matrices * h * ffn + biases, model.layers, root)
+
+
+def check_declared(model: AnyModel, exact: int) -> None:
+    """Raise ConfigError if the model does not have `declared_params` parameters."""
+    declared = model.declared_params
+    if declared is not None and declared != exact:
+        raise ConfigError(
+            f"model.declared_params = {declared:_}, but this model has {exact:_} parameters "
+            f"({(exact - declared) / declared:+.1%})",
+            effect="the run would train another model than intended",
+            remedy="correct the shape, or the declared number",
+        )

@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.units import human_bytes
+from fsdp_pretrain.units import Progress, human_bytes
+
+if TYPE_CHECKING:
+    from .tune import Choice
 
 _STEPS, _WARMUP = 8, 3
 _ACCUMULATION = 4
-"""Most micro-batches in a step of a trial: more add time, not knowledge."""
+"""Most micro-batches in a step of a trial: more add time, and make only the update weigh less."""
 _LIMIT = 900.0
 """Seconds after which a trial is ended: a compilation and slow steps fit in."""
 
@@ -42,19 +46,21 @@ class Trial:
     problem: str = ""
 
 
-def run_trials(config: Config, choices: Sequence[Any], ranks: int) -> list[Trial]:
-    """Measure `tune.Choice`s one after the other, on `ranks` devices of this node; the fastest first."""
+def run_trials(config: Config, choices: Sequence[Choice], ranks: int) -> list[Trial]:
+    """Measure choices one after the other, on `ranks` devices of this node; the fastest first."""
     found = [_run(config, choice, ranks) for choice in tqdm(choices, desc="trials", leave=False, disable=None)]
     return sorted(found, key=lambda trial: -(trial.tokens or 0.0))
 
 
-def _run(config: Config, choice: Any, ranks: int) -> Trial:
+def _run(config: Config, choice: Choice, ranks: int) -> Trial:
     batch = ranks * choice.micro_batch * min(choice.accumulation, _ACCUMULATION)
     overrides = (*choice.overrides, f"train.global_batch={batch} samples")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trial.toml"
         train = config.train.model_copy(update={"batch_ramp": None})
-        path.write_text(config.model_copy(update={"train": train}).to_toml())
+        # Curves that depend on the number of steps may contradict the smaller batch.
+        optimizer = config.optimizer.model_copy(update={"warmup": Progress(0, "step"), "embedding_shrink": []})
+        path.write_text(config.model_copy(update={"train": train, "optimizer": optimizer}).to_toml())
         launch = ("--standalone", "--nproc-per-node", str(ranks), "-m", "fsdp_pretrain.bench", str(path))
         often = ("--steps", str(_STEPS), "--warmup", str(_WARMUP), "--json")
         process = start_module(
@@ -67,17 +73,25 @@ def _run(config: Config, choice: Any, ranks: int) -> Trial:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        return Trial(choice.overrides, problem=_reason(errors.decode(errors="replace")))
-    result = json.loads(output)
+    result = read_result(output.decode(errors="replace"))
+    if process.returncode or result is None:
+        return Trial(choice.overrides, problem=reason(errors.decode(errors="replace")))
     return Trial(choice.overrides, result["tokens_per_second_per_device"], result["memory_bytes"])
 
 
-def _reason(errors: str) -> str:
-    """The line of a job's error output that says why it failed."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    told = [line for line in lines if "OutOfMemoryError" in line or line.startswith("error:")]
-    return (told or lines or ["it ended without a message"])[-1][:200]
+def read_result(output: str) -> dict[str, float] | None:
+    """The JSON object in a job's output, in which libraries such as NCCL may have written as well."""
+    found = re.search(r"^\{$.+?^\}$", output, re.MULTILINE | re.DOTALL)
+    return None if found is None else json.loads(found[0])
+
+
+def reason(errors: str) -> str:
+    """The line of a job's error output that says why it failed; torchrun's report of it comes last."""
+    lines = [line.strip() for line in errors.splitlines()]
+    raised = r"(\[rank\d+\]: ?)?(?!torch\.distributed\.elastic)[\w.]+(Error|Exception|Unsupported)\b"
+    told = [line for line in lines if line.startswith("error:") or re.match(raised, line)]
+    killed = [line for line in lines if "Signal " in line]
+    return (told or killed or ["it ended without a message"])[-1][:200]
 
 
 def render_trials(trials: Sequence[Trial]) -> Iterator[str]:

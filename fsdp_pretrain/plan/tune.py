@@ -2,13 +2,13 @@
 
 Free are what changes no sample: the micro-batch (and with it the accumulation), recomputation of activations, and
 whether parameters are gathered again for the backward pass. The memory model says what fits, the scale model how fast
-it is; on the device itself, trials measure the best of them. Blocks are compiled, which is faster wherever it works.
+it is; on the device itself, trials measure the best of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +22,13 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.units import human_bytes
 
-from . import devices, memory
+from . import memory
 from .flops import flops_per_token
-from .predict import workload
+from .predict import known_device, workload
 from .scale import Cluster, Step, step
+from .sizes import check_declared, sizes
+from .warnings import PLANNABLE
 
-HEADROOM = 0.9
-"""Share of a device's memory that may be planned: the rest is for NCCL, the CUDA context and fragmentation."""
 SHOWN = 8
 _RECOMPUTE: tuple[Recompute, ...] = (0, "feed-forward", 4, 2, 1)
 """Values of `parallel.recompute` to try."""
@@ -93,27 +93,32 @@ class Tuning:
 
 
 def tune(
-    config: Config, device: str | None, world: int | None, *, gpus_per_node: int = 8, available: int | None = None
+    config: Config,
+    device: str | None,
+    world: int,
+    *,
+    gpus_per_node: int = 8,
+    available: int | None = None,
+    link: float | None = None,
+    network: float | None = None,
 ) -> Tuning:
     """Rank all ways to train on `world` devices.
 
     Args:
         device: the driver's name of the device.
         available: bytes of its memory; default: that known for it.
+        link, network: as for `predict.predict`.
 
     Raises:
-        ConfigError: the device is not known, or the batch does not split over the ranks.
+        ConfigError: the device or its rate is not known, the model is not the declared one, or the batch does not split
+            over the ranks.
     """
-    kind = devices.find(device or "")
-    if kind is None or world is None:
-        raise ConfigError(
-            "--tune needs --world-size, and a --device whose speed is known",
-            remedy=f"name one of these, as its driver does: {', '.join(devices.names())}",
-        )
+    check_declared(config.model, sizes(config.model).total)
+    kind = known_device(config, device)
     shards = shard_size(config.parallel, world, min(world, gpus_per_node))
-    judge = partial(_judge, config, Cluster.of(kind, gpus_per_node), world, shards)
-    budget = int(HEADROOM * (available or kind.memory * 2**30))
-    choices = _rough(config, micro_batches(config, world), judge)
+    judge = partial(_judge, config, Cluster.of(kind, gpus_per_node, link, network), world, shards)
+    budget = int(PLANNABLE * (available or kind.bytes))
+    choices = _rough(micro_batches(config, world), judge)
     choices.sort(key=lambda choice: (-choice.tokens, choice.memory))
     fitting = []
     for choice in choices:  # exactly, until enough of the fastest fit
@@ -146,8 +151,11 @@ def micro_batches(config: Config, world: int) -> list[int]:
     return [size for size in range(1, shared // world + 1) if shared // world % size == 0]
 
 
-def _rough(config: Config, sizes: Sequence[int], judge: Any) -> list[Choice]:
-    """All choices; memory is traced for the two smallest micro-batches, and in proportion for larger ones."""
+def _rough(sizes: Sequence[int], judge: Callable[..., Choice]) -> list[Choice]:
+    """All choices; memory is traced for the two smallest micro-batches and the largest, in proportion for others.
+
+    The largest needs less: without accumulation no gradients are there when a step begins.
+    """
     found = []
     ways = [(recompute, reshard) for recompute in _RECOMPUTE for reshard in (True, False)]
     for recompute, reshard in tqdm(ways, desc="memory of", unit="way", leave=False, disable=None):
@@ -157,7 +165,7 @@ def _rough(config: Config, sizes: Sequence[int], judge: Any) -> list[Choice]:
             first, second = traced
             per_sample = (second.memory - first.memory) / (second.micro_batch - first.micro_batch)
             used = int(first.memory + per_sample * (size - first.micro_batch))
-            found.append(judge(size, recompute, reshard, used))
+            found.append(judge(size, recompute, reshard, None if size == sizes[-1] else used))
     return found
 
 
@@ -176,7 +184,7 @@ def _judge(
         update={
             "train": config.train.model_copy(update={"micro_batch": micro_batch}),
             "parallel": config.parallel.model_copy(
-                update={"recompute": recompute, "reshard_after_forward": reshard, "compile": True, "shard": shards}
+                update={"recompute": recompute, "reshard_after_forward": reshard, "shard": shards}
             ),
         }
     )
@@ -185,7 +193,7 @@ def _judge(
         accumulates = work.micro_batches > 1
         used = memory.estimate(config, shards=shards, accumulates=accumulates, device=torch.device("cuda")).total
     parts = step(work, cluster)
-    tokens = work.micro_batches * work.tokens / parts.seconds
+    tokens = parts.tokens(work)
     flops = flops_per_token(work.sizes.total, config.model, config.data.sequence_length)
     mfu = tokens * flops / cluster.device.peak
     return Choice(micro_batch, work.micro_batches, recompute, reshard, used, parts, tokens, mfu)
@@ -198,7 +206,7 @@ def render(tuning: Tuning) -> str:
     """The table for people, with the reasons."""
     lines = [
         f"{tuning.run} on {tuning.replicas} x {tuning.shards} {tuning.device}: {tuning.batch} samples per step, "
-        f"{human_bytes(tuning.budget)} of memory ({HEADROOM:.0%} of a device)",
+        f"{human_bytes(tuning.budget)} of memory ({PLANNABLE:.0%} of a device)",
         _row(
             "", ("micro-batch", "accumulation", "recompute", "reshard", "memory", "step", "gathers", "tokens/s", "MFU")
         ),
@@ -240,7 +248,9 @@ def _reasons(tuning: Tuning) -> Iterator[str]:
         return
     best, now = tuning.fitting[0], tuning.configured
     yield f"  fastest: {' '.join(best.overrides)}"
-    if now.memory > tuning.budget:
+    if tuning.batch % (now.micro_batch * tuning.shards * tuning.replicas):
+        yield f"  the configuration as it is does not split the batch into micro-batches of {now.micro_batch}"
+    elif now.memory > tuning.budget:
         yield f"  the configuration as it is does not fit: it needs {human_bytes(now.memory)}"
     else:
         yield f"  the configuration as it is reaches {now.tokens / best.tokens:.1%} of its speed"
@@ -249,6 +259,6 @@ def _reasons(tuning: Tuning) -> Iterator[str]:
     else:
         yield "  recomputation: none, since its activations fit"
     if best.reshard:
-        yield "  reshard: keeping all parameters gathered does not fit with it, or saves no time: gathers are hidden"
+        yield f"  reshard: on, since only {best.step.gather:.3f} s of its gathers are not hidden, and it saves memory"
     else:
         yield f"  reshard: off, since all parameters fit; what is left of the gathers is {best.step.gather:.3f} s"

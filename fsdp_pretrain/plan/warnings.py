@@ -15,6 +15,9 @@ from fsdp_pretrain.units import human_bytes, human_count
 
 from .flops import feed_forward
 
+PLANNABLE = 0.9
+"""Share of a device's memory that may be planned: the rest is for NCCL, the CUDA context and fragmentation."""
+
 _WIDEST = 300
 """Largest hidden / layers without a warning: trained models have 30 to 200; the 104B that diverged five times 512."""
 
@@ -152,13 +155,13 @@ def shard_warning(padding: dict[str, int], parameters: int, shards: int) -> Iter
 
 
 def memory_warning(total: int, available: int, device: str) -> Iterator[str]:
-    """Warn if a rank needs more than 90% of the device's memory."""
+    """Warn if a rank needs more than may be planned."""
     if total > available:
         yield (
             f"a rank needs {human_bytes(total)}, {device} has {human_bytes(available)}: shard over more ranks, "
             'recompute (parallel.recompute = "feed-forward", or 1) or use a smaller micro-batch'
         )
-    elif total > 0.9 * available:
+    elif total > PLANNABLE * available:
         yield (
             f"a rank needs {human_bytes(total)} of the {human_bytes(available)} of {device}: little is left for NCCL, "
             "the CUDA context and fragmentation"
