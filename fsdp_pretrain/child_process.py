@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -37,3 +39,20 @@ def start_module(
         start_new_session=True,
         **options,
     )
+
+
+def run_module(
+    module: str, *arguments: str, limit: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run `python -m MODULE` to its end and capture its outputs; nothing of its process group is left afterwards.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended after `limit` seconds.
+    """
+    process = start_module(module, *arguments, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = process.communicate(timeout=limit)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp_pretrain import models
-from fsdp_pretrain.bench import sides, steps
+from fsdp_pretrain.bench import peers, sides, steps
 from fsdp_pretrain.bench.minimal import PlainLoop
 from fsdp_pretrain.checkpoint import hf_layout
 from fsdp_pretrain.config.config import Config, load
@@ -89,14 +89,12 @@ def test_sides_take_turns_and_one_that_fails_ends_no_other(
 ) -> None:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers/__init__.py").write_text("raise RuntimeError('of that build')\n")
-    (tmp_path / "torchtitan-99.1.dist-info").mkdir()
-    (tmp_path / "torchtitan-99.1.dist-info/METADATA").write_text("Name: torchtitan\nVersion: 99.1\n")
     counts = ("--rounds", 2, "--steps", 2, "--warmup", 1, "--json")
     extra = {"PYTHONPATH": helpers.python_path(tmp_path)}
     done = run_command("fsdp_pretrain.bench", lab.config(), "--peers", *counts, timeout=280, **extra)
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
-    assert "of that build" in result["failed"]["transformers"] and "99.1" in result["skipped"]["torchtitan"]
+    assert "of that build" in result["failed"]["transformers"] and "torchtitan" in result["skipped"]
     assert [list(each) for each in result["rounds"]] == [["ours", "minimal"], ["minimal", "ours"]]
     assert list(result["sides"]) == ["ours", "minimal"] and result["tokens_per_step"] == 256
     for name in ("seconds", "processor"):
@@ -107,6 +105,13 @@ def test_sides_take_turns_and_one_that_fails_ends_no_other(
     assert found["minimal"]["loss"] == pytest.approx(found["ours"]["loss"], rel=0.1)
     assert found["minimal"]["memory"] > 1e7 and found["minimal"]["seconds"] > 0
     assert not (lab.path / "run").exists()
+
+
+def test_a_release_that_is_not_known_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchtitan-99.1.dist-info").mkdir()
+    (tmp_path / "torchtitan-99.1.dist-info/METADATA").write_text("Name: torchtitan\nVersion: 99.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "torchtitan is 99.1" in (peers.titan_problem() or "")
 
 
 @pytest.mark.parametrize(

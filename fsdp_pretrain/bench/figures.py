@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_pretrain.plan.trials import read_result
 from fsdp_pretrain.units import human_bytes, human_count
 
 from .ranges import show_range
@@ -36,20 +36,14 @@ class Figures:
 
 def figures(output: str) -> list[Figures]:
     """The rows for an output: JSON of a benchmark, or text, whose last line counts. Empty if there is none."""
-    try:
-        found = json.loads(output)
-    except ValueError:
+    found = read_result(output)
+    if found is None:
         lines = [line.strip("= ") for line in output.splitlines() if line.strip("= ")]
         return [Figures(further=lines[-1])] if lines else []
     try:
         return next((read(found) for key, read in _READERS.items() if key in found), [])
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ):  # not what a benchmark prints: the file itself is there to read
-        return []
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return []  # not what a benchmark prints: the file itself is there to read
 
 
 def _of_steps(found: dict[str, Any]) -> list[Figures]:
@@ -109,10 +103,11 @@ def _of_features(found: dict[str, Any]) -> list[Figures]:
 
 
 def _of_kernels(found: dict[str, Any]) -> list[Figures]:
-    rows = [
-        Figures(of=name, step=f"{show_range(seconds)}s", further=f"{show_range(found['ratio'][name])} of the first")
-        for name, seconds in found["kernel_seconds"].items()
-    ]
+    rows = []
+    for name, seconds in found["kernel_seconds"].items():
+        ratio = found["ratio"].get(name)
+        further = "" if ratio is None else f"{show_range(ratio)} of the first"
+        rows.append(Figures(of=name, step=f"{show_range(seconds)}s", further=further))
     return rows + [Figures(of=name, further=f"not here: {reason}") for name, reason in found["missing"].items()]
 
 

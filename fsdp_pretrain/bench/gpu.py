@@ -44,23 +44,23 @@ class PartList:
         self._out, self._dry = out, dry
         self.parts: list[Part] = []
         self._add_suite()
-        self._bench("peers-7b", _7B, flags=("--peers",), limit=190, steps=6, rounds=2)
+        self._bench("peers-7b", _7B, flags=("--peers", "--side-limit", "90"), limit=190, steps=6, rounds=2)
         self._bench("7b-document", _7B, _DOCUMENTS, limit=60)
         self._bench("7b-kernels", _7B, flags=("--kernels",), limit=60, steps=10, rounds=3)
-        self._bench("saves", _SAVES, flags=("--saves", self._scratch), limit=70, steps=5, warmup=3, rounds=2)
+        self._bench("saves", _SAVES, flags=("--saves", self._scratch), limit=70, steps=5, warmup=3, rounds=1)
         self._bench("7b-eager", _7B, _EAGER, limit=45)
         self._bench("7b-8k", _7B, *_length(8192, 1, 4), limit=45)
         self._bench("1b", _1B, limit=60)
         flags = ("--watchdog", self._scratch, "--seconds", "1" if dry else "5")
-        self._bench("watchdog", _1B, "train.global_batch=4 samples", flags=flags, limit=75, steps=30, warmup=3)
+        self._bench("watchdog", _1B, "train.global_batch=4 samples", flags=flags, limit=75, steps=15, warmup=3)
         self._bench("7b-2k", _7B, *_length(2048, 4, 16), limit=45)
         self._bench("7b-document-8k", _7B, _DOCUMENTS, *_length(8192, 1, 4), limit=45)
-        self._bench("features", _SAVES, flags=("--features", self._scratch), limit=60, steps=20, rounds=3)
+        self._bench("features", _SAVES, flags=("--features", self._scratch), limit=80, steps=20, rounds=2)
         self._bench("1b-document", _1B, _DOCUMENTS, limit=45)
         self._bench("1b-eager", _1B, _EAGER, limit=45)
         self._bench("1b-8k", _1B, *_length(8192, 2, 4), limit=45)
         self._bench("1b-2k", _1B, *_length(2048, 8, 16), limit=45)
-        self._bench("peers-1b", _1B, flags=("--peers",), limit=150, steps=8, rounds=2)
+        self._bench("peers-1b", _1B, flags=("--peers", "--side-limit", "70"), limit=150, steps=8, rounds=2)
 
     @property
     def _scratch(self) -> str:
@@ -69,7 +69,7 @@ class PartList:
     def _add_suite(self) -> None:
         # Its tests mostly wait for processes they have started. More of them at once might not fit on the device.
         workers = ("--numprocesses=3", "--dist=worksteal") if importlib.util.find_spec("xdist") else ()
-        how = ("--collect-only", "--quiet") if self._dry else ("-o", "timeout=150", *workers)
+        how = ("--collect-only", "--quiet") if self._dry else ("-v", "--tb=short", "-o", "timeout=150", *workers)
         self.parts.append(Part("suite", ("-m", "pytest", "-m", "gpu", "tests/gpu", *how), 200))
 
     def _bench(
@@ -94,9 +94,9 @@ def _device() -> tuple[str, str]:
     """Name of the GPU, or `cpu`, and the version of torch, from another process: here no GPU's memory is taken.
 
     Raises:
-        ConfigError: torch cannot be imported, or the driver does not answer.
+        ConfigError: torch or a base dependency cannot be imported, or the driver does not answer.
     """
-    code = "import torch; gpu = torch.cuda.is_available()\n"
+    code = "import torch, fsdp_pretrain.bench.steps; gpu = torch.cuda.is_available()\n"
     code += "print(torch.cuda.get_device_name() if gpu else 'cpu', torch.__version__, sep='\\n')"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_DEVICE_SECONDS)
@@ -105,7 +105,8 @@ def _device() -> tuple[str, str]:
         last = str(error) if isinstance(error, subprocess.TimeoutExpired) else done.stderr.strip().split("\n")[-1]
         raise ConfigError(
             f"{sys.executable} cannot say which GPU it has: {last}",
-            remedy="give it torch with CUDA, for example by PYTHONPATH, or name another Python in PYTHON",
+            remedy="give it torch with CUDA and the base dependencies, for example by PYTHONPATH, or name another "
+            "Python in PYTHON",
         ) from None
     return name, version
 

@@ -42,7 +42,7 @@ def measure(config: Config, device: torch.device, *, rounds: int, steps: int) ->
             seconds[name] = []
         except RuntimeError as error:  # a kernel that does not take this, a compiler that is not there
             missing[name] = str(error).splitlines()[0]
-    for number in range(rounds):
+    for number in range(rounds if seconds else 0):
         names = list(seconds)
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
             seconds[name].append(_time(kernels[name], device, steps))
@@ -53,6 +53,7 @@ def measure(config: Config, device: torch.device, *, rounds: int, steps: int) ->
         "ratio": {
             name: median_range([value / base for value, base in zip(values, seconds[_base(name)], strict=True)])
             for name, values in seconds.items()
+            if _base(name) in seconds
         },
         "missing": missing,
     }

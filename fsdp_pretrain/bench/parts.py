@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,8 @@ _SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 _LEAST = 5.0
 """Seconds that must be left to start a part."""
+_LAST_SECONDS = 5.0
+"""Time for an interrupted part to print what it has."""
 _KILL_SECONDS = 10.0
 """Time for killed processes to end; one that waits in a driver may not."""
 _LAST_LINES = 20
@@ -133,9 +136,14 @@ def _run(part: Part, out: Path, limit: float) -> PartOutcome:
             process = subprocess.Popen(
                 [sys.executable, *part.command],
                 stdin=subprocess.DEVNULL, stdout=standard, stderr=errors, cwd=ROOT, env=environment,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background it is ignored
             )  # fmt: skip
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 code = process.wait(limit)
+            except subprocess.TimeoutExpired:  # pytest shows its failures, `--peers` what it has
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_LAST_SECONDS)
         finally:
             _end_descendants()
             shutil.rmtree(out / SCRATCH, ignore_errors=True)

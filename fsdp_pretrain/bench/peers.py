@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from typing import Any
 
-from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.child_process import run_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.errors import ConfigError
@@ -27,12 +27,12 @@ from fsdp_pretrain.units import human_bytes, human_count
 
 from .ranges import median_range, show_range
 
-OURS = "ours"
-SIDES = (OURS, "minimal", "transformers", "torchtitan")
+OURS, TITAN = "ours", "torchtitan"
+SIDES = (OURS, "minimal", "transformers", TITAN)
 SKIPPED = "skipped: "
 """Begins the line that a side prints instead of a result if its library is missing."""
-_LIMIT = 900.0
-"""Seconds after which a side's process is ended: a compilation and slow steps fit in."""
+_TITAN = "0.2."
+"""Releases of torchtitan whose interface `sides` knows."""
 _LAST_LINES = 15
 
 
@@ -80,7 +80,7 @@ class Comparison:
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
-    def any(self) -> Measured | None:
+    def first(self) -> Measured | None:
         """Any result: what all sides share is the same in each."""
         return next((found for each in self.rounds for found in each.values()), None)
 
@@ -101,7 +101,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`: medians, ranges and ratios by side, and the rounds themselves."""
-        config, shared = self.config, self.any
+        config, shared = self.config, self.first
         return {
             "run": config.run.name,
             "device": shared and shared.device,
@@ -136,41 +136,62 @@ class Comparison:
 
 
 def compare(
-    config: Config, arguments: Sequence[str], *, sides: Sequence[str], rounds: int, steps: int, warmup: int
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    sides: Sequence[str],
+    rounds: int,
+    steps: int,
+    warmup: int,
+    limit: float = 900.0,
 ) -> Comparison:
-    """Measure all sides in alternating rounds.
+    """Measure all sides in alternating rounds. An interrupt ends it with what is measured by then.
 
     Args:
         config: what to train.
         arguments: of the command line that gave it: the file and its overrides.
         sides: of `SIDES`.
+        limit: seconds after which a side's process is ended: a compilation and slow steps must fit in.
 
     Raises:
         ConfigError: not every side can train this.
-        AssertionError: the sides did not train the same model on the same tokens.
     """
     _check(config)
     command = [*arguments, "--steps", str(steps), "--warmup", str(warmup)]
     result, left = Comparison(config, steps), list(sides)
-    for number in range(rounds):
-        found: dict[str, Measured] = {}
-        for side in left if number % 2 == 0 else left[::-1]:
-            text, fine = _run([*command, "--side", side])
-            if fine and text.startswith(SKIPPED):
-                result.skipped[side] = text.removeprefix(SKIPPED)
-            elif fine and (measured := _parse(text)) is not None:
-                found[side] = measured
-                text = f"{measured.seconds:.4g}s a step"
-            else:
-                result.failed[side] = text
-            print(f"round {number + 1} of {rounds}, {side}: {text.splitlines()[-1]}", file=sys.stderr, flush=True)
-        left = [side for side in left if side in found]
-        result.rounds.append(found)
+    if TITAN in left and (problem := titan_problem()):
+        result.skipped[TITAN] = problem
+        left.remove(TITAN)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in range(rounds):
+            result.rounds.append(found := {})
+            for side in left if number % 2 == 0 else left[::-1]:
+                text, fine = _run([*command, "--side", side], limit)
+                if fine and text.startswith(SKIPPED):
+                    result.skipped[side] = text.removeprefix(SKIPPED)
+                elif fine and (measured := _parse(text)) is not None:
+                    found[side] = measured
+                    text = f"{measured.seconds:.4g}s a step"
+                else:
+                    result.failed[side] = text
+                print(f"round {number + 1} of {rounds}, {side}: {text.splitlines()[-1]}", file=sys.stderr, flush=True)
+            left = [side for side in left if side in found]
     everything = [found for each in result.rounds for found in each.values()]
     for name in ("parameters", "targets", "tokens_sum", "device", "torch"):
         values = {getattr(found, name) for found in everything}
-        assert len(values) <= 1, f"the sides differ in {name}: {values}"
+        if len(values) > 1:
+            result.failed["all"] = f"the sides differ in {name}: {values}"
     return result
+
+
+def titan_problem() -> str | None:
+    """Why torchtitan cannot be compared, or None."""
+    try:
+        version = metadata.version("torchtitan")
+    except metadata.PackageNotFoundError:
+        return "torchtitan is not installed"
+    known = version.startswith(_TITAN)
+    return None if known else f"torchtitan is {version}; known is {_TITAN}x: pip install 'torchtitan=={_TITAN}*'"
 
 
 def _check(config: Config) -> None:
@@ -194,24 +215,18 @@ def _check(config: Config) -> None:
         raise ConfigError("--peers compares single processes", remedy="start it without torchrun")
 
 
-def _run(arguments: list[str]) -> tuple[str, bool]:
+def _run(arguments: list[str], limit: float) -> tuple[str, bool]:
     """Run a side. Returns the last line of its output and True, or the end of its error output and False."""
     # Not passed on otherwise: torchrun sets it for ranks.
     threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
-    process = start_module(
-        "fsdp_pretrain.bench", *arguments, environment=threads, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
     try:
-        output, errors = process.communicate(timeout=_LIMIT)
+        done = run_module("fsdp_pretrain.bench", *arguments, environment=threads, limit=limit)
     except subprocess.TimeoutExpired:
-        return f"not finished after {_LIMIT:.0f} seconds", False
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    lines, last = _lines(output), _lines(errors)[-_LAST_LINES:]
-    if process.returncode == 0 and lines:
+        return f"not finished after {limit:.0f} seconds", False
+    lines, last = _lines(done.stdout), _lines(done.stderr)[-_LAST_LINES:]
+    if done.returncode == 0 and lines:
         return lines[-1], True
-    return "\n".join(last) or f"exit code {process.returncode}", False
+    return "\n".join(last) or f"exit code {done.returncode}", False
 
 
 def _lines(text: bytes) -> list[str]:
@@ -228,7 +243,7 @@ def _parse(line: str) -> Measured | None:
 
 def render(result: Comparison) -> str:
     """The results as text for people."""
-    config, shared = result.config, result.any
+    config, shared = result.config, result.first
     lines = [f"{config.run.name}: no side could be measured"]
     if shared is not None:
         count, per_step = human_count(shared.parameters), human_count(shared.targets)

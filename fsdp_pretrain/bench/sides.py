@@ -14,7 +14,6 @@ import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -30,10 +29,7 @@ from fsdp_pretrain.plan import flops, plan
 from fsdp_pretrain.train.trainer import LAG, DataStream, Trainer
 
 from .minimal import Network, PlainLoop, build_minimal
-from .peers import Measured
-
-_TITAN = "0.2."
-"""Releases of torchtitan whose interface `_build_torchtitan` knows."""
+from .peers import Measured, titan_problem
 
 
 @dataclass(frozen=True)
@@ -153,12 +149,8 @@ def _build_transformers(model: LlamaModel, length: int) -> Network:
 
 
 def _build_torchtitan(model: LlamaModel, length: int) -> Network:
-    try:
-        version = metadata.version("torchtitan")
-    except metadata.PackageNotFoundError:
-        raise MissingPeerError("torchtitan is not installed") from None
-    if not version.startswith(_TITAN):
-        raise MissingPeerError(f"torchtitan is {version}; known is {_TITAN}x: pip install 'torchtitan=={_TITAN}*'")
+    if problem := titan_problem():
+        raise MissingPeerError(problem)
     of = _import("torchtitan.models.llama3.model.args")
     module = _import("torchtitan.models.llama3.model.model").Transformer(
         of.TransformerModelArgs(

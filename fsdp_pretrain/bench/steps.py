@@ -247,6 +247,7 @@ def main() -> int:
             rounds=args.rounds,
             steps=args.steps,
             warmup=args.warmup,
+            limit=args.side_limit,
         )
         print(json.dumps(compared.to_json(), indent=1) if args.json else peers.render(compared))
         return 1 if compared.failed else 0
@@ -286,6 +287,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--rounds", type=int, default=5, help="of --saves, --features, --kernels and --peers (default: 5)"
     )
+    parser.add_argument("--side-limit", type=float, default=900, help="of --peers: seconds of a side (default: 900)")
     parser.add_argument("--seconds", type=float, default=60, help="of --watchdog: to watch the agent (default: 60)")
     parser.add_argument("--json", action="store_true")
     return parser

@@ -66,6 +66,13 @@ class Config(Section):
         asked = self.data.read_timeout
         return self.parallel.timeout.value / 3 if asked is None else asked.value
 
+    @property
+    def compiles_on_gpu(self) -> bool:
+        """Whether blocks are compiled on a GPU."""
+        asked, model = self.parallel.compile, self.model
+        # Scores that are scaled by layer would make every layer a graph of its own, and there may be eight of one code.
+        return isinstance(model, LlamaModel) or model.scores == "fused" if asked == "auto" else asked
+
     def to_toml(self) -> str:
         """The resolved configuration; loading it gives an equal object."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

@@ -328,7 +328,8 @@ class ParallelSection(Section):
     kernel."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile: the first step takes a minute longer, all others less time and memory.
-    `auto`: on a GPU. On a CPU it needs a C++ compiler, and tests and trials end before it pays."""
+    `auto`: on a GPU, unless `model.scores` makes every layer another graph. On a CPU it needs a C++ compiler, and tests
+    and trials end before it pays."""
     timeout: Seconds = Seconds(600)
     """How long a collective operation may take before the rank ends."""
 

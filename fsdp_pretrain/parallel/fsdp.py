@@ -85,9 +85,8 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Whether blocks are compiled: `parallel.compile`, or on GPUs."""
-    asked = config.parallel.compile
-    return device.type == "cuda" if asked == "auto" else asked
+    """Whether blocks are compiled: `parallel.compile`, or what is best on the device."""
+    return config.compiles_on_gpu if device.type == "cuda" else config.parallel.compile is True
 
 
 def materialise(model: Decoder, seed: int, device: torch.device) -> Decoder:

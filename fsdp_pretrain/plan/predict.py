@@ -185,7 +185,7 @@ def workload(config: Config, cluster: Cluster, ranks: int) -> Workload:
         shards=shards,
         replicas=ranks // shards,
         recompute=recomputed_share(config.model, length, parallel.recompute),
-        compiled=bool(parallel.compile),  # `auto` is true on GPUs
+        compiled=config.compiles_on_gpu,
         reshard=parallel.reshard_after_forward,
     )
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.child_process import run_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.units import Progress, human_bytes
 
@@ -63,26 +60,24 @@ def _run(config: Config, choice: Choice, ranks: int) -> Trial:
         path.write_text(config.model_copy(update={"train": train, "optimizer": optimizer}).to_toml())
         launch = ("--standalone", "--nproc-per-node", str(ranks), "-m", "fsdp_pretrain.bench", str(path))
         often = ("--steps", str(_STEPS), "--warmup", str(_WARMUP), "--json")
-        process = start_module(
-            "torch.distributed.run", *launch, *overrides, *often, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
         try:
-            output, errors = process.communicate(timeout=_LIMIT)
+            done = run_module("torch.distributed.run", *launch, *overrides, *often, limit=_LIMIT)
         except subprocess.TimeoutExpired:
             return Trial(choice.overrides, problem=f"not finished after {_LIMIT:.0f} seconds")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    result = read_result(output.decode(errors="replace"))
-    if process.returncode or result is None:
-        return Trial(choice.overrides, problem=reason(errors.decode(errors="replace")))
+    result = read_result(done.stdout.decode(errors="replace"))
+    if done.returncode or result is None:
+        return Trial(choice.overrides, problem=reason(done.stderr.decode(errors="replace")))
     return Trial(choice.overrides, result["tokens_per_second_per_device"], result["memory_bytes"])
 
 
-def read_result(output: str) -> dict[str, float] | None:
-    """The JSON object in a job's output, in which libraries such as NCCL may have written as well."""
-    found = re.search(r"^\{$.+?^\}$", output, re.MULTILINE | re.DOTALL)
-    return None if found is None else json.loads(found[0])
+def read_result(output: str) -> dict[str, Any] | None:
+    """The JSON object in a job's output, in which libraries such as NCCL may have written lines as well."""
+    found = re.search(r"^\{$.+?^\}$|^\{.+\}$", output, re.MULTILINE | re.DOTALL)
+    try:
+        result: dict[str, Any] | None = json.loads(found[0]) if found else None
+    except ValueError:
+        return None
+    return result
 
 
 def reason(errors: str) -> str:

@@ -37,6 +37,7 @@ from fsdp_pretrain.lineage.rollback import finish
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import plan
+from fsdp_pretrain.plan.sizes import check_declared
 from fsdp_pretrain.record import aim, lineage, overrides, run_id
 from fsdp_pretrain.record.arguments import parse_trainer
 from fsdp_pretrain.record.files import RunDir, make_directory, replace_file
@@ -225,7 +226,7 @@ def _manager(
 
 def _preflight(config: Config, world: World) -> None:
     """Refuse what can be refused before anything is built. Raises ConfigError."""
-    plan.check_declared(config.model, plan.count_parameters(config.model))
+    check_declared(config.model, plan.count_parameters(config.model))
     check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
     if config.record.aim:
         aim.check_installed()
