@@ -13,9 +13,10 @@ _OTHERS = 256
 def files_needed(world: int, shards: int) -> int:
     """Files and sockets that a rank may have open at once.
 
-    Two gloo groups span all ranks: the default one, and that of background saves. The axes of the mesh have one each.
+    Three gloo groups span all ranks: the default one, that of background saves, and another once such a save had to be
+    given up. The axes of the mesh have one each.
     """
-    return 2 * world + shards + world // shards + _OTHERS
+    return 3 * world + shards + world // shards + _OTHERS
 
 
 def hard_limit() -> int | None:

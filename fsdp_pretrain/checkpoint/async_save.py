@@ -36,7 +36,7 @@ class Pending(Generic[T]):
     def _run(self) -> None:
         try:
             self._result = self._work()
-        except BaseException as error:  # DCP's is a BaseException; any other must reach the main thread too
+        except BaseException as error:  # whatever it is, it must reach the main thread
             self._error = error
 
     @property
@@ -87,7 +87,7 @@ class Stager:
 
 
 def _empty_copy(state: Any, *, pinned: bool) -> Any:
-    """The same tree with uninitialized host tensors. DTensors keep their mesh and placements, which DCP reads."""
+    """The same tree with uninitialized host tensors. DTensors keep mesh and placements, which the layout reads."""
     if isinstance(state, dict):
         return {name: _empty_copy(value, pinned=pinned) for name, value in state.items()}
     copy = torch.empty_like(local_part(state), device="cpu")

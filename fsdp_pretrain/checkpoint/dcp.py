@@ -41,7 +41,7 @@ _FILES_BESIDE = 8
 
 
 class _PieceFile:
-    """A file of pieces, hashed while torch.save writes it, strictly sequentially. Durable once closed."""
+    """A file of pieces, hashed while torch.save writes it, strictly sequentially. Durable once finished."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("xb")
@@ -55,7 +55,11 @@ class _PieceFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self) -> FileEntry:
+    def close(self) -> None:
+        with suppress(OSError):  # what was not written is not counted
+            self._file.close()
+
+    def finish(self) -> FileEntry:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -187,7 +191,7 @@ def _write(
             free = f" ({human_bytes(shutil.disk_usage(attempt.parent).free)} free)"
         raise StorageError(f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]}{free}")
     metadata = layout.metadata([sizes for _, _, sizes in outcomes]) if world.is_main else b""
-    total = digest.total() if fetch else state_digest(world, state)
+    total = digest.totals()[0] if fetch else state_digest(world, state)
     return [entry for _, files, _ in outcomes for entry in files], metadata, total
 
 
@@ -201,18 +205,23 @@ def _write_pieces(
 ) -> None:
     """Write a rank's pieces, one at a time in memory; adds the finished files and the length of every piece."""
     file: _PieceFile | None = None
-    for piece in pieces:
-        file = file or _PieceFile(attempt / file_name(rank, len(written)))
-        start, tensor = file.size, local_part(value(piece)).detach().cpu()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # torch.save would write the whole storage
-        torch.save(tensor, cast(IO[bytes], file))
-        lengths.append(file.size - start)
-        if file.size >= FILE_BYTES:
-            written.append(file.close())
-            file = None
-    if file is not None:
-        written.append(file.close())
+    try:
+        for piece in pieces:
+            file = file or _PieceFile(attempt / file_name(rank, len(written)))
+            start, tensor = file.size, local_part(value(piece)).detach().cpu()
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()  # torch.save would write the whole storage
+            torch.save(tensor, cast(IO[bytes], file))
+            del tensor  # before the next one is fetched
+            lengths.append(file.size - start)
+            if file.size >= FILE_BYTES:
+                written.append(file.finish())
+                file = None
+        if file is not None:
+            written.append(file.finish())
+    finally:
+        if file is not None:
+            file.close()
 
 
 def _write_small(attempt: Path, contents: dict[str, str | bytes]) -> list[FileEntry]:

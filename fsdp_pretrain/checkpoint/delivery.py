@@ -1,8 +1,8 @@
 """Reads each file of a checkpoint once in all, checks it on the way, and delivers its tensors to the ranks.
 
-With DCP's loader every replica reads the whole checkpoint: 17 of the 19 minutes that a resume of a 7B model takes on
-128 nodes. Here each file has one reader, if possible a rank that needs its contents; they pass to other shards inside
-the reader's replica, then to the other replicas. Any mesh can have written the checkpoint, or plain DCP.
+With DCP's loader every replica reads the whole checkpoint. Here each file has one reader, if possible a rank that needs
+its contents; they pass to other shards inside the reader's replica, then to the other replicas. Any mesh can have
+written the checkpoint, or plain DCP.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Delivery:
         world: all ranks.
         folder: the checkpoint's.
         entries: of its files of tensors.
-        stored: its tensors; those of `state` have its shapes and dtypes.
+        stored: its tensors, in these files; those of `state` have its shapes and dtypes.
         state: by name; plain, or sharded by FSDP over the mesh.
     """
 
@@ -120,7 +120,7 @@ class Delivery:
             tensor, sharded = stored[name], isinstance(target, DTensor)
             for chunk in tensor.chunks:
                 rows = self._rows_by_shard(tensor, chunk) if sharded else {}
-                parts.setdefault(chunk.file, []).append(_Part(name, tensor.dtype, chunk, rows))
+                parts[chunk.file].append(_Part(name, tensor.dtype, chunk, rows))
         return {name: sorted(found, key=lambda part: part.chunk.start) for name, found in parts.items()}
 
     def _rows_by_shard(self, tensor: StoredTensor, chunk: Chunk) -> dict[int, range]:
@@ -134,7 +134,7 @@ class Delivery:
         return found
 
     def _choose_readers(self) -> list[list[str]]:
-        """Each rank's files. A file goes to a rank of the shard that needs most of it, bytes spread evenly."""
+        """Each rank's files. A file goes to a rank whose shard needs much of it, bytes spread evenly."""
         files: list[list[str]] = [[] for _ in range(self._world.size)]
         load, shards = [0] * self._world.size, self._world.shards
         for name, parts in sorted(self._parts.items()):
@@ -142,10 +142,11 @@ class Delivery:
             for part in parts:
                 for shard, rows in part.rows.items():
                     needs[shard] += part.chunk.length * len(rows) / part.chunk.sizes[0]
-            able = (rank for rank in range(self._world.size) if needs[rank % shards] == max(needs))
+            most = max(needs)
+            able = (rank for rank in range(self._world.size) if 2 * needs[rank % shards] >= most)
             reader = min(able, key=load.__getitem__)
             files[reader].append(name)
-            load[reader] += self._entries[name].bytes if name in self._entries else 0
+            load[reader] += self._entries[name].bytes
         return files
 
     # ------------------------------------------------------------------ reading
@@ -154,24 +155,22 @@ class Delivery:
         """The chunks of files in order, None for what cannot be read. Notes what is wrong with a file."""
         for name in files:
             parts, done, problem = self._parts[name], 0, ""
-            entry = self._entries.get(name)
             try:
-                if entry is None:
-                    raise ValueError("is not in the manifest")
                 with HashedFile(self._folder / name) as file:
                     for part in parts:
                         chunk = None
                         try:
-                            chunk = parse_chunk(_slice(file, part.chunk, entry), part.chunk, part.dtype)
+                            content = _slice(file, part.chunk, self._entries[name])
+                            chunk = parse_chunk(content, part.chunk, part.dtype)
                         except OSError:
                             raise
                         except Exception as error:  # damaged content makes torch.load raise anything
                             problem = problem or f"{name}, {part.name}: {root_cause(error)}"
                         done += 1
                         yield chunk
-                    problem = difference(entry, file.finish()) or problem
-            except (OSError, ValueError) as error:
-                problem = f"{name}: {error.strerror if isinstance(error, OSError) else error}"
+                    problem = difference(self._entries[name], file.finish()) or problem
+            except Exception as error:  # every rank must learn of any failure
+                problem = f"{name}: {error.strerror if isinstance(error, OSError) else root_cause(error)}"
             if problem:
                 self._wrong.append(problem)
             yield from (None for _ in parts[done:])

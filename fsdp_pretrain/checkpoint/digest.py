@@ -23,35 +23,40 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio, as a signed intege
 
 
 def state_digest(world: World, tensors: dict[str, Any]) -> str:
-    """The hash of named tensors, plain or sharded over dim 0; the same on every rank. It covers the names.
+    """The hash of named tensors, plain or sharded over dim 0, in the first replica; the same on every rank. It covers
+    the names."""
+    return replica_digests(world, tensors, replicas=1)[0]
 
-    A plain tensor is assumed to be equal on every rank, and counted once.
-    """
-    digest = StateDigest(world)
+
+def replica_digests(world: World, tensors: dict[str, Any], *, replicas: int | None = None) -> list[str]:
+    """The hashes of the first replicas; default: of all."""
+    digest = StateDigest(world, replicas)
     for name, tensor in tensors.items():
         digest.add(name, tensor)
-    return digest.total()
+    return digest.totals()
 
 
 class StateDigest:
-    """The hash of tensors that are added one at a time."""
+    """The hash of tensors that are added one at a time, in each of the first `replicas`; None: in all.
 
-    def __init__(self, world: World) -> None:
-        self._world, self._own = world, 0
+    A plain tensor is assumed to be equal on every rank of a replica, and counted once.
+    """
+
+    def __init__(self, world: World, replicas: int | None = 1) -> None:
+        self._world, self._replicas, self._own = world, world.replicas if replicas is None else replicas, 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            counts = tensor.device_mesh.get_coordinate()[0] == 0  # type: ignore[index]
-        else:
-            counts = self._world.is_main
-        if counts:  # the other ranks hold replicas
+        replica, shard = divmod(self._world.rank, self._world.shards)
+        if replica < self._replicas and (isinstance(tensor, DTensor) or shard == 0):
             self._own += _digest(
                 name, local_part(tensor).detach(), local_rows(tensor).start * math.prod(tensor.shape[1:])
             )
 
-    def total(self) -> str:
-        """The hash of all added tensors; collective."""
-        return f"{sum(self._world.gather(self._own)) % 2**64:016x}"
+    def totals(self) -> list[str]:
+        """The hash of all added tensors by replica; collective."""
+        own, shards = self._world.gather(self._own), self._world.shards
+        parts = [own[replica * shards : (replica + 1) * shards] for replica in range(self._replicas)]
+        return [f"{sum(part) % 2**64:016x}" for part in parts]
 
 
 def _digest(name: str, local: Tensor, offset: int) -> int:

@@ -74,8 +74,7 @@ class SaveLayout:
 
     tensors: tuple[TensorSpec, ...]
     pieces: tuple[tuple[TensorRows, ...], ...]
-    _lengths: tuple[bytes, ...] = field(default=(), init=False)
-    _metadata: bytes = field(default=b"", init=False)
+    _known: tuple[tuple[bytes, ...], bytes] = field(default=((), b""), init=False)
 
     @property
     def size(self) -> int:
@@ -85,7 +84,8 @@ class SaveLayout:
     @property
     def files(self) -> int:
         """Upper bound of the number of files."""
-        return sum(1 + sum(piece.size for piece in pieces) // FILE_BYTES for pieces in self.pieces)
+        used = (sum(piece.size + _PIECE_OVERHEAD for piece in pieces) for pieces in self.pieces)
+        return sum(1 + size // FILE_BYTES for size in used)
 
     def metadata(self, lengths: Sequence[Sequence[int]]) -> bytes:
         """Contents of `.metadata`; kept, since a layout's lengths hardly ever change.
@@ -94,9 +94,11 @@ class SaveLayout:
             lengths: bytes of every piece, by rank.
         """
         key = tuple(torch.tensor(each, dtype=torch.int64).numpy().tobytes() for each in lengths)
-        if key != self._lengths or not self._metadata:
-            self._lengths, self._metadata = key, pickle.dumps(self._describe(lengths))
-        return self._metadata
+        known, content = self._known
+        if key != known or not content:
+            content = pickle.dumps(self._describe(lengths))
+            self._known = key, content  # at once: a writer that is stuck may share the layout
+        return content
 
     def _describe(self, lengths: Sequence[Sequence[int]]) -> Metadata:
         tensors: dict[str, Any] = {

@@ -17,9 +17,9 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW
 
 from .delivery import Delivery, parse_chunk, place, root_cause
-from .digest import state_digest
+from .digest import replica_digests
 from .layout import leaves
-from .manifest import CheckpointManifest
+from .manifest import CheckpointManifest, FileEntry
 from .metadata import METADATA, StoredTensor, read_metadata, wrong_metadata
 from .store import CONFIG, TRAIN_STATE, Checkpoint, verify_files
 
@@ -42,10 +42,16 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     """Read a checkpoint back, files spread over the ranks. Returns what is wrong, the same on every rank.
 
-    With several nodes, each file is read on another node than the one that wrote it, bypassing the writer's page cache.
+    With several nodes, a file of tensors is read on another node than the one that wrote it (each but every n-th of the
+    files of a rank, with n nodes), bypassing the writer's page cache.
     """
     entries = world.decide(checkpoint.files)
-    mine = [entry for i, entry in enumerate(entries) if (i + world.local_world) % world.size == world.rank]
+
+    def reader(index: int, entry: FileEntry) -> int:
+        writer, number = map(int, entry.name[2:-7].split("_")) if entry.name.endswith(".distcp") else (0, index)
+        return (writer + world.local_world * (1 + number)) % world.size
+
+    mine = [entry for index, entry in enumerate(entries) if reader(index, entry) == world.rank]
     wrong = [text for texts in world.gather(verify_files(checkpoint.path, mine)) for text in texts]
     return wrong or world.decide(lambda: wrong_metadata(checkpoint.path))
 
@@ -71,10 +77,11 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Adam
     files = [entry for entry in manifest.files if entry.name not in (METADATA, TRAIN_STATE, CONFIG)]
     if wrong := Delivery(world, checkpoint.path, files, stored, tensors).run():
         raise DamagedError(wrong[0]).on_all_ranks()
-    digest = state_digest(world, tensors)
-    if digest != manifest.state_digest:
+    digests = set(replica_digests(world, tensors))  # of all: replicas were sent what one of them read
+    if digests != {manifest.state_digest}:
         raise CheckpointError(
-            f"{checkpoint.path} is not the state that was saved (digest {digest}, at saving {manifest.state_digest})",
+            f"{checkpoint.path} is not the state that was saved (digest {', '.join(sorted(digests))}, "
+            f"at saving {manifest.state_digest})",
             effect="training would continue from damaged weights",
             remedy="go back to an earlier checkpoint, and check memory and storage of the nodes",
         ).on_all_ranks()
@@ -86,9 +93,13 @@ def _stored(checkpoint: Checkpoint, manifest: CheckpointManifest) -> dict[str, S
     if wrong := verify_files(checkpoint.path, [entry for entry in manifest.files if entry.name == METADATA]):
         raise DamagedError(wrong[0])
     try:
-        return read_metadata(checkpoint.path)
+        stored = read_metadata(checkpoint.path)
     except CheckpointError as error:
         raise DamagedError(error.cause) from None
+    named = {chunk.file for tensor in stored.values() for chunk in tensor.chunks}
+    if missing := sorted(named - {entry.name for entry in manifest.files}):
+        raise DamagedError(f"{METADATA} names {missing[0]}, which is not in the manifest")
+    return stored
 
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:

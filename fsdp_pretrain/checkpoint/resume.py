@@ -134,8 +134,8 @@ class Resume:
             if wrong := verify(world, checkpoint):  # then its configuration says nothing
                 raise DamagedError(wrong[0]).on_all_ranks() from None
             raise
-        reset = self._judge_reset(content.step)
         loaded = load(world, checkpoint, self._model, self._optimizer)
+        reset = self._judge_reset(content.step)
         if reset:  # was loaded so that the digest of the whole state could be compared
             self._optimizer.state.clear()
         if not checkpoint.verified:
