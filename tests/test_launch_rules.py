@@ -4,7 +4,6 @@ process."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import socket
 import subprocess
@@ -165,17 +164,20 @@ def test_torchrun_gets_what_it_needs() -> None:
     assert variables["PYTHONSAFEPATH"] == "1"
 
 
-def test_the_port_of_the_store_is_kept_from_the_first_moment(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_port_of_the_store_is_kept_from_the_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun lets the port go that it found, and rank 0 listened there seconds later: any process could be given it."""
-    port = helpers.port()
-    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("MASTER_PORT", "0")  # any free one, which nothing else here keeps
     monkeypatch.setenv("RANK", "1")
     assert master_port.hold() is None
     monkeypatch.setenv("RANK", "0")
-    with contextlib.closing(master_port.hold()), socket.socket() as other:
+    held = master_port.hold()
+    assert held is not None
+    port = held.getsockname()[1]
+    with socket.socket() as other:
         with pytest.raises(OSError, match="Address already in use"):
             other.bind(("127.0.0.1", port))
         assert TCPStore("127.0.0.1", port, 1, is_master=True).port == port
+    held.close()
 
 
 def test_a_port_that_another_process_has_is_named_at_once(tmp_path: Path) -> None:
