@@ -128,6 +128,8 @@ class CommandLine:
         parsed, unknown = self._parser.parse_known_args(arguments)
         if hasattr(parsed, "passed_on"):  # for another command
             parsed.passed_on = unknown
+        elif unknown and hasattr(parsed, "overrides") and not any(text.startswith("-") for text in unknown):
+            parsed.overrides += unknown  # after options; argparse wants all of them before
         elif unknown:
             self._parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         code: int = parsed.handler(parsed)

@@ -39,18 +39,17 @@ def doze(fault: dict[str, Any]) -> None:
 def wait(fault: dict[str, Any]) -> None:
     """Make every step take `seconds`, from `from` to `until` if given, as if a device were busy: hides the
     machine's noise in shorter steps."""
-    from fsdp_pretrain.parallel import optimizer
+    from fsdp_pretrain.parallel.optimizer import AdamW
 
-    update = optimizer.apply
+    update = AdamW.step
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        updated = update(*args, **kwargs)
+    def slow(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
         if fault.get("from", 0) <= _NOW[0] < fault.get("until", 10**9):
             time.sleep(max(0.0, _ENDED[0] + fault["seconds"] - time.monotonic()))
             _ENDED[0] = time.monotonic()
-        return updated
 
-    optimizer.apply = slow
+    AdamW.step = slow  # type: ignore[method-assign]
 
 
 def await_file(fault: dict[str, Any]) -> None:

@@ -121,7 +121,7 @@ def test_a_run_that_may_not_be_read(helpers: Any, tmp_path: Path) -> None:
     (run / "segments").mkdir(parents=True)
     run.chmod(0)
     code = (
-        "import os, sys; from fsdp_pretrain.cli.main import main\n"
+        "import os, sys, locale, fsdp_pretrain.watchdog.status; from fsdp_pretrain.cli.main import main\n"
         "if os.geteuid() == 0: os.seteuid(65534)\n"
         "sys.argv = ['fsdp-pretrain', 'status', sys.argv[1]]; sys.exit(main())"
     )

@@ -84,6 +84,8 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--link and --network belong to --predict and --tune")
     if args.predict:
         return _predict(args)
+    if args.tune and args.world_size is None:
+        raise ConfigError("--tune needs --world-size")
     if args.world_size is None and (args.device or args.device_memory):
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
@@ -116,8 +118,6 @@ def _tune(args: argparse.Namespace, config: Config) -> int:
     from fsdp_pretrain.plan import trials
 
     tune = import_extra("fsdp_pretrain.plan.tune", "plan --tune traces the memory of a step")
-    if args.world_size is None:
-        raise ConfigError("--tune needs --world-size")
     ranks, shards = min(args.world_size, args.gpus_per_node), config.parallel.shard
     if args.trials and shards != "node" and shards > ranks:
         raise ConfigError(f"--trials use one node, and parallel.shard = {shards} needs more than {ranks} ranks")

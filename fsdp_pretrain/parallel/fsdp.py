@@ -47,6 +47,9 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
     for unit in units(model, reshard=config.parallel.reshard_after_forward):
         fully_shard(list(unit.modules), mesh=world.mesh, mp_policy=policy, reshard_after_forward=unit.reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+    if isinstance(model.embedding, FSDPModule):
+        # Or its backward pass would gather the unit before it: the output matrix, for the micro-batch before.
+        model.embedding.set_modules_to_backward_prefetch([model.embedding])
     return _allocate(model, world.device)
 
 

@@ -15,7 +15,7 @@ from . import devices, published
 from .devices import Device
 from .flops import flops_per_token, recomputed_share
 from .overheads import DAY, Operations, Overheads, overheads
-from .published import Comparison
+from .published import PublishedPrediction
 from .scale import FITTED, Cluster, Constants, Step, Workload, step
 from .sizes import check_declared, sizes
 
@@ -61,7 +61,7 @@ class Table:
     operations: Operations
     constants: Constants
     predictions: list[Prediction]
-    comparisons: list[Comparison]
+    comparisons: list[PublishedPrediction]
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; infinite times are None."""
@@ -86,7 +86,7 @@ def _prediction_json(prediction: Prediction) -> dict[str, Any]:
     return values
 
 
-def _comparison_json(comparison: Comparison) -> dict[str, Any]:
+def _comparison_json(comparison: PublishedPrediction) -> dict[str, Any]:
     run = comparison.published
     return {
         "name": run.name,

@@ -85,7 +85,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PublishedPrediction:
     """A published run and its prediction, in tokens per second and GPU."""
 
     published: Published
@@ -97,9 +97,9 @@ class Comparison:
         return self.predicted / self.published.tokens - 1
 
 
-def compare(runs: Sequence[Published], constants: Constants = FITTED) -> list[Comparison]:
+def compare(runs: Sequence[Published], constants: Constants = FITTED) -> list[PublishedPrediction]:
     """Predict published runs."""
-    return [Comparison(run, predicted_tokens(run.work, run.cluster, constants)) for run in runs]
+    return [PublishedPrediction(run, predicted_tokens(run.work, run.cluster, constants)) for run in runs]
 
 
 def predicted_tokens(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> float:
