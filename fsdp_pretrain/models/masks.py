@@ -93,7 +93,8 @@ def block_mask(slots: Slots, length: int) -> BlockMask:
     ahead = F.pad(prefix, (0, -length % _BLOCK)).view(len(prefix), -1, _BLOCK).any(2).unsqueeze(1)
     full = earlier & (first_key == last.unsqueeze(2))  # ids ascend: all keys and queries are of one slot
     partial = shared & (earlier | own | ahead) & ~full
-    return BlockMask.from_kv_blocks(*_listed(partial), *_listed(full), _BLOCK, visible, (length, length))
+    mask: BlockMask = BlockMask.from_kv_blocks(*_listed(partial), *_listed(full), _BLOCK, visible, (length, length))
+    return mask
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
