@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint.layout import FILE_BYTES, TensorSpec, lay_out, places
-from fsdp_pretrain.checkpoint.loading import Weights
-from fsdp_pretrain.checkpoint.metadata import read_metadata
+from fsdp_pretrain.checkpoint.layout import FILE_BYTES, TensorSpec, file_name, lay_out, places
+from fsdp_pretrain.checkpoint.loading import Weights, other_rank
+from fsdp_pretrain.checkpoint.metadata import METADATA, read_metadata
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 
@@ -77,6 +77,19 @@ def test_large_files_are_split_and_the_metadata_is_kept() -> None:
     assert layout.metadata([list(each) for each in sizes]) is first  # not described again at the next save
     sizes[0][0] += 1
     assert layout.metadata(sizes) != first
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (2, 1), (2, 4), (3, 2), (16, 8)])
+def test_a_file_is_read_back_on_another_node(nodes: int, per_node: int) -> None:
+    ranks, names = nodes * per_node, [file_name(rank, number) for rank in range(nodes * per_node) for number in (0, 1)]
+    readers = {name: other_rank(name, ranks, per_node) for name in [*names, METADATA]}
+    for rank in range(ranks):
+        mine = [readers[file_name(rank, number)] // per_node for number in (0, 1)]
+        assert nodes == 1 or rank // per_node not in mine
+        assert nodes < 3 or mine[0] != mine[1]
+    assert nodes == 1 or readers[METADATA] >= per_node
+    assert set(Counter(readers[name] for name in names).values()) == {2}  # evenly
 
 
 @pytest.fixture(scope="module")

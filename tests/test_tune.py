@@ -29,6 +29,7 @@ def config(lab: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_first_is_the_fastest_of_all_that_fit(config: Path) -> None:
     """Against every way, each planned and predicted on its own."""
     available = 6 * 2**30

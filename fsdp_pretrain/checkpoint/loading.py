@@ -19,7 +19,7 @@ from fsdp_pretrain.parallel.optimizer import AdamW
 from .delivery import Delivery, parse_chunk, place, root_cause
 from .digest import replica_digests
 from .layout import leaves
-from .manifest import CheckpointManifest, FileEntry
+from .manifest import CheckpointManifest
 from .metadata import METADATA, StoredTensor, read_metadata, wrong_metadata
 from .store import CONFIG, TRAIN_STATE, Checkpoint, verify_files
 
@@ -39,19 +39,23 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {".".join(path): tensor for path, tensor in leaves(tree)}
 
 
+def other_rank(file: str, ranks: int, ranks_per_node: int) -> int:
+    """A rank of another node than the one that wrote a file, if there is one; differs for the files of a writer."""
+    if not file.endswith(".distcp"):
+        return ranks - 1  # rank 0 wrote it
+    writer, number = map(int, file.removesuffix(".distcp").strip("_").split("_"))
+    other_nodes = max(1, ranks // ranks_per_node - 1)
+    return (writer + ranks_per_node * (1 + number % other_nodes)) % ranks
+
+
 def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     """Read a checkpoint back, files spread over the ranks. Returns what is wrong, the same on every rank.
 
-    With several nodes, a file of tensors is read on another node than the one that wrote it (each but every n-th of the
-    files of a rank, with n nodes), bypassing the writer's page cache.
+    With several nodes, files of tensors are read as `other_rank` says: their writers' page caches might hide what
+    storage has lost.
     """
     entries = world.decide(checkpoint.files)
-
-    def reader(index: int, entry: FileEntry) -> int:
-        writer, number = map(int, entry.name[2:-7].split("_")) if entry.name.endswith(".distcp") else (0, index)
-        return (writer + world.local_world * (1 + number)) % world.size
-
-    mine = [entry for index, entry in enumerate(entries) if reader(index, entry) == world.rank]
+    mine = [entry for entry in entries if other_rank(entry.name, world.size, world.local_world) == world.rank]
     wrong = [text for texts in world.gather(verify_files(checkpoint.path, mine)) for text in texts]
     return wrong or world.decide(lambda: wrong_metadata(checkpoint.path))
 
