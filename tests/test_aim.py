@@ -123,7 +123,8 @@ def test_damage_to_the_repository_is_one_journal_line(
         if damage == "locked":
             holder = hold(run, repo)
         else:
-            subprocess.run(["mount", "-o", "remount,ro,size=50m", str(repo.parent)], check=True)
+            mount = ["mount", "-o", "remount,ro,size=50m", str(repo.parent)]
+            helpers.wait_for(lambda: subprocess.run(mount).returncode == 0, what="that nothing has a file open there")
     if damage in DURING:
         (gate,) = gates(100)
     job = lab.start(config)

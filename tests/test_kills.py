@@ -32,7 +32,7 @@ POINTS: dict[str, tuple[int, str, str]] = {
     "shard-1": (1, "open", "__1_0.distcp"),
     "shard-0-durable": (0, "fsync", "__0_0.distcp"),
     "shard-1-durable": (1, "fsync", "__1_0.distcp"),
-    "metadata": (0, "open", r"\.metadata\.tmp$"),
+    "metadata": (0, "open", r"/\.\.metadata"),
     "metadata-named": (0, "rename", r"/\.metadata$"),
     "train-state": (0, "open", r"\.train_state"),
     "manifest": (0, "open", r"\.manifest"),

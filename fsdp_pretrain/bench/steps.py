@@ -233,7 +233,7 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Command line."""
-    args = _parser().parse_args()
+    args = _parser().parse_intermixed_args()
     torchrun.die_with_launcher()
     config = load(args.config, args.overrides)
     if args.side and args.side != peers.OURS:

@@ -101,6 +101,7 @@ class World:
     def new_group(self) -> dist.ProcessGroup:
         """Create another gloo group of all ranks. Collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+        dist.barrier(group)  # or a rank that has nothing left to do could end while others still connect to it
         return group
 
     def decide(self, choose: Callable[[], T]) -> T:
