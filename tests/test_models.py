@@ -222,9 +222,12 @@ def test_rotary_is_relative_and_keeps_lengths() -> None:
     assert turn(q, long).norm() == pytest.approx(float(q.norm()), rel=1e-5)
 
 
-@pytest.mark.parametrize("per_chunk", [1, 2**12, 2**26])
-def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("per_chunk", "kept"), [(1, 2**30), (2**12, 2**30), (2**12, 0), (2**26, 2**30), (2**26, 0)])
+def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(
+    per_chunk: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
+    monkeypatch.setattr(loss, "_KEPT_BYTES", kept)
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 201, 16), torch.randn(97, 16)
     labels = torch.randint(97, (5, 201))
@@ -243,10 +246,11 @@ def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(per_chunk: int, mon
     assert results[0][0][0, :50].abs().sum() == 0
 
 
-@pytest.mark.parametrize("per_chunk", [2**12, 2**25])
-def test_log_normalisers_are_differentiable_too(per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("per_chunk", "kept"), [(2**12, 2**30), (2**12, 0), (2**25, 2**30)])
+def test_log_normalisers_are_differentiable_too(per_chunk: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position with its own weights for the loss and for the squared normaliser; in fp64 up to rounding."""
     monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
+    monkeypatch.setattr(loss, "_KEPT_BYTES", kept)
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(2, 50, 16), torch.randn(97, 16), torch.randint(97, (2, 50))
     labels[1, 20:40] = loss.IGNORE

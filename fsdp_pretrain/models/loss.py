@@ -17,6 +17,9 @@ IGNORE = -100
 
 _LOGITS_PER_CHUNK = 2**25
 """Logits per chunk: 128 MiB in fp32; at the peak there are three tensors of that size."""
+_KEPT_BYTES = 2**30
+"""All logits of a micro-batch together are kept for the backward pass up to this, in the dtype of the hidden states;
+more are computed again, which is a third of the output matrix's work."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of `hidden @ weight.T` per position, and the log-normaliser of the softmax.
 
-    The vocabulary is processed in chunks, also in the backward pass, so peak memory for logits grows neither with it
-    nor with the number of positions. Gradients are exact for any weighting of both results.
+    The vocabulary is processed in chunks, also in the backward pass, so memory for logits stops growing at `_KEPT_BYTES`
+    and some chunks, with the vocabulary and with the positions. Gradients are exact for any weighting of both results.
     (`F.linear_cross_entropy`, which is similar, needs torch 2.13.)
 
     Args:
@@ -46,7 +49,9 @@ def token_losses(
         fp32 [B, S] losses, natural log; fp32 [B, S] log-normalisers. Both are zero where ignored.
     """
     rows, targets, kernels = hidden.flatten(0, 1), labels.flatten(), kernels or _EAGER
-    losses, normalisers = _TokenLosses.apply(rows, weight, targets, kernels)  # type: ignore[no-untyped-call]
+    size = len(rows) * len(weight) * rows.element_size()
+    keep = torch.is_grad_enabled() and size <= _KEPT_BYTES
+    losses, normalisers = _TokenLosses.apply(rows, weight, targets, kernels, keep)  # type: ignore[no-untyped-call]
     return losses.view_as(labels), normalisers.view_as(labels)
 
 
@@ -60,58 +65,58 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, kernels: ChunkKernels
+        ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, kernels: ChunkKernels, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        """Saves the normalisers; `backward` recomputes the logits."""
+        """Saves the normalisers, and the logits if `keep`; else `backward` computes them again."""
+        kept: list[Tensor] = []
         normalisers = torch.full((len(rows),), -torch.inf, device=rows.device)
         picked = torch.zeros_like(normalisers)
         for chunk, local, inside in _chunks(rows, weight, targets):
-            normalisers, picked = kernels.forward(rows, weight[chunk], local, inside, normalisers, picked)
+            logits = F.linear(rows, weight[chunk])
+            normalisers, picked = kernels.forward(logits, local, inside, normalisers, picked)
+            if keep:
+                kept.append(logits)
+            del logits  # free before the next chunk
         ctx.kernels = kernels
-        ctx.save_for_backward(rows, weight, targets, normalisers)
+        ctx.save_for_backward(rows, weight, targets, normalisers, *kept)
         learned = targets != IGNORE
         return (normalisers - picked).where(learned, 0.0), normalisers.where(learned, 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_losses: Tensor, d_normalisers: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, d_losses: Tensor, d_normalisers: Tensor) -> tuple[Tensor | None, ...]:
         """With p the softmax: d logits = (d loss + d normaliser) * p - d loss * onehot(target)."""
-        rows, weight, targets, normalisers = ctx.saved_tensors
+        rows, weight, targets, normalisers, *kept = ctx.saved_tensors
         learned = targets != IGNORE
         d_picked = d_losses.where(learned, 0.0)
         d_softmax = (d_losses + d_normalisers).where(learned, 0.0).unsqueeze(1)
         d_rows, d_weight = torch.zeros_like(rows, dtype=torch.float32), torch.empty_like(weight)
-        for chunk, local, inside in _chunks(rows, weight, targets):
-            d = ctx.kernels.backward(rows, weight[chunk], local, inside, normalisers, d_softmax, d_picked)
+        for number, (chunk, local, inside) in enumerate(_chunks(rows, weight, targets)):
+            logits = kept[number] if kept else F.linear(rows, weight[chunk])
+            d = ctx.kernels.backward(logits, local, inside, normalisers, d_softmax, d_picked)
             d_rows += d @ weight[chunk]
             torch.mm(d.T, rows, out=d_weight[chunk])
-            del d  # free before the next chunk
-        return d_rows.to(rows.dtype), d_weight, None, None
+            del logits, d  # free before the next chunk
+        return d_rows.to(rows.dtype), d_weight, None, None, None
 
 
 def _forward_chunk(
-    rows: Tensor, weight: Tensor, local: Tensor, inside: Tensor, normalisers: Tensor, picked: Tensor
+    logits: Tensor, local: Tensor, inside: Tensor, normalisers: Tensor, picked: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Normalisers [N] and logits of the targets [N], with those of a chunk."""
-    logits = F.linear(rows, weight).float()
+    logits = logits.float()
     picked = picked + logits.gather(1, local).squeeze(1).where(inside, 0.0)
     return torch.logaddexp(normalisers, logits.logsumexp(1)), picked
 
 
 def _backward_chunk(
-    rows: Tensor,
-    weight: Tensor,
-    local: Tensor,
-    inside: Tensor,
-    normalisers: Tensor,
-    d_softmax: Tensor,
-    d_picked: Tensor,
+    logits: Tensor, local: Tensor, inside: Tensor, normalisers: Tensor, d_softmax: Tensor, d_picked: Tensor
 ) -> Tensor:
-    """Gradient of the chunk's logits [N, rows of the chunk], in the dtype of the rows."""
-    d = F.linear(rows, weight).float()
+    """Gradient of the chunk's logits [N, rows of the chunk], in their dtype; may overwrite them."""
+    d = logits.float()
     d.sub_(normalisers.unsqueeze(1)).exp_().mul_(d_softmax)
     d.scatter_add_(1, local, -d_picked.where(inside, 0.0).unsqueeze(1))
-    return d.to(rows.dtype)
+    return d.to(logits.dtype)
 
 
 _EAGER = ChunkKernels(_forward_chunk, _backward_chunk)
