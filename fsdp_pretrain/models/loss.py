@@ -35,8 +35,8 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of `hidden @ weight.T` per position, and the log-normaliser of the softmax.
 
-    The vocabulary is processed in chunks, also in the backward pass, so memory for logits stops growing at `_KEPT_BYTES`
-    and some chunks, with the vocabulary and with the positions. Gradients are exact for any weighting of both results.
+    The vocabulary is processed in chunks, also in the backward pass: memory for logits grows up to `_KEPT_BYTES` and a
+    few chunks, then neither with it nor with the positions. Gradients are exact for any weighting of both results.
     (`F.linear_cross_entropy`, which is similar, needs torch 2.13.)
 
     Args:
