@@ -101,7 +101,8 @@ class World:
     def new_group(self) -> dist.ProcessGroup:
         """Create another gloo group of all ranks. Collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
-        dist.barrier(group)  # or a rank that has nothing left to do could end while others still connect to it
+        # Or a rank that has nothing left to do could end while others still connect to it.
+        dist.all_reduce(torch.zeros(()), group=group)
         return group
 
     def decide(self, choose: Callable[[], T]) -> T:
