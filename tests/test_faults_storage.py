@@ -135,13 +135,17 @@ def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Di
     watched.run = record / "run"
     watched.run.mkdir()
     (watched.run / "checkpoints").symlink_to(checkpoints)
-    watched.configure()
+    told = watched.lab.path / "told"
+    told.touch()
+    line = ["sh", "-c", f'echo "$WD_KEY $WD_STATE" >> {told}']
+    watched.configure(watchdog={"notify": {"command": {"argv": line}}})
     job = watched.start()
+    watched.helpers.wait_for((watched.run / "watchdog/agent.json").exists, what="a watchdog that leads")
     watched.helpers.wait_for(watched.saved, what="a checkpoint")
     hog = take(record, leave=0)
     begin = watched.saved()[-1]
     watched.helpers.wait_for(lambda: watched.saved()[-1] >= begin + 60, what="checkpoints of a run without a record")
-    time.sleep(1)  # several checks
+    watched.helpers.wait_for(lambda: "disk/run open" in told.read_text(), what="a message of the watchdog")
     hog.unlink()
     watched.until("disk/run", "resolved")
     watched.stop(job)

@@ -136,7 +136,10 @@ class Watched:
             alarm = (self.helpers.alarms(self.run, key) or [{}])[-1]
             return alarm if alarm.get("state") == state and severity in ("", alarm["severity"]) else None
 
-        found: dict[str, Any] = self.helpers.wait_for(standing, what=f"{key} {state} {severity}")
+        def missed() -> str:
+            return f"{key} {state} {severity}, which has {self.transitions(key)}"
+
+        found: dict[str, Any] = self.helpers.wait_for(standing, what=missed)
         return found
 
     def reaches(self, steps: int, more: bool = False) -> None:

@@ -20,7 +20,7 @@ from .delivery import Delivery, parse_chunk, place, root_cause
 from .digest import replica_digests
 from .layout import leaves
 from .manifest import CheckpointManifest
-from .metadata import METADATA, StoredTensor, read_metadata, wrong_metadata
+from .metadata import METADATA, Chunk, StoredTensor, read_metadata, wrong_metadata
 from .store import CONFIG, TRAIN_STATE, Checkpoint, verify_files
 
 
@@ -136,19 +136,24 @@ class Weights:
     def __getitem__(self, name: str) -> torch.Tensor:
         """A parameter, whole, in the dtype it is stored in. Raises CheckpointError."""
         stored = self._stored[f"model.{name}"]
-        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         try:
+            if [chunk.sizes for chunk in stored.chunks] == [stored.shape]:
+                return self._read(stored.chunks[0], stored)  # without a second copy
+            tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
             for chunk in stored.chunks:
-                with (self._folder / chunk.file).open("rb") as file:
-                    file.seek(chunk.start)
-                    content = file.read(min(chunk.length, os.fstat(file.fileno()).st_size))
-                place(tensor, chunk.offsets, parse_chunk(content, chunk, stored.dtype))
+                place(tensor, chunk.offsets, self._read(chunk, stored))
         except Exception as error:  # damaged content makes torch.load raise anything
             raise CheckpointError(
                 f"cannot read {name} of {self._folder}: {root_cause(error)}",
                 remedy="if the run is live, retention may just have deleted it: take a newer one",
             ) from None
         return tensor
+
+    def _read(self, chunk: Chunk, stored: StoredTensor) -> torch.Tensor:
+        with (self._folder / chunk.file).open("rb") as file:
+            file.seek(chunk.start)
+            content = file.read(min(chunk.length, os.fstat(file.fileno()).st_size))
+        return parse_chunk(content, chunk, stored.dtype)
 
 
 def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dict[str, Any]) -> None:
