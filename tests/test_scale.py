@@ -1,8 +1,9 @@
-"""A simulated corpus of 2T tokens, real except for the tokens: what a rank needs, and how 1,024 ranks share it."""
+"""What 1,024 ranks share: a simulated corpus of 2T tokens, real except for the tokens; reports of 128 nodes."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from data.packing.packer import Packer
 from data.packing.position import Position
 from data.simulate import check_shares, simulated_corpus
 from fsdp_pretrain.config.schedule import BatchSchedule, share_of
+from fsdp_pretrain.watchdog.hang.peers import PeerNodes
 
 ARGUMENTS = ["data.cli", "bench", "--json", "--simulate"]
 
@@ -68,3 +70,23 @@ def test_two_trillion_tokens(run_command: Any) -> None:
     figures = json.loads(done.stdout)
     assert figures["documents"] > 2e9 and figures["shards"] == 20_000
     assert figures["index_memory_mb"] < 100 and figures["state_bytes"] <= 64
+
+
+@pytest.mark.quick
+def test_a_thousand_ranks_report_through_a_small_file_per_node(tmp_path: Path) -> None:
+    agents = [PeerNodes(tmp_path, node, 128, "attempt", beat=0.0, silent=60.0) for node in range(128)]
+    own = {rank: (3, 1 + rank / 10_000) for rank in range(1024)}
+    for node, agent in enumerate(agents):
+        windows = {rank: own[rank] for rank in range(8 * node, 8 * node + 8)}
+        agent.write(1, [], {}, windows, ended=node == 77)
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*.json")]
+    assert len(sizes) == 128 and max(sizes) < 1000
+    first, last = agents[0], agents[-1]
+    assert first.read(all_=True) and first.leads
+    reports = {other.number: other.report for other in first.others}
+    assert {rank: found for report in reports.values() if report for rank, found in report.windows.items()} == {
+        rank: found for rank, found in own.items() if rank >= 8
+    }
+    assert [number for number, report in reports.items() if report and report.ended] == [77]
+    assert last.read(all_=False) and not last.leads
+    assert [other.number for other in last.others if other.report is not None] == [0]  # not all read all
