@@ -40,7 +40,10 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def other_rank(file: str, ranks: int, ranks_per_node: int) -> int:
-    """A rank of another node than the one that wrote a file, if there is one; differs for the files of a writer."""
+    """The rank that reads back a file of a checkpoint: of another node than its writer's; on one node, the writer.
+
+    With three nodes or more, the files of a writer are read on several.
+    """
     if not file.endswith(".distcp"):
         return ranks - 1  # rank 0 wrote it
     writer, number = map(int, file.removesuffix(".distcp").strip("_").split("_"))

@@ -48,7 +48,8 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
         fully_shard(list(unit.modules), mesh=world.mesh, mp_policy=policy, reshard_after_forward=unit.reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
     if isinstance(model.embedding, FSDPModule):
-        # Or its backward pass would gather the unit before it: the output matrix, for the micro-batch before.
+        # Nothing, since it is gathered. By default its backward pass would gather what was used before it: in a later
+        # micro-batch the output matrix, for the one before.
         model.embedding.set_modules_to_backward_prefetch([model.embedding])
     return _allocate(model, world.device)
 
