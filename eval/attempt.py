@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any, NoReturn
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.record import state_files
@@ -39,6 +39,22 @@ _END_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
+class Verdict(BaseModel):
+    """What a probe concludes, beside its scores.
+
+    Attributes:
+        probe: its name.
+        ok: False raises an alarm; None: not to be decided yet, or not for this model.
+        text: one sentence with its numbers.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    probe: str
+    ok: bool | None
+    text: str
+
+
 class Results(StateFile):
     """`results.json` of an evaluation.
 
@@ -47,6 +63,8 @@ class Results(StateFile):
         committed: when the checkpoint was committed; None outside a run.
         scores, documents: by task: metrics, and number of documents used.
         tasks, limit: the task set, and maximum documents per task.
+        higher_is_better: by task and metric, where known.
+        verdicts: of the probes among the tasks.
         versions, lm_eval: of the tasks, and of lm-eval.
         seconds, time: duration, and time of completion.
         unigram_bits_per_byte: score of a model of token frequencies, if requested.
@@ -61,6 +79,8 @@ class Results(StateFile):
     tasks: str = ""
     scores: dict[str, dict[str, float]]
     documents: dict[str, int] = Field(default_factory=dict)
+    higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
+    verdicts: list[Verdict] = Field(default_factory=list)
     versions: dict[str, Any] = Field(default_factory=dict)
     lm_eval: str = ""
     limit: int | None = None

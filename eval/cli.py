@@ -22,7 +22,6 @@ from fsdp_pretrain.record.files import RunDir, now, replace_file
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.store import Checkpoint
-    from fsdp_pretrain.config.config import Config
 
     from .attempt import Results
 
@@ -60,6 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     from fsdp_pretrain.checkpoint.store import CONFIG
     from fsdp_pretrain.config.resume_rules import load_compatible
 
+    from .evaluation import evaluate
     from .tasks import BUNDLED
 
     checkpoint = _find(args.path, args.step)
@@ -97,6 +97,7 @@ def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
     from fsdp_pretrain.config.resume_rules import load_compatible
 
+    from .evaluation import evaluate
     from .jobs import due_jobs, watch_once
 
     run = args.run
@@ -186,69 +187,6 @@ def _find(path: Path, step: int | None) -> Checkpoint:
     if checkpoint is None:
         raise CheckpointError(f"{found.directory} holds no complete checkpoint")
     return checkpoint
-
-
-def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None) -> Results:
-    """Run the configured tasks on a checkpoint.
-
-    Raises:
-        UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
-    """
-    from .attempt import RefusedError, Results
-    from .jobs import task_set
-
-    _silence_libraries()
-    try:
-        import lm_eval
-        from lm_eval import evaluator
-    except ImportError:
-        raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
-    from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
-
-    from .checkpoints import read_checkpoint
-    from .harness import CheckpointLM
-    from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
-
-    start = time.perf_counter()
-    section = config.eval
-    tasks = load_tasks(section.tasks, section.heldout, section.include)
-    model, trained = read_checkpoint(checkpoint, section.device)
-    tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
-    data = trained.data
-    adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
-    found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
-    results = Results(
-        step=checkpoint.step,
-        tokens=checkpoint.train_state().tokens,
-        checkpoint=str(checkpoint.path),
-        tasks=task_set(section.tasks),
-        scores=scores(found["results"]),
-        documents={name: counts["effective"] for name, counts in found["n-samples"].items()},
-        versions=found["versions"],
-        lm_eval=lm_eval.__version__,
-        limit=section.limit,
-        seconds=round(time.perf_counter() - start, 1),
-        time=now(),
-    )
-    sources = [source.path for source in trained.data.sources]
-    if BUNDLED[0] in section.tasks and section.heldout and all((path / "manifest.json").exists() for path in sources):
-        unigrams = unigram_bits_per_byte(sources, tokenizer, section.heldout)
-        results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
-    return results
-
-
-def _silence_libraries() -> None:
-    """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may access the network."""
-    import logging
-    import os
-    import warnings
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def table(results: Results) -> str:

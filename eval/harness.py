@@ -79,14 +79,14 @@ class CheckpointLM(TemplateLM):
         for _, context, continuation in requests:
             tokens = (context or [self.eot_token_id]) + continuation
             jobs.append((tokens, len(tokens) - len(continuation)))
-        return self._score(jobs, quiet=bool(kwargs.get("disable_tqdm")))
+        return self.score_tokens(jobs, quiet=bool(kwargs.get("disable_tqdm")))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, each token predicted once."""
         jobs = [([self.eot_token_id, *self.tok_encode(request.args[0])], 1) for request in requests]
-        return [score for score, _ in self._score(jobs, quiet=disable_tqdm)]
+        return [score for score, _ in self.score_tokens(jobs, quiet=disable_tqdm)]
 
-    def _score(self, jobs: Sequence[tuple[list[int], int]], *, quiet: bool) -> list[tuple[float, bool]]:
+    def score_tokens(self, jobs: Sequence[tuple[list[int], int]], *, quiet: bool = True) -> list[tuple[float, bool]]:
         """(log-likelihood, whether greedy decoding gives it) of tokens[first:], for each (tokens, first)."""
         windows = [
             (job, *window) for job, (tokens, first) in enumerate(jobs) for window in self._windows(tokens, first)
