@@ -59,7 +59,8 @@ def _run(args: argparse.Namespace) -> int:
     from fsdp_pretrain.checkpoint.store import CONFIG
     from fsdp_pretrain.config.resume_rules import load_compatible
 
-    from .evaluation import evaluate
+    from .evaluation import assist, evaluate
+    from .ranks import join
     from .tasks import BUNDLED
 
     checkpoint = _find(args.path, args.step)
@@ -76,7 +77,12 @@ def _run(args: argparse.Namespace) -> int:
             remedy=f"if you trust them, add: {folders}",
         )
     section = config.eval.model_copy(update=settings)
-    results = evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer)
+    config = config.model_copy(update={"eval": section})
+    with join(config) as world:
+        if world is not None and not world.is_main:
+            assist(checkpoint, config, args.tokenizer, world)
+            return 0
+        results = evaluate(checkpoint, config, args.tokenizer, world)
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
     if args.out:  # last: if it cannot be written, the results were at least printed

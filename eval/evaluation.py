@@ -8,20 +8,32 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.files import now
 
 from .attempt import RefusedError, Results
 from .checkpoints import read_checkpoint
 from .jobs import task_set
+from .ranks import follow, lead
 from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
 
+if TYPE_CHECKING:
+    from .harness import CheckpointLM
 
-def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None) -> Results:
+
+def evaluate(
+    checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None, world: World | None = None
+) -> Results:
     """Run the configured tasks on a checkpoint.
+
+    Args:
+        world: the ranks that do it together: this is rank 0, the others `assist`; None: this process alone.
 
     Raises:
         UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
@@ -32,16 +44,16 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
         from lm_eval import evaluator
     except ImportError:
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
-    from .harness import CheckpointLM  # imports lm-eval
-
     start = time.perf_counter()
     section = config.eval
-    tasks = load_tasks(section.tasks, section.heldout, section.include)
-    model, trained = read_checkpoint(checkpoint, section.device)
-    tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
-    data = trained.data
-    adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
-    found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
+    tasks = lead(world, lambda: load_tasks(section.tasks, section.heldout, section.include))
+    adapter, trained = _adapter(checkpoint, config, tokenizer_path, world)
+    try:
+        found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
+    except UserError:  # after any other, the other ranks may wait in the middle of a pass; torchrun ends them
+        adapter.scorer.close()
+        raise
+    adapter.scorer.close()
     results = Results(
         step=checkpoint.step,
         tokens=checkpoint.train_state().tokens,
@@ -58,9 +70,38 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     )
     sources = [source.path for source in trained.data.sources]
     if BUNDLED[0] in section.tasks and section.heldout and all((path / "manifest.json").exists() for path in sources):
-        unigrams = unigram_bits_per_byte(sources, tokenizer, section.heldout)
+        unigrams = unigram_bits_per_byte(sources, adapter.tokenizer, section.heldout)
         results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
     return results
+
+
+def assist(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None, world: World) -> None:
+    """On ranks other than 0: take part in `evaluate`. Raises UserError, as there."""
+    _silence_libraries()
+    follow(world)
+    _adapter(checkpoint, config, tokenizer_path, world)[0].scorer.serve()
+
+
+def _adapter(
+    checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None, world: World | None
+) -> tuple[CheckpointLM, Config]:
+    """The checkpoint for lm-eval, and the configuration that it was trained with."""
+    from .harness import CheckpointLM  # imports lm-eval
+
+    def build() -> tuple[CheckpointLM, Config]:
+        model, trained = read_checkpoint(checkpoint, config.eval.device, world)
+        adapter = CheckpointLM(
+            model,
+            find_tokenizer(checkpoint, trained, tokenizer_path),
+            length=trained.data.sequence_length,
+            batch=config.eval.batch,
+            objective=trained.data.objective,
+            bidirectional=config.eval.glm_context == "bidirectional",
+            world=world,
+        )
+        return adapter, trained
+
+    return build() if world is None else world.together(build)
 
 
 def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:

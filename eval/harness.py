@@ -1,31 +1,27 @@
-"""A checkpoint's model behind lm-eval's interface, read from DCP in one process.
+"""A checkpoint's model behind lm-eval's interface.
 
-Encoding is the training tokenizer's, which adds nothing; a text starts after one document separator, as in training.
+Encoding is the training tokenizer's, which adds nothing. A document separator stands only before an empty context, and
+before a text whose rolling likelihood is asked for.
 No request cache is offered: lm-eval's ignores which model filled it.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
-from torch import Tensor
-from tqdm import tqdm
 
-from data.packing.objectives import IGNORE, Specials
+from data.packing.objectives import Specials
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.sections import AnyObjective, GLMObjective
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.models.masks import Slots
+from fsdp_pretrain.parallel.mesh import World
 
 from .attempt import RefusedError
-from .generation import Greedy
-
-_LOGITS_AT_ONCE = 2**27
+from .generation import Decoding
+from .scorer import Prompt, Scorer
+from .trees import Query
 
 
 class CheckpointLM(TemplateLM):
@@ -35,74 +31,97 @@ class CheckpointLM(TemplateLM):
         length: longest input, in tokens.
         batch: sequences per forward pass at most.
         objective: what the model was trained with.
+        bidirectional: a GLM model reads a context as a whole, and what follows is the filling of a `[gMASK]` behind it;
+            else it reads everything from left to right, as the filling of a `[gMASK]` in front.
+        world: the ranks that `model` is sharded over, see `Scorer`.
+
+    Attributes:
+        scorer: runs the model.
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, *, length: int, batch: int, objective: AnyObjective | None = None
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        length: int,
+        batch: int,
+        objective: AnyObjective | None = None,
+        bidirectional: bool = True,
+        world: World | None = None,
     ) -> None:
         super().__init__()
-        self._model, self._tokens, self._batch = model.eval(), tokenizer, batch
-        self._ids: Specials | None = None
+        self.tokenizer, self._bidirectional = tokenizer, bidirectional
+        self._marks: list[int] = []
+        two_dimensions = False
         if isinstance(objective, GLMObjective):
-            self._ids = Specials.behind(objective, tokenizer.vocab_size)
-            self._two_dimensions = objective.positions == "glm2d"
-        self._between = 0 if self._ids is None else 2
-        self._length = length - self._between
-        self._device = next(model.parameters()).device
+            ids = Specials.behind(objective, tokenizer.vocab_size)
+            self._marks = [ids.gmask, ids.sop]
+            two_dimensions = objective.positions == "glm2d"
+        self._length = length - len(self._marks)
+        self.scorer = Scorer(model, tokenizer, length=length, batch=batch, two_dimensions=two_dimensions, world=world)
 
     @property
     def eot_token_id(self) -> int:
         """The document separator, also the context of an empty prompt."""
-        return self._tokens.eod
+        return self.tokenizer.eod
+
+    @property
+    def max_length(self) -> int:
+        """Longest context and continuation together."""
+        return self._length
 
     @property
     def tokenizer_name(self) -> str:
         """Identity of the tokenizer for lm-eval's bookkeeping."""
-        return f"{self._tokens.path.name}@{self._tokens.fingerprint[:12]}"
+        return f"{self.tokenizer.path.name}@{self.tokenizer.fingerprint[:12]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, nothing added."""
         del add_special_tokens, kwargs
-        return self._tokens.encode([string])[0]
+        return self.tokenizer.encode([string])[0]
+
+    # ------------------------------------------------------------------ likelihoods
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of continuations given contexts, and whether greedy decoding gives them."""
-        scored: list[tuple[float, bool]] = super().loglikelihood(
-            requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty()
-        )
-        return scored
+        pairs = [_without_trailing_spaces(*request.args) for request in requests]
+        contexts = list(dict.fromkeys(context for context, _ in pairs))
+        ids = dict(zip(contexts, self.tokenizer.encode(contexts), strict=True))
+        ids[""] = [self.eot_token_id]
+        wholes = self.tokenizer.encode([context + continuation for context, continuation in pairs])
+        jobs = []
+        for (context, _), whole in zip(pairs, wholes, strict=True):
+            start = ids[context]
+            jobs.append(([*start, *whole[len(start) if context else 0 :]], len(start)))
+        return self.score_tokens(jobs, quiet=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        jobs = []
-        for _, context, continuation in requests:
-            tokens = (context or [self.eot_token_id]) + continuation
-            jobs.append((tokens, len(tokens) - len(continuation)))
+        jobs = [([*context, *continuation], len(context)) for _, context, continuation in requests]
         return self.score_tokens(jobs, quiet=bool(kwargs.get("disable_tqdm")))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, each token predicted once."""
-        jobs = [([self.eot_token_id, *self.tok_encode(request.args[0])], 1) for request in requests]
+        texts = self.tokenizer.encode([request.args[0] for request in requests])
+        jobs = [([self.eot_token_id, *tokens], 1) for tokens in texts]
         return [score for score, _ in self.score_tokens(jobs, quiet=disable_tqdm)]
 
     def score_tokens(self, jobs: Sequence[tuple[list[int], int]], *, quiet: bool = True) -> list[tuple[float, bool]]:
         """(log-likelihood, whether greedy decoding gives it) of tokens[first:], for each (tokens, first)."""
-        windows = [
-            (job, *window) for job, (tokens, first) in enumerate(jobs) for window in self._windows(tokens, first)
-        ]
-        windows.sort(key=lambda item: len(item[1]), reverse=True)  # similar lengths together; the largest first
+        owners, queries = [], []
+        for number, (tokens, first) in enumerate(jobs):
+            for window, count in self._windows(tokens, first):
+                owners.append(number)
+                queries.append(self._query(window, count))
         totals, greedy = [0.0] * len(jobs), [True] * len(jobs)
-        bar = tqdm(total=len(windows), desc="scoring", unit="seq", disable=True if quiet else None)
-        with bar:
-            for group in self._groups(windows):
-                for (job, _, _), score, same in zip(group, *self._forward(group), strict=True):
-                    totals[job] += score
-                    greedy[job] &= same
-                bar.update(len(group))
+        for number, score in zip(owners, self.scorer.scores(queries, quiet=quiet), strict=True):
+            totals[number] += score.likelihood
+            greedy[number] &= score.greedy
         return list(zip(totals, greedy, strict=True))
 
-    def _windows(self, tokens: list[int], first: int) -> Iterable[tuple[list[int], int]]:
+    def _windows(self, tokens: list[int], first: int) -> Iterator[tuple[list[int], int]]:
         """Cut tokens into (window, how many of its last tokens to predict) so that tokens[first:] are predicted once.
 
         The window has at most `length` inputs. A text that fits is one window with all its context; of a longer one
@@ -114,70 +133,49 @@ class CheckpointLM(TemplateLM):
             yield tokens[max(0, stop - 1 - self._length) : stop], stop - at
             at = stop
 
-    def _groups(self, windows: list[tuple[int, list[int], int]]) -> Iterable[list[tuple[int, list[int], int]]]:
-        vocabulary = self._model.embedding.weight.shape[0]
-        start = 0
-        while start < len(windows):
-            fit = max(1, _LOGITS_AT_ONCE // (len(windows[start][1]) * vocabulary))
-            yield windows[start : start + min(self._batch, fit)]
-            start += min(self._batch, fit)
+    def _query(self, window: list[int], count: int) -> Query:
+        context, targets = window[:-count], window[-count:]
+        inputs, prefix = self._inputs(context)
+        return Query([*inputs, *targets[:-1]], targets, prefix)
 
-    @torch.inference_mode()
-    def _forward(self, group: list[tuple[int, list[int], int]]) -> tuple[list[float], list[bool]]:
-        """Log-likelihood, and whether greedy decoding gives it, of the last tokens of each (_, tokens, how many)."""
-        split = [(window[:-count], window[-count:]) for _, window, count in group]
-        logits = self._logits([(context, rest[:-1]) for context, rest in split])
-        targets = torch.full(logits.shape[:2], IGNORE)
-        for row, (context, rest) in enumerate(split):
-            end = len(context) + self._between + len(rest) - 1
-            targets[row, end - len(rest) : end] = torch.tensor(rest)
-        targets = targets.to(self._device)
-        scores = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
-        hit = (logits.argmax(-1) == targets) | (targets == IGNORE)
-        totals: Tensor = scores.view_as(targets).sum(1)
-        return totals.tolist(), hit.all(1).tolist()
+    def _inputs(self, context: list[int]) -> tuple[list[int], int]:
+        """What the model reads before a continuation, and how much of it all tokens attend to."""
+        if not self._marks:
+            return context, 0
+        if self._bidirectional:
+            return [*context, *self._marks], len(context) + 1
+        return [*self._marks, *context], 1
 
-    def _logits(self, texts: list[tuple[list[int], list[int]]]) -> Tensor:
-        """fp32 [n, width, V] for (context, continuation); rows are padded on the right, which does not affect them.
+    # ------------------------------------------------------------------ answers
 
-        Under the GLM objective the context is a prefix that ends in `[gMASK]`, and `sop` begins the continuation.
-        """
-        between = [] if self._ids is None else [self._ids.gmask, self._ids.sop]
-        rows = [[*context, *between, *said] for context, said in texts]
-        tokens = torch.full((len(rows), max(map(len, rows))), self.eot_token_id, dtype=torch.int64)
-        for row, values in enumerate(rows):
-            tokens[row, : len(values)] = torch.tensor(values)
-        slots = positions = None
-        if self._ids is not None:
-            prefix = torch.tensor([[len(context) + 1] for context, _ in texts], device=self._device)
-            slots = Slots(torch.full_like(prefix, tokens.shape[1]), prefix)
-            if self._two_dimensions:
-                line = torch.arange(tokens.shape[1], device=self._device).expand(len(rows), -1)
-                place = line.minimum(prefix - 1)
-                positions = torch.stack((place, line - place), 1)
-        logits: Tensor = self._model(tokens.to(self._device), None, slots, positions)
-        return logits.float()
-
-    @torch.inference_mode()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations up to a stop string; without a KV cache, so meant for short answers.
+        """Answers up to a stop string. A long prompt is cut once, on the left, so that the longest answer fits.
 
         Raises:
-            RefusedError: a request needs another way of decoding.
+            RefusedError: a request needs an unsupported way of decoding, or the model has no room for its answer.
         """
+        texts = self.tokenizer.encode([request.args[0] for request in requests])
+        prompts = []
+        for number, (request, tokens) in enumerate(zip(requests, texts, strict=True)):
+            decoding = self._decoding(request.args[1])
+            inputs, prefix = self._inputs((tokens or [self.eot_token_id])[decoding.tokens - self._length :])
+            prompts.append(Prompt(inputs, decoding, number, prefix))
+        return self.scorer.answers(prompts, quiet=disable_tqdm)
+
+    def _decoding(self, options: dict[str, Any]) -> Decoding:
         try:
-            asked = [(context, Greedy.read(options)) for context, options in (request.args for request in requests)]
+            decoding = Decoding.read(options)
         except ValueError as error:
             raise RefusedError(f"a task asks for {error}") from None
-        answers = []
-        for prompt, greedy in tqdm(asked, desc="generating", disable=True if disable_tqdm else None):
-            tokens = self.tok_encode(prompt) or [self.eot_token_id]
-            made: list[int] = []
-            for _ in range(greedy.tokens):
-                context = tokens[max(0, len(tokens) + len(made) - self._length) :]
-                made.append(int(self._logits([(context, made[-self._length :])])[0, -1].argmax()))
-                if made[-1] == self.eot_token_id or any(stop in self._tokens.decode(made) for stop in greedy.stops):
-                    break
-            text = self._tokens.decode([token for token in made if token != self.eot_token_id])
-            answers.append(min((text.partition(stop)[0] for stop in greedy.stops), key=len, default=text))
-        return answers
+        if decoding.tokens >= self._length:
+            raise RefusedError(
+                f"a task asks for answers of {decoding.tokens} tokens, but the model reads {self._length} in all",
+                remedy="set max_gen_toks in its generation_kwargs, or with --gen-kwargs",
+            )
+        return decoding
+
+
+def _without_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """A context whose trailing white space is part of the continuation, as lm-eval does it."""
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation

@@ -21,7 +21,7 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .attempt import RefusedError
-from .generation import Greedy
+from .generation import Decoding
 
 BUNDLED = ("heldout_bpb", "heldout_choice")
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
@@ -96,7 +96,7 @@ def _check_generation(tasks: Sequence[Any]) -> None:
     problems = []
     for task in tasks:
         try:
-            Greedy.read(task.get_config("generation_kwargs") or {})
+            Decoding.read(task.get_config("generation_kwargs") or {})
         except ValueError as error:
             problems.append(f"task {task.get_config('task')} asks for {error}")
     if problems:

@@ -176,7 +176,8 @@ def explain(error: OSError) -> UserError | None:
 
 
 def _show(error: UserError) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    if not error.shared or os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
     return int(error.exit)
 
 

@@ -68,7 +68,7 @@ def log_probability(adapter: CheckpointLM, tokens: list[int], first: int) -> flo
     """Sum of log p(token | everything before), one forward pass per token."""
     total = 0.0
     for at in range(first, len(tokens)):
-        logits = adapter._model(torch.tensor([tokens[:at]]))[0, -1].double()
+        logits = adapter.scorer._model(torch.tensor([tokens[:at]]))[0, -1].double()
         total += float(logits.log_softmax(-1)[tokens[at]].detach())
     return total
 
@@ -82,7 +82,9 @@ def test_likelihoods_are_sums_over_tokens(adapter: CheckpointLM) -> None:
         tokens = whole if context else prompt + whole
         first = len(prompt)
         assert score == pytest.approx(log_probability(adapter, tokens, first), rel=1e-4)
-        best = [int(adapter._model(torch.tensor([tokens[:at]]))[0, -1].argmax()) for at in range(first, len(tokens))]
+        best = [
+            int(adapter.scorer._model(torch.tensor([tokens[:at]]))[0, -1].argmax()) for at in range(first, len(tokens))
+        ]
         assert greedy == (best == tokens[first:])
 
 

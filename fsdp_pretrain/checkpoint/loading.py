@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_pretrain.errors import CheckpointError, shortened
-from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.mesh import World, local_part, local_rows
 from fsdp_pretrain.parallel.optimizer import AdamW
 
 from .delivery import Delivery, parse_chunk, place, root_cause
@@ -109,16 +109,16 @@ def _stored(checkpoint: Checkpoint, manifest: CheckpointManifest) -> dict[str, S
     return stored
 
 
-def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Load only the weights, without a process group, into an unsharded model. Raises CheckpointError."""
-    weights = Weights(checkpoint, model)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(weights[name])
+@torch.no_grad()
+def load_parts(weights: Weights, model: nn.Module) -> None:
+    """Load the weights into a model of any dtype, plain or sharded: this process's parts. Raises CheckpointError."""
+    tensors = model.state_dict()
+    for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest while the least is held
+        weights.read_rows(name, local_rows(tensors[name]), local_part(tensors[name]))
 
 
 class Weights:
-    """The weights of a checkpoint of any mesh, read one by one in one process, without a process group.
+    """The weights of a checkpoint of any mesh, read one by one, without a process group.
 
     Args:
         checkpoint: its files must have been verified.
@@ -139,24 +139,33 @@ class Weights:
     def __getitem__(self, name: str) -> torch.Tensor:
         """A parameter, whole, in the dtype it is stored in. Raises CheckpointError."""
         stored = self._stored[f"model.{name}"]
+        if [chunk.sizes for chunk in stored.chunks] == [stored.shape]:
+            return self._read(name, stored.chunks[0], stored)  # without a second copy
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        self.read_rows(name, range(stored.shape[0]), tensor)
+        return tensor
+
+    def read_rows(self, name: str, rows: range, out: torch.Tensor) -> None:
+        """Some rows of a parameter, into a tensor of any dtype. Raises CheckpointError."""
+        stored = self._stored[f"model.{name}"]
+        for chunk in stored.chunks:
+            at = chunk.offsets[0]
+            first, stop = max(at, rows.start), min(at + chunk.sizes[0], rows.stop)
+            if first < stop:
+                values = self._read(name, chunk, stored)[first - at : stop - at]
+                place(out, (first - rows.start, *chunk.offsets[1:]), values)
+
+    def _read(self, name: str, chunk: Chunk, stored: StoredTensor) -> torch.Tensor:
         try:
-            if [chunk.sizes for chunk in stored.chunks] == [stored.shape]:
-                return self._read(stored.chunks[0], stored)  # without a second copy
-            tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-            for chunk in stored.chunks:
-                place(tensor, chunk.offsets, self._read(chunk, stored))
+            with (self._folder / chunk.file).open("rb") as file:
+                file.seek(chunk.start)
+                content = file.read(min(chunk.length, os.fstat(file.fileno()).st_size))
+            return parse_chunk(content, chunk, stored.dtype)
         except Exception as error:  # damaged content makes torch.load raise anything
             raise CheckpointError(
                 f"cannot read {name} of {self._folder}: {root_cause(error)}",
                 remedy="if the run is live, retention may just have deleted it: take a newer one",
             ) from None
-        return tensor
-
-    def _read(self, chunk: Chunk, stored: StoredTensor) -> torch.Tensor:
-        with (self._folder / chunk.file).open("rb") as file:
-            file.seek(chunk.start)
-            content = file.read(min(chunk.length, os.fstat(file.fileno()).st_size))
-        return parse_chunk(content, chunk, stored.dtype)
 
 
 def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dict[str, Any]) -> None:

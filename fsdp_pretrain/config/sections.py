@@ -391,8 +391,12 @@ class EvalSection(Section):
     """Documents per task. Absent: all."""
     batch: Positive = 16
     """Sequences per forward pass."""
+    glm_context: Literal["bidirectional", "causal"] = "bidirectional"
+    """How a model trained by blank infilling reads a context: as a whole, with the answer as the filling of a `[gMASK]`
+    behind it; or from left to right, all of it as the filling of a `[gMASK]` in front. No effect on other models."""
     device: str = "cpu"
-    """Device of the evaluation process, for example `cpu` or `cuda`."""
+    """Device of the evaluation process, for example `cpu` or `cuda`. Under torchrun each rank uses its own GPU, if the
+    machine has any."""
     launch: bool = True
     """Let the trainer start the evaluation on its first node. Off: only `fsdp-eval watch` (cron, Slurm) evaluates."""
     threads: Positive = 1

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from fsdp_pretrain.config.model import GLMModel, GPTModel, Scores
 
+from .cache import LayerCache
 from .layers import Rotary, rotate
 from .masks import Mask, alibi_score_mod
 
@@ -31,6 +32,9 @@ class Attention(nn.Module):
         scores: how they are computed, see `scaled_attention`.
         layer: index of the block from 0, for score scaling.
         alibi: add ALiBi where the mask is a block mask; a dense mask has it already.
+
+    Attributes:
+        cache: keys and values of earlier passes, see `Decoder.caching`; None in training.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self._score_mod = alibi_score_mod(heads) if alibi else None
+        self.cache: LayerCache | None = None
         self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, hidden // heads, dropout
         self.scores, self.layer = scores, layer
         self.query = nn.Linear(hidden, heads * self.head_dim, bias=bias)
@@ -62,12 +67,15 @@ class Attention(nn.Module):
         value = self.value(x).view(batch, length, self.kv_heads, self.head_dim)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        mixed = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if self.cache is not None:
+            key, value = self.cache.extend(key, value)
+        mixed = self._attend(query, key, value, mask)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Query [B, heads, S, d], key and value [B, kv_heads, S, d] -> [B, heads, S, d]."""
+        """Query [B, heads, S, d], key and value [B, kv_heads, T, d] -> [B, heads, S, d]."""
         dropout, grouped = self.dropout if self.training else 0.0, self.kv_heads != self.heads
         if isinstance(mask, BlockMask):
             out: Tensor = _flex()(query, key, value, self._score_mod, mask, enable_gqa=grouped)

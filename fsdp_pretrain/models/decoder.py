@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_pretrain.config.model import AnyModel, LlamaModel
 from fsdp_pretrain.config.sections import Recompute
 
+from .attention import Attention
+from .cache import LayerCache
 from .layers import FeedForward, Initial
 from .loss import token_losses
-from .masks import Backend, Mask, Slots, block_mask, dense_mask
+from .masks import Backend, Mask, Slots, Visible, block_mask, dense_mask
+
+Reader = Callable[[Tensor, Tensor], Tensor]
+"""Normalised hidden states [B, S, H] and the output matrix [V, H] -> what is wanted of them."""
 
 
 class Embedding(nn.Embedding):
@@ -62,12 +68,21 @@ class Head(nn.Linear):
     def __init__(self, config: AnyModel) -> None:
         super().__init__(config.hidden, config.rows, bias=False)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, *, with_normalisers: bool = False) -> Tensor:
-        return output(x, self.weight, labels, with_normalisers=with_normalisers)
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        *,
+        with_normalisers: bool = False,
+        read: Reader | None = None,
+    ) -> Tensor:
+        return output(x, self.weight, labels, with_normalisers=with_normalisers, read=read)
 
 
-def output(x: Tensor, weight: Tensor, labels: Tensor | None, *, with_normalisers: bool) -> Tensor:
+def output(x: Tensor, weight: Tensor, labels: Tensor | None, *, with_normalisers: bool, read: Reader | None) -> Tensor:
     """The result of `Decoder.forward` from the normalised hidden states `x [B, S, H]` and the output matrix [V, H]."""
+    if read is not None:
+        return read(x, weight)
     if labels is None:
         return nn.functional.linear(x, weight)
     losses, normalisers = token_losses(x, weight, labels)
@@ -112,8 +127,31 @@ class Decoder(nn.Module, ABC):
     def context(self, positions: Tensor) -> tuple[object, ...]:
         """Positional arguments of each block after hidden state and mask; `positions` as in `embed_tokens`."""
 
-    def mask(self, slots: Slots | None, x: Tensor) -> Mask:
+    @contextmanager
+    def caching(self, capacity: int) -> Iterator[list[LayerCache]]:
+        """In the block, each forward pass adds its keys and values to a cache, which later passes attend to.
+
+        The passes need a `Visible` mask whose keys are all tokens so far.
+
+        Args:
+            capacity: tokens per sequence that there is room for.
+
+        Yields:
+            The caches of all layers.
+        """
+        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        for attention in attentions:
+            attention.cache = LayerCache(capacity)
+        try:
+            yield [attention.cache for attention in attentions if attention.cache is not None]
+        finally:
+            for attention in attentions:
+                attention.cache = None
+
+    def mask(self, slots: Slots | Visible | None, x: Tensor) -> Mask:
         """The attention mask for hidden states `x [B, S, H]`; dense if scores are scaled."""
+        if isinstance(slots, Visible):
+            return slots.keys.unsqueeze(1)
         if self._scales_scores:
             return dense_mask(slots, x.shape[1], x.device)
         if slots is None:
@@ -130,12 +168,13 @@ class Decoder(nn.Module, ABC):
         self,
         tokens: Tensor,
         labels: Tensor | None = None,
-        slots: Slots | None = None,
+        slots: Slots | Visible | None = None,
         positions: Tensor | None = None,
         *,
         with_normalisers: bool = False,
+        read: Reader | None = None,
     ) -> Tensor:
-        """Logits, or the loss per position.
+        """Logits, or the loss per position, or what `read` makes of the last hidden states.
 
         Args:
             tokens: int64 [B, S].
@@ -143,6 +182,7 @@ class Decoder(nn.Module, ABC):
             slots: see `masks`; None is causal over the whole sample.
             positions: int64 [B, S], or [B, 2, S] if two-dimensional, each less than S; None is 0..S-1.
             with_normalisers: also return the log-normalisers of the softmax.
+            read: its result is returned instead; the output matrix is whole only while it runs.
 
         Returns:
             With labels: fp32 [B, S] natural-log cross-entropy, zero where ignored, or [2, B, S] with the
@@ -159,8 +199,8 @@ class Decoder(nn.Module, ABC):
                 x = block(x, *context)
         x = self.norm(x)
         if self.head is None:
-            return output(x, self.embedding.as_head(), labels, with_normalisers=with_normalisers)
-        out: Tensor = self.head(x, labels, with_normalisers=with_normalisers)
+            return output(x, self.embedding.as_head(), labels, with_normalisers=with_normalisers, read=read)
+        out: Tensor = self.head(x, labels, with_normalisers=with_normalisers, read=read)
         return out
 
     def count_parameters(self) -> int:

@@ -14,7 +14,7 @@ from fsdp_pretrain.config.model import GPTModel
 from .attention import biased_attention
 from .decoder import Decoder
 from .layers import GeluMLP, Initial, scaled_initial
-from .masks import Mask, Slots, add_alibi, block_mask, dense_mask
+from .masks import Mask, Slots, Visible, add_alibi, block_mask, dense_mask
 
 
 class GPTBlock(nn.Module):
@@ -60,13 +60,18 @@ class GPT(Decoder):
         del positions
         return ()
 
-    def mask(self, slots: Slots | None, x: Tensor) -> Mask:
+    def mask(self, slots: Slots | Visible | None, x: Tensor) -> Mask:
         if self.positions is not None:
             return super().mask(slots, x)
         length = x.shape[1]
+        if isinstance(slots, Visible):
+            distance = slots.key_positions.unsqueeze(1) - slots.query_positions.unsqueeze(2)
+            return add_alibi(slots.keys.unsqueeze(1), distance.unsqueeze(1), self.config.heads, x.dtype)
         if self.backend == "flex":  # the blocks add ALiBi
             return block_mask(slots or Slots(torch.full((len(x), 1), length, device=x.device)), length)
-        return add_alibi(dense_mask(slots, length, x.device), self.config.heads, x.dtype)
+        places = torch.arange(length, device=x.device)
+        distance = (places.unsqueeze(0) - places.unsqueeze(1)).view(1, 1, length, length)
+        return add_alibi(dense_mask(slots, length, x.device), distance, self.config.heads, x.dtype)
 
     def initial(self, name: str) -> Initial:
         return scaled_initial(name, self.config.std, self.config.layers)

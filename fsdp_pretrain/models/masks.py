@@ -67,6 +67,20 @@ class Slots:
         return self.positions(length) < self.prefix.gather(1, self.ids(length))
 
 
+@dataclass(frozen=True)
+class Visible:
+    """An explicit mask, for inputs that are no run of text: continuations that share a context, or a cache of keys.
+
+    Attributes:
+        keys: bool [B, S, T], True where a query attends to a key.
+        query_positions, key_positions: int64 [B, S] and [B, T], for ALiBi.
+    """
+
+    keys: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+
+
 def dense_mask(slots: Slots | None, length: int, device: torch.device) -> Tensor:
     """The mask as a tensor: bool [B or 1, 1, S, S]."""
     visible = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
@@ -124,10 +138,13 @@ def alibi_score_mod(heads: int) -> ScoreMod:
     return add
 
 
-def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """A bias for the scores from a boolean mask, with ALiBi: [B or 1, heads, S, S] of `dtype`."""
-    positions = torch.arange(visible.shape[-1], device=visible.device)
-    distance = positions.unsqueeze(0) - positions.unsqueeze(1)  # key minus query: 0 or less where causal
+def add_alibi(visible: Tensor, distance: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """A bias for the scores from a boolean mask, with ALiBi: [B or 1, heads, S, T] of `dtype`.
+
+    Args:
+        visible: bool [B or 1, 1, S, T].
+        distance: position of the key minus that of the query, int64 [B or 1, 1, S, T]: 0 or less where causal.
+    """
     slopes = torch.tensor(alibi_slopes(heads), device=visible.device)
     bias = slopes.view(1, heads, 1, 1) * distance
     return bias.masked_fill(~visible, -math.inf).to(dtype)

@@ -54,6 +54,17 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
     return _allocate(model, world.device)
 
 
+def shard_for_inference(model: Decoder, world: World) -> Decoder:
+    """Shard a model on the meta device over the mesh for forward passes, and allocate its parameters, without values.
+
+    Parameters keep their dtype; a unit's are whole only during its own part of a pass.
+    """
+    for unit in units(model, reshard=True):
+        fully_shard(list(unit.modules), mesh=world.mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=world.mesh, reshard_after_forward=True)
+    return _allocate(model, world.device)
+
+
 @dataclass(frozen=True)
 class ShardedUnit:
     """Modules whose parameters FSDP gathers together and whose gradients it reduces together.

@@ -1,0 +1,47 @@
+"""An evaluation by all ranks of a torchrun job, each holding a part of the model. Rank 0 leads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.units import Seconds
+
+T = TypeVar("T")
+_TIMEOUT = Seconds(24 * 3600)
+"""Of collectives: ranks wait while rank 0 prepares tasks and judges answers. If one dies, torchrun ends the others."""
+
+
+@contextmanager
+def join(config: Config) -> Iterator[World | None]:
+    """The ranks of the torchrun job that this process belongs to; None if it is alone.
+
+    The model is sharded inside a node and replicated between nodes.
+
+    Raises:
+        ConfigError: the ranks do not fit the configuration or the machine.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    with mesh.connect(config.parallel.model_copy(update={"timeout": _TIMEOUT, "shard": "node"})) as world:
+        yield world
+
+
+def lead(world: World | None, act: Callable[[], T]) -> T:
+    """On rank 0: act; the others, in `follow`, raise its UserError too."""
+    if world is None:
+        return act()
+    found: list[T] = []
+    world.decide(lambda: found.append(act()))  # the result need not be sent
+    return found[0]
+
+
+def follow(world: World) -> None:
+    """On the other ranks: wait until rank 0 has acted. Raises its UserError."""
+    world.decide(lambda: None)

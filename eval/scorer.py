@@ -1,0 +1,324 @@
+"""Runs a model over token sequences: log-likelihoods, and generated answers. Needs no lm-eval.
+
+The model may be sharded over the ranks of a torchrun job. Then rank 0 leads: its calls are repeated on all ranks, which
+take the batches in turn, and the others wait for calls in `serve`. Batches depend only on what is asked, so results do
+not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.models.masks import Visible
+from fsdp_pretrain.parallel.mesh import World
+
+from .generation import Decoding, Sampling
+from .trees import Query, Row, plant
+
+T = TypeVar("T")
+_LOGITS_AT_ONCE = 2**25
+"""Logits computed at a time: 128 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-likelihood of a query's targets (natural log), and whether greedy decoding gives them."""
+
+    likelihood: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An answer to generate.
+
+    Attributes:
+        inputs: what the model reads, with room for the answer in its length.
+        decoding: how.
+        number: of the request, for its random numbers.
+        prefix: see `trees.Query`.
+    """
+
+    inputs: list[int]
+    decoding: Decoding
+    number: int = 0
+    prefix: int = 0
+
+
+class Scorer:
+    """A model and its tokenizer.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of the run.
+        length: longest input, in tokens.
+        batch: rows of a forward pass at most.
+        two_dimensions: positions are (place in the prefix, place in the blank), as in GLM.
+        world: the ranks that `model` is sharded over; None: this process has all of it.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        length: int,
+        batch: int,
+        two_dimensions: bool = False,
+        world: World | None = None,
+    ) -> None:
+        self._model, self._tokenizer, self._length, self._batch = model.eval(), tokenizer, length, batch
+        self._two_dimensions, self._world = two_dimensions, world
+        self._device = next(model.parameters()).device
+
+    # ------------------------------------------------------------------ ranks
+
+    def serve(self) -> None:
+        """On all ranks but 0: take part in what rank 0 asks for, until it calls `close`."""
+        assert self._world is not None
+        while (call := self._world.decide(lambda: None)) is not None:
+            method, items = call
+            getattr(self, method)(items, quiet=True)
+
+    def close(self) -> None:
+        """On rank 0: let the other ranks go."""
+        if self._world is not None:
+            self._world.decide(lambda: None)
+
+    def _call(self, method: str, items: Sequence[Any]) -> None:
+        if self._world is not None and self._world.is_main:
+            self._world.decide(lambda: (method, items))
+
+    def _share(self, batches: Sequence[T], run: Callable[[T], list[tuple[int, Any]]], quiet: bool) -> dict[int, Any]:
+        """Run every `world`-th batch here; the results of all ranks by number."""
+        first, step = (0, 1) if self._world is None else (self._world.rank, self._world.size)
+        found: list[tuple[int, Any]] = []
+        for batch in tqdm(batches[first::step], desc="evaluating", unit="batch", disable=True if quiet else None):
+            found += run(batch)
+        if self._world is None:
+            return dict(found)
+        while self._any(working=False):  # the others' passes need this rank's part of the model
+            self._model(torch.zeros(1, 1, dtype=torch.int64, device=self._device), read=_nothing)
+        return dict(pair for pairs in self._world.gather(found) for pair in pairs)
+
+    def _any(self, *, working: bool) -> bool:
+        """Whether any rank still has work. Collective, before each pass."""
+        assert self._world is not None
+        flag = torch.tensor(int(working))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world.host_group)
+        return bool(flag)
+
+    def _forward(self, tokens: Tensor, visible: Visible | None, positions: Tensor | None, read: Any) -> Tensor:
+        if self._world is not None:
+            self._any(working=True)
+        out: Tensor = self._model(tokens, None, visible, positions, read=read)
+        return out
+
+    # ------------------------------------------------------------------ likelihoods
+
+    @torch.no_grad()
+    def scores(self, queries: Sequence[Query], *, quiet: bool = False) -> list[Score]:
+        """Scores of all queries, in their order."""
+        self._call("scores", queries)
+        rows = plant(queries, self._length)
+        rows.sort(key=lambda row: (row.branches, -len(row.tokens)))  # rows of one kind and similar length together
+        batches = list(self._groups(rows))
+        found = self._share(batches, lambda batch: self._score(batch, queries), quiet)
+        return [found[number] for number in range(len(queries))]
+
+    def _groups(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        group: list[Row] = []
+        for row in rows:
+            if group and (len(group) == self._batch or row.branches != group[0].branches):
+                yield group
+                group = []
+            group.append(row)
+        if group:
+            yield group
+
+    def _score(self, rows: list[Row], queries: Sequence[Query]) -> list[tuple[int, Score]]:
+        width = max(len(row.tokens) for row in rows)
+        tokens, depths, ends = (
+            torch.tensor([[*values, *[0] * (width - len(values))] for values in column], device=self._device)
+            for column in ([row.tokens for row in rows], [row.depths for row in rows], [row.ends for row in rows])
+        )
+        visible = positions = None
+        if rows[0].branches:
+            place = torch.arange(width, device=self._device)
+            keys = (place.unsqueeze(1) >= place) & (place.unsqueeze(1) < ends.unsqueeze(1))
+            prefix = torch.tensor([row.prefix for row in rows], device=self._device).unsqueeze(1)
+            keys = keys | (place < prefix).unsqueeze(1) | torch.eye(width, dtype=torch.bool, device=self._device)
+            visible, positions = Visible(keys, depths, depths), self._positions(depths, prefix)
+        reads = [(at, number, places) for at, row in enumerate(rows) for number, places in row.reads]
+        wanted = torch.tensor([at * width + place for at, _, places in reads for place in places], device=self._device)
+        targets = torch.tensor([t for _, number, _ in reads for t in queries[number].targets], device=self._device)
+        out = self._forward(tokens, visible, positions, _Targets(wanted, targets)).tolist()
+        found, start = [], 0
+        for _, number, places in reads:
+            stop = start + len(places)
+            found.append((number, Score(sum(out[0][start:stop]), all(out[1][start:stop]))))
+            start = stop
+        return found
+
+    def _positions(self, depths: Tensor, prefix: Tensor) -> Tensor:
+        """Positions for the model from those in the sequences, [B, S]; `prefix` [B, 1]."""
+        if not self._two_dimensions:
+            return depths
+        place = depths.minimum((prefix - 1).clamp(min=0))
+        return torch.stack((place, depths - place), 1)
+
+    # ------------------------------------------------------------------ answers
+
+    @torch.no_grad()
+    def answers(self, prompts: Sequence[Prompt], *, quiet: bool = False) -> list[str]:
+        """Generated answers, in the order of the prompts."""
+        self._call("answers", prompts)
+        order = sorted(range(len(prompts)), key=lambda at: (-len(prompts[at].inputs) - prompts[at].decoding.tokens, at))
+        batches = [order[start : start + self._batch] for start in range(0, len(order), self._batch)]
+        found = self._share(
+            batches, lambda batch: list(zip(batch, self._generate([prompts[at] for at in batch]), strict=True)), quiet
+        )
+        return [found[number] for number in range(len(prompts))]
+
+    def _generate(self, prompts: list[Prompt]) -> list[str]:
+        """Answers of one batch. The rows are padded on the left, so that all write their next token at one place."""
+        width = max(len(prompt.inputs) for prompt in prompts)
+        steps = max(prompt.decoding.tokens for prompt in prompts)
+        answers = [_Answer(prompt, self._tokenizer) for prompt in prompts]
+        alive = list(answers)
+        pad = torch.tensor([[width - len(prompt.inputs)] for prompt in prompts], device=self._device)
+        prefix = torch.tensor([[prompt.prefix] for prompt in prompts], device=self._device)
+        tokens = torch.tensor([[0] * (width - len(p.inputs)) + p.inputs for p in prompts], device=self._device)
+        places = torch.arange(width + steps, device=self._device)
+        seen = places >= pad  # [B, all places]
+        row = places[:width]
+        keys = (row.unsqueeze(1) >= row) | (row < pad + prefix).unsqueeze(1)
+        keys = keys & seen[:, :width].unsqueeze(1) | torch.eye(width, dtype=torch.bool, device=self._device)
+        with self._model.caching(width + steps) as caches:
+            for step in range(steps):
+                total = width + step
+                depths = (places[:total] - pad).clamp(min=0)
+                visible = Visible(keys, depths[:, -tokens.shape[1] :], depths)
+                positions = self._positions(visible.query_positions, prefix)
+                logits = self._forward(tokens, visible, positions, _last)
+                drawn = _choose(logits, [answer.draw(step) for answer in alive])
+                still = [at for at, (answer, token) in enumerate(zip(alive, drawn, strict=True)) if answer.add(token)]
+                if not still:
+                    break
+                if 2 * len(still) <= len(alive):
+                    kept = torch.tensor(still, device=self._device)
+                    for cache in caches:
+                        cache.keep(kept)
+                    alive, drawn = [alive[at] for at in still], [drawn[at] for at in still]
+                    pad, prefix, seen = pad[kept], prefix[kept], seen[kept]
+                tokens = torch.tensor(drawn, device=self._device).unsqueeze(1)
+                keys = seen[:, : total + 1].unsqueeze(1)
+        return [answer.text() for answer in answers]
+
+
+class _Targets:
+    """Reads log-probabilities of targets: fp32 [2, N], second whether each is the likeliest token.
+
+    Args:
+        wanted: int64 [N], places in the flattened batch.
+        targets: int64 [N].
+    """
+
+    def __init__(self, wanted: Tensor, targets: Tensor) -> None:
+        self._wanted, self._targets = wanted, targets
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        rows, out = hidden.flatten(0, 1), torch.empty(2, len(self._targets), device=hidden.device)
+        size = max(1, _LOGITS_AT_ONCE // len(weight))
+        for start in range(0, len(self._targets), size):
+            part = slice(start, start + size)
+            targets = self._targets[part]
+            logits = F.linear(rows[self._wanted[part]], weight).float()
+            out[0, part] = -F.cross_entropy(logits, targets, reduction="none")
+            out[1, part] = logits.argmax(1) == targets
+        return out
+
+
+def _last(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of the last place: fp32 [B, V]."""
+    return F.linear(hidden[:, -1], weight).float()
+
+
+def _nothing(hidden: Tensor, weight: Tensor) -> Tensor:
+    del weight
+    return hidden[:, :0]
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """How a token is chosen; `uniform` is in [0, 1)."""
+
+    sampling: Sampling | None
+    uniform: float = 0.0
+
+
+class _Answer:
+    """An answer while it is generated."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._decoding = tokenizer, prompt.decoding
+        self._made: list[int] = []
+        self._done = False
+        self._tail = max((len(stop.encode()) for stop in prompt.decoding.stops), default=0) + 4
+        sampling = prompt.decoding.sampling
+        if sampling is not None:
+            generator = np.random.Generator(np.random.Philox(key=[sampling.seed % 2**64, prompt.number]))
+            self._uniform = generator.random(prompt.decoding.tokens)
+
+    def draw(self, step: int) -> _Draw:
+        sampling = self._decoding.sampling
+        return _Draw(None) if sampling is None or self._done else _Draw(sampling, float(self._uniform[step]))
+
+    def add(self, token: int) -> bool:
+        """Append a token, unless the answer has ended; whether it goes on."""
+        if self._done:
+            return False
+        if token == self._tokenizer.eod:
+            self._done = True
+            return False
+        self._made.append(token)
+        tail = self._tokenizer.decode(self._made[-self._tail :])
+        self._done = len(self._made) == self._decoding.tokens or any(stop in tail for stop in self._decoding.stops)
+        return not self._done
+
+    def text(self) -> str:
+        """What stands before the first stop."""
+        text = self._tokenizer.decode(self._made)
+        return min((text.partition(stop)[0] for stop in self._decoding.stops), key=len, default=text)
+
+
+def _choose(logits: Tensor, draws: Sequence[_Draw]) -> list[int]:
+    """The next token of each row of logits [B, V]."""
+    chosen = logits.argmax(1).tolist()
+    for row, draw in enumerate(draws):
+        if draw.sampling is not None:
+            chosen[row] = sample(logits[row], draw.sampling, draw.uniform)
+    return chosen
+
+
+def sample(logits: Tensor, sampling: Sampling, uniform: float) -> int:
+    """The token at the quantile `uniform` of the distribution of `logits` [V], sorted by probability."""
+    count = min(sampling.top_k or len(logits), len(logits))
+    values, ids = (logits / sampling.temperature).topk(count)
+    probabilities = values.double().softmax(0)
+    total = probabilities.cumsum(0)
+    kept = int((total - probabilities < sampling.top_p).sum())
+    total = total[:kept]
+    at = int(torch.searchsorted(total, uniform * float(total[-1]), right=True))
+    return int(ids[min(at, kept - 1)])

@@ -1,0 +1,131 @@
+"""Shared beginnings, batches and the cache of keys change nothing: against plain forward passes, one sequence each."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from data.text.tokenizer import Tokenizer
+from eval.generation import Decoding
+from eval.scorer import Prompt, Scorer
+from eval.trees import Query, plant
+from fsdp_pretrain import models
+from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.models.masks import Slots
+from fsdp_pretrain.parallel.fsdp import materialise
+
+VOCABULARY, LENGTH = 512, 40
+SIZE = {"layers": 2, "hidden": 32, "heads": 4, "vocab": VOCABULARY}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SIZE, "family": "llama", "kv_heads": 2, "ffn": 64, "init_std": 0.3},
+    "gpt": {**SIZE, "family": "gpt", "positions": LENGTH, "init_std": 0.3},
+    "alibi": {
+        **SIZE,
+        "family": "gpt",
+        "positions": "alibi",
+        "embedding_norm": True,
+        "scores": "inward",
+        "init_std": 0.3,
+    },
+    "glm": {**SIZE, "family": "glm", "ffn": 64},
+    "glm-2d": {**SIZE, "family": "glm", "ffn": 64, "positions": "rope-2d"},
+}
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture
+def model(name: str) -> Decoder:
+    config: AnyModel = TypeAdapter(AnyModel).validate_python(MODELS[name])
+    return materialise(models.build(config), 1, torch.device("cpu")).eval()
+
+
+@pytest.fixture
+def scorer(name: str, model: Decoder, shared_corpus: Path) -> Scorer:
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    return Scorer(model, tokenizer, length=LENGTH, batch=3, two_dimensions=name == "glm-2d")
+
+
+@torch.no_grad()
+def plain_logits(name: str, model: Decoder, inputs: list[int], prefix: int) -> torch.Tensor:
+    """fp32 [S, V] of one sequence alone."""
+    length = len(inputs)
+    slots = Slots(torch.tensor([[length]]), torch.tensor([[prefix]])) if prefix else None
+    positions = None
+    if name == "glm-2d":
+        line = torch.arange(length)
+        place = line.clamp(max=max(prefix - 1, 0))
+        positions = torch.stack((place, line - place))[None]
+    logits: torch.Tensor = model(torch.tensor([inputs]), None, slots, positions)
+    return logits[0]
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(10, 60) for _ in range(count)]
+
+
+def questions(name: str) -> list[Query]:
+    """Beginnings shared wholly, partly and not at all; the same query twice; one that begins another."""
+    rng, found = random.Random(7), []
+    for _ in range(5):
+        context = tokens(rng, rng.randint(1, 20))
+        prefix = len(context) if name.startswith("glm") else 0
+        for _ in range(4):
+            rest = tokens(rng, rng.randint(1, 12))
+            for targets in (rest, rest[:1], rest):
+                found.append(Query([*context, *targets[:-1]], targets[-len([*context, *targets[:-1]]) :], prefix))
+        found.append(Query([*context[:-1], 9, 11, 12], [13, 14], prefix and len(context)))
+    found.append(Query(tokens(rng, LENGTH), tokens(rng, LENGTH), int(name.startswith("glm"))))
+    rng.shuffle(found)
+    return found
+
+
+def test_scores(name: str, model: Decoder, scorer: Scorer) -> None:
+    queries = questions(name)
+    for query, score in zip(queries, scorer.scores(queries, quiet=True), strict=True):
+        last = plain_logits(name, model, query.inputs, query.prefix)[-len(query.targets) :].double().log_softmax(1)
+        expected = last.gather(1, torch.tensor(query.targets)[:, None]).sum()
+        assert score.likelihood == pytest.approx(float(expected), abs=1e-4)
+        assert score.greedy == (last.argmax(1).tolist() == query.targets)
+
+
+def test_what_is_shared_is_computed_once() -> None:
+    rng = random.Random(3)
+    context, endings = tokens(rng, 20), [tokens(rng, 5) for _ in range(4)]
+    queries = [Query([*context, *ending[:-1]], ending) for ending in endings]
+    (row,) = plant([*queries, Query(context, [1]), Query(context, [2])], 100)
+    assert len(row.tokens) == 20 + 4 * 4 and {number for number, _ in row.reads} == set(range(6))
+    assert [len(row.tokens) for row in plant(queries, 25)] == [24] * 4  # no room for a second one
+    (mixed, other) = plant([*queries, Query(tokens(rng, 20), [1])], 100)
+    assert sorted(len(row.tokens) for row in (mixed, other)) == [20, 36]
+    whole = [Query([*context, *ending[:-1]], ending, prefix=20) for ending in endings]
+    part = [Query([*context, *ending[:-1]], ending, prefix=21) for ending in endings]
+    assert len(plant(whole, 100)) == 1 and len(plant(part, 100)) == 4  # all of a prefix, or nothing
+
+
+def test_answers(name: str, model: Decoder, scorer: Scorer) -> None:
+    """Greedy, prompts and answers of different lengths: sequences leave the batch while others go on."""
+    rng, prompts = random.Random(11), []
+    for number, size in enumerate((3, 17, 9, 1, 12, 5, 20)):
+        inputs = tokens(rng, size)
+        prefix = size - 1 if name.startswith("glm") else 0
+        prompts.append(Prompt(inputs, Decoding((), 2 + 3 * number), number, prefix))
+    for prompt, answer in zip(prompts, scorer.answers(prompts, quiet=True), strict=True):
+        made: list[int] = []
+        while len(made) < prompt.decoding.tokens:
+            following = int(plain_logits(name, model, prompt.inputs + made, prompt.prefix)[-1].argmax())
+            if following == scorer._tokenizer.eod:
+                break
+            made.append(following)
+        assert answer == scorer._tokenizer.decode(made)
