@@ -46,7 +46,9 @@ def evaluate(
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
     section = config.eval
-    tasks = lead(world, lambda: load_tasks(section.tasks, section.heldout, section.include))
+    tasks = lead(
+        world, lambda: load_tasks(section.tasks, section.heldout, section.include, length=_longest_input(config))
+    )
     adapter, trained = _adapter(checkpoint, config, tokenizer_path, world)
     try:
         found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
@@ -102,6 +104,11 @@ def _adapter(
         return adapter, trained
 
     return build() if world is None else world.together(build)
+
+
+def _longest_input(config: Config) -> int:
+    """Tokens of a context and its continuation together, at most."""
+    return config.data.sequence_length - (2 if config.data.objective.kind == "glm" else 0)
 
 
 def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:

@@ -56,8 +56,11 @@ class Decoding:
     sampling: Sampling | None = None
 
     @classmethod
-    def read(cls, options: Mapping[str, Any]) -> Decoding:
+    def read(cls, options: Mapping[str, Any], length: int) -> Decoding:
         """Read a task's `generation_kwargs`, with lm-eval's defaults and its names for the number of tokens.
+
+        Args:
+            length: tokens that the model reads in all.
 
         Raises:
             ValueError: they ask for something that is not supported, or make no sense; names all such options.
@@ -76,8 +79,8 @@ class Decoding:
             except (TypeError, ValueError) as error:
                 problems.append(f"do_sample={samples}: {error}")
         tokens = int(sizes[0]) if sizes else _DEFAULT_TOKENS
-        if tokens < 1:
-            problems.append(f"{tokens} tokens")
+        if not 0 < tokens < length:
+            problems.append(f"answers of {tokens} tokens, but the model reads {length} in all")
         if problems:
             raise ValueError("; ".join(problems))
         stops = [until] if isinstance(until, str) else until

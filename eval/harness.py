@@ -164,15 +164,9 @@ class CheckpointLM(TemplateLM):
 
     def _decoding(self, options: dict[str, Any]) -> Decoding:
         try:
-            decoding = Decoding.read(options)
+            return Decoding.read(options, self._length)
         except ValueError as error:
             raise RefusedError(f"a task asks for {error}") from None
-        if decoding.tokens >= self._length:
-            raise RefusedError(
-                f"a task asks for answers of {decoding.tokens} tokens, but the model reads {self._length} in all",
-                remedy="set max_gen_toks in its generation_kwargs, or with --gen-kwargs",
-            )
-        return decoding
 
 
 def _without_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:

@@ -42,8 +42,11 @@ def read_heldout(path: Path) -> list[str]:
     return texts
 
 
-def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Path]) -> dict[str, Any]:
+def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Path], *, length: int) -> dict[str, Any]:
     """lm-eval's task objects for task names, groups nested, as its `evaluate` takes them.
+
+    Args:
+        length: tokens that the model reads.
 
     Raises:
         RefusedError: a task or a directory does not exist, or a task lacks its held-out documents or needs an
@@ -74,7 +77,7 @@ def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Pat
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
     tasks: dict[str, Any] = get_task_dict([makers[name](texts) if name in makers else name for name in names], manager)
     single = list(_single(tasks))
-    _check_generation(single)
+    _check_generation(single, length)
     for task in single:  # as lm-eval's command line does: zero-shot unless the task sets it, with a fixed seed
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
@@ -91,19 +94,21 @@ def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
             yield task
 
 
-def _check_generation(tasks: Sequence[Any]) -> None:
-    """Raise RefusedError if a task needs an unsupported way of generating answers."""
+def _check_generation(tasks: Sequence[Any], length: int) -> None:
+    """Raise RefusedError if a task that generates answers asks for what cannot be done."""
     problems = []
     for task in tasks:
+        if task.OUTPUT_TYPE != "generate_until":
+            continue
         try:
-            Decoding.read(task.get_config("generation_kwargs") or {})
+            Decoding.read(task.get_config("generation_kwargs") or {}, length)
         except ValueError as error:
             problems.append(f"task {task.get_config('task')} asks for {error}")
     if problems:
         raise RefusedError(
             "\n    ".join(problems),
             effect="its scores would be those of another task",
-            remedy="leave it out of eval.tasks, or put a copy of it with greedy generation_kwargs into a directory of "
+            remedy="leave it out of eval.tasks, or put a copy of it with other generation_kwargs into a directory of "
             "eval.include, under another name",
         )
 

@@ -39,6 +39,19 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**environment, **extra}
 
 
+def as_rank(rank: int, ranks: int, local: int, port: int) -> dict[str, str]:
+    """The environment of a rank among `ranks`, `local` on each node, that meet at `port`."""
+    return clean_environment(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank % local),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(local),
+        GROUP_RANK=str(rank // local),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
 _HELD: list[socket.socket] = []
 
 
@@ -219,15 +232,7 @@ class Job:
         self.log = log
         self.ranks = []
         for rank in range(ranks):
-            environment = clean_environment(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank % local),
-                WORLD_SIZE=str(ranks),
-                LOCAL_WORLD_SIZE=str(local),
-                GROUP_RANK=str(rank // local),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-            )
+            environment = as_rank(rank, ranks, local, port)
             arguments = (config, *overrides, *flags)
             self.ranks.append(zygotes.start("fsdp_pretrain.train", *arguments, environment=environment, log=log))
 
