@@ -220,24 +220,32 @@ class Request:
         self.args = args
 
 
-@pytest.fixture(params=["one", "two-dimensions"])
+@pytest.fixture(params=[("one", True), ("two-dimensions", True), ("one", False), ("two-dimensions", False)], ids=str)
 def judged(trained: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[Any, Following]:
-    """The adapter, and the next token's logits of a plain model."""
+    """The adapter, which reads contexts as a whole or from left to right, and the next token's logits of a plain model."""
     harness = pytest.importorskip("eval.harness", exc_type=ImportError)
-    run = trained(request.param)
+    name, bidirectional = request.param
+    run = trained(name)
     checkpoint = Store(run / "checkpoints").find(10)
     model, settings = read_checkpoint(checkpoint, "cpu")
     tokenizer: Tokenizer = find_tokenizer(checkpoint, settings)
-    adapter = harness.CheckpointLM(model, tokenizer, length=SLOTS * SLOT, batch=3, objective=settings.data.objective)
+    adapter = harness.CheckpointLM(
+        model,
+        tokenizer,
+        length=SLOTS * SLOT,
+        batch=3,
+        objective=settings.data.objective,
+        bidirectional=bidirectional,
+    )
     gmask, sop = tokenizer.vocab_size + 1, tokenizer.vocab_size + 4
 
     def following(context: list[int], rest: list[int]) -> Tensor:
         """fp64 [V], logits of the token after `rest`."""
-        row, prefix = [*context, gmask, sop, *rest], len(context) + 1
+        row, prefix = [gmask, sop, *context, *rest], 1
+        if bidirectional:
+            row, prefix = [*context, gmask, sop, *rest], len(context) + 1
         places = torch.arange(len(row))
-        if (
-            request.param == "two-dimensions"
-        ):  # the context counts on; what follows stays at [gMASK] and counts 1, 2, ...
+        if name == "two-dimensions":  # the context counts on; what follows stays at [gMASK] and counts 1, 2, ...
             inside = [0] * prefix + list(range(1, len(row) - prefix + 1))
             places = torch.tensor([[min(place, prefix - 1) for place in range(len(row))], inside])
         with torch.no_grad():
@@ -273,7 +281,7 @@ def test_likelihoods_are_sums_over_tokens(judged: Any) -> None:
         assert [same for _, same in adapter._loglikelihood_tokens(requests)] == [True, False]
         (text,) = adapter.generate_until([Request(context, {"max_gen_toks": 3})], True)
         stop = best.index(adapter.eot_token_id) if adapter.eot_token_id in best else 3
-        assert text == adapter._tokens.decode(best[:stop])
+        assert text == adapter.tokenizer.decode(best[:stop])
 
 
 def test_a_long_text_is_scored_in_windows(judged: Any) -> None:
