@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from fsdp_pretrain.config.config import Config
@@ -13,6 +14,7 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.units import Seconds
 
 T = TypeVar("T")
+_M_MMAP_THRESHOLD = -3
 _TIMEOUT = Seconds(24 * 3600)
 """Of collectives: ranks wait while rank 0 prepares tasks and judges answers. If one dies, torchrun ends the others."""
 
@@ -26,6 +28,9 @@ def join(config: Config) -> Iterator[World | None]:
     Raises:
         ConfigError: the ranks do not fit the configuration or the machine.
     """
+    # In a heap, what is gathered for each part of the model and freed again would leave holes of many times its size.
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return

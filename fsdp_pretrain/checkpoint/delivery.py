@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,9 @@ class _Part:
     rows: Mapping[int, range]
 
 
-def parse_chunk(content: bytes, chunk: Chunk, dtype: str) -> Tensor:
+def parse_chunk(content: IO[bytes] | io.RawIOBase, chunk: Chunk, dtype: str) -> Tensor:
     """A chunk from its bytes. Raises ValueError if it is not what the metadata says, or what torch.load raises."""
-    tensor: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
     if tuple(tensor.shape) != chunk.sizes or str(tensor.dtype) != f"torch.{dtype}":
         held = f"{tuple(tensor.shape)} {tensor.dtype}"
         raise ValueError(f"holds {held} where the metadata has {chunk.sizes} torch.{dtype}")
@@ -161,7 +161,7 @@ class Delivery:
                         chunk = None
                         try:
                             content = _slice(file, part.chunk, self._entries[name])
-                            chunk = parse_chunk(content, part.chunk, part.dtype)
+                            chunk = parse_chunk(io.BytesIO(content), part.chunk, part.dtype)
                         except OSError:
                             raise
                         except Exception as error:  # damaged content makes torch.load raise anything

@@ -5,9 +5,10 @@ Names, shapes and dtypes are compared first; afterwards the digest of the loaded
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -158,14 +159,38 @@ class Weights:
     def _read(self, name: str, chunk: Chunk, stored: StoredTensor) -> torch.Tensor:
         try:
             with (self._folder / chunk.file).open("rb") as file:
-                file.seek(chunk.start)
-                content = file.read(min(chunk.length, os.fstat(file.fileno()).st_size))
-            return parse_chunk(content, chunk, stored.dtype)
+                return parse_chunk(_Part(file, chunk.start, chunk.length), chunk, stored.dtype)
         except Exception as error:  # damaged content makes torch.load raise anything
             raise CheckpointError(
                 f"cannot read {name} of {self._folder}: {root_cause(error)}",
                 remedy="if the run is live, retention may just have deleted it: take a newer one",
             ) from None
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file as a file, so that `torch.load` reads it without a second copy."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        count: int = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        self._at += count
+        return count
 
 
 def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dict[str, Any]) -> None:
