@@ -42,7 +42,7 @@ class _Part:
     rows: Mapping[int, range]
 
 
-def parse_chunk(content: IO[bytes] | io.RawIOBase, chunk: Chunk, dtype: str) -> Tensor:
+def parse_chunk(content: IO[bytes], chunk: Chunk, dtype: str) -> Tensor:
     """A chunk from its bytes. Raises ValueError if it is not what the metadata says, or what torch.load raises."""
     tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
     if tuple(tensor.shape) != chunk.sizes or str(tensor.dtype) != f"torch.{dtype}":

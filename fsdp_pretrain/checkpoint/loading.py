@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
@@ -159,7 +159,8 @@ class Weights:
     def _read(self, name: str, chunk: Chunk, stored: StoredTensor) -> torch.Tensor:
         try:
             with (self._folder / chunk.file).open("rb") as file:
-                return parse_chunk(_Part(file, chunk.start, chunk.length), chunk, stored.dtype)
+                part = cast(IO[bytes], _Part(file, chunk.start, chunk.length))
+                return parse_chunk(part, chunk, stored.dtype)
         except Exception as error:  # damaged content makes torch.load raise anything
             raise CheckpointError(
                 f"cannot read {name} of {self._folder}: {root_cause(error)}",
