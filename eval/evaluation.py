@@ -7,21 +7,31 @@ import os
 import sys
 import time
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record.files import now
 
-from .attempt import RefusedError, Results
+from . import sample_files
+from .attempt import Interval, RefusedError, Results
 from .checkpoints import read_checkpoint
+from .intervals import estimate
 from .jobs import task_set
 from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
 
+if TYPE_CHECKING:
+    from .harness import CheckpointLM
 
-def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None) -> Results:
-    """Run the configured tasks on a checkpoint.
+
+def evaluate(
+    checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None, *, keep: Path | None = None
+) -> Results:
+    """Run the configured tasks on a checkpoint; sample files are written into the directory `keep`.
 
     Raises:
         UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
@@ -32,24 +42,36 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
         from lm_eval import evaluator
     except ImportError:
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
-    from .harness import CheckpointLM  # imports lm-eval
-
     start = time.perf_counter()
     section = config.eval
-    tasks = load_tasks(section.tasks, section.heldout, section.include)
-    model, trained = read_checkpoint(checkpoint, section.device)
-    tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
-    data = trained.data
-    adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
-    found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
+    tasks = load_tasks(
+        section.tasks,
+        section.heldout,
+        section.include,
+        num_fewshot=section.num_fewshot,
+        gen_kwargs=section.gen_kwargs,
+        seed=section.seed,
+    )
+    adapter, trained, tokenizer = open_adapter(checkpoint, section.device, section.batch, tokenizer_path)
+    with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
+        found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
+    errors, intervals = _uncertainty(table := scores(found["results"]), found["samples"])
     results = Results(
         step=checkpoint.step,
         tokens=checkpoint.train_state().tokens,
         checkpoint=str(checkpoint.path),
         tasks=task_set(section.tasks),
-        scores=scores(found["results"]),
+        scores={task: row | errors.get(task, {}) for task, row in table.items()},
+        intervals=intervals,
         documents={name: counts["effective"] for name, counts in found["n-samples"].items()},
         higher_is_better=_directions(found["higher_is_better"]),
+        num_fewshot=found["n-shot"],
+        gen_kwargs={
+            task: settings["generation_kwargs"]
+            for task, settings in found["configs"].items()
+            if settings.get("output_type") == "generate_until"
+        },
+        samples=sample_files.write(keep, found["samples"], full=section.log_samples) if keep is not None else {},
         versions=found["versions"],
         lm_eval=lm_eval.__version__,
         limit=section.limit,
@@ -63,6 +85,41 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     return results
 
 
+def open_adapter(
+    checkpoint: Checkpoint, device: str, batch: int, tokenizer_path: Path | None = None
+) -> tuple[CheckpointLM, Config, Tokenizer]:
+    """A checkpoint's model behind lm-eval's interface, its configuration and tokenizer.
+
+    Raises:
+        UserError: the checkpoint, the device or the tokenizer cannot be used.
+    """
+    from .harness import CheckpointLM  # imports lm-eval
+
+    model, trained = read_checkpoint(checkpoint, device)
+    tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
+    data = trained.data
+    adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=batch, objective=data.objective)
+    return adapter, trained, tokenizer
+
+
+def _uncertainty(
+    table: dict[str, dict[str, float]], samples: dict[str, list[dict[str, Any]]]
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Interval]]]:
+    """Standard errors that lm-eval has no formula for, and intervals, of every score that its samples make up."""
+    errors: dict[str, dict[str, float]] = {}
+    intervals: dict[str, dict[str, Interval]] = {}
+    for task, rows in samples.items():
+        for metric, values in sample_files.values(rows).items():
+            score = table.get(task, {}).get(metric)
+            found = estimate(list(values.values()), score) if score is not None else None
+            if found is None:
+                continue
+            intervals.setdefault(task, {})[metric] = found[1]
+            if f"{metric}_stderr" not in table[task]:
+                errors.setdefault(task, {})[f"{metric}_stderr"] = found[0]
+    return errors, intervals
+
+
 def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:
     known = {task: {name: up for name, up in row.items() if up is not None} for task, row in found.items()}
     return {task: row for task, row in known.items() if row}
@@ -72,6 +129,7 @@ def _silence_libraries() -> None:
     """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may access the network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a bootstrap of 200 draws is one process's work
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

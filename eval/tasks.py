@@ -8,7 +8,7 @@ Both are deterministic functions of the file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,18 @@ def read_heldout(path: Path) -> list[str]:
     return texts
 
 
-def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Path]) -> dict[str, Any]:
+def load_tasks(
+    names: Sequence[str],
+    heldout: Path | None,
+    include: Sequence[Path],
+    *,
+    num_fewshot: int | None = None,
+    gen_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 1234,
+) -> dict[str, Any]:
     """lm-eval's task objects for task names, groups nested, as its `evaluate` takes them.
+
+    `num_fewshot`, `gen_kwargs` and `seed` are those of `EvalSection`, applied as by lm-eval's own command line.
 
     Raises:
         RefusedError: a task or a directory does not exist, or a task lacks its held-out documents or needs an
@@ -74,11 +84,17 @@ def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Pat
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
     tasks: dict[str, Any] = get_task_dict([makers[name](texts) if name in makers else name for name in names], manager)
     single = list(_single(tasks))
+    for task in single:
+        if gen_kwargs and task.get_config("output_type") == "generate_until":
+            task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
     _check_generation(single)
-    for task in single:  # as lm-eval's command line does: zero-shot unless the task sets it, with a fixed seed
-        if task.get_config("num_fewshot") is None:
+    for task in single:  # a task that sets 0 is never given examples, one that sets nothing only on request
+        own = task.get_config("num_fewshot")
+        if own != 0 and num_fewshot is not None:
+            task.set_config("num_fewshot", num_fewshot)
+        elif own is None:
             task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(1234)
+        task.set_fewshot_seed(seed)
     return tasks
 
 
@@ -126,6 +142,7 @@ def _bits_per_byte(texts: list[str]) -> dict[str, Any]:
         "heldout_bpb",
         [{"text": text} for text in texts],
         output_type="loglikelihood_rolling",
+        num_fewshot=0,
         doc_to_text="",
         doc_to_target="{{text}}",
         metric_list=[{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
