@@ -73,7 +73,7 @@ class Interval(BaseModel):
 
     @classmethod
     def normal(cls, value: float, stderr: float) -> Interval:
-        return cls(low=value - Z95 * stderr, high=value + Z95 * stderr)
+        return cls(low=value - Z95 * stderr, high=value + Z95 * stderr, method="normal")
 
     def __str__(self) -> str:
         return f"[{self.low:.4f}, {self.high:.4f}]" + (f" ({self.method})" if self.method != "normal" else "")

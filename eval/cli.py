@@ -18,7 +18,7 @@ from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
-from fsdp_pretrain.record.files import now, replace_file
+from fsdp_pretrain.record.files import make_directory, now, replace_file
 
 from .options import count_or_share, find_checkpoint, shots
 
@@ -42,8 +42,7 @@ def _names(text: str) -> list[str]:
 
 @verb(
     "run",
-    "runs/quickstart/run --tasks heldout_bpb,heldout_choice --limit 20 --log-samples --out results.json\n"
-    "  fsdp-eval run runs/quickstart/run --gen-kwargs max_gen_toks=64 eval.batch=4",
+    "runs/quickstart/run --tasks heldout_bpb,heldout_choice --limit 20 --out results.json eval.batch=4",
     argument("path", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory, or a step-N directory in it"),
     argument("--step", type=int, help="step of the run's checkpoint to use"),
     argument("--tasks", type=_names, help="comma-separated task names (default: the run's eval.tasks)"),
@@ -87,6 +86,8 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.log_samples and not args.out:
         raise ConfigError("--log-samples needs --out FILE: samples are kept beside the results")
+    if args.out:
+        make_directory(args.out.parent)
     checkpoint = find_checkpoint(args.path, args.step)
     trained = load_compatible(checkpoint.path / CONFIG)
     options = ("tasks", "heldout", "limit", "num_fewshot", "batch", "log_samples", "device")
@@ -211,7 +212,7 @@ def _report(args: argparse.Namespace) -> int:
 
 @verb(
     "compare",
-    "runs/quickstart/run 100 200",
+    "runs/quickstart/run 150 300",
     argument(
         "results",
         nargs="+",

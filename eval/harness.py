@@ -1,6 +1,6 @@
 """A checkpoint's model behind lm-eval's interface, read from DCP in one process.
 
-Encoding is the training tokenizer's, which adds nothing; a text starts after one document separator, as in training.
+Encoding is the training tokenizer's: nothing is added; a separator stands only before an empty context or whole text.
 No request cache is offered: lm-eval's ignores which model filled it.
 """
 
