@@ -21,6 +21,7 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .attempt import RefusedError
+from .fewshot import set_examples
 from .generation import Greedy
 
 BUNDLED = ("heldout_bpb", "heldout_choice")
@@ -88,13 +89,7 @@ def load_tasks(
         if gen_kwargs and task.get_config("output_type") == "generate_until":
             task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
     _check_generation(single)
-    for task in single:  # a task that sets 0 is never given examples, one that sets nothing only on request
-        own = task.get_config("num_fewshot")
-        if own != 0 and num_fewshot is not None:
-            task.set_config("num_fewshot", num_fewshot)
-        elif own is None:
-            task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(seed)
+    set_examples(single, num_fewshot, seed)
     return tasks
 
 
@@ -132,6 +127,7 @@ def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         "task": name,
         "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
         "validation_split": "validation",
+        "num_fewshot": 0,
         "metadata": {"version": 1.0},
         **more,
     }
@@ -142,7 +138,6 @@ def _bits_per_byte(texts: list[str]) -> dict[str, Any]:
         "heldout_bpb",
         [{"text": text} for text in texts],
         output_type="loglikelihood_rolling",
-        num_fewshot=0,
         doc_to_text="",
         doc_to_target="{{text}}",
         metric_list=[{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
