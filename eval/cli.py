@@ -223,7 +223,7 @@ def _report(args: argparse.Namespace) -> int:
     JSON,
 )
 def _compare(args: argparse.Namespace) -> int:
-    """Compare two evaluations document by document: what B gains over A, with 95% intervals."""
+    """Compare two evaluations document by document: what B gains over A, and how sure that is."""
     from . import compare
 
     found = compare.compare(*compare.sides(args.results), tasks=args.tasks)
