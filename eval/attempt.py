@@ -16,12 +16,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import IO, Any, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,6 +37,8 @@ _STACK_SECONDS, _LAST_STACK_SECONDS = 1.0, 5.0
 _END_SECONDS = 10.0
 """For a killed process to end."""
 _PR_SET_PDEATHSIG = 1
+Z95 = 1.959963984540054
+"""Standard errors on either side of the mean of a normal distribution that hold 95% of it."""
 
 
 class Verdict(BaseModel):
@@ -55,6 +57,28 @@ class Verdict(BaseModel):
     text: str
 
 
+class Interval(BaseModel):
+    """A 95% confidence interval.
+
+    Attributes:
+        method: `normal`: value ± 1.96 standard errors; or `wilson` (of a share), `agresti-min` (of a paired difference
+            of shares): see `eval.intervals`.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    low: float
+    high: float
+    method: Literal["normal", "wilson", "agresti-min"] = "normal"
+
+    @classmethod
+    def normal(cls, value: float, stderr: float) -> Interval:
+        return cls(low=value - Z95 * stderr, high=value + Z95 * stderr, method="normal")
+
+    def __str__(self) -> str:
+        return f"[{self.low:.4f}, {self.high:.4f}]" + (f" ({self.method})" if self.method != "normal" else "")
+
+
 class Results(StateFile):
     """`results.json` of an evaluation.
 
@@ -62,7 +86,12 @@ class Results(StateFile):
         step, tokens, checkpoint: what was evaluated.
         committed: when the checkpoint was committed; None outside a run.
         scores, documents: by task: metrics, and number of documents used.
-        tasks, limit: the task set, and maximum documents per task.
+        tasks, limit: the task set, and maximum documents per task (below 1: the share of them).
+        intervals: by task and metric, where the values of its documents are known to make up the score; for other
+            scores, take `Interval.normal` of their standard error.
+        num_fewshot: by task.
+        gen_kwargs: options of generating answers, by task that generates.
+        samples: by task, name of the file beside this one with a line per document, see `eval.sample_files`.
         higher_is_better: by task and metric, where known.
         verdicts: of the probes among the tasks.
         versions, lm_eval: of the tasks, and of lm-eval.
@@ -81,12 +110,28 @@ class Results(StateFile):
     documents: dict[str, int] = Field(default_factory=dict)
     higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
     verdicts: list[Verdict] = Field(default_factory=list)
+    intervals: dict[str, dict[str, Interval]] = Field(default_factory=dict)
+    num_fewshot: dict[str, int] = Field(default_factory=dict)
+    gen_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    samples: dict[str, str] = Field(default_factory=dict)
     versions: dict[str, Any] = Field(default_factory=dict)
     lm_eval: str = ""
-    limit: int | None = None
+    limit: int | float | None = None
     seconds: float
     time: str
     unigram_bits_per_byte: float | None = None
+
+    def metrics(self) -> Iterator[tuple[str, str, float, float | None, Interval | None]]:
+        """(task, metric, score, standard error, interval) of all scores; None where unknown."""
+        for task, row in self.scores.items():
+            for metric, value in row.items():
+                if metric.endswith("_stderr"):
+                    continue
+                stderr = row.get(f"{metric}_stderr")
+                interval = self.intervals.get(task, {}).get(metric)
+                if interval is None and stderr is not None:
+                    interval = Interval.normal(value, stderr)
+                yield task, metric, value, stderr, interval
 
 
 class EvaluationError(Exception):

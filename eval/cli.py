@@ -12,17 +12,17 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
-from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
+from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.record import run_id
-from fsdp_pretrain.record.arguments import RUN, SEGMENT, check_begun, import_extra
-from fsdp_pretrain.record.files import RunDir, now, replace_file
+from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
+from fsdp_pretrain.record.files import make_directory, now, replace_file
+
+from .options import count_or_share, find_checkpoint, shots
 
 if TYPE_CHECKING:
-    from fsdp_pretrain.checkpoint.store import Checkpoint
-
     from .attempt import Results
 
 _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
@@ -30,64 +30,103 @@ _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.dev
 
 def main() -> int:
     command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
-    command.add(_run, _watch, _samples, _report)
+    command.add(_run, _watch, _samples, _report, _compare)
+    command.add(_lm_eval).set_defaults(passed_on=[])
     return command.run()
+
+
+def _names(text: str) -> list[str]:
+    """Argument type of comma-separated names."""
+    return [name for name in text.split(",") if name]
 
 
 @verb(
     "run",
-    "runs/quickstart/run --tasks heldout_bpb,heldout_choice",
+    "runs/quickstart/run --tasks heldout_bpb,heldout_choice --limit 20 --out results.json eval.batch=4",
     argument("path", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory, or a step-N directory in it"),
     argument("--step", type=int, help="step of the run's checkpoint to use"),
-    argument("--tasks", help="comma-separated task names (default: the run's eval.tasks)"),
-    argument("--heldout", type=Path, help="held-out documents for the bundled tasks (default: the run's)"),
+    argument("--tasks", type=_names, help="comma-separated task names (default: the run's eval.tasks)"),
+    argument("--heldout", help="held-out documents for the bundled tasks (default: the run's)"),
     argument(
         "--include",
-        type=Path,
         action="append",
         default=[],
+        metavar="DIR",
         help="directory with lm-eval task files, which are programs; those of the configuration are not used",
     ),
-    argument("--limit", type=positive, help="documents per task"),
+    argument("--limit", type=count_or_share, metavar="N", help="documents per task, or the share of them if below 1"),
+    argument(
+        "--num-fewshot",
+        type=shots,
+        metavar="N",
+        help="solved examples before each question (default: as the tasks say)",
+    ),
+    argument("--gen-kwargs", metavar="key=value,...", help="options of generating answers; a JSON object will do, too"),
+    argument("--batch-size", dest="batch", type=positive, metavar="N", help="sequences per forward pass"),
+    argument(
+        "--log-samples", action="store_const", const=True, help="keep documents, prompts and responses beside --out"
+    ),
     _DEVICE,
     argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run"),
-    argument("--out", type=Path, help="write results.json here (default: only print)"),
+    argument(
+        "--out", type=Path, metavar="FILE", help="write results here, and the samples beside (default: only print)"
+    ),
+    argument("overrides", nargs="*", metavar="key=value", help="replace keys of [eval], such as eval.threads=2"),
     JSON,
 )
 def _run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint (of a run: the newest) and print the scores."""
     from fsdp_pretrain.checkpoint.store import CONFIG
+    from fsdp_pretrain.config.config import replace_in
     from fsdp_pretrain.config.resume_rules import load_compatible
 
     from .evaluation import assist, evaluate
+    from .options import generation_options
     from .ranks import join
     from .tasks import BUNDLED
 
-    checkpoint = _find(args.path, args.step)
-    config = load_compatible(checkpoint.path / CONFIG)
-    settings: dict[str, Any] = {"tasks": args.tasks.split(",")} if args.tasks else {}
-    settings |= {key: getattr(args, key) for key in ("heldout", "limit", "device") if getattr(args, key) is not None}
+    if args.log_samples and not args.out:
+        raise ConfigError("--log-samples needs --out FILE: samples are kept beside the results")
+    if args.out:
+        make_directory(args.out.parent)
+    checkpoint = find_checkpoint(args.path, args.step)
+    trained = load_compatible(checkpoint.path / CONFIG)
+    options = ("tasks", "heldout", "limit", "num_fewshot", "batch", "log_samples", "device")
+    settings = {key: value for key in options if (value := getattr(args, key)) is not None}
     settings["include"] = args.include
-    foreign = set(settings.get("tasks", config.eval.tasks)) - set(BUNDLED)
-    if config.eval.include and foreign and not args.include:
-        folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in config.eval.include)
+    if args.gen_kwargs is not None:
+        settings["gen_kwargs"] = generation_options(args.gen_kwargs)
+    config = replace_in(trained, "eval", settings, args.overrides, checkpoint.path / CONFIG)
+    if trained.eval.include and set(config.eval.tasks) - set(BUNDLED) and not config.eval.include:
+        folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in trained.eval.include)
         raise ConfigError(
             f"the configuration of {checkpoint.path} names folders of task files: they are not used here",
             effect="task files are programs: the author of the checkpoint would choose what runs here",
             remedy=f"if you trust them, add: {folders}",
         )
-    section = config.eval.model_copy(update=settings)
-    config = config.model_copy(update={"eval": section})
     with join(config) as world:
         if world is not None and not world.is_main:
             assist(checkpoint, config, args.tokenizer, world)
             return 0
-        results = evaluate(checkpoint, config, args.tokenizer, world)
+        results = evaluate(checkpoint, config, args.tokenizer, world=world, keep=args.out and args.out.parent)
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
     if args.out:  # last: if it cannot be written, the results were at least printed
-        replace_file(args.out, text + "\n")
+        _replace(args.out, text, results)
     return 0
+
+
+def _replace(out: Path, text: str, results: Results) -> None:
+    """Write results, and delete the sample files of those that they replace. Raises OSError."""
+    from fsdp_pretrain.record import state_files
+
+    from . import sample_files
+    from .attempt import Results
+
+    before = state_files.view(out, Results)
+    replace_file(out, text + "\n")
+    if before is not None:
+        sample_files.drop(out.parent, {*before.samples.values()} - {*results.samples.values()})
 
 
 @verb(
@@ -176,36 +215,51 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(path: Path, step: int | None) -> Checkpoint:
-    """The checkpoint that the arguments of `run` name. Raises ConfigError, CheckpointError."""
-    from fsdp_pretrain.checkpoint.locations import stores
-    from fsdp_pretrain.checkpoint.store import Store, step_of
+@verb(
+    "compare",
+    "runs/quickstart/run 150 300",
+    argument(
+        "results",
+        nargs="+",
+        metavar="RUN A B",
+        help="a run and two of its steps; or, without RUN, two results.json files or directories of results (step-N)",
+    ),
+    argument("--tasks", type=_names, help="comma-separated task names (default: all that both have)"),
+    JSON,
+)
+def _compare(args: argparse.Namespace) -> int:
+    """Compare two evaluations document by document: what B gains over A, and how sure that is."""
+    from . import compare
 
-    named = step_of(path.name)
-    if named is not None:
-        if step is not None:
-            raise ConfigError(f"{path} is one checkpoint already: --step {step} chooses one of a run directory")
-        return Store(path.parent).find(named)
-    run = RunDir(path)
-    check_begun(run)
-    found = stores(run)
-    checkpoint = found.find(step) if step is not None else found.newest()
-    if checkpoint is None:
-        raise CheckpointError(f"{found.directory} holds no complete checkpoint")
-    return checkpoint
+    found = compare.compare(*compare.sides(args.results), tasks=args.tasks)
+    print(json.dumps(found.model_dump(), indent=1) if args.json else compare.render(found))
+    return 0
+
+
+@verb(
+    "lm-eval",
+    "run --model fsdp_pretrain --model_args checkpoint=runs/quickstart/run --tasks hellaswag",
+)
+def _lm_eval(args: argparse.Namespace) -> int:
+    """lm-eval's own command line, which knows the model `fsdp_pretrain` here; all arguments are passed to it. The
+    model's arguments: checkpoint=RUN or a step-N directory in it, step=N, tokenizer=PATH."""
+    registered = import_extra("eval.registered", "lm-eval's command line runs")
+    del registered
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv = ["lm-eval", *args.passed_on]
+    cli_evaluate()
+    return 0
 
 
 def table(results: Results) -> str:
-    """Scores for people."""
+    """Scores for people: value ± standard error, 95% interval, documents, few-shot examples."""
     lines = [f"step {results.step:_}, {results.tokens:_} tokens, {results.seconds}s"]
-    for task, row in results.scores.items():
-        for metric, value in row.items():
-            if metric.endswith("_stderr"):
-                continue
-            error = row.get(f"{metric}_stderr")
-            spread = f" ± {error:.4f}" if error is not None else ""
-            documents = results.documents.get(task, "?")
-            lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({documents} documents)")
+    for task, metric, value, stderr, interval in results.metrics():
+        spread = "" if stderr is None else f" ± {stderr:.4f}  95% {interval}"
+        counted = f"{results.documents.get(task, '?')} documents"
+        shown = f"{counted}, {results.num_fewshot[task]}-shot" if task in results.num_fewshot else counted
+        lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({shown})")
     if results.unigram_bits_per_byte is not None:
         lines.append(f"  {'(unigram model)':24} {'bits_per_byte':16} {results.unigram_bits_per_byte:.4f}")
     return "\n".join(lines)

@@ -7,18 +7,22 @@ import os
 import sys
 import time
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.files import now
 
-from .attempt import RefusedError, Results
+from . import sample_files
+from .attempt import Interval, RefusedError, Results
 from .checkpoints import read_checkpoint
+from .intervals import estimate
 from .jobs import task_set
 from .ranks import follow, lead
 from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
@@ -28,12 +32,18 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None, world: World | None = None
+    checkpoint: Checkpoint,
+    config: Config,
+    tokenizer_path: Path | None = None,
+    *,
+    world: World | None = None,
+    keep: Path | None = None,
 ) -> Results:
     """Run the configured tasks on a checkpoint.
 
     Args:
         world: the ranks that do it together: this is rank 0, the others `assist`; None: this process alone.
+        keep: directory for sample files.
 
     Raises:
         UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
@@ -46,24 +56,32 @@ def evaluate(
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
     section = config.eval
-    tasks = lead(
-        world, lambda: load_tasks(section.tasks, section.heldout, section.include, length=_longest_input(config))
-    )
-    adapter, trained = _adapter(checkpoint, config, tokenizer_path, world)
+    tasks = lead(world, lambda: _load_tasks(config))
+    adapter, trained = open_adapter(checkpoint, section, tokenizer_path, world)
     try:
-        found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
+        with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
+            found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
     except UserError:  # after any other, the other ranks may wait in the middle of a pass; torchrun ends them
         adapter.scorer.close()
         raise
     adapter.scorer.close()
+    errors, intervals = _uncertainty(table := scores(found["results"]), found["samples"])
     results = Results(
         step=checkpoint.step,
         tokens=checkpoint.train_state().tokens,
         checkpoint=str(checkpoint.path),
         tasks=task_set(section.tasks),
-        scores=scores(found["results"]),
+        scores={task: row | errors.get(task, {}) for task, row in table.items()},
+        intervals=intervals,
         documents={name: counts["effective"] for name, counts in found["n-samples"].items()},
         higher_is_better=_directions(found["higher_is_better"]),
+        num_fewshot=found["n-shot"],
+        gen_kwargs={
+            task: settings["generation_kwargs"]
+            for task, settings in found["configs"].items()
+            if settings.get("output_type") == "generate_until"
+        },
+        samples=sample_files.write(keep, found["samples"], full=section.log_samples) if keep is not None else {},
         versions=found["versions"],
         lm_eval=lm_eval.__version__,
         limit=section.limit,
@@ -81,24 +99,28 @@ def assist(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None, 
     """On ranks other than 0: take part in `evaluate`. Raises UserError, as there."""
     _silence_libraries()
     follow(world)
-    _adapter(checkpoint, config, tokenizer_path, world)[0].scorer.serve()
+    open_adapter(checkpoint, config.eval, tokenizer_path, world)[0].scorer.serve()
 
 
-def _adapter(
-    checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None, world: World | None
+def open_adapter(
+    checkpoint: Checkpoint, section: EvalSection, tokenizer_path: Path | None = None, world: World | None = None
 ) -> tuple[CheckpointLM, Config]:
-    """The checkpoint for lm-eval, and the configuration that it was trained with."""
+    """A checkpoint's model behind lm-eval's interface, and the configuration that it was trained with.
+
+    Raises:
+        UserError: the checkpoint, the device or the tokenizer cannot be used; on all ranks.
+    """
     from .harness import CheckpointLM  # imports lm-eval
 
     def build() -> tuple[CheckpointLM, Config]:
-        model, trained = read_checkpoint(checkpoint, config.eval.device, world)
+        model, trained = read_checkpoint(checkpoint, section.device, world)
         adapter = CheckpointLM(
             model,
             find_tokenizer(checkpoint, trained, tokenizer_path),
             length=trained.data.sequence_length,
-            batch=config.eval.batch,
+            batch=section.batch,
             objective=trained.data.objective,
-            bidirectional=config.eval.glm_context == "bidirectional",
+            bidirectional=section.glm_context == "bidirectional",
             world=world,
         )
         return adapter, trained
@@ -106,9 +128,35 @@ def _adapter(
     return build() if world is None else world.together(build)
 
 
-def _longest_input(config: Config) -> int:
-    """Tokens of a context and its continuation together, at most."""
-    return config.data.sequence_length - (2 if config.data.objective.kind == "glm" else 0)
+def _load_tasks(config: Config) -> dict[str, Any]:
+    section, data = config.eval, config.data
+    return load_tasks(
+        section.tasks,
+        section.heldout,
+        section.include,
+        length=data.sequence_length - (2 if data.objective.kind == "glm" else 0),
+        num_fewshot=section.num_fewshot,
+        gen_kwargs=section.gen_kwargs,
+        seed=section.seed,
+    )
+
+
+def _uncertainty(
+    table: dict[str, dict[str, float]], samples: dict[str, list[dict[str, Any]]]
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Interval]]]:
+    """Standard errors that lm-eval has no formula for, and intervals, of every score that its samples make up."""
+    errors: dict[str, dict[str, float]] = {}
+    intervals: dict[str, dict[str, Interval]] = {}
+    for task, rows in samples.items():
+        for metric, values in sample_files.values(rows).items():
+            score = table.get(task, {}).get(metric)
+            found = estimate(list(values.values()), score) if score is not None else None
+            if found is None:
+                continue
+            intervals.setdefault(task, {})[metric] = found[1]
+            if f"{metric}_stderr" not in table[task]:
+                errors.setdefault(task, {})[f"{metric}_stderr"] = found[0]
+    return errors, intervals
 
 
 def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:
@@ -120,6 +168,7 @@ def _silence_libraries() -> None:
     """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may access the network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a bootstrap of 200 draws is one process's work
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -28,6 +28,7 @@ from fsdp_pretrain.record.files import RunDir, make_directory, now
 from fsdp_pretrain.record.journal import Journal, read
 from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, is_alive, take_away
 
+from . import sample_files
 from .attempt import EvaluationError, EvaluationLimits, RefusedError, Results, limits, run_in_child
 
 _SILENT_SECONDS = 120.0
@@ -128,8 +129,10 @@ class Work:
     def publish(self, results: Results) -> bool:
         """Write the results, unless the claim was lost; returns whether they were written."""
         if not self.claim.still_mine():
+            sample_files.drop(self.job.folder, results.samples.values())
             return False
         state_files.write(self.job.results, {**results.model_dump(exclude_unset=True), "committed": self.job.committed})
+        sample_files.drop_others(self.job.folder, results.samples.values())
         return True
 
 
@@ -145,7 +148,7 @@ def _drop_if_stale(path: Path) -> None:
         take_away(path, held)
 
 
-def watch_once(run: RunDir, config: Config, evaluate: Callable[[Checkpoint], Results]) -> tuple[int, int]:
+def watch_once(run: RunDir, config: Config, evaluate: Callable[..., Results]) -> tuple[int, int]:
     """Evaluate, in forked children, every due checkpoint that no other worker holds; numbers of done and failed ones.
 
     Raises:
@@ -173,7 +176,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Callable[[Checkpoint], Res
 def _evaluate(
     run: RunDir,
     held: Work,
-    evaluate: Callable[[Checkpoint], Results],
+    evaluate: Callable[..., Results],
     journal: Journal,
     attempts: int,
     limit: EvaluationLimits,
@@ -182,7 +185,7 @@ def _evaluate(
     start = time.perf_counter()
     try:
         results = run_in_child(
-            lambda: evaluate(job.checkpoint),
+            lambda: evaluate(job.checkpoint, keep=job.folder),
             limit,
             run.path / "watchdog/stacks" / f"evaluation-{step:08d}.txt",
             late=lambda text: journal.write("eval-late", f"the evaluation {text}", step=step),

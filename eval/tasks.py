@@ -8,7 +8,7 @@ Both are deterministic functions of the file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .attempt import RefusedError
+from .fewshot import set_examples
 from .generation import Decoding
 
 BUNDLED = ("heldout_bpb", "heldout_choice")
@@ -42,11 +43,21 @@ def read_heldout(path: Path) -> list[str]:
     return texts
 
 
-def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Path], *, length: int) -> dict[str, Any]:
+def load_tasks(
+    names: Sequence[str],
+    heldout: Path | None,
+    include: Sequence[Path],
+    *,
+    length: int,
+    num_fewshot: int | None = None,
+    gen_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 1234,
+) -> dict[str, Any]:
     """lm-eval's task objects for task names, groups nested, as its `evaluate` takes them.
 
     Args:
         length: tokens that the model reads.
+        num_fewshot, gen_kwargs, seed: of `EvalSection`, applied as by lm-eval's own command line.
 
     Raises:
         RefusedError: a task or a directory does not exist, or a task lacks its held-out documents or needs an
@@ -77,11 +88,11 @@ def load_tasks(names: Sequence[str], heldout: Path | None, include: Sequence[Pat
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
     tasks: dict[str, Any] = get_task_dict([makers[name](texts) if name in makers else name for name in names], manager)
     single = list(_single(tasks))
+    for task in single:
+        if gen_kwargs and task.get_config("output_type") == "generate_until":
+            task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
     _check_generation(single, length)
-    for task in single:  # as lm-eval's command line does: zero-shot unless the task sets it, with a fixed seed
-        if task.get_config("num_fewshot") is None:
-            task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(1234)
+    set_examples(single, num_fewshot, seed)
     return tasks
 
 
@@ -121,6 +132,7 @@ def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         "task": name,
         "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
         "validation_split": "validation",
+        "num_fewshot": 0,
         "metadata": {"version": 1.0},
         **more,
     }

@@ -82,7 +82,7 @@ CODES = {
     "fsdp-pretrain control": 78,  # no job is running
 }
 """Exit codes other than 0, by how an example begins."""
-NOT_RUN = {"--nnodes 16": "needs 16 nodes"}
+NOT_RUN = {"--nnodes 16": "needs 16 nodes", "--tasks hellaswag": "needs the documents of that task"}
 LONG = (
     *("fsdp-pretrain launch", "fsdp-pretrain doctor", "torchrun"),  # start several ranks
     *("fsdp-data bench", "fsdp-data quickstart-corpus", "fsdp-pretrain aim"),

@@ -117,7 +117,7 @@ def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
     with jobs.claim(job) as mine:
         assert mine is not None
         make_claim(job)  # taken over meanwhile
-        assert not mine.publish({})
+        assert not mine.publish(Results(**records.results()))
     assert not job.results.exists() and (job.folder / "claim.json").exists()
 
 

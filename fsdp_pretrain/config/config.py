@@ -7,7 +7,8 @@ docstrings of `sections`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -204,9 +205,36 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not problems:
         config, problems = _validate(raw, path, origin)
     if config is None:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise _invalid(problems, path)
     return config
+
+
+def _invalid(problems: list[str], path: Path) -> ConfigError:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def replace_in(config: Config, section: str, values: Mapping[str, Any], overrides: Sequence[str], path: Path) -> Config:
+    """A configuration with keys of one section replaced by `values`, then by `section.key=value` overrides.
+
+    `path` is for messages. Raises ConfigError, which lists every problem; one is an override of another section.
+    """
+    raw = tomllib.loads(config.to_toml())
+    origin: dict[str, str] = {f"{section}.{key}": "command line" for key in values}
+    raw[section].update(values)
+    problems = []
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if "." in key and key.partition(".")[0] != section:
+            problems.append(
+                f"override {text!r}: only keys of [{section}] can be replaced, the rest is as it was trained"
+            )
+        elif problem := override(raw, text, origin):
+            problems.append(problem)
+    changed, found = _validate(raw, path, origin)
+    if changed is None or problems:
+        raise _invalid(problems + found, path)
+    return changed
 
 
 def load_known(path: Path) -> tuple[Config, dict[str, Any]]:

@@ -103,7 +103,7 @@ def _type(annotation: Any) -> str:
     }
     if annotation in names:
         return names[annotation]
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
         return "table"
     origin, parts = get_origin(annotation), [part for part in get_args(annotation) if part is not type(None)]
     if origin is Literal:

@@ -9,7 +9,7 @@ import os
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -376,6 +376,17 @@ class CheckpointSection(Section):
         return every if isinstance(every, list) else [] if every is None else [every]
 
 
+def _count_or_share(value: float) -> float:
+    if value < 1:
+        return value
+    if value != int(value):
+        raise ValueError("must be a whole number of documents, or a share of them below 1")
+    return int(value)
+
+
+Limit = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_count_or_share)]
+
+
 class EvalSection(Section):
     """Scheduled evaluation of checkpoints by lm-eval, in separate processes."""
 
@@ -387,8 +398,17 @@ class EvalSection(Section):
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
     """Directories with more lm-eval task files."""
-    limit: Positive | None = None
-    """Documents per task. Absent: all."""
+    limit: Limit | None = None
+    """Documents per task, or the share of them if below 1. Absent: all."""
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Solved examples before each question, for all tasks except those that set 0 themselves. Absent: as the tasks say,
+    else 0."""
+    gen_kwargs: dict[str, Any] = {}
+    """Options of generating answers, such as `{max_gen_toks = 64}`. They replace those of the tasks one by one."""
+    seed: int = 1234
+    """Seed of the choice of few-shot examples."""
+    log_samples: bool = False
+    """Keep documents, prompts and responses beside the results. Off: only a hash and the metrics of each document."""
     batch: Positive = 16
     """Sequences per forward pass."""
     glm_context: Literal["bidirectional", "causal"] = "bidirectional"

@@ -118,7 +118,8 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
         if step is not None and step <= branch.state.step:
             place = new.evals / results.relative_to(parent.evals)
             place.parent.mkdir(parents=True)
-            shutil.copyfile(results, place)
+            for file in (results, *results.parent.glob("samples_*.jsonl")):
+                shutil.copyfile(file, place.parent / file.name)
     return linked
 
 

@@ -1,0 +1,74 @@
+"""Arguments of `fsdp-eval run` and what they mean. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_pretrain.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from fsdp_pretrain.checkpoint.store import Checkpoint
+
+
+def count_or_share(text: str) -> float:
+    """Argument type of a limit: a whole number from 1 on, or a share below 1. Raises ArgumentTypeError."""
+    if re.fullmatch(r"[0-9]{1,18}", text) and int(text):
+        return int(text)
+    if re.fullmatch(r"0?\.[0-9]{1,18}", text) and float(text):
+        return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number from 1 on nor a share such as 0.1")
+
+
+def shots(text: str) -> int:
+    """Argument type of a number of few-shot examples. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def generation_options(text: str) -> dict[str, Any]:
+    """`--gen-kwargs` as lm-eval's command line reads it: `key=value,...` or a JSON object. Raises ConfigError."""
+    try:
+        from lm_eval._cli.utils import key_val_to_dict, try_parse_json
+    except ImportError:
+        raise ConfigError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
+    try:
+        found = try_parse_json(text)
+        options = found if isinstance(found, dict) else key_val_to_dict(text)
+    except ValueError:
+        options = {}
+    if not options:
+        raise ConfigError(
+            f"--gen-kwargs {text!r} is not of the form key=value,key=value and no JSON object",
+            remedy="""such as --gen-kwargs 'max_gen_toks=64,until=["\\n"]'""",
+        )
+    return options
+
+
+def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
+    """The checkpoint at a `step-N` directory; or of a run directory: the newest, or that of a step.
+
+    Raises:
+        ConfigError: the path is neither.
+        CheckpointError: there is no such checkpoint.
+    """
+    from fsdp_pretrain.checkpoint.locations import stores
+    from fsdp_pretrain.checkpoint.store import Store, step_of
+    from fsdp_pretrain.record.arguments import check_begun
+    from fsdp_pretrain.record.files import RunDir
+
+    named = step_of(path.name)
+    if named is not None:
+        if step is not None:
+            raise ConfigError(f"{path} is one checkpoint already: --step {step} chooses one of a run directory")
+        return Store(path.parent).find(named)
+    run = RunDir(path)
+    check_begun(run)
+    found = stores(run)
+    checkpoint = found.find(step) if step is not None else found.newest()
+    if checkpoint is None:
+        raise CheckpointError(f"{found.directory} holds no complete checkpoint")
+    return checkpoint

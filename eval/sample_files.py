@@ -1,0 +1,103 @@
+"""Per-sample outputs: a JSONL file per task beside `results.json`, with a line per document. No torch here.
+
+A line holds `doc_id`, `doc_hash`, `filter` and the document's value of every metric: a number, or for ratios such as
+bits per byte (log-likelihood, bytes). With `eval.log_samples` it is lm-eval's whole sample: document, prompts and
+responses. A file has a name of its own and counts once a `results.json` names it, so attempts side by side do not
+disturb each other, and what a crashed one left behind is never read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.record.files import json_object, replace_file
+
+_HASH = 16
+"""Hexadecimal digits of a document's hash."""
+_KEYS = ("doc_id", "doc_hash", "filter")
+Value = float | tuple[float, float]
+"""Of a metric for a document."""
+Document = tuple[str, int]
+"""A document of a task: its hash, and how many with the same hash are before it."""
+
+
+def write(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool) -> dict[str, str]:
+    """Write lm-eval's samples of every task into a directory. Returns the names of the files. Raises OSError."""
+    names = {}
+    for task, rows in samples.items():
+        name = re.sub(r"[^\w.+-]+", "_", task)[:100]
+        names[task] = f"samples_{name}_{uuid.uuid4().hex[:8]}.jsonl"
+        lines = (json.dumps(row if full else _brief(row), default=_plain) for row in rows)
+        replace_file(folder / names[task], "".join(f"{line}\n" for line in lines))
+    return names
+
+
+def _plain(found: Any) -> Any:
+    return found.item() if getattr(found, "size", 0) == 1 else str(found)
+
+
+def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name in row["metrics"] if (value := _value(row.get(name))) is not None}
+    return {"doc_id": row["doc_id"], "doc_hash": row["doc_hash"][:_HASH], "filter": row["filter"], **values}
+
+
+def _value(found: Any) -> Value | None:
+    """A metric's value; None if it is neither a number nor two."""
+    if isinstance(found, tuple | list) and len(found) == 2:
+        first, second = (_value(part) for part in found)
+        return (first, second) if isinstance(first, float) and isinstance(second, float) else None
+    try:
+        return float(found) if hasattr(found, "__float__") else None
+    except (TypeError, ValueError):
+        return None
+
+
+def values(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[Document, Value]]:
+    """Values of every document by metric, named as in `Results.scores`, of lm-eval's samples or lines of a file."""
+    table: dict[str, dict[Document, Value]] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        digest, filtered = str(row["doc_hash"])[:_HASH], str(row["filter"])
+        document = digest, seen[digest, filtered]
+        seen[digest, filtered] += 1
+        for name in row.get("metrics") or [key for key in row if key not in _KEYS]:
+            if (value := _value(row.get(name))) is not None:
+                table.setdefault(label(name, filtered), {})[document] = value
+    return table
+
+
+def label(metric: str, filtered: str) -> str:
+    """Name of a metric of filtered responses in `Results.scores`."""
+    return metric if filtered == "none" else f"{metric}/{filtered}"
+
+
+def read(path: Path) -> dict[str, dict[Document, Value]]:
+    """`values` of a file. Raises DataError."""
+    try:
+        rows = [json_object(line) for line in path.read_bytes().splitlines()]
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    if not all(row is not None and {*_KEYS} <= row.keys() for row in rows):
+        raise DataError(f"{path} is damaged: it has a line that is no sample")
+    return values(row for row in rows if row is not None)
+
+
+def drop(folder: Path, names: Iterable[str]) -> None:
+    """Delete sample files, as of results that were replaced."""
+    for name in names:
+        if re.fullmatch(r"samples_[\w.+-]+\.jsonl", name):  # the names stand in a file, which may say anything
+            with suppress(OSError):
+                (folder / name).unlink()
+
+
+def drop_others(folder: Path, names: Iterable[str]) -> None:
+    """Delete all sample files but these: what attempts that ended early left in the directory of a scheduled job."""
+    drop(folder, {path.name for path in folder.glob("samples_*.jsonl")} - {*names})

@@ -1,0 +1,239 @@
+"""Standard errors, intervals and paired comparisons against the jackknife, published numbers and counts by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import records
+from processes import Run
+
+from eval import sample_files
+from eval.attempt import Z95, Results
+from eval.intervals import agresti_min, estimate, wilson
+from fsdp_pretrain.record import state_files
+
+pytestmark = pytest.mark.quick
+DOCUMENTS = 400
+
+
+def bits(values: Any) -> float:
+    """Bits per byte, as lm-eval computes them."""
+    a, b = zip(*values, strict=True)
+    return float(-sum(a) / sum(b) / math.log(2))
+
+
+def byte_perplexity(values: Any) -> float:
+    a, b = zip(*values, strict=True)
+    return math.exp(-sum(a) / sum(b))
+
+
+def mean(values: Any) -> float:
+    return sum(values) / len(values)
+
+
+def perplexity(values: Any) -> float:
+    return math.exp(-mean(values))
+
+
+def jackknife(score: Callable[[Any], float], values: list[Any]) -> float:
+    """Standard error from the scores that leave one document out: for any score, without its formula."""
+    n = len(values)
+    left = [score(values[:i] + values[i + 1 :]) for i in range(n)]
+    return math.sqrt((n - 1) / n * sum((value - mean(left)) ** 2 for value in left))
+
+
+def texts(seed: int, level: float) -> list[tuple[float, float]]:
+    """(log-likelihood, bytes) of documents of very different lengths; the lengths do not depend on `level`."""
+    lengths = np.random.default_rng(1).integers(50, 3000, DOCUMENTS)
+    noise = np.random.default_rng(2).normal(0, 0.1, DOCUMENTS) + np.random.default_rng(seed).normal(0, 0.02, DOCUMENTS)
+    return [(-float(n * (level + e)), float(n)) for n, e in zip(lengths, noise, strict=True)]
+
+
+def answers(seed: int, right: float) -> list[float]:
+    return np.random.default_rng(seed).binomial(1, right, DOCUMENTS).astype(float).tolist()
+
+
+@pytest.mark.parametrize(
+    ("score", "values", "method"),
+    [
+        (bits, texts(3, 0.8), "normal"),
+        (byte_perplexity, texts(3, 0.8), "normal"),
+        (mean, np.random.default_rng(4).normal(0.3, 2, DOCUMENTS).tolist(), "normal"),
+        (perplexity, np.random.default_rng(5).normal(-2, 0.3, DOCUMENTS).tolist(), "normal"),
+        (mean, answers(6, 0.3), "wilson"),
+    ],
+)
+def test_standard_errors_are_those_of_the_jackknife(score: Any, values: list[Any], method: str) -> None:
+    found = estimate(values, score(values))
+    assert found is not None
+    stderr, interval = found
+    assert stderr == pytest.approx(jackknife(score, values), rel=0.01)
+    assert interval.method == method and interval.low < score(values) < interval.high
+    assert interval.high - interval.low == pytest.approx(2 * Z95 * stderr, rel=0.02)
+    assert estimate(values, score(values) + 1e-3) is None  # of another metric: nothing is known
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 5), (3, 3), (1, 40), (29, 50)])
+def test_ends_of_wilsons_interval_are_shares_that_the_counts_just_allow(right: int, n: int) -> None:
+    interval = wilson(right, n)
+    for end in (interval.low, interval.high):
+        if 1e-12 < end < 1 - 1e-12:
+            assert abs(right / n - end) == pytest.approx(Z95 * math.sqrt(end * (1 - end) / n))
+    assert interval.low < interval.high and interval.low <= right / n <= interval.high
+
+
+def test_interval_of_matched_shares() -> None:
+    """Agresti and Min's example, approval of a prime minister in two surveys: 150 and 86 of 1600 changed their minds."""
+    interval = agresti_min(150, 86, 1600)
+    assert (interval.low, interval.high) == pytest.approx((0.0212, 0.0587), abs=5e-5)
+    assert agresti_min(5, 0, 5).low < 0.3  # no proof
+    assert agresti_min(0, 0, 4).low < 0 < agresti_min(0, 0, 4).high
+
+
+# ---------------------------------------------------------------- the command
+
+UP = {"choice": {"acc": True}, "texts": {"bits_per_byte": False}}
+
+
+def publish(
+    path: Path,
+    *,
+    tasks: dict[str, tuple[str, list[Any]]],
+    first: int = 0,
+    keep: bool = True,
+    full: bool = False,
+    stderr: bool = True,
+    **changes: Any,
+) -> Path:
+    """Results of (metric, values of documents) by task, with samples; the documents are numbered from `first` on."""
+    scores, kept = {}, {}
+    for task, (metric, values) in tasks.items():
+        score = {"acc": mean, "bits_per_byte": bits, "f1": max}[metric]
+        scores[task] = {metric: score(values), **({f"{metric}_stderr": 0.01} if stderr else {})}
+        kept[task] = [
+            {
+                "doc_id": i,
+                "doc_hash": f"{i % 350:016x}".ljust(64, "0"),
+                "filter": "none",
+                "metrics": [metric],
+                metric: value,
+                "doc": {},
+            }
+            for i, value in enumerate(values, first)
+        ]  # some documents are there twice
+    names = sample_files.write(path.parent, kept, full=full) if keep else {}
+    given = {"scores": scores, "samples": names, "higher_is_better": UP, "versions": dict.fromkeys(tasks, 1.0)}
+    state_files.write(path, Results(**records.results(**{**given, **changes})))
+    return path
+
+
+def test_paired_differences(tmp_path: Path, run_command: Run) -> None:
+    """The jackknife of the difference, counts of documents, and far less uncertainty than of the scores."""
+    run = tmp_path / "run"
+    (run / "segments").mkdir(parents=True)
+    values = {10: (texts(3, 0.8), answers(6, 0.3)), 20: (texts(4, 0.79), answers(7, 0.32))}
+    for step, (documents, right) in values.items():
+        tasks: Any = {"texts": ("bits_per_byte", documents), "choice": ("acc", right)}
+        publish(run / f"evals/step-{step:08d}/set/results.json", tasks=tasks, full=step == 10, step=step)
+    done = run_command("eval.cli", "compare", run, 10, 20, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["task"]: row for row in json.loads(done.stdout)["differences"]}
+    for task, at, score in (("texts", 0, bits), ("choice", 1, mean)):
+        pairs = list(zip(values[10][at], values[20][at], strict=True))
+        row = rows[task]
+
+        def gain(of: list[Any], score: Callable[[Any], float] = score) -> float:
+            return score([b for _, b in of]) - score([a for a, _ in of])
+
+        assert row["unpaired"] == "" and row["documents"] == DOCUMENTS
+        assert row["difference"] == pytest.approx(gain(pairs), rel=1e-6)
+        assert row["stderr"] == pytest.approx(jackknife(gain, pairs), rel=0.01)
+    text = rows["texts"]
+    lower = sum(b[0] > a[0] for a, b in zip(values[10][0], values[20][0], strict=True))  # of the same length
+    assert (text["better"], text["worse"], text["equal"]) == (lower, DOCUMENTS - lower, 0)
+    assert text["interval"]["high"] == pytest.approx(text["difference"] + Z95 * text["stderr"])
+    assert text["verdict"] == "better" and text["stderr"] < 0.3 * jackknife(bits, values[10][0])
+    choice = rows["choice"]
+    changed = [b - a for a, b in zip(values[10][1], values[20][1], strict=True)]
+    assert (choice["better"], choice["worse"]) == (changed.count(1), changed.count(-1))
+    assert choice["interval"]["method"] == "agresti-min" and choice["verdict"] == "no difference"
+    back = run_command("eval.cli", "compare", run, 20, run / "evals/step-00000010", "--tasks", "texts")
+    assert "  worse\n" in back.stdout and f"{lower} worse" in back.stdout and "choice" not in back.stdout
+
+
+def test_documents_of_only_one_side_are_left_out(tmp_path: Path, run_command: Run) -> None:
+    right = [1.0, 0.0, 1.0, 1.0]
+    a = publish(tmp_path / "a.json", tasks={"choice": ("acc", right), "texts": ("bits_per_byte", texts(3, 1.0))})
+    b = publish(tmp_path / "b.json", tasks={"choice": ("acc", right[1:])}, first=1)
+    found = json.loads(run_command("eval.cli", "compare", a, b, "--json").stdout)
+    (row,) = found["differences"]
+    assert (row["documents"], row["a"], row["b"], row["equal"]) == (3, 2 / 3, 2 / 3, 3) and row["unpaired"] == ""
+    assert found["left_out"] == ["texts"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_fewshot": {"choice": 5}}, "other few-shot examples: None and 5"),
+        ({"versions": {"choice": 2.0}}, "other versions of the task: 1.0 and 2.0"),
+        ({"gen_kwargs": {"choice": {"temperature": 1}}}, "other options of generating answers"),
+        ({"keep": False}, "no samples were kept with the results of step 1"),
+        ({"samples": {"choice": "samples_gone.jsonl"}}, "samples_gone.jsonl: No such file"),
+        ({"first": 200}, "they have no document in common"),
+        ({"scores": {"choice": {"acc": 0.9, "acc_stderr": 0.01}}}, "no mean or ratio"),
+    ],
+)
+def test_what_cannot_be_paired_is_compared_unpaired(
+    tmp_path: Path, run_command: Run, changes: dict[str, Any], reason: str
+) -> None:
+    right = answers(6, 0.5)[:100]
+    a = publish(tmp_path / "a.json", tasks={"choice": ("acc", right)})
+    b = publish(tmp_path / "b.json", tasks={"choice": ("acc", [1.0] * 70 + [0.0] * 30)}, **changes)
+    shown = run_command("eval.cli", "compare", a, b).stdout
+    assert "unpaired, so a rough comparison" in shown and reason in shown and "paired over" not in shown
+    (row,) = json.loads(run_command("eval.cli", "compare", a, b, "--json").stdout)["differences"]
+    assert row["stderr"] == pytest.approx(0.01 * math.sqrt(2)) and row["better"] is None
+    assert row["interval"]["low"] == pytest.approx(row["difference"] - Z95 * row["stderr"])
+    assert row["verdict"] == "better"
+
+
+@pytest.mark.parametrize(
+    ("up", "stderr", "verdict"),
+    [(True, True, "better"), (False, True, "worse"), (None, True, "higher"), (True, False, "unknown")],
+)
+def test_verdicts(tmp_path: Path, run_command: Run, up: bool | None, stderr: bool, verdict: str) -> None:
+    ways: Any = {} if up is None else {"t": {"acc": up}}
+    for name, score in (("a", 0.2), ("b", 0.3)):
+        tasks: Any = {"t": ("acc", [score])}
+        publish(tmp_path / f"{name}.json", tasks=tasks, keep=False, stderr=stderr, higher_is_better=ways)
+    done = run_command("eval.cli", "compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
+    assert json.loads(done.stdout)["differences"][0]["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["{a}"], "1 arguments name no two evaluations"),
+        (["{a}", "/nowhere"], "there are no results of /nowhere"),
+        (["/nowhere", "1", "2"], "/nowhere is not a run directory"),
+        (["{a}", "{a}", "--tasks", "choice,other"], "do not both have task other (A: choice; B: choice)"),
+    ],
+)
+def test_mistakes(tmp_path: Path, run_command: Run, words: list[str], expected: str) -> None:
+    a = publish(tmp_path / "a.json", tasks={"choice": ("acc", [1.0, 0.0])})
+    done = run_command("eval.cli", "compare", *(word.format(a=a) for word in words))
+    assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr
+
+
+def test_step_without_results_names_those_with(tmp_path: Path, run_command: Run) -> None:
+    (tmp_path / "segments").mkdir()
+    for step in (10, 20):
+        publish(tmp_path / f"evals/step-{step:08d}/set/results.json", tasks={"choice": ("acc", [1.0, 0.0])}, step=step)
+    done = run_command("eval.cli", "compare", tmp_path, 10, 30)
+    assert done.returncode == 78 and "there are no results of step 30 (there are: 10, 20)" in done.stderr

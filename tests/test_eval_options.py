@@ -1,0 +1,294 @@
+"""Options of `fsdp-eval run`, per-sample outputs beside the results, and lm-eval's own command line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records
+from processes import Run
+
+pytest.importorskip("lm_eval")
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+import eval.registered
+from eval import jobs
+from eval.attempt import Results
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record.files import RunDir
+
+QUESTIONS = [
+    {"text": "the run writes", "choices": ["every checkpoint", "loss"], "answer": 0},
+    {"text": "gradients over", "choices": ["import", "replicas"], "answer": 1},
+    {"text": "while the", "choices": ["mesh", "def"], "answer": 0},
+    {"text": "return self", "choices": ["None", "its gradients"], "answer": 0},
+]
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/questions.jsonl}}}}
+{split}: test
+fewshot_split: test
+doc_to_text: "{{{{text}}}}"
+metadata: {{version: 1.0}}
+"""
+CHOICE = """
+output_type: multiple_choice
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+SAY = """
+output_type: generate_until
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 9}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(module_lab: Any) -> Path:
+    """A checkpoint at step 10, due for evaluation."""
+    config = module_lab.config(
+        train={"duration": "10 steps"}, eval={"every": "10 steps", "heldout": str(module_lab.heldout), "launch": False}
+    )
+    module_lab.train(config)
+    path: Path = module_lab.path / "run"
+    return path
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tasks `choose`, `say`, `bare` (never takes examples) and `leak` (its examples may be the question itself)."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    for name, rest in (("choose", CHOICE), ("say", SAY), ("bare", CHOICE + "num_fewshot: 0\n"), ("leak", CHOICE)):
+        split = "validation_split" if name == "leak" else "test_split"
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder, split=split) + rest)
+    return folder
+
+
+def samples(results: Path, task: str) -> list[dict[str, Any]]:
+    name = json.loads(results.read_text())["samples"][task]
+    return [json.loads(line) for line in (results.parent / name).read_text().splitlines()]
+
+
+def test_options_and_keys_of_the_configuration_are_the_same(
+    run: Path, tasks: Path, tmp_path: Path, run_command: Run
+) -> None:
+    """Few-shot prompts, answers of the length asked for, half of the documents; given either way."""
+    common = ["eval.cli", "run", run, "--include", tasks, "--tasks", "choose,say,bare"]
+    options = "--num-fewshot 2 --gen-kwargs max_gen_toks=3 --limit 0.5 --batch-size 2 --log-samples".split()
+    keys = "num_fewshot=2 gen_kwargs={max_gen_toks=3} limit=0.5 batch=1 log_samples=true".split()
+    found = []
+    for way, arguments in (("options", options), ("keys", [f"eval.{key}" for key in keys])):
+        done = run_command(*common, "--out", tmp_path / way / "results.json", *arguments)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads((tmp_path / way / "results.json").read_text()))
+    one, other = found
+    assert one["num_fewshot"] == other["num_fewshot"] == {"choose": 2, "say": 2, "bare": 0}
+    assert one["documents"] == other["documents"] == {"choose": 2, "say": 2, "bare": 2} and one["limit"] == 0.5
+    assert one["gen_kwargs"] == other["gen_kwargs"] == {"say": {"until": ["\n"], "max_gen_toks": 3}}
+    assert one["scores"] == other["scores"]
+    (first, _), (bare, _) = (
+        samples(tmp_path / "options/results.json", "say"),
+        samples(tmp_path / "keys/results.json", "bare"),
+    )
+    prompt, asked = first["arguments"][0]
+    shown = [f"{row['text']} {row['choices'][row['answer']]}" for row in QUESTIONS[1:]]  # never the question itself
+    assert prompt.endswith("\n\nthe run writes") and sum(text in prompt for text in shown) == 2
+    assert (
+        asked["max_gen_toks"] == 3
+        and first["doc"] == QUESTIONS[0]
+        and first["resps"][0][0] == first["filtered_resps"][0]
+    )
+    assert bare["arguments"][0][0] == "the run writes"
+    assert "(2 documents, 2-shot)" in done.stdout and "95% [" in done.stdout
+
+
+def test_examples_that_may_be_the_question_are_refused(run: Path, tasks: Path, run_command: Run) -> None:
+    """lm-eval leaves the question out of its own examples only if both are of the test split."""
+    arguments = ["eval.cli", "run", run, "--include", tasks, "--limit", "1", "--tasks", "leak,choose,heldout_choice"]
+    done = run_command(*arguments, "--num-fewshot", "1")
+    assert done.returncode == 78 and "shown to leak: lm-eval would take them from the questions" in done.stderr
+    assert run_command(*arguments, "--num-fewshot", "0").returncode == 0
+
+
+def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run) -> None:
+    """A short line per document. Results that replace others take their samples away, and nobody else's."""
+    out, beside = tmp_path / "results.json", tmp_path / "others.json"
+    for path, limit in ((beside, "3"), (out, "5"), (out, "6")):
+        done = run_command("eval.cli", "run", run, "--limit", limit, "--out", path)
+        assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    named = {*results["samples"].values(), *json.loads(beside.read_text())["samples"].values()}
+    assert {path.name for path in tmp_path.glob("samples_*")} == named and len(named) == 4
+    lines = samples(out, "heldout_bpb")
+    assert [line["doc_id"] for line in lines] == list(range(6)) and len({line["doc_hash"] for line in lines}) == 6
+    total, size = (sum(line["bits_per_byte"][i] for line in lines) for i in (0, 1))
+    assert results["scores"]["heldout_bpb"]["bits_per_byte"] == pytest.approx(-total / size / math.log(2))
+    right = [line["acc"] for line in samples(out, "heldout_choice")]
+    assert results["scores"]["heldout_choice"]["acc"] == pytest.approx(sum(right) / 6)
+    assert max(len(json.dumps(line)) for line in lines) < 130
+    interval, error = results["intervals"]["heldout_bpb"]["bits_per_byte"], results["scores"]["heldout_bpb"]
+    assert interval["high"] - interval["low"] == pytest.approx(2 * 1.96 * error["bits_per_byte_stderr"], rel=1e-3)
+    assert results["intervals"]["heldout_choice"]["acc"]["method"] == "wilson"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["eval.bach=3", "train.duration=5 steps", "eval.limit=1.5", "eval.num_fewshot=-1"],
+            [
+                "4 problems in",
+                "unknown key; did you mean 'eval.batch'?",
+                "'train.duration=5 steps': only keys of [eval] can be replaced",
+                "eval.limit = 1.5",
+                "eval.num_fewshot = -1",
+            ],
+        ),
+        (["--limit", "1.5"], ["'1.5' is neither a whole number from 1 on nor a share"]),
+        (["--num-fewshot", "-1"], ["'-1' is not a whole number from 0 on"]),
+        (["--gen-kwargs", "temperature"], ["--gen-kwargs 'temperature' is not of the form key=value"]),
+        (["--gen-kwargs", "{'a': 1}"], ["no JSON object"]),
+        (["--log-samples"], ["--log-samples needs --out FILE"]),
+        (["--out", "/proc/none/results.json"], ["/proc/none"]),
+    ],
+)
+def test_mistakes(run: Path, run_command: Run, arguments: list[str], expected: list[str]) -> None:
+    done = run_command("eval.cli", "run", run, *arguments)
+    assert done.returncode == 78 and "Traceback" not in done.stderr and done.stdout == ""
+    assert all(part in done.stderr for part in expected), done.stderr
+
+
+def test_samples_on_the_schedule(run: Path, run_command: Run) -> None:
+    """Beside the published results; what a killed attempt left there is gone."""
+    folder = run / "evals/step-00000010/heldout_bpb+heldout_choice"
+    folder.mkdir(parents=True)
+    (folder / "samples_heldout_bpb_0badcafe.jsonl").write_text("{")
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("log_samples = false", "log_samples = true\nlimit = 2"))
+    assert run_command("eval.cli", "watch", run, "--once").returncode == 0
+    results = json.loads((folder / "results.json").read_text())
+    assert {path.name for path in folder.iterdir()} == {"results.json", *results["samples"].values()}
+    assert len(samples(folder / "results.json", "heldout_bpb")) == 2
+    assert "text" in samples(folder / "results.json", "heldout_bpb")[0]["doc"]
+
+
+@pytest.mark.quick
+def test_an_attempt_that_lost_its_claim_takes_its_samples_away(lab: Any) -> None:
+    path = lab.path / "run"
+    path.mkdir()
+    lab.config(eval={"every": "10 steps", "heldout": str(lab.heldout)}).rename(path / "config.toml")
+    records.commit(Store(path / "checkpoints"), 10)
+    (job,) = jobs.due_jobs(RunDir(path), load(path / "config.toml"))
+    with jobs.claim(job) as mine:
+        assert mine is not None
+        for name in ("samples_a_1.jsonl", "samples_a_2.jsonl"):
+            (job.folder / name).write_text("")
+        (job.folder / "claim.json").write_text(json.dumps({"token": "other"}))
+        assert not mine.publish(Results(**records.results(samples={"a": "samples_a_1.jsonl", "b": "../claim.json"})))
+    assert {path.name for path in job.folder.iterdir()} == {"claim.json", "samples_a_2.jsonl"}
+
+
+# ---------------------------------------------------------------- lm-eval's own command line
+
+
+def own_scores(run: Path, tasks: Path, run_command: Run) -> dict[str, float]:
+    done = run_command(
+        *("eval.cli", "run", run, "--include", tasks, "--tasks", "choose,say", "--num-fewshot", "1", "--json")
+    )
+    assert done.returncode == 0, done.stderr
+    scores = json.loads(done.stdout)["scores"]
+    return {"choose": scores["choose"]["acc"], "say": scores["say"]["exact_match"]}
+
+
+def test_lm_eval_finds_the_registered_model(run: Path, tasks: Path, run_command: Run) -> None:
+    """As its command line calls it, with the device that it names on any machine."""
+    for arguments in ({"checkpoint": str(run), "step": 10}, f"checkpoint={run}/checkpoints/step-00000010"):
+        found = simple_evaluate(
+            model="fsdp_pretrain",
+            model_args=arguments,
+            tasks=["choose", "say"],
+            num_fewshot=1,
+            batch_size="auto",
+            device="cpu",
+            task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+            bootstrap_iters=0,
+        )
+        got = {"choose": found["results"]["choose"]["acc,none"], "say": found["results"]["say"]["exact_match,none"]}
+        assert got == own_scores(run, tasks, run_command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("pretrained=RUN", "has no argument pretrained; its arguments are checkpoint, step, tokenizer"),
+        ("step=3", "needs checkpoint=RUN"),
+        ("checkpoint=/nowhere", "/nowhere is not a run directory"),
+        ("checkpoint=/nowhere,step=last", "whole number as its step, not 'last'"),
+    ],
+)
+def test_arguments_of_the_registered_model(arguments: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        eval.registered.RegisteredLM.create_from_arg_string(arguments, {"device": "cuda:0", "batch_size": 1})
+
+
+def test_the_model_is_named_only_where_lm_eval_runs(helpers: Any) -> None:
+    """Installed as `torch.backends`: what every other program of the environment runs at `import torch` does nothing."""
+    code = """
+import sys, fsdp_pretrain_lm_eval as hook
+hook.register()
+assert not [name for name in sys.modules if name.startswith(("lm_eval", "fsdp_pretrain.", "eval", "torch"))]
+import lm_eval
+hook.register(), hook.register()
+from lm_eval.api.registry import model_registry
+assert {"fsdp_pretrain", "hf"} <= set(model_registry) and "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=helpers.environment())
+    assert done.returncode == 0, done.stderr
+
+
+def installed() -> bool:
+    return any(
+        point.name == "fsdp_pretrain_lm_eval" for point in importlib.metadata.entry_points(group="torch.backends")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["fsdp-eval lm-eval", "lm_eval"])
+def test_scores_of_lm_evals_command_line(
+    run: Path, tasks: Path, tmp_path: Path, helpers: Any, run_command: Run, command: str
+) -> None:
+    """The console scripts as a user starts them."""
+    binaries = Path(sys.executable).parent
+    if command == "lm_eval" and not (installed() and (binaries / command).exists()):
+        pytest.skip("the project is not installed here; scripts/test.sh installs it")
+    line = [*(command.split() if command == "lm_eval" else [sys.executable, "-m", "eval.cli", "lm-eval"])]
+    done = subprocess.run(
+        [
+            *(*line, "run", "--model", "fsdp_pretrain", "--model_args", f"checkpoint={run}"),
+            *("--include_path", tasks, "--tasks", "choose", "say", "--num_fewshot", "1", "--output_path", tmp_path),
+        ],
+        env=helpers.environment(PATH=f"{binaries}{os.pathsep}{os.environ['PATH']}", HF_HUB_OFFLINE="1"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    (out,) = tmp_path.rglob("results_*.json")
+    results = json.loads(out.read_text())["results"]
+    got = {"choose": results["choose"]["acc,none"], "say": results["say"]["exact_match,none"]}
+    assert got == own_scores(run, tasks, run_command)
