@@ -18,10 +18,12 @@ from data.packing.opening import open_infilling
 from data.packing.packer import Packer
 from eval.checkpoints import read_checkpoint
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.operations import PaceSection
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Slots
+from fsdp_pretrain.plan.plan import HeldOut, plan, render
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.goodput import State, goodput
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector
@@ -86,15 +88,22 @@ def measured(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def plain(model: Decoder, config: Config, names: list[tuple[str, Path, int]]) -> Sums:
     """The loss of the first samples of each corpus: (name, path, samples); one sample or document at a time."""
     data, found = config.data, {}
+    one = infilled if data.objective.kind == "glm" else documents if data.attention == "document" else whole
     for name, path, count in names:
-        slots = (2, 32) if data.objective.kind == "glm" else None
+        slots = (2, 32) if one is infilled else None
         packer = Packer([(name, path, 1.0)], data.row, seed=0, lanes=256, slots=slots)
         total, targets = 0.0, 0
         for number in range(count):
-            losses = (infilled if slots else documents)(model, config, packer, number)
+            losses = one(model, config, packer, number)
             total, targets = total + float(losses.double().sum()), targets + len(losses)
         found[name] = (total, targets)
     return found
+
+
+def whole(model: Decoder, config: Config, packer: Packer, number: int) -> torch.Tensor:
+    del config
+    tokens = torch.from_numpy(packer.pack(number, 1).tokens)
+    return F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
 
 
 def documents(model: Decoder, config: Config, packer: Packer, number: int) -> torch.Tensor:
@@ -120,7 +129,21 @@ def infilled(model: Decoder, config: Config, packer: Packer, number: int) -> tor
     return F.cross_entropy(logits, labels, reduction="none")[labels != IGNORE]
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("llama", 1), ("llama", 2), ("llama", 4), ("glm", 1), ("glm", 2)])
+def agrees(
+    losses: dict[str, Any], run: Path, step: int, sources: list[dict[str, str]], samples: dict[str, int]
+) -> None:
+    """The recorded losses after a step are those of its checkpoint."""
+    model, config = read_checkpoint(Store(run / "checkpoints").find(step), "cpu")
+    with torch.inference_mode():
+        expected = plain(
+            model.eval(), config, [(each["name"], Path(each["path"]), samples[each["name"]]) for each in sources]
+        )
+    assert {name: loss["count"] for name, loss in losses.items()} == {name: n for name, (_, n) in expected.items()}
+    for name, (total, _) in expected.items():
+        assert losses[name]["sum"] == pytest.approx(total, rel=1e-5), (step, name)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("llama", 1), ("llama", 2), ("llama", 4), ("glm", 2)])
 def test_it_is_that_of_a_separate_computation(
     trained: Callable[..., Path], helpers: Any, sources: list[dict[str, str]], kind: str, ranks: int
 ) -> None:
@@ -130,13 +153,7 @@ def test_it_is_that_of_a_separate_computation(
     assert {step: records[step - 1]["consumed"] for step in measured(records)} == DUE
     (entry,) = helpers.journal(run, "heldout")
     for step, losses in measured(records).items():
-        model, config = read_checkpoint(Store(run / "checkpoints").find(step), "cpu")
-        named = [(source["name"], Path(source["path"]), entry["samples"][source["name"]]) for source in sources]
-        with torch.inference_mode():
-            expected = plain(model.eval(), config, named)
-        assert {name: loss["count"] for name, loss in losses.items()} == {name: n for name, (_, n) in expected.items()}
-        for name, (total, _) in expected.items():
-            assert losses[name]["sum"] == pytest.approx(total, rel=1e-5), (step, name)
+        agrees(losses, run, step, sources, entry["samples"])
     share = 4 * 8 // 2  # four of the full batches, shared by two sources; `code` has fewer samples
     assert entry["samples"]["prose"] == share > entry["samples"]["code"] > 0
     assert {r["seconds"]["heldout"] > 0 for r in records if r["step"] in DUE} == {True}
@@ -163,7 +180,7 @@ def test_the_samples_of_a_source_do_not_depend_on_the_run(trained: Callable[...,
 
 
 def test_training_is_the_same_to_the_bit(lab: Any, helpers: Any, sources: list[dict[str, str]]) -> None:
-    """Measured after every step: with dropout, accumulation, gathered parameters that stay, and saves of such steps."""
+    """Measured after every step: with dropout (of training alone), accumulation, gathered parameters, and saves."""
     config = lab.config(
         model={"family": "gpt", "dropout": 0.1, "positions": 32, "kv_heads": None, "ffn": None},
         train={"duration": "8 steps", "micro_batch": 2},
@@ -181,7 +198,9 @@ def test_training_is_the_same_to_the_bit(lab: Any, helpers: Any, sources: list[d
     assert [r["replicas"] for r in records["with"]] == [r["replicas"] for r in records["without"]]
     digests = [[c.manifest().state_digest for c in Store(run / "checkpoints").scan()] for run in runs.values()]
     assert digests[0] == digests[1] and len(digests[0]) == 3
-    assert list(measured(records["with"])) == list(range(1, 9)) and not measured(records["without"])
+    losses = measured(records["with"])
+    assert list(losses) == list(range(1, 9)) and not measured(records["without"])
+    agrees(losses[6], runs["with"], 6, sources, {"prose": 2, "code": 2})
 
 
 # ------------------------------------------------------------------------ what it refuses
@@ -210,8 +229,31 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert not helpers.metrics(lab.path / "run")
     output = lab.train(lab.config(eval={"loss_on": sources, "loss_samples": 16}), expect=78)
     assert "code: the corpus has" in output and "16 are to be measured" in output and "prose" not in output
-    output = lab.train(lab.config(eval={"loss_on": [sources[0]] * 2, "loss_every": "0 steps"}), expect=78)
-    assert "source names must differ" in output and "eval.loss_every = 0 steps is not a positive interval" in output
+    for wrong, text in (
+        ({"loss_on": [sources[0]] * 2}, "source names must differ"),
+        ({"loss_every": "0 steps"}, "eval.loss_every = 0 steps is not a positive interval"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            load(lab.config(eval=wrong))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("changes", "samples", "every", "share"),
+    [
+        ({}, 32, "4_000 samples", 32 / (3 * 4000)),  # four batches of 8 in 500
+        ({"loss_samples": 10, "loss_every": "50 steps"}, 20, "50 steps", 20 / (3 * 8 * 50)),
+        ({"loss_every": "64_000 tokens"}, 32, "64_000 tokens", 32 / (3 * 2000)),
+    ],
+    ids=str,
+)
+def test_its_cost_does_not_depend_on_a_ramp(
+    lab: Any, sources: list[dict[str, str]], changes: dict[str, Any], samples: int, every: str, share: float
+) -> None:
+    for train in ({}, {"batch_ramp": RAMP}):
+        found = plan(load(lab.config(train=train, eval={"loss_on": sources, **changes})))
+        assert found.heldout == HeldOut(samples, 2, every, pytest.approx(share))
+        assert f"{samples} samples of 2 sources every {every}: about {share:.2%} of the time" in render(found)
 
 
 # ------------------------------------------------------------------------ who shows it

@@ -64,16 +64,16 @@ class Recorder:
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
             self.say(console_line(record, target))
             self._steps_shown += 1
+        means = {name: number(loss.mean) for name, loss in (record.heldout or {}).items()}
+        measured: dict[str, Any] = {"heldout": {"step": step, "loss": means}} if means else {}
         self.status(
             state="running",
             total_steps=target,
             loss=number(record.loss.mean),
             iteration_seconds=record.seconds.training,
             **{key: getattr(record, key) for key in _IN_STATUS},
+            **measured,
         )
-        if record.heldout:
-            means = {name: number(loss.mean) for name, loss in record.heldout.items()}
-            self.status(heldout={"step": step, "loss": means})
         while self._ahead and self._ahead[0].consumed <= record.consumed:
             text = f"{self._ahead.pop(0).text}, loss {record.loss.mean:.4f}"
             self.event("milestone", text, step=step, tokens=record.tokens)
