@@ -62,11 +62,10 @@ def measure(
         _turn(trainer, warmup)
     found = []
     for number in range(rounds + 1):
-        wall = {}
-        for trainer in (off, on) if number % 2 else (on, off):
-            wall[trainer is on] = _turn(trainer, steps)
+        turns = {trainer is on: _turn(trainer, steps) for trainer in ((off, on) if number % 2 else (on, off))}
+        (wall, used), (_, used_with) = turns[False], turns[True]
         (took,) = (record.seconds.heldout for record in records.records[-steps:] if record.heldout)
-        found.append((wall[False] / steps, took, wall[True] / wall[False]))
+        found.append((wall / steps, took, steps * (used_with / used - 1)))
     found = found[1:]
     return {
         "rounds": rounds,
@@ -76,8 +75,9 @@ def measure(
         "step_seconds": median_range([step for step, _, _ in found]),
         "measurement_seconds": median_range([took for _, took, _ in found]),
         "measurement_steps": median_range([took / step for step, took, _ in found]),
+        "measurement_processor_steps": median_range([more for _, _, more in found]),
         "share": median_range([took / (interval * step) for step, took, _ in found]),
-        "turn_ratio": median_range([ratio for _, _, ratio in found]),
+        "processor_share": median_range([more / interval for _, _, more in found]),
     }
 
 
@@ -92,26 +92,30 @@ def _with_heldout(config: Config, every: Progress | None) -> Config:
     return Config(**{name: getattr(config, name) for name in Config.model_fields} | changes)
 
 
-def _turn(trainer: Trainer, steps: int) -> float:
-    """Seconds of some steps, until the device has finished them."""
-    start = time.perf_counter()
+def _turn(trainer: Trainer, steps: int) -> tuple[float, float]:
+    """(wall, processor) seconds of some steps, until the device has finished them."""
+    wall, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
         trainer.step()
         trainer.collect(keep=LAG)
     trainer.collect(keep=0)
-    return time.perf_counter() - start
+    return time.perf_counter() - wall, time.process_time() - used
 
 
 def render(result: dict[str, Any]) -> str:
     """The results as text for people."""
+    processor = result["measurement_processor_steps"]
     return "\n".join(
         [
             f"{result['rounds']} rounds of {result['steps']} steps, median [least to most]:",
             f"  step                 {show_range(result['step_seconds'])}s",
             f"  measurement          {show_range(result['measurement_seconds'])}s for {result['samples']:_} samples: "
-            f"{show_range(result['measurement_steps'])} steps",
-            f"  at the default       {show_range([100 * part for part in result['share']])}% of the time of training, "
-            f"once in {result['interval']:g} full steps",
-            f"  turn with, of without  {show_range(result['turn_ratio'], 4)}",
+            f"{show_range(result['measurement_steps'])} steps; processor {show_range(processor)}",
+            f"  once in {result['interval']:g} steps    {_percent(result['share'])} of the time of training; "
+            f"processor {_percent(result['processor_share'])}",
         ]
     )
+
+
+def _percent(found: list[float]) -> str:
+    return f"{show_range([100 * part for part in found])}%"
