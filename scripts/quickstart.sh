@@ -21,7 +21,8 @@ fsdp-data train-tokenizer $work/text/train.jsonl --kind bpe --vocab-size 2048 --
 
 say "token shards, validated"
 fsdp-data prepare $work/text/train.jsonl --tokenizer $work/tokenizer --out $work/corpus --overwrite
-fsdp-data validate $work/corpus
+fsdp-data prepare $work/text/heldout.jsonl --tokenizer $work/tokenizer --out $work/heldout --overwrite
+fsdp-data validate $work/corpus $work/heldout
 
 say "plan"
 fsdp-pretrain plan configs/runs/quickstart.toml --world-size "$ranks"

@@ -1,5 +1,7 @@
 """Prints the collectives of one training step as JSON, from a process group of any size that sends nothing.
 
+With `eval.loss_on`, that step and the one before measure the held-out loss.
+
 python tests/count_collectives.py REPLICAS SHARDS CONFIG [key=value ...]
 """
 
@@ -18,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_pretrain.bench.steps import build
+from fsdp_pretrain.bench.heldout import random_samples
+from fsdp_pretrain.bench.steps import RandomSteps, build
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World
 
@@ -52,7 +55,9 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     mesh = init_device_mesh("cpu", (int(replicas), int(shards)), mesh_dim_names=(REPLICATE, SHARD))
     world = World(RankInfo(0, size, 0, int(shards)), torch.device("cpu"), mesh, timedelta(seconds=60))
-    trainer, _ = build(load(Path(path), overrides), world)
+    config = load(Path(path), overrides)
+    heldout = random_samples(config, world, RandomSteps(config, world)) if config.eval.loss_on else None
+    trainer, _ = build(config, world, heldout=heldout)
     trainer.step()
     with Collectives() as collectives:
         trainer.step()

@@ -67,6 +67,7 @@ class Soak:
         values["run"]["dir"] = str(self.run)
         values["data"]["sources"][0]["path"] = str(folder / "corpus")
         values["eval"]["heldout"] = str(folder / "text/heldout.jsonl")
+        values["eval"]["loss_on"][0]["path"] = str(folder / "heldout")
         values["record"]["aim"] = False
         for section, changes in settings.items():
             merged = {**values.get(section, {}), **changes}
@@ -80,12 +81,13 @@ class Soak:
         self.variables = {"SOAK": self.mark, "SOAK_NAN": str(self.nan), "PYTHONPATH": python_path(folder / "hook")}
 
     def prepare(self) -> None:
-        """The quickstart's text, tokenizer and corpus."""
+        """The quickstart's text, tokenizer and corpora."""
         text, tokens = self.folder / "text", self.folder / "tokenizer"
         for arguments in (
             ["quickstart-corpus", "--out", text],
             ["train-tokenizer", text / "train.jsonl", "--kind", "bpe", "--vocab-size", 2048, "--out", tokens],
             ["prepare", text / "train.jsonl", "--tokenizer", tokens, "--out", self.folder / "corpus", "--quiet"],
+            ["prepare", text / "heldout.jsonl", "--tokenizer", tokens, "--out", self.folder / "heldout", "--quiet"],
         ):
             self.command("data.cli", *arguments)
 

@@ -47,8 +47,10 @@ def followers(run: Path) -> list[psutil.Process]:
     return found
 
 
-def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, run_command: Any) -> None:
-    config = lab.config(record={"aim": True})
+def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, tokenizer: Any, run_command: Any) -> None:
+    books = helpers.corpus(lab.path / "books", tokenizer.encode([helpers.text(n, 40) for n in range(20)]), tokenizer)
+    heldout = {"loss_on": [{"name": "books", "path": str(books)}], "loss_every": "5 steps"}
+    config = lab.config(record={"aim": True}, eval=heldout)
     run = lab.path / "run"
     for duration in ("10 steps", "20 steps"):
         lab.train(config, f"train.duration={duration}", "optimizer.decay=20 steps")
@@ -58,6 +60,11 @@ def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, run_co
     live = read_back(run / "aim")
     assert live['loss {"source": "all"}'] == pytest.approx(expected)
     assert set(live["grad_norm {}"]) == set(expected)
+    measured = {r["step"]: r["heldout"]["books"] for r in helpers.metrics(run) if r["heldout"]}
+    assert live['loss {"source": "books", "subset": "heldout"}'] == pytest.approx(
+        {step: loss["sum"] / loss["count"] for step, loss in measured.items()}
+    )
+    assert set(measured) == {5, 10, 15, 20}
     assert 'seconds {"part": "data"}' in live and 'loss {"source": "text"}' not in live
 
     shutil.rmtree(run / "aim")  # losing the view loses nothing

@@ -17,6 +17,7 @@ from fsdp_pretrain import models
 from fsdp_pretrain.config.config import load
 
 COUNTER = Path(__file__).with_name("count_collectives.py")
+MEASURED = ['eval.loss_on=[{name="random", path="none"}]', "eval.loss_every=1 step", "eval.loss_samples=20"]
 SMALL = {"layers": 3, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab": 67}
 
 
@@ -26,11 +27,13 @@ def padded(modules: list[nn.Module], shards: int) -> int:
     return sum(math.ceil(p.shape[0] / shards) * shards * math.prod(p.shape[1:]) for p in parameters)
 
 
-def theory(config: Any, replicas: int, shards: int, micro_batches: int, width: int) -> Counter[tuple[str, int, int]]:
+def theory(
+    config: Any, replicas: int, shards: int, micro_batches: int, width: int, heldout: int
+) -> Counter[tuple[str, int, int]]:
     """(kind, ranks, bytes) -> how often in a step; `width` is of a parameter in bytes while it computes.
 
     A micro-batch gathers the blocks for its forward pass, and again for the backward pass; what stays gathered is so
-    once per step. It reduces the gradients of every unit over its shards, in fp32; the last one also sums each shard over
+    once per step, and once more for `heldout` forward passes, if any, that measure the held-out loss. It reduces the gradients of every unit over its shards, in fp32; the last one also sums each shard over
     the replicas.
     """
     model = models.build(config.model)
@@ -40,7 +43,7 @@ def theory(config: Any, replicas: int, shards: int, micro_batches: int, width: i
     passing = blocks[:-1] if config.parallel.reshard_after_forward else []
     found = Counter[tuple[str, int, int]]()
     for unit in [*ends, *blocks]:
-        times = 2 * micro_batches if unit in passing else 1
+        times = 2 * micro_batches + heldout if unit in passing else 1 + (heldout > 0)
         found["_allgather_base_", shards, padded(unit, shards) * width] += times
     for unit in [*ends, *blocks]:
         found["_reduce_scatter_base_", shards, padded(unit, shards) * 4] += micro_batches
@@ -56,6 +59,8 @@ def theory(config: Any, replicas: int, shards: int, micro_batches: int, width: i
         (128, 8, 2, ["train.precision=bf16"]),
         (2, 4, 4, ["parallel.reshard_after_forward=false"]),
         (2, 4, 4, ["model.tied_head=true"]),
+        (2, 4, 2, MEASURED),
+        pytest.param(2, 4, 2, [*MEASURED, "parallel.reshard_after_forward=false"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -69,9 +74,12 @@ def test_a_step_sends_what_hybrid_sharding_must(
     assert done.returncode == 0, done.stderr
     counted = [(each["kind"], each["ranks"], each["bytes"]) for each in json.loads(done.stdout)]
     everywhere = [each for each in counted if each[1] == replicas * shards]
-    # All ranks: the counts before the forward pass, and the sums after the backward pass. Both are small.
-    assert [kind for kind, *_ in everywhere] == ["allreduce_"] * 2 and everywhere == [counted[0], counted[-1]]
+    # All ranks: the counts before the forward pass, the sums after the backward pass, and those of the held-out loss,
+    # of 20 samples in passes of one on 8 ranks. All are small.
+    heldout = 3 if "eval.loss_samples=20" in overrides else 0
+    assert [kind for kind, *_ in everywhere] == ["allreduce_"] * (3 if heldout else 2)
+    assert (everywhere[0], everywhere[-1]) == (counted[0], counted[-1])
     assert max(size for *_, size in everywhere) < 1024
     width = 2 if "train.precision=bf16" in overrides else 4
-    expected = theory(load(path, overrides), replicas, shards, micro_batches, width)
-    assert Counter(counted[1:-1]) == expected
+    expected = theory(load(path, overrides), replicas, shards, micro_batches, width, heldout)
+    assert Counter(each for each in counted if each not in everywhere) == expected

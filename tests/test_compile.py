@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fsdp_pretrain import models
 from fsdp_pretrain.bench import steps
+from fsdp_pretrain.bench.heldout import random_samples
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import ParallelSection, Recompute
@@ -77,13 +78,21 @@ class Watched(Heartbeat):
 def test_compiled_blocks_train_as_others_under_fsdp_and_its_hooks(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, backend="aot_eager", **how))
-    curves = []
+    curves, heldout, measured = [], {"loss_on": [{"name": "random", "path": "none"}], "loss_every": "2 steps"}, []
     with mesh.connect(ParallelSection()) as world:
-        for compiled in ("true", "false"):
-            config = load(lab.config(), [f"parallel.compile={compiled}", "parallel.recompute=feed-forward"])
-            trainer, records = steps.build(config, world, Watched())
+        for compiled, measures in (("true", True), ("true", False), ("false", True)):
+            torch._dynamo.reset()
+            given = [f"parallel.compile={compiled}", "parallel.recompute=feed-forward"]
+            config = load(lab.config(eval=heldout), given)
+            loss = random_samples(config, world, steps.RandomSteps(config, world)) if measures else None
+            trainer, records = steps.build(config, world, Watched(), heldout=loss)
+            if loss is not None:
+                loss.compile(trainer.model)
             for _ in range(3):
                 trainer.step()
             trainer.collect(keep=0)
             curves.append([record.loss.sum for record in records.records])
-    assert len(curves[0]) == 3 and curves[0] == pytest.approx(curves[1], rel=1e-4)
+            measured += [record.heldout["random"].sum for record in records.records if record.heldout]
+    assert len(curves[0]) == 3 and curves[0] == pytest.approx(curves[2], rel=1e-4)
+    assert curves[0] == curves[1]  # a measurement before and between steps changes no graph of theirs
+    assert measured == [pytest.approx(measured[1], rel=1e-4), measured[1]]

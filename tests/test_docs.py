@@ -140,9 +140,10 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, ru
     (made / "text").mkdir()
     for name in ("train.jsonl", "heldout.jsonl"):
         shutil.copyfile(shared_corpus / name, made / "text" / name)
-    corpus = ["runs/quickstart/text/train.jsonl", "--tokenizer", "runs/quickstart/tokenizer"]
+    tokens = ["--tokenizer", "runs/quickstart/tokenizer"]
     for module, *arguments in (
-        ["data.cli", "prepare", *corpus, "--out", "runs/quickstart/corpus"],
+        ["data.cli", "prepare", "runs/quickstart/text/train.jsonl", *tokens, "--out", "runs/quickstart/corpus"],
+        ["data.cli", "prepare", "runs/quickstart/text/heldout.jsonl", *tokens, "--out", "runs/quickstart/heldout"],
         ["fsdp_pretrain.train", "configs/runs/quickstart.toml", "parallel.shard=1", "train.micro_batch=8"],
     ):
         done = run_command(module, *arguments, cwd=path)

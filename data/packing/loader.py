@@ -172,7 +172,7 @@ class Loader(Iterator[StepBatch]):
                 across_documents=self._across_documents,
                 infilling=self._infilling,
             )
-            step.micro.append(_pinned(micro) if self._pin else micro)
+            step.micro.append(pinned(micro) if self._pin else micro)
             step.targets += micro.targets
             step.documents += packed.documents
             separators, adjacent = self._packer.measure(packed)
@@ -202,7 +202,7 @@ class Loader(Iterator[StepBatch]):
                 lengths = torch.full((count, 1), length, dtype=torch.int32) if self._with_lengths else None
                 tokens = torch.zeros(count, length + 1, dtype=torch.int64)
                 micro = MicroBatch(tokens, torch.full((count, length), IGNORE), lengths, sources)
-            step.micro.append(_pinned(micro) if self._pin else micro)
+            step.micro.append(pinned(micro) if self._pin else micro)
         return step
 
 
@@ -232,7 +232,8 @@ def _infilled(samples: Infilled, sources: Tensor) -> MicroBatch:
     return MicroBatch(tokens, torch.from_numpy(samples.labels), lengths, sources, prefix, positions)
 
 
-def _pinned(micro: MicroBatch) -> MicroBatch:
+def pinned(micro: MicroBatch) -> MicroBatch:
+    """A copy in pinned memory."""
     tensors = (getattr(micro, attribute.name) for attribute in fields(micro))
     return MicroBatch(*(tensor.pin_memory() if tensor is not None else None for tensor in tensors))  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.schedule import Schedule
-from fsdp_pretrain.config.sections import GLMObjective, SourceSection
+from fsdp_pretrain.config.sections import DataSection, GLMObjective, SourceSection
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.errors import ConfigError, DataError
 
@@ -18,7 +18,7 @@ from .packer import Packer
 
 def open_packer(config: Config) -> Packer:
     """The packer of a run. Raises DataError, and ConfigError if the corpora do not fit the model."""
-    data, objective = config.data, config.data.objective
+    data = config.data
     packer = Packer(
         [(source.name, source.path, _weight(source, config.schedule)) for source in data.sources],
         data.row,
@@ -29,7 +29,7 @@ def open_packer(config: Config) -> Packer:
         exclude=_read_exclusions(data.exclude) if data.exclude is not None else (),
         mirrors={source.name: source.mirror for source in data.sources if source.mirror is not None},
         read_timeout=config.read_timeout,
-        slots=(objective.slots, data.sequence_length // objective.slots) if objective.kind == "glm" else None,
+        slots=slots_of(data),
     )
     if packer.tokenizer.vocab_size > config.model.vocab:
         raise ConfigError(
@@ -41,15 +41,23 @@ def open_packer(config: Config) -> Packer:
     return packer
 
 
-def open_infilling(config: Config, packer: Packer) -> Infilling | None:
-    """The blank infilling of a run; None under the causal objective. Raises ConfigError."""
+def slots_of(data: DataSection) -> tuple[int, int] | None:
+    """(pairs per sample, tokens per pair) of sources of prompts with answers; None if the objective allows none."""
+    objective = data.objective
+    if not isinstance(objective, GLMObjective):
+        return None
+    return objective.slots, data.sequence_length // objective.slots
+
+
+def open_infilling(config: Config, packer: Packer, *, seed: int | None = None) -> Infilling | None:
+    """The blank infilling of a run, by default with its `data.seed`; None if causal. Raises ConfigError."""
     objective = config.data.objective
     if not isinstance(objective, GLMObjective):
         return None
     return Infilling(
         objective,
         config.data.sequence_length,
-        seed=config.data.seed,
+        seed=config.data.seed if seed is None else seed,
         names=packer.mixture.names,
         pairs=packer.pairs,
         separator=packer.eod,

@@ -39,12 +39,13 @@ from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
 from fsdp_pretrain.train.checkpointing import Checkpointing, Saver
+from fsdp_pretrain.train.heldout_loss import HeldOutLoss
 from fsdp_pretrain.train.run_context import RunContext
 from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
-from . import checkpoints, features, kernels, peers, sides, watchdog
+from . import checkpoints, features, heldout, kernels, peers, sides, watchdog
 
 
 class RandomSteps:
@@ -106,6 +107,7 @@ def build(
     *,
     recorder: Recorder | None = None,
     saver: Callable[[Decoder, AdamW], Saver] | None = None,
+    heldout: HeldOutLoss | None = None,
 ) -> tuple[Trainer, Records]:
     """A trainer on random tokens, and the recorder of its step records.
 
@@ -113,6 +115,7 @@ def build(
         heartbeat: None: there is no watchdog.
         recorder: gets the record instead, so that the second result stays empty.
         saver: makes checkpoints of a model and its optimiser; None: it cannot save.
+        heldout: measures the held-out loss.
 
     Raises:
         ConfigError: the batch does not fit the world.
@@ -132,6 +135,7 @@ def build(
         saves=Checkpointing(config, world, makes, lambda saved: None, used, 0),
         state=TrainState(),
         health=Health(config),
+        heldout=heldout,
     )
     model.train()
     return trainer, records
@@ -275,6 +279,7 @@ def _parser() -> Parser:
     what.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
     what.add_argument("--watchdog", type=Path, metavar="DIR", help="time what the watchdog costs instead")
     what.add_argument("--features", type=Path, metavar="DIR", help="time what watchdog, record and saves cost instead")
+    what.add_argument("--heldout", action="store_true", help="time what the held-out loss costs instead")
     what.add_argument("--kernels", action="store_true", help="time attention and loss alone, by kernel, instead")
     what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
     what.add_argument("--side", choices=peers.SIDES, help=argparse.SUPPRESS)  # a round of --peers starts itself so
@@ -285,7 +290,7 @@ def _parser() -> Parser:
         help=f"of --peers, separated by commas (default: {','.join(peers.SIDES)})",
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="of --saves, --features, --kernels and --peers (default: 5)"
+        "--rounds", type=int, default=5, help="of --saves, --features, --heldout, --kernels and --peers (default: 5)"
     )
     parser.add_argument("--side-limit", type=float, default=900, help="of --peers: seconds of a side (default: 900)")
     parser.add_argument("--seconds", type=float, default=60, help="of --watchdog: to watch the agent (default: 60)")
@@ -321,6 +326,9 @@ def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[di
     if args.features:
         result = features.measure(build, config, world, args.features, rounds=args.rounds, **often)
         return result, features.render(result)
+    if args.heldout:
+        result = heldout.measure(build, config, world, RandomSteps(config, world), rounds=args.rounds, **often)
+        return result, heldout.render(result)
     if args.kernels:
         result = kernels.measure(config, world.device, rounds=args.rounds, steps=args.steps)
         return result, kernels.render(result)

@@ -38,6 +38,8 @@ from .sections import (
 from .toml_file import describe, override, read_toml
 
 _TAGS = ("llama", "gpt", "glm", "causal")
+_HELDOUT_EVERY, _HELDOUT_BATCHES = 500, 4
+"""Defaults of the held-out loss, in full global batches: a ramp of the batch changes neither samples nor their cost."""
 
 
 class Config(Section):
@@ -66,6 +68,17 @@ class Config(Section):
         """Seconds that a read from a corpus may take."""
         asked = self.data.read_timeout
         return self.parallel.timeout.value / 3 if asked is None else asked.value
+
+    @property
+    def heldout_every(self) -> Progress:
+        """Interval between measurements of the held-out loss."""
+        return self.eval.loss_every or Progress(_HELDOUT_EVERY * self.schedule.batch.full, "sample")
+
+    @property
+    def heldout_samples(self) -> int:
+        """Held-out samples of each source; at most, if `eval.loss_samples` is not given."""
+        shared = _HELDOUT_BATCHES * self.schedule.batch.full // max(1, len(self.eval.loss_on))
+        return self.eval.loss_samples or max(1, shared)
 
     @property
     def compiles_on_gpu(self) -> bool:
@@ -146,7 +159,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
                 f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
                 f"end before parallel.timeout = {parallel.timeout}, or the other ranks time out first"
             )
-    intervals = [("eval.every", evaluation.every)] if evaluation else []
+    intervals = [("eval.every", evaluation.every), ("eval.loss_every", evaluation.loss_every)] if evaluation else []
     if checkpoint:
         intervals += [("checkpoint.every", checkpoint.every)]
         intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals]

@@ -387,8 +387,17 @@ def _count_or_share(value: float) -> float:
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_count_or_share)]
 
 
+class HeldOutSource(Section):
+    """A corpus of held-out documents, whose loss is measured during training."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the source in the metrics. Which of its samples are measured depends on it."""
+    path: FilePath
+    """Corpus directory, as written by `fsdp-data prepare` with the tokenizer of the training data."""
+
+
 class EvalSection(Section):
-    """Scheduled evaluation of checkpoints by lm-eval, in separate processes."""
+    """Scheduled evaluation of checkpoints by lm-eval, in separate processes, and the held-out loss during training."""
 
     every: Progress | None = None
     """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
@@ -427,6 +436,22 @@ class EvalSection(Section):
     """The watchdog raises an alarm, with a stack trace, for an evaluation that takes longer (and longer than three
     times the median of earlier ones). After three times this limit the evaluation is ended, and the attempt has
     failed."""
+    loss_on: list[HeldOutSource] = []
+    """Measure the loss of held-out samples during training: one `[[eval.loss_on]]` table per source. Empty: off."""
+    loss_every: Progress | None = None
+    """Interval between measurements of the held-out loss; also measured after the last step. A measurement of N samples
+    costs what training N / 3 samples does. Default: 500 times the samples of the full global batch."""
+    loss_samples: Positive | None = None
+    """Held-out samples of each source, the same in every measurement. Default: four full global batches, shared among
+    the sources (or all that a source has): with the default interval 0.27% of the time of training."""
+
+    @field_validator("loss_on")
+    @classmethod
+    def _unique_sources(cls, sources: list[HeldOutSource]) -> list[HeldOutSource]:
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"source names must differ, got {names}")
+        return sources
 
 
 class RecordSection(Section):

@@ -147,6 +147,16 @@ def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
         row = stop
 
 
+def reshard(model: Decoder) -> None:
+    """Free the parameters that stay gathered after a forward pass, if no backward pass follows that would.
+
+    Until then `model.parameters()` are gathered copies, and after an update they would be stale.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_last_micro_batch(model: Decoder, last: bool, *, reshard: bool) -> None:
     """Set whether the next backward pass is the last of the step; `reshard` as for `units`.
 

@@ -48,10 +48,28 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """What measuring the held-out loss costs.
+
+    Attributes:
+        samples: in a measurement; fewer if a corpus has fewer.
+        sources: that they come from.
+        every: interval between measurements.
+        share: of the time of training, at the full batch: a forward pass takes a third of a step.
+    """
+
+    samples: int
+    sources: int
+    every: str
+    share: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
 
     Attributes:
+        heldout: of the held-out loss, or None.
         markers: where schedules change, see `warnings.markers`.
         schedule: rows of `Schedule.preview`.
         world: on a given number of ranks, or None.
@@ -72,6 +90,7 @@ class Plan:
     checkpoint_bytes: int
     checkpoints_kept: int
     disk_bytes: int
+    heldout: HeldOut | None
     markers: dict[str, advice.Marker]
     schedule: list[dict[str, float | int]]
     warnings: list[str]
@@ -157,11 +176,22 @@ def plan(
         checkpoint_bytes=checkpoint.bytes,
         checkpoints_kept=kept,
         disk_bytes=checkpoint.bytes * kept,
+        heldout=_heldout(config),
         markers=advice.markers(schedule),
         schedule=schedule.preview(),
         warnings=warnings,
         world=layout,
     )
+
+
+def _heldout(config: Config) -> HeldOut | None:
+    """What the held-out loss costs; None if it is off."""
+    if not config.eval.loss_on:
+        return None
+    every, batch = config.heldout_every, config.schedule.batch.full
+    samples, sources = config.heldout_samples * len(config.eval.loss_on), len(config.eval.loss_on)
+    between = every.value * batch if every.unit == "step" else config.schedule.samples(every)
+    return HeldOut(samples, sources, str(every), samples / (3 * max(between, batch)))
 
 
 def _check_float8(model: models.Decoder, device: str | None) -> None:
@@ -228,6 +258,11 @@ def render(plan: Plan) -> str:
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
         f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept and being written)",
     ]
+    if plan.heldout is not None:
+        lines.append(
+            f"  held-out    loss of {plan.heldout.samples:_} samples of {plan.heldout.sources} sources every "
+            f"{plan.heldout.every}: about {plan.heldout.share:.2%} of the time of training"
+        )
     if plan.world is not None:
         lines += _render_layout(plan.world)
     ramps = [key for key in plan.schedule[0] if key not in _COLUMNS]

@@ -128,6 +128,9 @@ class AimMirror:
         for source, loss in losses.items():
             if math.isfinite(loss.mean):
                 self._aim.track(loss.mean, name="loss", step=step, context={"source": source})
+        for source, loss in (record.heldout or {}).items():
+            if math.isfinite(loss.mean):
+                self._aim.track(loss.mean, name="loss", step=step, context={"source": source, "subset": "heldout"})
 
     def _track_eval(self, entry: dict[str, Any]) -> None:
         for task, metrics in entry["scores"].items():

@@ -50,6 +50,7 @@ class State(StrEnum):
     STEP_SKIPPED = "step_skipped", "steps whose update was skipped"
     DATA_WAIT = "data_wait", "waiting for data"
     CKPT_BLOCK = "ckpt_block", "waiting for saves"
+    HELDOUT = "heldout", "measuring the held-out loss"
     LOST = "lost", "steps that a resume or rollback discarded"
     DETECT = "detect", "from the last progress until the end was detected"
     TEARDOWN = "teardown", "from there until all processes had ended"
@@ -227,6 +228,7 @@ def _train(ledger: _Ledger, attempt: Start, kept: NDArray[np.bool_], reference: 
         (steps.compute, skipped, State.STEP_SKIPPED),
         (steps.data, kept, State.DATA_WAIT),
         (steps.checkpoint, kept, State.CKPT_BLOCK),
+        (steps.heldout, kept, State.HELDOUT),
         (steps.iteration, ~kept, State.LOST),
         (steps.missing, np.ones_like(kept), State.IDLE_UNKNOWN),
     ):

@@ -61,15 +61,18 @@ class Recorder:
         written = {"segment": self.number, "host": socket.gethostname(), "time": now()}
         self._metrics.write(record.model_copy(update=written).to_line())
         step = record.step
-        if step % self._console_every == 0 or self._steps_shown == 0 or step == target:
+        if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
             self.say(console_line(record, target))
             self._steps_shown += 1
+        means = {name: number(loss.mean) for name, loss in (record.heldout or {}).items()}
+        measured: dict[str, Any] = {"heldout": {"step": step, "loss": means}} if means else {}
         self.status(
             state="running",
             total_steps=target,
             loss=number(record.loss.mean),
-            iteration_seconds=record.seconds.iteration,
+            iteration_seconds=record.seconds.training,
             **{key: getattr(record, key) for key in _IN_STATUS},
+            **measured,
         )
         while self._ahead and self._ahead[0].consumed <= record.consumed:
             text = f"{self._ahead.pop(0).text}, loss {record.loss.mean:.4f}"
@@ -148,6 +151,7 @@ def console_line(record: StepRecord, target: int) -> str:
         "mem": human_bytes(record.memory_bytes).replace(" ", ""),
         "iter": f"{seconds.iteration:.3f}s",
         "data": f"{seconds.data:.3f}s",
-        "eta": human_time((target - record.step) * seconds.iteration),
+        "eta": human_time((target - record.step) * seconds.training),
+        **{f"heldout/{name}": f"{loss.mean:.4f}" for name, loss in (record.heldout or {}).items()},
     }
     return " ".join(f"{key}={value}" for key, value in fields.items())

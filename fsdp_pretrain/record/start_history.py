@@ -42,9 +42,10 @@ class StepColumns:
 
     step: Column
     tokens: Column  # of the step
-    iteration: Column  # seconds, as are the next two
+    iteration: Column  # seconds, as are the next three
     data: Column
     checkpoint: Column
+    heldout: Column
     skipped: Column  # 1 where the update was skipped
     batch: Column
     length: Column  # tokens of a sample
@@ -56,8 +57,8 @@ class StepColumns:
 
     @property
     def compute(self) -> Column:
-        """Seconds per step without waiting for data and saves."""
-        return self.iteration - self.data - self.checkpoint
+        """Seconds per step without waiting for data and saves, and without the held-out loss."""
+        return self.iteration - self.data - self.checkpoint - self.heldout
 
     @property
     def missing(self) -> Column:
@@ -181,6 +182,7 @@ def _row(record: StepRecord) -> tuple[float, ...]:
         record.seconds.iteration,
         record.seconds.data,
         record.seconds.checkpoint,
+        record.seconds.heldout,
         record.skipped,
         record.batch,
         record.sequence_length,

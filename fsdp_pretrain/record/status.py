@@ -22,6 +22,13 @@ class SavedCheckpoint(BaseModel):
     consumed: int | None = None
 
 
+class MeasuredHeldOut(BaseModel):
+    """The newest held-out loss of this start, by source; None where it is not finite."""
+
+    step: int
+    loss: dict[str, float | None]
+
+
 class RunEnding(BaseModel):
     """How the job ended."""
 
@@ -47,6 +54,7 @@ class Status(StateFile):
     loss: float | None = None  # of the last step, as are the next two
     iteration_seconds: float | None = None
     tokens_per_second: float | None = None
+    heldout: MeasuredHeldOut | None = None
     checkpoint: SavedCheckpoint | None = None
     overrides: str | None = None  # of the run directory, in words
     heartbeat: str | None = None  # when this was written

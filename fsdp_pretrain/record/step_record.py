@@ -53,14 +53,20 @@ class LossSum(_Part):
 
 
 class StepSeconds(_Part):
-    """Parts of an iteration: from the end of the previous update to the end of this one."""
+    """Parts of an iteration: from the end of the previous step to the end of this one."""
 
     iteration: float  # all of it
     data: float  # waiting for the batch
     checkpoint: float  # waiting for a save
-    forward_backward: float = 0.0  # on the device, like the next
+    forward_backward: float = 0.0  # on the device, like the next two
     optimizer: float = 0.0
+    heldout: float = 0.0  # measuring the held-out loss
     other: float = 0.0
+
+    @property
+    def training(self) -> float:
+        """The iteration without the held-out loss: the pace of training."""
+        return self.iteration - self.heldout
 
 
 class Ramps(_Part):
@@ -102,6 +108,9 @@ class StepRecord(_Part):
     loss_sequence: LossSum | None = None  # of the samples' mean losses
     z_loss: LossSum | None = None  # penalty on the squared log-normalisers, if configured
     sources: dict[str, LossSum]  # cross-entropy by source
+    heldout: dict[str, LossSum] | None = (
+        None  # of held-out samples, by source, with the parameters after the step, if due
+    )
     grad_norm: float | None  # before clipping, unscaled; None if not finite
     clip: float = 1.0  # factor applied to gradients
     loss_scale: float | None  # of fp16
@@ -125,7 +134,7 @@ class StepRecord(_Part):
     beside: list[str] = Field(default_factory=list)  # what else ran on the node
     world: int | None = None  # ranks
     seconds: StepSeconds
-    tokens_per_second: float  # of all ranks
+    tokens_per_second: float  # of all ranks, without the time of the held-out loss, like the next
     mfu: float | None = None  # model FLOPs utilisation, if the device's peak is known
     memory_bytes: int = 0  # in use on rank 0's device
     health: list[HealthFinding] = Field(default_factory=list)  # what starts, gets worse or ends with this step

@@ -23,11 +23,18 @@ def between(start: Any, end: Any) -> float:
     return float(end - start) if isinstance(end, float) else float(start.elapsed_time(end)) / 1000
 
 
-def to_host(device: torch.device, *tensors: Tensor) -> tuple[Any, ...]:
-    """Start copying to the host; the copies, and an event that says when they are complete (None: already)."""
+def to_host(device: torch.device, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Start copying to the host; the copies, and an event that says when they are complete (None: already).
+
+    The copy of None is None.
+    """
     if device.type != "cuda":
         return (*tensors, None)
-    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+    copies = [_copy(tensor) if tensor is not None else None for tensor in tensors]
     event = torch.cuda.Event()
     event.record()
     return (*copies, event)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from data.packing.heldout import open_heldout
 from data.packing.loader import StepBatch, check_batches
 from data.packing.opening import check_supply, open_packer
 from data.packing.position import Position
@@ -54,6 +55,7 @@ from .after_save import AfterSave
 from .build import build_data, build_heartbeat, build_loss_scaler, build_model_and_optimizer, build_recorder
 from .checkpointing import Checkpointing
 from .exit_status import conclude, record_end
+from .heldout_loss import build_heldout_loss
 from .run_context import RunContext
 from .trainer import Trainer
 
@@ -158,6 +160,7 @@ def _train(
     context.heartbeat.beat(Phase.LOAD)
     world.together(lambda: _preflight(config, world))
     packer = world.together(lambda: open_packer(config))
+    samples = world.together(lambda: open_heldout(config, packer))
     if world.is_main:
         start.copy_tokenizer(run_dir, packer)
     model, optimizer = build_model_and_optimizer(config, world)
@@ -168,12 +171,14 @@ def _train(
         fsdp.initialise_all(model, config.run.seed)
     state = resumed.state
     if world.is_main:
-        start.record_changes(recorder, subject.identity.corpora, terms.reason)
+        start.record_changes(recorder, start.fingerprints(subject.identity.corpora, samples), terms.reason)
     world.decide(lambda: start.record_lineage(run_dir, recorder, resumed, fresh=terms.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health = _health(subject, recorder.number, resumed)
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
+    heldout = None if samples is None else world.together(partial(build_heldout_loss, config, samples, world))
     scaler = build_loss_scaler(config, world, state.loss_scale)
+    start.record_heldout(context, samples)
     start.record_state(context, state, scaled=scaler is not None)
     if world.is_main:
         replace_file(run_dir.config, config.to_toml())
@@ -202,6 +207,7 @@ def _train(
         health=health,
         provenance=provenance(config, world.size),
         reread=partial(_read_again, config, world),
+        heldout=heldout,
     )
     if world.is_main:
         start.record_ready(context, state)

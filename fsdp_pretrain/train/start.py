@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from data.packing.heldout import HeldOutSamples
 from data.packing.opening import open_skips
 from data.packing.packer import Packer
 from fsdp_pretrain.checkpoint.expected import MissingCheckpoint, missing
@@ -228,6 +229,11 @@ def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) 
     )
 
 
+def fingerprints(corpora: dict[str, str], heldout: HeldOutSamples | None) -> dict[str, str]:
+    """Of the training corpora and the held-out ones, by source."""
+    return corpora | {f"held-out {name}": value for name, value in (heldout.fingerprints if heldout else {}).items()}
+
+
 def record_changes(recorder: Recorder, corpora: dict[str, str], reason: str) -> None:
     """Record what changed since the last start, and why. `corpora`: fingerprints by source."""
     found = environment.compare(recorder.run, recorder.number, corpora)
@@ -246,6 +252,14 @@ def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
     for first, stop in open_skips(run.config).ranges:
         late = " (before this start's position: no effect)" if stop <= state.cursor else ""
         run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
+
+
+def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
+    """Record which held-out samples are measured, and how often."""
+    if heldout is not None:
+        names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
+        text = f"the loss of {names} is measured every {run.config.heldout_every}"
+        run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
 
 
 def record_ready(run: RunContext, state: TrainState) -> None:

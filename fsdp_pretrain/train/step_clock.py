@@ -24,8 +24,8 @@ class StepTimes:
     """Timing of one step.
 
     Attributes:
-        before, forward, update, end: marks: end of the previous update, start of the forward passes, start and end of
-            the update.
+        before, forward, update, updated, end: marks: end of the previous step, start of the forward passes, start and
+            end of the update, end of the step.
         own: argument of `OwnTime.add`.
         data, checkpoint: seconds that the host waited for data and for saves.
     """
@@ -33,13 +33,14 @@ class StepTimes:
     before: Any
     forward: Any
     update: Any
+    updated: Any
     end: Any
     own: list[Any] | None
     data: float
     checkpoint: float
 
     def seconds(self) -> StepSeconds:
-        """Parts of the iteration, which runs from the end of the previous update to the end of this one."""
+        """Parts of the iteration, which runs from the end of the previous step to the end of this one."""
         gap = between(self.before, self.forward)
         checkpoint = min(self.checkpoint, gap)
         data = min(self.data, gap - checkpoint)
@@ -47,7 +48,8 @@ class StepTimes:
             iteration=between(self.before, self.end),
             data=data,
             forward_backward=between(self.forward, self.update),
-            optimizer=between(self.update, self.end),
+            optimizer=between(self.update, self.updated),
+            heldout=between(self.updated, self.end) if self.end is not self.updated else 0.0,
             checkpoint=checkpoint,
             other=gap - checkpoint - data,
         )
@@ -70,6 +72,7 @@ class StepClock:
         self._device, self._heartbeat = device, heartbeat
         self._own = OwnTime(model, device, window, heartbeat, compiled=compiled)
         self._data, self._marks = 0.0, [mark(device)]
+        self._own_marks: list[Any] | None = None
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
@@ -88,11 +91,22 @@ class StepClock:
         self._marks.append(mark(self._device))
         self._heartbeat.beat(Phase.OPTIMIZER)
 
-    def end_update(self, checkpoint: float) -> StepTimes:
-        """The update ends. `checkpoint`: seconds that the host waited for saves since the previous step."""
-        before, forward, update, end = *self._marks, mark(self._device)
+    def end_update(self) -> None:
+        """The update ends."""
+        self._marks.append(mark(self._device))
+        self._own_marks = self._own.end()
+
+    def end_step(self, checkpoint: float, *, measured: bool) -> StepTimes:
+        """The step ends.
+
+        Args:
+            checkpoint: seconds that the host waited for saves since the previous step.
+            measured: the held-out loss was measured since the end of the update.
+        """
+        before, forward, update, updated = self._marks
+        end = mark(self._device) if measured else updated
         self._marks = [end]
-        return StepTimes(before, forward, update, end, self._own.end(), self._data, checkpoint)
+        return StepTimes(before, forward, update, updated, end, self._own_marks, self._data, checkpoint)
 
     def finish(self, times: StepTimes) -> None:
         """The device has finished a step."""

@@ -28,7 +28,8 @@ class IssuedStep:
         lr, ramps: values of its schedules.
         times: of it.
         counts, sums: packed `StepCounts` and `StepSums` of all ranks.
-        ready: event after which `counts` and `sums` are in host memory; None: they are.
+        heldout: of the held-out loss, see `HeldOutLoss.measure`; None: not measured.
+        ready: event after which `counts`, `sums` and `heldout` are in host memory; None: they are.
         data: facts about its batch, for the record.
     """
 
@@ -38,6 +39,7 @@ class IssuedStep:
     times: StepTimes
     counts: Tensor
     sums: Tensor
+    heldout: Tensor | None
     ready: torch.cuda.Event | None
     data: dict[str, Any]
 
@@ -55,6 +57,7 @@ class StepRecords:
     def __init__(self, config: Config, world: World, parameters: int, *, scaled: bool) -> None:
         self._config, self._world, self._scaled = config, world, scaled
         self._sources = [source.name for source in config.data.sources]
+        self._heldout = [source.name for source in config.eval.loss_on]
         self._flops = flops_per_token(parameters, config.model, config.data.sequence_length)
         self._peak = peak_flops(device_name(world.device))
 
@@ -64,7 +67,7 @@ class StepRecords:
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
         losses, targets = sums.losses.tolist(), sums.targets.tolist()
         norm, bad_losses, bad_norms = sums.norm.item(), sums.bad_losses.item(), sums.bad_norms.item()
-        clip, z_loss, rate = config.train.grad_clip, config.train.z_loss, state.batch * length / seconds.iteration
+        clip, z_loss, rate = config.train.grad_clip, config.train.z_loss, state.batch * length / seconds.training
         return StepRecord(
             step=state.step,
             consumed=state.consumed,
@@ -73,10 +76,8 @@ class StepRecords:
             loss=LossSum(sum=number(sum(losses)), count=counts.targets),
             loss_sequence=LossSum(sum=number(sums.sample_losses.item()), count=counts.samples),
             z_loss=LossSum(sum=number(z_loss * sums.penalties.item()), count=counts.targets) if z_loss else None,
-            sources={
-                name: LossSum(sum=number(loss), count=int(count))
-                for name, loss, count in zip(self._sources, losses, targets, strict=True)
-            },
+            sources=_by_source(self._sources, losses, targets),
+            heldout=None if issued.heldout is None else _by_source(self._heldout, *issued.heldout.tolist()),
             grad_norm=None if bad_norms else number(norm),
             clip=min(1.0, clip / (norm + 1e-6)) if clip and not bad_norms else 1.0,
             loss_scale=sums.loss_scale.item() if self._scaled else None,
@@ -107,3 +108,10 @@ class StepRecords:
             mfu=rate * self._flops / (self._peak * world.size) if self._peak else None,
             memory_bytes=memory_in_use(world.device),
         )
+
+
+def _by_source(names: list[str], losses: list[float], targets: list[float]) -> dict[str, LossSum]:
+    return {
+        name: LossSum(sum=number(loss), count=int(count))
+        for name, loss, count in zip(names, losses, targets, strict=True)
+    }

@@ -30,6 +30,7 @@ from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
+from .heldout_loss import HeldOutLoss
 from .run_context import RunContext
 from .step_clock import StepClock
 from .step_metrics import IssuedStep, StepRecords
@@ -79,6 +80,7 @@ class Trainer:
         health: judges the steps.
         provenance: names the documents of a batch, for the journal.
         reread: rebuilds a batch, while `data` may be prefetching others.
+        heldout: measures the held-out loss.
 
     Attributes:
         context: as given.
@@ -98,6 +100,7 @@ class Trainer:
         health: Health,
         provenance: Provenance | None = None,
         reread: Reread | None = None,
+        heldout: HeldOutLoss | None = None,
     ) -> None:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
@@ -107,7 +110,7 @@ class Trainer:
         self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
-        self._health, self._provenance, self._reread = health, provenance, reread
+        self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -134,6 +137,8 @@ class Trainer:
 
     def _run(self) -> Exit:
         self.model.train()
+        if self._heldout is not None:
+            self._heldout.compile(self.model)
         outcome = Exit.COMPLETE
         while self.state.consumed < self.schedule.total:
             self.step()
@@ -211,10 +216,20 @@ class Trainer:
         self.optimizer.step(lr=lr, divisor=divisor, skip=skip)
         if self.scaler is not None and skip is not None:
             self.scaler.advance(skip)
-        times = self._clock.end_update(self.saves.take_stalled())
-        host_counts, host_sums, ready = to_host(self.world.device, counts, sums.packed)
-        self._issued.append(IssuedStep(state, lr, ramps, times, host_counts, host_sums, ready, self._facts(batch)))
+        self._clock.end_update()
+        heldout = self._measure_heldout(state)
+        times = self._clock.end_step(self.saves.take_stalled(), measured=heldout is not None)
+        host_counts, host_sums, host_heldout, ready = to_host(self.world.device, counts, sums.packed, heldout)
+        self._issued.append(
+            IssuedStep(state, lr, ramps, times, host_counts, host_sums, host_heldout, ready, self._facts(batch))
+        )
         self.state = state
+
+    def _measure_heldout(self, state: TrainState) -> Tensor | None:
+        """See `HeldOutLoss.measure`; None unless it is due after the step that led to `state`."""
+        if self._heldout is None or not self._heldout.due(state):
+            return None
+        return self._heldout.measure(self.model, lambda: self._heartbeat.beat(Phase.COMPUTE))
 
     def _next_batch(self) -> StepBatch:
         """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.

@@ -351,6 +351,11 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
         if pace := status.iteration_seconds:
             left = f", {human_time((status.total_steps - status.step) * pace)} to go" if report.running else ""
             yield "pace", f"{pace:.3g}s a step, {human_count(status.tokens_per_second or 0)} tokens/s{left}"
+    if (heldout := status.heldout) is not None:
+        means = ", ".join(
+            f"{name} {'unknown' if mean is None else f'{mean:.4f}'}" for name, mean in heldout.loss.items()
+        )
+        yield "held-out", f"loss {means} after step {heldout.step:_}"
     if (since := report.since_last_look) is not None:
         done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
         yield "progress", f"{done} in the {human_time(since.seconds)} since the last status"

@@ -1,7 +1,7 @@
 """Detects slowdowns within a start and since earlier ones, and stragglers, from the step times of the record.
 
-The first steps of a start, and those with a save, an evaluation or anything else beside them, do not count. A planned
-change of batch or sequence length restarts the baseline.
+The first steps of a start, and those with a save, an evaluation or anything else beside them, do not count, and neither
+does the time of the held-out loss. A planned change of batch or sequence length restarts the baseline.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class SlowdownDetector(Detector):
             self._shape, self._slow_since = shape, None
             self._clean.clear()
             self.resolve("pace", "another batch or sequence length: compared from here on")
-        change = self._pace.add(record.step, record.seconds.iteration, shape)
+        change = self._pace.add(record.step, record.seconds.training, shape)
         if change is not None:
             self._report(change, record)
-        self._remember(record.seconds.iteration)
+        self._remember(record.seconds.training)
 
     def tick(self, now: float) -> None:
         """Raise the severity of a slowdown that lasts."""

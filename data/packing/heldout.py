@@ -1,0 +1,112 @@
+"""The held-out samples whose loss is measured during training. No torch.
+
+They are packed as training samples are: same length, separators, masks and objective. They depend on the corpora of
+`eval.loss_on`, the names there and the number of samples, not on the seed, the lanes or the mixture of the training
+data: runs that share these measure the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data.corpus.corpus import Corpus
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.sections import HeldOutSource
+from fsdp_pretrain.errors import ConfigError, ReadTimeoutError, UserError
+
+from .mixture import MixtureWeight
+from .objectives import Infilling
+from .opening import open_infilling, slots_of
+from .packer import Packer
+
+_SEED, _LANES = 0, 256
+
+
+@dataclass(frozen=True)
+class HeldOutSamples:
+    """Which samples are measured.
+
+    Attributes:
+        packer: of the held-out corpora.
+        infilling: makes blanks in the samples; None under the causal objective.
+        indices: of the samples in `packer`, source after source.
+        counts: number of samples of each source.
+        fingerprints: of the corpora.
+    """
+
+    packer: Packer
+    infilling: Infilling | None
+    indices: list[int]
+    counts: dict[str, int]
+    fingerprints: dict[str, str]
+
+
+def open_heldout(config: Config, training: Packer) -> HeldOutSamples | None:
+    """The samples of `eval.loss_on`; None if it is empty.
+
+    Raises:
+        ConfigError: corpora that cannot be used beside those of `training`, all problems at once.
+        ReadTimeoutError: storage hangs.
+    """
+    named, data = config.eval.loss_on, config.data
+    if not named:
+        return None
+    problems = [text for source in named for text in _problems(source, config, training)]
+    if problems:
+        raise _refused(problems)
+    share = config.heldout_samples
+    packer = Packer(
+        [  # one after the other, so that the samples of a source do not depend on the others
+            (source.name, source.path, MixtureWeight(start=at * share, stop=(at + 1) * share))
+            for at, source in enumerate(named)
+        ],
+        data.row,
+        seed=_SEED,
+        lanes=_LANES,
+        read_timeout=config.read_timeout,
+        slots=slots_of(data),
+    )
+    whole = {name: int(samples) for name, samples in packer.epoch_samples.items()}
+    least = config.eval.loss_samples or 1
+    if problems := [
+        f"{name}: the corpus has {found} whole samples, but {least} are to be measured (eval.loss_samples)"
+        for name, found in whole.items()
+        if found < least
+    ]:
+        raise _refused(problems)
+    counts = {name: min(share, found) for name, found in whole.items()}
+    indices = [at * share + number for at, count in enumerate(counts.values()) for number in range(count)]
+    fingerprints = {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()}
+    return HeldOutSamples(packer, open_infilling(config, packer, seed=_SEED), indices, counts, fingerprints)
+
+
+def _problems(source: HeldOutSource, config: Config, training: Packer) -> list[str]:
+    """Why a corpus cannot be measured."""
+    try:
+        manifest = Corpus(source.path, read_timeout=config.read_timeout).manifest
+    except ReadTimeoutError:
+        raise
+    except UserError as error:
+        return [f"{source.name}: {error.cause}"]
+    found = []
+    if (manifest.tokenizer.fingerprint, manifest.tokenizer.eod) != (training.tokenizer.fingerprint, training.eod):
+        found.append(
+            f"{source.name}: {source.path} was made with another tokenizer or separator than the training data"
+        )
+    if manifest.pairs and slots_of(config.data) is None:
+        found.append(f"{source.name}: {source.path} holds prompts with answers, which the causal objective cannot read")
+    same = [name for name, corpus in training.corpora.items() if corpus.manifest.fingerprint == manifest.fingerprint]
+    if same:
+        found.append(f"{source.name}: {source.path} is the training source {same[0]!r}, or a copy of it")
+    return found
+
+
+def _refused(problems: Sequence[str]) -> ConfigError:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError(
+        f"{count} in eval.loss_on\n" + "\n".join(f"  - {problem}" for problem in problems),
+        effect="the held-out loss would not be measured, or would not say what it seems to",
+        remedy="name corpora that `fsdp-data prepare` made of held-out documents with the tokenizer of the training "
+        "data, large enough for eval.loss_samples",
+    )

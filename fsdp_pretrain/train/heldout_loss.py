@@ -1,0 +1,99 @@
+"""The loss of fixed held-out samples, measured between optimiser steps on the ranks that train.
+
+Every rank has an equal share of the samples, packed and in memory from the start; an incomplete last micro-batch is
+filled up with samples that are not counted, so that all ranks run the same number of forward passes. Sums are fp64 and
+stay on the device. Nothing here changes what is learned: there are no gradients, no dropout and no random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from data.packing.heldout import HeldOutSamples
+from data.packing.loader import MicroBatch, micro_batch, pinned
+from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.models import Decoder, forward
+from fsdp_pretrain.models.loss import IGNORE
+from fsdp_pretrain.parallel import fsdp
+from fsdp_pretrain.parallel.mesh import World
+
+
+class HeldOutLoss:
+    """Measures the loss of this rank's share of the held-out samples.
+
+    Args:
+        config: the run's configuration.
+        world: all ranks.
+        micro: this rank's share, in host memory; the same number on every rank. `MicroBatch.sources` are numbers of
+            `eval.loss_on`.
+    """
+
+    def __init__(self, config: Config, world: World, micro: Sequence[MicroBatch]) -> None:
+        self._config, self._world, self._micro = config, world, micro
+        self._sources = len(config.eval.loss_on)
+
+    def due(self, state: TrainState) -> bool:
+        """Whether to measure after the step that led to `state`: it completes an interval, or is the last."""
+        schedule, before = self._config.schedule, state.consumed - state.batch
+        last = state.consumed >= schedule.total
+        return last or schedule.due(self._config.heldout_every, step=state.step, before=before, after=state.consumed)
+
+    @torch.no_grad()
+    def compile(self, model: Decoder) -> None:
+        """Compile the forward pass, if blocks are compiled, before the first step: later it would look like a hang."""
+        if fsdp.compiles(self._config, self._world.device):
+            self._run(model, self._micro[:1], lambda: None)
+
+    @torch.no_grad()
+    def measure(self, model: Decoder, beat: Callable[[], None]) -> Tensor:
+        """Sums of losses and targets by source, over all ranks: fp64 [2, sources] on the device, without waiting.
+
+        Args:
+            model: sharded; in training mode before and after.
+            beat: called before each forward pass.
+        """
+        return self._world.sum_(self._run(model, self._micro, beat))
+
+    def _run(self, model: Decoder, batches: Sequence[MicroBatch], beat: Callable[[], None]) -> Tensor:
+        device = self._world.device
+        sums = torch.zeros(2, self._sources, dtype=torch.float64, device=device)
+        model.eval()
+        for micro in batches:
+            beat()
+            measured = forward.losses(model, micro, self._config.data, device)
+            of = micro.sources.to(device, non_blocking=True)
+            sums[0].index_add_(0, of, measured.losses.double().sum(1))
+            sums[1].index_add_(0, of, (measured.labels != IGNORE).sum(1).double())
+        model.train()
+        fsdp.reshard(model)
+        return sums
+
+
+def build_heldout_loss(config: Config, samples: HeldOutSamples, world: World) -> HeldOutLoss:
+    """Pack this rank's share of the samples. Raises DataError."""
+    size, every = config.train.micro_batch, samples.indices
+    own = every[world.rank :: world.size]
+    rows = -(-len(every) // (world.size * size)) * size
+    filled = [*own, *every[:1] * (rows - len(own))]
+    micro = [
+        _pack(config, samples, filled[start : start + size], counted=len(own) - start) for start in range(0, rows, size)
+    ]
+    return HeldOutLoss(config, world, [pinned(each) for each in micro] if world.device.type == "cuda" else micro)
+
+
+def _pack(config: Config, samples: HeldOutSamples, indices: Sequence[int], *, counted: int) -> MicroBatch:
+    """A micro-batch of which only the first `counted` samples have targets."""
+    micro = micro_batch(
+        samples.packer.pack_samples(indices),
+        with_lengths=config.data.uses_lengths,
+        across_documents=config.data.loss_across_documents,
+        infilling=samples.infilling,
+    )
+    if counted < len(indices):
+        micro.labels = micro.tokens[:, 1:].clone() if micro.labels is None else micro.labels
+        micro.labels[max(0, counted) :] = IGNORE
+    return micro
