@@ -29,8 +29,8 @@ def set_examples(tasks: Sequence[Any], number: int | None, seed: int) -> None:
         raise RefusedError(
             f"no examples can be shown to {', '.join(leaking)}: lm-eval would take them from the questions themselves",
             effect="some prompts would hold the answer",
-            remedy="set the task's fewshot_split to other documents, or make the evaluated ones both its test_split and "
-            "its fewshot_split: then lm-eval leaves the question itself out",
+            remedy="set the task's fewshot_split to other documents, or make the evaluated ones its test_split and its "
+            "fewshot_split: then lm-eval leaves the question itself out",
         )
 
 
