@@ -57,7 +57,7 @@ class Verdict(BaseModel):
     text: str
 
 
-class Interval(BaseModel):
+class ConfidenceInterval(BaseModel):
     """A 95% confidence interval.
 
     Attributes:
@@ -72,7 +72,7 @@ class Interval(BaseModel):
     method: Literal["normal", "wilson", "agresti-min"] = "normal"
 
     @classmethod
-    def normal(cls, value: float, stderr: float) -> Interval:
+    def normal(cls, value: float, stderr: float) -> ConfidenceInterval:
         return cls(low=value - Z95 * stderr, high=value + Z95 * stderr, method="normal")
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Results(StateFile):
         scores, documents: by task: metrics, and number of documents used.
         tasks, limit: the task set, and maximum documents per task (below 1: the share of them).
         intervals: by task and metric, where the values of its documents are known to make up the score; for other
-            scores, take `Interval.normal` of their standard error.
+            scores, take `ConfidenceInterval.normal` of their standard error.
         num_fewshot: by task.
         gen_kwargs: options of generating answers, by task that generates.
         samples: by task, name of the file beside this one with a line per document, see `eval.sample_files`.
@@ -110,7 +110,7 @@ class Results(StateFile):
     documents: dict[str, int] = Field(default_factory=dict)
     higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
     verdicts: list[Verdict] = Field(default_factory=list)
-    intervals: dict[str, dict[str, Interval]] = Field(default_factory=dict)
+    intervals: dict[str, dict[str, ConfidenceInterval]] = Field(default_factory=dict)
     num_fewshot: dict[str, int] = Field(default_factory=dict)
     gen_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
     samples: dict[str, str] = Field(default_factory=dict)
@@ -121,7 +121,7 @@ class Results(StateFile):
     time: str
     unigram_bits_per_byte: float | None = None
 
-    def metrics(self) -> Iterator[tuple[str, str, float, float | None, Interval | None]]:
+    def metrics(self) -> Iterator[tuple[str, str, float, float | None, ConfidenceInterval | None]]:
         """(task, metric, score, standard error, interval) of all scores; None where unknown."""
         for task, row in self.scores.items():
             for metric, value in row.items():
@@ -130,7 +130,7 @@ class Results(StateFile):
                 stderr = row.get(f"{metric}_stderr")
                 interval = self.intervals.get(task, {}).get(metric)
                 if interval is None and stderr is not None:
-                    interval = Interval.normal(value, stderr)
+                    interval = ConfidenceInterval.normal(value, stderr)
                 yield task, metric, value, stderr, interval
 
 

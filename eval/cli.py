@@ -71,7 +71,7 @@ def _names(text: str) -> list[str]:
     argument(
         "--out", type=Path, metavar="FILE", help="write results here, and the samples beside (default: only print)"
     ),
-    argument("overrides", nargs="*", metavar="key=value", help="replace keys of [eval], such as eval.threads=2"),
+    argument("overrides", nargs="*", metavar="key=value", help="replace keys of [eval], such as eval.batch=4"),
     JSON,
 )
 def _run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from fsdp_pretrain.record.arguments import check_begun
 from fsdp_pretrain.record.files import RunDir
 
 from . import sample_files
-from .attempt import Interval, Results
+from .attempt import ConfidenceInterval, Results
 from .intervals import Array, Form, agresti_min, are_shares, as_array, form_of, standard_error
 from .sample_files import Document, Value
 
@@ -49,7 +49,7 @@ class ScoreDifference(BaseModel):
     b: float
     difference: float
     stderr: float | None = None
-    interval: Interval | None = None
+    interval: ConfidenceInterval | None = None
     unpaired: str = ""
     documents: int | None = None
     better: int | None = None
@@ -58,7 +58,7 @@ class ScoreDifference(BaseModel):
     verdict: Judgement = "unknown"
 
 
-class Comparison(BaseModel):
+class EvaluationComparison(BaseModel):
     """Of two evaluations; `left_out` are tasks that only one of them has."""
 
     a: str
@@ -90,14 +90,14 @@ class TaskResults:
 
 
 @dataclass(frozen=True)
-class Side:
+class EvaluationSide:
     """All tasks evaluated at one step of a run, or in one results file."""
 
     name: str
     tasks: dict[str, TaskResults]
 
 
-def sides(words: Sequence[str]) -> tuple[Side, Side]:
+def sides(words: Sequence[str]) -> tuple[EvaluationSide, EvaluationSide]:
     """What `RUN A B` names, or `A B`, where A and B are steps of the run, results files or directories of results.
 
     Raises:
@@ -114,7 +114,7 @@ def sides(words: Sequence[str]) -> tuple[Side, Side]:
     return first, second
 
 
-def _side(word: str, run: RunDir | None) -> Side:
+def _side(word: str, run: RunDir | None) -> EvaluationSide:
     if run is not None and word.isdecimal():
         name, paths = f"step {int(word)}", sorted((run.evals / directory_name(int(word))).glob("*/results.json"))
     else:
@@ -132,10 +132,10 @@ def _side(word: str, run: RunDir | None) -> Side:
     read = [(path, results) for path in paths if (results := state_files.read(path, Results)) is not None]
     for path, results in sorted(read, key=lambda item: item[1].time):  # the newest, if several have a task
         tasks |= {task: TaskResults(task, results, path.parent) for task in results.scores}
-    return Side(name, tasks)
+    return EvaluationSide(name, tasks)
 
 
-def compare(a: Side, b: Side, *, tasks: Sequence[str] | None = None) -> Comparison:
+def compare(a: EvaluationSide, b: EvaluationSide, *, tasks: Sequence[str] | None = None) -> EvaluationComparison:
     """Every metric that both sides have, of all tasks or the given ones. Raises ConfigError if there is none."""
     both = [task for task in a.tasks if task in b.tasks]
     missing = [task for task in tasks or [] if task not in both]
@@ -145,7 +145,7 @@ def compare(a: Side, b: Side, *, tasks: Sequence[str] | None = None) -> Comparis
             f"{a.name} and {b.name} do not both have {what} (A: {', '.join(a.tasks)}; B: {', '.join(b.tasks)})"
         )
     chosen = tasks or both
-    return Comparison(
+    return EvaluationComparison(
         a=a.name,
         b=b.name,
         differences=[row for task in chosen for row in _differences(a.tasks[task], b.tasks[task])],
@@ -181,7 +181,7 @@ def _differences(a: TaskResults, b: TaskResults) -> Iterator[ScoreDifference]:
                 b=other,
                 difference=other - score,
                 stderr=error,
-                interval=None if error is None else Interval.normal(other - score, error),
+                interval=None if error is None else ConfidenceInterval.normal(other - score, error),
                 unpaired=reason or found or "",
             )
         yield row.model_copy(update={"verdict": _verdict(row.interval, higher)})
@@ -205,7 +205,7 @@ class _Paired:
     b: float
     difference: float
     stderr: float | None
-    interval: Interval | None
+    interval: ConfidenceInterval | None
     documents: int
     better: int
     worse: int
@@ -232,7 +232,7 @@ def _paired(
     if are_shares(form, x) and are_shares(form, y):
         interval = agresti_min(more, less, len(common))
     elif stderr is not None:
-        interval = Interval.normal(difference, stderr)
+        interval = ConfidenceInterval.normal(difference, stderr)
     better, worse = (less, more) if higher is False else (more, less)
     equal = len(common) - more - less
     return _Paired(first.score, second.score, difference, stderr, interval, len(common), better, worse, equal)
@@ -243,7 +243,7 @@ def _by_document(form: Form, x: Array) -> Array:
     return np.array([form(x[i : i + 1]).score for i in range(len(x))])
 
 
-def _verdict(interval: Interval | None, higher: bool | None) -> Judgement:
+def _verdict(interval: ConfidenceInterval | None, higher: bool | None) -> Judgement:
     if interval is None:
         return "unknown"
     if interval.low <= 0 <= interval.high:
@@ -254,7 +254,7 @@ def _verdict(interval: Interval | None, higher: bool | None) -> Judgement:
     return "better" if up == higher else "worse"
 
 
-def render(found: Comparison) -> str:
+def render(found: EvaluationComparison) -> str:
     """For people."""
     lines = [f"A: {found.a}, B: {found.b}; differences are B - A, with 95% intervals"]
     for row in found.differences:

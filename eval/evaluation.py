@@ -20,7 +20,7 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.files import now
 
 from . import sample_files
-from .attempt import Interval, RefusedError, Results
+from .attempt import ConfidenceInterval, RefusedError, Results
 from .checkpoints import read_checkpoint
 from .intervals import estimate
 from .jobs import task_set
@@ -143,10 +143,10 @@ def _load_tasks(config: Config) -> dict[str, Any]:
 
 def _uncertainty(
     table: dict[str, dict[str, float]], samples: dict[str, list[dict[str, Any]]]
-) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Interval]]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, ConfidenceInterval]]]:
     """Standard errors that lm-eval has no formula for, and intervals, of every score that its samples make up."""
     errors: dict[str, dict[str, float]] = {}
-    intervals: dict[str, dict[str, Interval]] = {}
+    intervals: dict[str, dict[str, ConfidenceInterval]] = {}
     for task, rows in samples.items():
         for metric, values in sample_files.values(rows).items():
             score = table.get(task, {}).get(metric)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .attempt import Z95, Interval
+from .attempt import Z95, ConfidenceInterval
 from .sample_files import Value
 
 Array = NDArray[np.float64]
@@ -105,7 +105,7 @@ def are_shares(form: Form | None, x: Array) -> bool:
     return form is _mean and bool(np.isin(x, (0.0, 1.0)).all())
 
 
-def estimate(values: Sequence[Value], score: float) -> tuple[float, Interval] | None:
+def estimate(values: Sequence[Value], score: float) -> tuple[float, ConfidenceInterval] | None:
     """Standard error and 95% interval of a score; None if they do not follow from the values.
 
     Of a share of documents, the interval is Wilson's, which is right near 0 and 1 too; else score ± 1.96 errors.
@@ -115,18 +115,18 @@ def estimate(values: Sequence[Value], score: float) -> tuple[float, Interval] | 
     if x is None or stderr is None:
         return None
     shares = are_shares(form, x)
-    return stderr, wilson(int(x.sum()), len(x)) if shares else Interval.normal(score, stderr)
+    return stderr, wilson(int(x.sum()), len(x)) if shares else ConfidenceInterval.normal(score, stderr)
 
 
-def wilson(successes: int, n: int) -> Interval:
+def wilson(successes: int, n: int) -> ConfidenceInterval:
     """95% interval of a share: Wilson, J. Am. Stat. Assoc. 22 (1927) 209."""
     share, z2 = successes / n, Z95**2
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return Interval(low=max(0.0, middle - half), high=min(1.0, middle + half), method="wilson")
+    return ConfidenceInterval(low=max(0.0, middle - half), high=min(1.0, middle + half), method="wilson")
 
 
-def agresti_min(better: int, worse: int, n: int) -> Interval:
+def agresti_min(better: int, worse: int, n: int) -> ConfidenceInterval:
     """95% interval of the difference of two shares of the same n documents, `better` and `worse` of which changed.
 
     Half a document is added to each cell of the 2 x 2 table: Agresti and Min, Statistics in Medicine 24 (2005) 729.
@@ -135,4 +135,4 @@ def agresti_min(better: int, worse: int, n: int) -> Interval:
     b, c, total = better + 0.5, worse + 0.5, n + 2
     difference = (b - c) / total
     half = Z95 * math.sqrt((b + c) - (b - c) ** 2 / total) / total
-    return Interval(low=max(-1.0, difference - half), high=min(1.0, difference + half), method="agresti-min")
+    return ConfidenceInterval(low=max(-1.0, difference - half), high=min(1.0, difference + half), method="agresti-min")
