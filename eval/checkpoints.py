@@ -21,15 +21,21 @@ def read_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[Decoder, Confi
         CheckpointError: it cannot be read, or the device does not exist.
     """
     config = load_compatible(checkpoint.path / CONFIG)
-    try:
-        target = torch.device(device)
-        torch.empty(1, device=target)
-    except (RuntimeError, AssertionError) as error:
-        raise CheckpointError(
-            f"device {device!r} cannot be used: {str(error).splitlines()[0]}",
-            remedy="set eval.device or --device",
-        ) from None
+    target = usable_device(device)
     model = models.build(config.model)
     model.to_empty(device="cpu")
     load_model(checkpoint, model)
     return model.to(device=target, dtype=compute_dtype(config, target)), config
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name. Raises CheckpointError if it does not exist."""
+    try:
+        target = torch.device(name)
+        torch.empty(1, device=target)
+    except (RuntimeError, AssertionError) as error:
+        raise CheckpointError(
+            f"device {name!r} cannot be used: {str(error).splitlines()[0]}",
+            remedy="set eval.device or --device",
+        ) from None
+    return target

@@ -37,7 +37,12 @@ def main() -> int:
 @verb(
     "run",
     "runs/quickstart/run --tasks heldout_bpb,heldout_choice",
-    argument("path", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory, or a step-N directory in it"),
+    argument(
+        "path",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="run directory, a step-N directory in it, or a Hugging Face folder (an export)",
+    ),
     argument("--step", type=int, help="step of the run's checkpoint to use"),
     argument("--tasks", help="comma-separated task names (default: the run's eval.tasks)"),
     argument("--heldout", type=Path, help="held-out documents for the bundled tasks (default: the run's)"),
@@ -58,15 +63,22 @@ def _run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint (of a run: the newest) and print the scores."""
     from fsdp_pretrain.checkpoint.store import CONFIG
     from fsdp_pretrain.config.resume_rules import load_compatible
+    from fsdp_pretrain.config.sections import EvalSection
 
-    from .evaluation import evaluate
+    from .evaluation import evaluate, judge
+    from .exported import is_exported, read_exported
     from .tasks import BUNDLED
 
-    checkpoint = _find(args.path, args.step)
-    config = load_compatible(checkpoint.path / CONFIG)
     settings: dict[str, Any] = {"tasks": args.tasks.split(",")} if args.tasks else {}
     settings |= {key: getattr(args, key) for key in ("heldout", "limit", "device") if getattr(args, key) is not None}
     settings["include"] = args.include
+    if is_exported(args.path):
+        if args.step is not None:
+            raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
+        section = EvalSection().model_copy(update=settings)
+        return _show(judge(lambda: read_exported(args.path, section.device, args.tokenizer), section), args)
+    checkpoint = _find(args.path, args.step)
+    config = load_compatible(checkpoint.path / CONFIG)
     foreign = set(settings.get("tasks", config.eval.tasks)) - set(BUNDLED)
     if config.eval.include and foreign and not args.include:
         folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in config.eval.include)
@@ -76,7 +88,10 @@ def _run(args: argparse.Namespace) -> int:
             remedy=f"if you trust them, add: {folders}",
         )
     section = config.eval.model_copy(update=settings)
-    results = evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer)
+    return _show(evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer), args)
+
+
+def _show(results: Results, args: argparse.Namespace) -> int:
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
     if args.out:  # last: if it cannot be written, the results were at least printed
@@ -97,8 +112,7 @@ def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
     from fsdp_pretrain.config.resume_rules import load_compatible
 
-    from .evaluation import evaluate
-    from .jobs import due_jobs, watch_once
+    from .jobs import due_jobs, unannounced, watch_once
 
     run = args.run
     failed_in_all, held = 0, -1
@@ -110,9 +124,14 @@ def _watch(args: argparse.Namespace) -> int:
             raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
         if args.device:
             config = config.model_copy(update={"eval": config.eval.model_copy(update={"device": args.device})})
-        evaluated, failed = watch_once(run, config, partial(evaluate, config=config))
+        evaluate = None
+        if config.eval.command is None:
+            from .evaluation import evaluate as here
+
+            evaluate = partial(here, config=config)
+        evaluated, failed = watch_once(run, config, evaluate)
         failed_in_all += failed
-        held, before = len(due_jobs(run, config)), held
+        held, before = len(due_jobs(run, config)) + len(unannounced(run)), held
         if evaluated or failed or held != before:
             print(f"{now()} evaluated {evaluated}, failed {failed}, held by other workers {held}", flush=True)
         if args.once and not (args.wait and held):

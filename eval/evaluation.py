@@ -7,15 +7,18 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.record.files import now
 
 from .attempt import RefusedError, Results
 from .checkpoints import read_checkpoint
+from .exported import Subject
 from .jobs import task_set
 from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
 
@@ -26,6 +29,29 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     Raises:
         UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
     """
+    return judge(lambda: _read(checkpoint, config.eval.device, tokenizer_path), config.eval)
+
+
+def _read(checkpoint: Checkpoint, device: str, tokenizer_path: Path | None) -> Subject:
+    model, trained = read_checkpoint(checkpoint, device)
+    return Subject(
+        model=model,
+        tokenizer=find_tokenizer(checkpoint, trained, tokenizer_path),
+        length=trained.data.sequence_length,
+        objective=trained.data.objective,
+        step=checkpoint.step,
+        tokens=checkpoint.train_state().tokens,
+        path=checkpoint.path,
+        sources=[source.path for source in trained.data.sources],
+    )
+
+
+def judge(read: Callable[[], Subject], section: EvalSection) -> Results:
+    """Run the tasks of a section on what `read` gives; it is called when the tasks are known to be usable.
+
+    Raises:
+        UserError: a task, the held-out file or the subject cannot be used.
+    """
     _silence_libraries()
     try:
         import lm_eval
@@ -35,17 +61,17 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     from .harness import CheckpointLM  # imports lm-eval
 
     start = time.perf_counter()
-    section = config.eval
     tasks = load_tasks(section.tasks, section.heldout, section.include)
-    model, trained = read_checkpoint(checkpoint, section.device)
-    tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
-    data = trained.data
-    adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
+    subject = read()
+    tokenizer = subject.tokenizer
+    adapter = CheckpointLM(
+        subject.model, tokenizer, length=subject.length, batch=section.batch, objective=subject.objective
+    )
     found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
     results = Results(
-        step=checkpoint.step,
-        tokens=checkpoint.train_state().tokens,
-        checkpoint=str(checkpoint.path),
+        step=subject.step,
+        tokens=subject.tokens,
+        checkpoint=str(subject.path),
         tasks=task_set(section.tasks),
         scores=scores(found["results"]),
         documents={name: counts["effective"] for name, counts in found["n-samples"].items()},
@@ -56,9 +82,10 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
         seconds=round(time.perf_counter() - start, 1),
         time=now(),
     )
-    sources = [source.path for source in trained.data.sources]
-    if BUNDLED[0] in section.tasks and section.heldout and all((path / "manifest.json").exists() for path in sources):
-        unigrams = unigram_bits_per_byte(sources, tokenizer, section.heldout)
+    sources = subject.sources
+    known = bool(sources) and all((path / "manifest.json").exists() for path in sources)
+    if BUNDLED[0] in section.tasks and section.heldout and known:
+        unigrams = unigram_bits_per_byte(list(sources), tokenizer, section.heldout)
         results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
     return results
 

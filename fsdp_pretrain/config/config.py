@@ -156,6 +156,14 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
         if bundled:
             yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
+    if evaluation and evaluation.export is not None and evaluation.command is None:
+        yield f"eval.export = {evaluation.export} is for eval.command, which is not set; set it, or leave both out"
+    bloom = isinstance(model, GPTModel) and (model.positions == "alibi" or model.embedding_norm)
+    if evaluation and evaluation.export is not None and bloom:
+        yield (
+            "eval.export: no Hugging Face class computes a GPT with positions = alibi or embedding_norm; leave it out, "
+            "so that eval.command gets the checkpoint itself"
+        )
 
 
 def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str]:
