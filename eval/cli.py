@@ -122,6 +122,11 @@ def _watch(args: argparse.Namespace) -> int:
         config = load_compatible(run.config)
         if config.eval.every is None:
             raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
+        if args.device and config.eval.command is not None:
+            raise ConfigError(
+                f"{run.config} evaluates with eval.command: --device {args.device} would change nothing",
+                remedy="leave it out; name the device in the command",
+            )
         if args.device:
             config = config.model_copy(update={"eval": config.eval.model_copy(update={"device": args.device})})
         evaluate = None

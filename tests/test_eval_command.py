@@ -198,13 +198,20 @@ def test_an_entry_that_was_lost_with_its_worker_is_written_once(elsewhere: Elsew
     assert elsewhere.counted == {1: 1}
 
 
-def test_entries_of_earlier_releases_count(elsewhere: Elsewhere, helpers: Any) -> None:
-    """They do not name the commit."""
+def test_there_is_one_entry_even_if_results_are_made_again(elsewhere: Elsewhere, helpers: Any) -> None:
+    """Because they were damaged. Entries of earlier releases do not name the commit, and count."""
     assert elsewhere.worker().wait() == 0
     journal = elsewhere.path / "journal.jsonl"
     journal.write_text(journal.read_text().replace('"committed"', '"unknown"'))
+    elsewhere.files("results.json")[0].write_text("{")
     assert elsewhere.worker().wait() == 0
-    assert len(helpers.journal(elsewhere.path, "eval")) == 1
+    assert elsewhere.counted == {1: 2}
+    assert_exactly_once(elsewhere.path, helpers, 1)
+
+
+def test_a_device_would_change_nothing(elsewhere: Elsewhere, run_command: Run) -> None:
+    done = run_command("eval.cli", "watch", elsewhere.path, "--once", "--device", "cuda")
+    assert done.returncode == 78 and "evaluates with eval.command: --device cuda would change nothing" in done.stderr
 
 
 # ---------------------------------------------------------------- attempts that fail
