@@ -110,6 +110,8 @@ def evaluate_elsewhere(
     try:
         results = attempt.wait(work.claim.still_mine, late)
     except EvaluationError:
+        if not work.claim.still_mine():  # another worker judges the attempt now
+            return None
         attempt.end()
         conclude(folder, submission.committed)
         raise

@@ -211,6 +211,8 @@ def watch_once(run: RunDir, config: Config, evaluate: Callable[[Checkpoint], Res
         RefusedError: the tasks cannot be evaluated, whatever the checkpoint. Not an attempt: everything stays due.
         StorageError: results are published, but the journal cannot be written.
     """
+    for path in run.evals.glob("step-*/*/claim.json"):  # also of what is done: it would look like work
+        _drop_if_stale(path)
     for path in unannounced(run):
         with _hold(path.parent) as mine:
             if mine is not None:
