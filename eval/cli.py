@@ -23,6 +23,9 @@ from fsdp_pretrain.record.files import make_directory, now, replace_file
 from .options import count_or_share, find_checkpoint, shots
 
 if TYPE_CHECKING:
+    from fsdp_pretrain.checkpoint.store import Checkpoint
+    from fsdp_pretrain.config.sections import EvalSection
+
     from .attempt import Results
 
 _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
@@ -43,7 +46,12 @@ def _names(text: str) -> list[str]:
 @verb(
     "run",
     "runs/quickstart/run --tasks heldout_bpb,heldout_choice --limit 20 --out results.json eval.batch=4",
-    argument("path", type=Path, metavar="RUN_OR_CHECKPOINT", help="run directory, or a step-N directory in it"),
+    argument(
+        "path",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="run directory, a step-N directory in it, or a Hugging Face folder (an export)",
+    ),
     argument("--step", type=int, help="step of the run's checkpoint to use"),
     argument("--tasks", type=_names, help="comma-separated task names (default: the run's eval.tasks)"),
     argument("--heldout", help="held-out documents for the bundled tasks (default: the run's)"),
@@ -76,11 +84,12 @@ def _names(text: str) -> list[str]:
 )
 def _run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint (of a run: the newest) and print the scores."""
-    from fsdp_pretrain.checkpoint.store import CONFIG
     from fsdp_pretrain.config.config import replace_in
-    from fsdp_pretrain.config.resume_rules import load_compatible
+    from fsdp_pretrain.config.sections import EvalSection
 
+    from .checkpoints import open_checkpoint
     from .evaluation import assist, evaluate
+    from .exported import is_exported, open_exported
     from .options import generation_options
     from .ranks import join
     from .tasks import BUNDLED
@@ -89,26 +98,31 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--log-samples needs --out FILE: samples are kept beside the results")
     if args.out:
         make_directory(args.out.parent)
-    checkpoint = find_checkpoint(args.path, args.step)
-    trained = load_compatible(checkpoint.path / CONFIG)
     options = ("tasks", "heldout", "limit", "num_fewshot", "batch", "log_samples", "device")
     settings = {key: value for key in options if (value := getattr(args, key)) is not None}
     settings["include"] = args.include
     if args.gen_kwargs is not None:
         settings["gen_kwargs"] = generation_options(args.gen_kwargs)
-    config = replace_in(trained, "eval", settings, args.overrides, checkpoint.path / CONFIG)
-    if trained.eval.include and set(config.eval.tasks) - set(BUNDLED) and not config.eval.include:
-        folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in trained.eval.include)
+    if is_exported(args.path):
+        if args.step is not None:
+            raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
+        judged, before = open_exported(args.path, args.tokenizer), EvalSection()
+    else:
+        judged = open_checkpoint(find_checkpoint(args.path, args.step), args.tokenizer)
+        before = judged.trained.eval if judged.trained is not None else EvalSection()
+    section = replace_in(before, "eval", settings, args.overrides, judged.path)
+    if before.include and set(section.tasks) - set(BUNDLED) and not section.include:
+        folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in before.include)
         raise ConfigError(
-            f"the configuration of {checkpoint.path} names folders of task files: they are not used here",
+            f"the configuration of {judged.path} names folders of task files: they are not used here",
             effect="task files are programs: the author of the checkpoint would choose what runs here",
             remedy=f"if you trust them, add: {folders}",
         )
-    with join(config) as world:
+    with join() as world:
         if world is not None and not world.is_main:
-            assist(checkpoint, config, args.tokenizer, world)
+            assist(judged, section, world)
             return 0
-        results = evaluate(checkpoint, config, args.tokenizer, world=world, keep=args.out and args.out.parent)
+        results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
     if args.out:  # last: if it cannot be written, the results were at least printed
@@ -142,8 +156,7 @@ def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
     from fsdp_pretrain.config.resume_rules import load_compatible
 
-    from .evaluation import evaluate
-    from .jobs import due_jobs, watch_once
+    from .jobs import due_jobs, unannounced, watch_once
 
     run = args.run
     failed_in_all, held = 0, -1
@@ -153,16 +166,29 @@ def _watch(args: argparse.Namespace) -> int:
         config = load_compatible(run.config)
         if config.eval.every is None:
             raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
+        if args.device and config.eval.command is not None:
+            raise ConfigError(
+                f"{run.config} evaluates with eval.command: --device {args.device} would change nothing",
+                remedy="leave it out; name the device in the command",
+            )
         if args.device:
             config = config.model_copy(update={"eval": config.eval.model_copy(update={"device": args.device})})
-        evaluated, failed = watch_once(run, config, partial(evaluate, config=config))
+        evaluate = None if config.eval.command is not None else partial(_evaluate_checkpoint, section=config.eval)
+        evaluated, failed = watch_once(run, config, evaluate)
         failed_in_all += failed
-        held, before = len(due_jobs(run, config)), held
+        held, before = len(due_jobs(run, config)) + len(unannounced(run)), held
         if evaluated or failed or held != before:
             print(f"{now()} evaluated {evaluated}, failed {failed}, held by other workers {held}", flush=True)
         if args.once and not (args.wait and held):
             return int(Exit.UNEXPECTED) if failed_in_all else 0
         time.sleep(5.0 if args.once else args.interval)
+
+
+def _evaluate_checkpoint(checkpoint: Checkpoint, *, section: EvalSection, keep: Path) -> Results:
+    from .checkpoints import open_checkpoint
+    from .evaluation import evaluate
+
+    return evaluate(open_checkpoint(checkpoint), section, keep=keep)
 
 
 @verb(

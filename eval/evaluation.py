@@ -1,4 +1,4 @@
-"""One evaluation: the configured tasks on one checkpoint, to `Results`."""
+"""One evaluation: the configured tasks on one model, to `Results`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_pretrain.checkpoint.store import Checkpoint
-from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
-from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
@@ -21,7 +18,7 @@ from fsdp_pretrain.record.files import now
 
 from . import sample_files
 from .attempt import ConfidenceInterval, RefusedError, Results
-from .checkpoints import read_checkpoint
+from .checkpoints import EvaluatedModel
 from .intervals import estimate
 from .jobs import task_set
 from .ranks import follow, lead
@@ -32,21 +29,16 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    checkpoint: Checkpoint,
-    config: Config,
-    tokenizer_path: Path | None = None,
-    *,
-    world: World | None = None,
-    keep: Path | None = None,
+    judged: EvaluatedModel, section: EvalSection, *, world: World | None = None, keep: Path | None = None
 ) -> Results:
-    """Run the configured tasks on a checkpoint.
+    """Run the configured tasks on a model.
 
     Args:
         world: the ranks that do it together: this is rank 0, the others `assist`; None: this process alone.
         keep: directory for sample files.
 
     Raises:
-        UserError: a task, the held-out file, the tokenizer or the checkpoint cannot be used.
+        UserError: a task, the held-out file or the model cannot be used.
     """
     _silence_libraries()
     try:
@@ -55,9 +47,8 @@ def evaluate(
     except ImportError:
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
-    section = config.eval
-    tasks = lead(world, lambda: _load_tasks(config))
-    adapter, trained = open_adapter(checkpoint, section, tokenizer_path, world)
+    tasks = lead(world, lambda: _load_tasks(judged, section))
+    adapter = open_adapter(judged, section, world)
     try:
         with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
             found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
@@ -67,9 +58,9 @@ def evaluate(
     adapter.scorer.close()
     errors, intervals = _uncertainty(table := scores(found["results"]), found["samples"])
     results = Results(
-        step=checkpoint.step,
-        tokens=checkpoint.train_state().tokens,
-        checkpoint=str(checkpoint.path),
+        step=judged.step,
+        tokens=judged.tokens,
+        checkpoint=str(judged.path),
         tasks=task_set(section.tasks),
         scores={task: row | errors.get(task, {}) for task, row in table.items()},
         intervals=intervals,
@@ -88,53 +79,45 @@ def evaluate(
         seconds=round(time.perf_counter() - start, 1),
         time=now(),
     )
-    sources = [source.path for source in trained.data.sources]
-    if BUNDLED[0] in section.tasks and section.heldout and all((path / "manifest.json").exists() for path in sources):
-        unigrams = unigram_bits_per_byte(sources, adapter.tokenizer, section.heldout)
+    sources = [source.path for source in judged.trained.data.sources] if judged.trained is not None else []
+    known = bool(sources) and all((path / "manifest.json").exists() for path in sources)
+    if BUNDLED[0] in section.tasks and section.heldout and known:
+        unigrams = unigram_bits_per_byte(sources, judged.tokenizer, section.heldout)
         results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
     return results
 
 
-def assist(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None, world: World) -> None:
+def assist(judged: EvaluatedModel, section: EvalSection, world: World) -> None:
     """On ranks other than 0: take part in `evaluate`. Raises UserError, as there."""
     _silence_libraries()
     follow(world)
-    open_adapter(checkpoint, config.eval, tokenizer_path, world)[0].scorer.serve()
+    open_adapter(judged, section, world).scorer.serve()
 
 
-def open_adapter(
-    checkpoint: Checkpoint, section: EvalSection, tokenizer_path: Path | None = None, world: World | None = None
-) -> tuple[CheckpointLM, Config]:
-    """A checkpoint's model behind lm-eval's interface, and the configuration that it was trained with.
-
-    Raises:
-        UserError: the checkpoint, the device or the tokenizer cannot be used; on all ranks.
-    """
+def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | None = None) -> CheckpointLM:
+    """A model behind lm-eval's interface. Raises UserError, on all ranks, if weights or device cannot be used."""
     from .harness import CheckpointLM  # imports lm-eval
 
-    def build() -> tuple[CheckpointLM, Config]:
-        model, trained = read_checkpoint(checkpoint, section.device, world)
-        adapter = CheckpointLM(
-            model,
-            find_tokenizer(checkpoint, trained, tokenizer_path),
-            length=trained.data.sequence_length,
+    def build() -> CheckpointLM:
+        return CheckpointLM(
+            judged.read(section.device, world),
+            judged.tokenizer,
+            length=judged.length,
             batch=section.batch,
-            objective=trained.data.objective,
+            objective=judged.objective,
             bidirectional=section.glm_context == "bidirectional",
             world=world,
         )
-        return adapter, trained
 
     return build() if world is None else world.together(build)
 
 
-def _load_tasks(config: Config) -> dict[str, Any]:
-    section, data = config.eval, config.data
+def _load_tasks(judged: EvaluatedModel, section: EvalSection) -> dict[str, Any]:
     return load_tasks(
         section.tasks,
         section.heldout,
         section.include,
-        length=data.sequence_length - (2 if data.objective.kind == "glm" else 0),
+        length=judged.length - (2 if judged.objective.kind == "glm" else 0),
         num_fewshot=section.num_fewshot,
         gen_kwargs=section.gen_kwargs,
         seed=section.seed,
@@ -168,7 +151,6 @@ def _silence_libraries() -> None:
     """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may access the network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a bootstrap of 200 draws is one process's work
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

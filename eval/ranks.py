@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.units import Seconds
@@ -20,7 +20,7 @@ _TIMEOUT = Seconds(24 * 3600)
 
 
 @contextmanager
-def join(config: Config) -> Iterator[World | None]:
+def join() -> Iterator[World | None]:
     """The ranks of the torchrun job that this process belongs to; None if it is alone.
 
     The model is sharded inside a node and replicated between nodes.
@@ -34,7 +34,7 @@ def join(config: Config) -> Iterator[World | None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
-    with mesh.connect(config.parallel.model_copy(update={"timeout": _TIMEOUT, "shard": "node"})) as world:
+    with mesh.connect(ParallelSection(timeout=_TIMEOUT)) as world:
         yield world
 
 

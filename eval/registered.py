@@ -15,10 +15,10 @@ from lm_eval import models as _models  # noqa: F401  lm-eval adds its own only t
 from lm_eval.api.registry import register_model
 from lm_eval.utils import simple_parse_args_string
 
-from fsdp_pretrain.checkpoint.store import CONFIG
-from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import ConfigError
 
+from .checkpoints import open_checkpoint
 from .evaluation import open_adapter
 from .harness import CheckpointLM
 from .options import find_checkpoint
@@ -55,14 +55,14 @@ class RegisteredLM(CheckpointLM):
         step, tokenizer = given.get("step"), given.get("tokenizer")
         if step is not None and not isinstance(step, int):
             raise ConfigError(f"the model fsdp_pretrain needs a whole number as its step, not {step!r}")
-        checkpoint = find_checkpoint(Path(str(given["checkpoint"])), step)
-        section = load_compatible(checkpoint.path / CONFIG).eval
+        path = None if tokenizer is None else Path(str(tokenizer))
+        judged = open_checkpoint(find_checkpoint(Path(str(given["checkpoint"])), step), path)
+        section = EvalSection() if judged.trained is None else judged.trained.eval
         batch = str(given.get("batch_size", ""))
         changes: dict[str, object] = {"device": _device(given, section.device)}
         if batch.isdecimal() and int(batch):
             changes["batch"] = int(batch)
-        path = None if tokenizer is None else Path(str(tokenizer))
-        return open_adapter(checkpoint, section.model_copy(update=changes), path)[0]
+        return open_adapter(judged, section.model_copy(update=changes))
 
 
 def _device(given: Mapping[str, Any], default: str) -> str:

@@ -402,11 +402,11 @@ def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypa
 def test_torch_sees_the_same_weights(trained: Path) -> None:
     """The evaluation's loader, one process without a process group, reads what two ranks wrote."""
     from fsdp_pretrain import models
-    from fsdp_pretrain.checkpoint.loading import Weights, load_parts
+    from fsdp_pretrain.checkpoint.loading import Weights, load_rows
     from fsdp_pretrain.config.config import load
 
     checkpoint = Store(trained / "checkpoints").find(40)
     model = models.build(load(checkpoint.path / "config.toml").model).to_empty(device="cpu")
-    load_parts(Weights(checkpoint, model), model)
+    load_rows(Weights(checkpoint, model), model)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert float(model.blocks[0].mlp.up.weight.detach().std()) > 0.01

@@ -120,7 +120,8 @@ def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
     run, out = trained(family), tmp_path / "deep/out"
     done = hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
     assert {path.name for path in out.iterdir()} == {
-        *("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+        *("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        "fsdp_pretrain.json",
     }
     assert_equal_logits(our_logits(run, 4, some_tokens()), their_logits(out, some_tokens()))
     model = transformers.AutoModelForCausalLM.from_pretrained(out)

@@ -37,7 +37,7 @@ def test_an_export_is_the_same_function_in_transformers(
     import torch
 
     from fsdp_pretrain import models
-    from fsdp_pretrain.checkpoint.loading import Weights, load_parts
+    from fsdp_pretrain.checkpoint.loading import Weights, load_rows
     from fsdp_pretrain.checkpoint.store import Store
     from fsdp_pretrain.config.config import load
 
@@ -46,7 +46,7 @@ def test_an_export_is_the_same_function_in_transformers(
     assert done.returncode == 0 and json.loads(done.stdout)["files"] == 1, done.stderr
     tokens = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(7))
     ours = models.build(load(fp16 / "config.toml").model).to_empty(device="cpu")
-    load_parts(Weights(Store(fp16 / "checkpoints").find(8), ours), ours)
+    load_rows(Weights(Store(fp16 / "checkpoints").find(8), ours), ours)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
         torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)

@@ -21,11 +21,12 @@ from fsdp_pretrain import __version__, models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError, StorageError
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes
 
 from .hf_folder import INDEX, Folder
-from .hf_layout import HFTensor, read_model, to_hf, weights
+from .hf_layout import FACTS, ExportFacts, HFTensor, read_model, to_hf, weights
 from .loading import Weights
 from .locations import stores
 from .store import CONFIG, Checkpoint, sync_directory, verify_files
@@ -97,6 +98,9 @@ def export_checkpoint(
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
         said = export_tokenizer(tokenizer, folder, sequence_length=length)
+        tokens, objective = checkpoint.train_state().tokens, config.data.objective
+        known = ExportFacts(step=step, tokens=tokens, sequence_length=length, eod=tokenizer.eod, objective=objective)
+        state_files.write(folder / FACTS, known.model_dump(mode="json"))
     return Exported(out, total // DTYPES[dtype].itemsize, total, len(files), said)
 
 

@@ -17,12 +17,32 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fsdp_pretrain.config.model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
+from fsdp_pretrain.config.sections import Objective
 from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_bytes
 
 GLM_TYPE = "fsdp-pretrain-glm"
+FACTS = "fsdp_pretrain.json"
 JSON_BYTES = 4 * 2**20
 """Largest JSON file to read; models need about 100 bytes per tensor. Parsing can take 45 times as much memory."""
+
+
+class ExportFacts(StateFile):
+    """`fsdp_pretrain.json` of an export: what an evaluation needs and `config.json` has no place for.
+
+    Attributes:
+        step, tokens: how far the model was trained.
+        sequence_length: tokens of a training sample.
+        eod: id of the document separator.
+        objective: what it was trained with.
+    """
+
+    step: int
+    tokens: int
+    sequence_length: int
+    eod: int
+    objective: Objective
 
 
 @dataclass(frozen=True)

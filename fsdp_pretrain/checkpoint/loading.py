@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -110,9 +110,16 @@ def _stored(checkpoint: Checkpoint, manifest: CheckpointManifest) -> dict[str, S
     return stored
 
 
+class RowReader(Protocol):
+    """Reads rows of parameters, such as `Weights`."""
+
+    def read_rows(self, name: str, rows: range, out: torch.Tensor) -> None:
+        """Some rows of a parameter, into a tensor of any dtype. Raises UserError."""
+
+
 @torch.no_grad()
-def load_parts(weights: Weights, model: nn.Module) -> None:
-    """Load the weights into a model of any dtype, plain or sharded: this process's parts. Raises CheckpointError."""
+def load_rows(weights: RowReader, model: nn.Module) -> None:
+    """Load weights into a model of any dtype, plain or sharded: this process's parts. Raises UserError."""
     tensors = model.state_dict()
     for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest while the least is held
         weights.read_rows(name, local_rows(tensors[name]), local_part(tensors[name]))

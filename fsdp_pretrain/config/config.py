@@ -7,11 +7,10 @@ docstrings of `sections`.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
@@ -40,6 +39,9 @@ from .toml_file import describe, override, read_toml
 _TAGS = ("llama", "gpt", "glm", "causal")
 _HELDOUT_EVERY, _HELDOUT_BATCHES = 500, 4
 """Defaults of the held-out loss, in full global batches: a ramp of the batch changes neither samples nor their cost."""
+
+
+S = TypeVar("S", bound=Section)
 
 
 class Config(Section):
@@ -170,6 +172,14 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
         if bundled:
             yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
+    if evaluation and evaluation.export is not None and evaluation.command is None:
+        yield f"eval.export = {evaluation.export} is for eval.command, which is not set; set it, or leave both out"
+    bloom = isinstance(model, GPTModel) and (model.positions == "alibi" or model.embedding_norm)
+    if evaluation and evaluation.export is not None and bloom:
+        yield (
+            "eval.export: no Hugging Face class computes a GPT with positions = alibi or embedding_norm; leave it out, "
+            "so that eval.command gets the checkpoint itself"
+        )
 
 
 def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str]:
@@ -227,26 +237,25 @@ def _invalid(problems: list[str], path: Path) -> ConfigError:
     return ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def replace_in(config: Config, section: str, values: Mapping[str, Any], overrides: Sequence[str], path: Path) -> Config:
-    """A configuration with keys of one section replaced by `values`, then by `section.key=value` overrides.
+def replace_in(section: S, name: str, values: Mapping[str, Any], overrides: Sequence[str], path: Path) -> S:
+    """The section `name` with keys replaced by `values`, then by `name.key=value` overrides.
 
     `path` is for messages. Raises ConfigError, which lists every problem; one is an override of another section.
     """
-    raw = tomllib.loads(config.to_toml())
-    origin: dict[str, str] = {f"{section}.{key}": "command line" for key in values}
-    raw[section].update(values)
+    raw: dict[str, Any] = {name: {**section.model_dump(mode="json", exclude_none=True), **values}}
+    origin: dict[str, str] = {f"{name}.{key}": "command line" for key in values}
     problems = []
     for text in overrides:
         key = text.partition("=")[0].strip()
-        if "." in key and key.partition(".")[0] != section:
-            problems.append(
-                f"override {text!r}: only keys of [{section}] can be replaced, the rest is as it was trained"
-            )
+        if "." in key and key.partition(".")[0] != name:
+            problems.append(f"override {text!r}: only keys of [{name}] can be replaced, the rest is as it was trained")
         elif problem := override(raw, text, origin):
             problems.append(problem)
-    changed, found = _validate(raw, path, origin)
-    if changed is None or problems:
-        raise _invalid(problems + found, path)
+    sections, errors = _check(raw)
+    problems += [describe(error, path, origin, schema_keys()) for error in errors if error["loc"][0] == name]
+    if problems:
+        raise _invalid(problems, path)
+    changed: S = sections[name]
     return changed
 
 

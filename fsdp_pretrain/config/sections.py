@@ -432,6 +432,14 @@ class EvalSection(Section):
     """CPU threads of an evaluation that the trainer starts."""
     attempts: Positive = 3
     """Attempts per checkpoint; then it is given up, with an entry in the journal."""
+    command: str | None = None
+    """Shell command that evaluates a due checkpoint elsewhere, instead of the worker: with `sbatch`, `srun`, `ssh`. Its
+    environment has `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the results must
+    appear, now or later: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`. It is run once per attempt, even if
+    workers die; `eval.deadline` counts from its start, so it includes waiting in a queue."""
+    export: FilePath | None = None
+    """Directory that the hosts of `eval.command` can read: a checkpoint is exported into it in the Hugging Face layout,
+    for the time of its evaluation. `EVAL_CHECKPOINT` is then that folder."""
     deadline: Seconds = Seconds(3600)
     """The watchdog raises an alarm, with a stack trace, for an evaluation that takes longer (and longer than three
     times the median of earlier ones). After three times this limit the evaluation is ended, and the attempt has

@@ -1,0 +1,376 @@
+"""Evaluations elsewhere: `eval.command` once per checkpoint whoever is killed, and exported folders."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import signal
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import records
+import tomli_w
+from processes import Process, Run
+
+from eval import jobs
+from eval.command import Submission, attempt_folder
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record import lease, state_files
+from fsdp_pretrain.record.files import RunDir
+
+Start = Callable[..., Process]
+TASKS = "heldout_bpb"
+SCRIPT = """
+echo "$EVAL_STEP" >> {folder}/counted
+{before}
+sed "s/STEP/$EVAL_STEP/" {folder}/canned.json > "$EVAL_RESULTS.part" && mv "$EVAL_RESULTS.part" "$EVAL_RESULTS"
+"""
+
+
+class Elsewhere:
+    """A run whose due checkpoints a script evaluates: it counts its calls and copies results."""
+
+    def __init__(self, lab: Any, start: Start, steps: int) -> None:
+        self.path, self.folder, self._lab, self._start = lab.path / "run", lab.path, lab, start
+        self.path.mkdir()
+        canned = records.results(tasks=TASKS, scores={TASKS: {"bits_per_byte": 1.5}})
+        (self.folder / "canned.json").write_text(json.dumps(canned).replace('"step": 1', '"step": STEP'))
+        self.says()
+        for step in range(1, steps + 1):
+            records.commit(Store(self.path / "checkpoints"), step)
+
+    def says(self, before: str = "", **settings: Any) -> None:
+        """The script's lines between counting and writing results, and more of the section `eval`."""
+        (self.folder / "script").write_text(SCRIPT.format(folder=self.folder, before=before))
+        section = {"every": "1 steps", "tasks": [TASKS], "heldout": str(self._lab.heldout), **settings}
+        section.setdefault("command", f"exec sh {self.folder}/script")
+        self._lab.config(eval=section).rename(self.path / "config.toml")
+
+    def worker(self) -> Process:
+        return self._start("eval.cli", "watch", self.path, "--once", "--wait")
+
+    @property
+    def counted(self) -> dict[int, int]:
+        """How often the script was called, by step."""
+        path = self.folder / "counted"
+        return dict(Counter(map(int, path.read_text().split()))) if path.exists() else {}
+
+    def files(self, pattern: str) -> list[Path]:
+        """Files in the folders of evaluations."""
+        return sorted(self.path.glob(f"evals/step-*/*/{pattern}"))
+
+    @property
+    def holder(self) -> int | None:
+        """Process id of the worker that holds the first claim."""
+        held = [lease.read(path) for path in self.files("claim.json")]
+        return held[0].pid if held and held[0] is not None else None
+
+    @property
+    def unfinished(self) -> bool:
+        run = RunDir(self.path)
+        return bool(jobs.due_jobs(run, load(run.config)) or jobs.unannounced(run))
+
+
+@pytest.fixture
+def elsewhere(lab: Any, start_command: Start) -> Elsewhere:
+    """One due checkpoint, of step 1."""
+    return Elsewhere(lab, start_command, steps=1)
+
+
+def assert_exactly_once(run: Path, helpers: Any, steps: int) -> None:
+    """One result and one entry for each checkpoint, and nothing left of the work."""
+    results = [json.loads(path.read_text())["step"] for path in run.glob("evals/step-*/*/results.json")]
+    assert sorted(results) == list(range(1, steps + 1))
+    assert sorted(entry["step"] for entry in helpers.journal(run, "eval")) == list(range(1, steps + 1))
+    assert not helpers.journal(run, "eval-failed")
+    assert not [*run.glob("evals/step-*/*/claim.json"), *run.glob("evals/step-*/*/submission*")]
+
+
+def storm(start: Callable[[], Process], unfinished: Callable[[], bool], *, kills: int, apart: float) -> None:
+    """Three workers, restarted until all is done, of which random ones are killed at random times."""
+    rng, workers = random.Random(15), list[Process]()
+    while unfinished() or kills > 0:
+        workers = [worker for worker in workers if worker.poll() is None]
+        workers += [start() for _ in range(3 - len(workers))]
+        time.sleep(rng.uniform(0, apart))  # when it is killed; nothing is expected to have happened by then
+        if kills > 0:
+            rng.choice(workers).signal(signal.SIGKILL)
+            kills -= 1
+    for worker in [*workers, start()]:  # the last removes the claim of one that was killed when all was done
+        worker.wait()
+
+
+@pytest.mark.parametrize(("steps", "kills"), [(4, 8), pytest.param(20, 60, marks=pytest.mark.slow)])
+def test_the_command_runs_once_per_checkpoint_though_workers_are_killed(
+    lab: Any, start_command: Start, helpers: Any, steps: int, kills: int
+) -> None:
+    elsewhere = Elsewhere(lab, start_command, steps)
+    storm(elsewhere.worker, lambda: elsewhere.unfinished, kills=kills, apart=0.4)
+    assert elsewhere.counted == dict.fromkeys(range(1, steps + 1), 1)
+    assert_exactly_once(elsewhere.path, helpers, steps)
+
+
+@pytest.mark.slow
+def test_evaluations_of_workers_that_are_killed_count_once(lab: Any, start_command: Start, helpers: Any) -> None:
+    """The same in the workers themselves, with 20 trained checkpoints."""
+    pytest.importorskip("lm_eval")
+    section = {"every": "1 steps", "tasks": [TASKS], "heldout": str(lab.heldout), "limit": 1, "launch": False}
+    lab.train(lab.config(checkpoint={"every": "1 steps", "keep_last": 20}, eval=section))
+    run = RunDir(lab.path / "run")
+    config = load(run.config)
+    storm(
+        lambda: start_command("eval.cli", "watch", run.path, "--once", "--wait"),
+        lambda: bool(jobs.due_jobs(run, config) or jobs.unannounced(run)),
+        kills=40,
+        apart=1.5,
+    )
+    assert_exactly_once(run.path, helpers, 20)
+
+
+# ---------------------------------------------------------------- where a worker can die
+
+
+def test_a_worker_that_died_before_the_command_started_is_replaced(elsewhere: Elsewhere, helpers: Any) -> None:
+    """Its submission stands, so the command is started for that attempt."""
+    run = RunDir(elsewhere.path)
+    (job,) = jobs.due_jobs(run, load(run.config))
+    standing = Submission(
+        attempt="0123abcd",
+        committed=job.committed,
+        command=f"sh {elsewhere.folder}/script",
+        checkpoint=str(job.checkpoint.path),
+        step=1,
+        tasks=[TASKS],
+        run=str(run.path),
+        deadline=60.0,
+        end=180.0,
+        time="2026-06-01T12:00:00.000Z",  # long ago: time runs from the start of the command
+    )
+    job.folder.mkdir(parents=True)
+    state_files.write(job.folder / "submission.json", standing)
+    assert elsewhere.worker().wait() == 0
+    assert elsewhere.counted == {1: 1} and (attempt_folder(job.folder, "0123abcd") / "results.json").exists()
+    assert_exactly_once(elsewhere.path, helpers, 1)
+
+
+@pytest.mark.parametrize("alive", [True, False], ids=["command-runs", "results-are-there"])
+def test_a_worker_that_died_later_is_replaced_by_one_that_waits(
+    elsewhere: Elsewhere, helpers: Any, alive: bool
+) -> None:
+    elsewhere.says(f"mkfifo {elsewhere.folder}/gate; read line < {elsewhere.folder}/gate")
+    first = elsewhere.worker()
+    helpers.wait_for(lambda: elsewhere.counted, what="the command")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    assert elsewhere.holder == first.pid
+    second = elsewhere.worker() if alive else None
+    if second is not None:
+        helpers.wait_for(lambda: elsewhere.holder == second.pid, what="the new claim")
+    (elsewhere.folder / "gate").write_text("go\n")
+    helpers.wait_for(lambda: elsewhere.files("attempt-*/results.json"), what="results")
+    assert (second or elsewhere.worker()).wait() == 0
+    assert elsewhere.counted == {1: 1}
+    assert_exactly_once(elsewhere.path, helpers, 1)
+
+
+def test_an_entry_that_was_lost_with_its_worker_is_written_once(elsewhere: Elsewhere, helpers: Any) -> None:
+    """Between the results and the journal."""
+    assert elsewhere.worker().wait() == 0
+    (entry,) = helpers.journal(elsewhere.path, "eval")
+    journal = elsewhere.path / "journal.jsonl"
+    kept = [line for line in journal.read_text().splitlines(keepends=True) if '"eval"' not in line]
+    journal.write_text("".join(kept))
+    for worker in [elsewhere.worker() for _ in range(3)]:
+        assert worker.wait() == 0
+    (again,) = helpers.journal(elsewhere.path, "eval")
+    own = {"time", "host", "pid"}
+    assert {key: again[key] for key in again.keys() - own} == {key: entry[key] for key in entry.keys() - own}
+    assert elsewhere.counted == {1: 1}
+
+
+def test_there_is_one_entry_even_if_results_are_made_again(elsewhere: Elsewhere, helpers: Any) -> None:
+    """Because they were damaged. Entries of earlier releases do not name the commit, and count."""
+    assert elsewhere.worker().wait() == 0
+    journal = elsewhere.path / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"committed"', '"unknown"'))
+    elsewhere.files("results.json")[0].write_text("{")
+    assert elsewhere.worker().wait() == 0
+    assert elsewhere.counted == {1: 2}
+    assert_exactly_once(elsewhere.path, helpers, 1)
+
+
+def test_a_device_would_change_nothing(elsewhere: Elsewhere, run_command: Run) -> None:
+    done = run_command("eval.cli", "watch", elsewhere.path, "--once", "--device", "cuda")
+    assert done.returncode == 78 and "evaluates with eval.command: --device cuda would change nothing" in done.stderr
+
+
+# ---------------------------------------------------------------- attempts that fail
+
+LONG_AGO = 'touch -d "1 hour ago" "$EVAL_RESULTS"'
+OTHERS = json.dumps(records.results(tasks="heldout_choice"))
+
+
+@pytest.mark.parametrize(
+    ("instead", "expected"),
+    [
+        ("echo starting; echo no such partition >&2; exit 3", "ended with 3: starting; no such partition"),
+        pytest.param("kill -9 $$", "ended by signal 9", marks=pytest.mark.slow),
+        ("kill -9 $PPID", "its command was killed"),
+        (f'echo "{{" > "$EVAL_RESULTS"; {LONG_AGO}', "is damaged: it is not JSON"),
+        ("EVAL_STEP=7; return", "its results are of step 7, not of 1"),
+        pytest.param(
+            *(f"echo '{OTHERS}' > \"$EVAL_RESULTS\"", "of the tasks 'heldout_choice', not of 'heldout_bpb'"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_failed_attempt_says_why_and_is_followed_by_a_new_one(
+    elsewhere: Elsewhere, helpers: Any, instead: str, expected: str
+) -> None:
+    first = f'[ "$(wc -l < {elsewhere.folder}/counted)" -eq 1 ]'
+    elsewhere.says(f"wrong() {{ {instead}; exit 0; }}; if {first}; then wrong; fi")
+    worker = elsewhere.worker()
+    assert worker.wait() == 1, worker.output()
+    (failed,) = helpers.journal(elsewhere.path, "eval-failed")
+    assert expected in failed["text"] and failed["failures"] == 1
+    assert elsewhere.counted == {1: 2} and len(helpers.journal(elsewhere.path, "eval")) == 1
+    assert len(elsewhere.files("results.json")) == 1 and not elsewhere.files("submission.json")
+
+
+def test_a_given_up_attempt_is_ended_and_its_late_results_are_not_used(elsewhere: Elsewhere, helpers: Any) -> None:
+    """The first hangs, with a process of its own; both are ended. Results of its id change nothing afterwards."""
+    hang = f'[ "$(wc -l < {elsewhere.folder}/counted)" -gt 1 ] || {{ sleep 1000 & echo $! > {elsewhere.folder}/pid; wait; }}'
+    elsewhere.says(hang, deadline="0.5 s", attempts=2)
+    assert elsewhere.worker().wait() == 1
+    (late,) = helpers.journal(elsewhere.path, "eval-late")
+    (failed,) = helpers.journal(elsewhere.path, "eval-failed")
+    assert "has taken 0.5s" in late["text"] and "given up after 1.5s without results" in failed["text"]
+    assert not psutil.pid_exists(int((elsewhere.folder / "pid").read_text()))
+    attempts = {path.parent for path in elsewhere.files("attempt-*/started.json")}
+    (given_up,) = attempts - {path.parent for path in elsewhere.files("attempt-*/results.json")}
+    published = elsewhere.files("results.json")[0].read_bytes()
+    (given_up / "results.json").write_text(json.dumps(records.results(tasks=TASKS, scores={TASKS: {"x": 9.0}})))
+    assert elsewhere.worker().wait() == 0
+    assert elsewhere.files("results.json")[0].read_bytes() == published
+    assert len(helpers.journal(elsewhere.path, "eval")) == 1 and elsewhere.counted == {1: 2}
+
+
+def test_a_submission_outlives_its_command_and_protects_the_checkpoint(elsewhere: Elsewhere, helpers: Any) -> None:
+    """As `sbatch` does: the command ends at once, and the results come later."""
+    elsewhere.says("exit 0")
+    worker = elsewhere.worker()
+    helpers.wait_for(lambda: elsewhere.files("attempt-*/ended.json"), what="the end of the command")
+    worker.signal(signal.SIGTERM)
+    worker.wait()
+    run = RunDir(elsewhere.path)
+    assert 1 in jobs.protected_steps(run, load(run.config))
+    worker = elsewhere.worker()
+    (folder,) = (path.parent for path in elsewhere.files("attempt-*/ended.json"))
+    (folder / "results.json").write_text(json.dumps(records.results(tasks=TASKS, scores={TASKS: {"x": 2.0}})))
+    assert worker.wait() == 0
+    assert elsewhere.counted == {1: 1}
+    assert_exactly_once(elsewhere.path, helpers, 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("section", "model", "expected"),
+    [
+        ({"export": "/pool"}, {}, "eval.export = /pool is for eval.command, which is not set"),
+        (
+            {"export": "/pool", "command": "true"},
+            {"family": "gpt", "kv_heads": None, "positions": "alibi"},
+            "no Hugging Face class computes a GPT with positions = alibi",
+        ),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused(lab: Any, section: Any, model: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(lab.config(eval=section, model=model))
+
+
+# ---------------------------------------------------------------- exported folders
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"vocab": 520, "vocab_multiple": 64},
+    "gpt": {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 32, "scores": "layer_scaled"},
+    "glm": {"family": "glm", "kv_heads": None, "hidden": 48, "positions": "rope-2d"},
+}
+GLM_DATA = {"sequence_length": 64, "objective": {"kind": "glm", "row": 32, "slots": 4, "positions": "glm2d"}}
+
+
+def train(lab: Any, family: str) -> RunDir:
+    """Two steps, saved at the end and due for evaluation, which is left to others."""
+    section = {"every": "1 steps", "tasks": [TASKS, "heldout_choice"], "heldout": str(lab.heldout)}
+    section |= {"limit": 2, "launch": False}
+    changes: dict[str, Any] = {"data": GLM_DATA} if family == "glm" else {}
+    lab.train(
+        lab.config(family, model=MODELS[family], train={"duration": "2 steps"}, optimizer={"warmup": "1 steps"},
+                   checkpoint={"every": "2 steps"}, eval=section, **changes)
+    )  # fmt: skip
+    return RunDir(lab.path / family)
+
+
+def scores(path: Path) -> dict[str, float]:
+    found = json.loads(path.read_text())["scores"]
+    return {f"{task}/{metric}": value for task, row in found.items() for metric, value in row.items()}
+
+
+@pytest.mark.parametrize("family", ["gpt", "glm"])
+@pytest.mark.slow
+def test_an_exported_folder_is_evaluated_like_its_checkpoint(lab: Any, run_command: Run, family: str) -> None:
+    pytest.importorskip("lm_eval")
+    run, out = train(lab, family), lab.path / "out"
+    done = run_command("fsdp_pretrain.cli", "checkpoints", run.path, "export", 2, out, "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    results = [lab.path / "checkpoint.json", lab.path / "folder.json"]
+    asked = ("--tasks", f"{TASKS},heldout_choice", "--heldout", lab.heldout, "--limit", 2)
+    for path, result in zip((run.path, out), results, strict=True):
+        done = run_command("eval.cli", "run", path, *asked, "--out", result)
+        assert done.returncode == 0, done.stderr
+    ours, theirs = (json.loads(path.read_text()) for path in results)
+    assert scores(results[1]) == pytest.approx(scores(results[0]), rel=1e-6)
+    assert (theirs["step"], theirs["tokens"]) == (2, ours["tokens"]) and theirs["checkpoint"] == str(out)
+    (out / "fsdp_pretrain.json").unlink()  # like a folder of transformers
+    done = run_command("eval.cli", "run", out, *asked, "--json")
+    if family == "glm":
+        assert done.returncode == 78 and "which says how a GLM was trained" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        guessed = json.loads(done.stdout)
+        assert guessed["scores"] == theirs["scores"] and guessed["step"] == 0
+
+
+def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, run_command: Run) -> None:
+    """The whole way: export, a command that evaluates the folder, results as of the checkpoint itself."""
+    pytest.importorskip("lm_eval")
+    run, pool = train(lab, "llama"), lab.path / "pool"
+    evaluate = shlex.join([sys.executable, "-m", "eval.cli", "run"])
+    heldout = shlex.quote(str(lab.heldout))
+    command = (
+        f"ls -d {pool}/* > {lab.path}/seen; echo $EVAL_CHECKPOINT >> {lab.path}/seen; {evaluate} $EVAL_CHECKPOINT "
+        f'--tasks "$EVAL_TASKS" --heldout {heldout} --limit 2 --out "$EVAL_RESULTS"'
+    )
+    config = tomllib.loads(run.config.read_text())
+    config["eval"] |= {"command": command, "export": str(pool)}
+    run.config.write_text(tomli_w.dumps(config))
+    done = run_command("eval.cli", "watch", run.path, "--once", "--wait")
+    assert done.returncode == 0, (done.stderr, helpers.journal(run.path, "eval-failed"))
+    seen, given = (lab.path / "seen").read_text().split()
+    assert seen == given and not list(pool.iterdir())
+    (published,) = run.path.glob("evals/step-*/*/results.json")
+    direct = run_command("eval.cli", "run", run.path, "--out", lab.path / "direct.json")
+    assert direct.returncode == 0, direct.stderr
+    assert scores(published) == pytest.approx(scores(lab.path / "direct.json"), rel=1e-6)
+    (entry,) = helpers.journal(run.path, "eval")
+    assert entry["step"] == 2 and entry["tasks"] == f"{TASKS}+heldout_choice"
