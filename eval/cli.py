@@ -22,6 +22,7 @@ from fsdp_pretrain.record.files import RunDir, now, replace_file
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.store import Checkpoint
+    from fsdp_pretrain.config.config import Config
 
     from .attempt import Results
 
@@ -60,14 +61,14 @@ def _run(args: argparse.Namespace) -> int:
     from fsdp_pretrain.config.resume_rules import load_compatible
 
     from .evaluation import evaluate
-    from .tasks import BUNDLED
+    from .tasks import BUNDLED, PROBES
 
     checkpoint = _find(args.path, args.step)
     config = load_compatible(checkpoint.path / CONFIG)
     settings: dict[str, Any] = {"tasks": args.tasks.split(",")} if args.tasks else {}
     settings |= {key: getattr(args, key) for key in ("heldout", "limit", "device") if getattr(args, key) is not None}
     settings["include"] = args.include
-    foreign = set(settings.get("tasks", config.eval.tasks)) - set(BUNDLED)
+    foreign = set(settings.get("tasks", config.eval.tasks)) - {*BUNDLED, *PROBES}
     if config.eval.include and foreign and not args.include:
         folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in config.eval.include)
         raise ConfigError(
@@ -79,6 +80,7 @@ def _run(args: argparse.Namespace) -> int:
     results = evaluate(checkpoint, config.model_copy(update={"eval": section}), args.tokenizer)
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
+    _tell(results)
     if args.out:  # last: if it cannot be written, the results were at least printed
         replace_file(args.out, text + "\n")
     return 0
@@ -97,7 +99,6 @@ def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
     from fsdp_pretrain.config.resume_rules import load_compatible
 
-    from .evaluation import evaluate
     from .jobs import due_jobs, watch_once
 
     run = args.run
@@ -110,7 +111,7 @@ def _watch(args: argparse.Namespace) -> int:
             raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
         if args.device:
             config = config.model_copy(update={"eval": config.eval.model_copy(update={"device": args.device})})
-        evaluated, failed = watch_once(run, config, partial(evaluate, config=config))
+        evaluated, failed = watch_once(run, config, partial(_told, config=config))
         failed_in_all += failed
         held, before = len(due_jobs(run, config)), held
         if evaluated or failed or held != before:
@@ -118,6 +119,21 @@ def _watch(args: argparse.Namespace) -> int:
         if args.once and not (args.wait and held):
             return int(Exit.UNEXPECTED) if failed_in_all else 0
         time.sleep(5.0 if args.once else args.interval)
+
+
+def _told(checkpoint: Checkpoint, config: Config) -> Results:
+    """Evaluate, and tell bad verdicts."""
+    from .evaluation import evaluate
+
+    return _tell(evaluate(checkpoint, config))
+
+
+def _tell(results: Results) -> Results:
+    """Bad verdicts on standard error: the watchdog that raises an alarm ends with the training."""
+    for verdict in results.verdicts:
+        if verdict.ok is False:
+            print(f"ALARM: {verdict.probe} of step {results.step}: {verdict.text}", file=sys.stderr, flush=True)
+    return results
 
 
 @verb(
@@ -202,6 +218,8 @@ def table(results: Results) -> str:
             lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({documents} documents)")
     if results.unigram_bits_per_byte is not None:
         lines.append(f"  {'(unigram model)':24} {'bits_per_byte':16} {results.unigram_bits_per_byte:.4f}")
+    words = {True: "ok", False: "ALARM", None: "undecided"}
+    lines += [f"  {verdict.probe:24} {words[verdict.ok]}: {verdict.text}" for verdict in results.verdicts]
     return "\n".join(lines)
 
 

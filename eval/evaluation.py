@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
@@ -17,7 +18,8 @@ from fsdp_pretrain.record.files import now
 from .attempt import RefusedError, Results
 from .checkpoints import read_checkpoint
 from .jobs import task_set
-from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
+from .probes.run import run_probes, with_probes
+from .tasks import BUNDLED, PROBES, load_tasks, scores, unigram_bits_per_byte
 
 
 def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None = None) -> Results:
@@ -36,12 +38,17 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
 
     start = time.perf_counter()
     section = config.eval
-    tasks = load_tasks(section.tasks, section.heldout, section.include)
+    probes = [name for name in section.tasks if name in PROBES]
+    asked = [name for name in section.tasks if name not in PROBES]
+    tasks = load_tasks(asked, section.heldout, section.include) if asked else {}
     model, trained = read_checkpoint(checkpoint, section.device)
     tokenizer = find_tokenizer(checkpoint, trained, tokenizer_path)
     data = trained.data
     adapter = CheckpointLM(model, tokenizer, length=data.sequence_length, batch=section.batch, objective=data.objective)
-    found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
+    found: dict[str, Any] = {"results": {}, "n-samples": {}, "higher_is_better": {}, "versions": {}}
+    if tasks:
+        found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=False)
+    probed = run_probes(probes, adapter, tokenizer, checkpoint, trained, heldout=section.heldout, limit=section.limit)
     results = Results(
         step=checkpoint.step,
         tokens=checkpoint.train_state().tokens,
@@ -60,7 +67,7 @@ def evaluate(checkpoint: Checkpoint, config: Config, tokenizer_path: Path | None
     if BUNDLED[0] in section.tasks and section.heldout and all((path / "manifest.json").exists() for path in sources):
         unigrams = unigram_bits_per_byte(sources, tokenizer, section.heldout)
         results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
-    return results
+    return with_probes(results, probed)
 
 
 def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:

@@ -204,6 +204,8 @@ def _evaluate(
         shown = ", ".join(f"{task} {name} {value:.4g}" for task, name, value in pairs)
         text = f"{shown} in {time.perf_counter() - start:.0f}s"
         journal.write("eval", text, step=step, scores=results.scores, tasks=job.folder.name)
+        for verdict in (each for each in results.verdicts if each.ok is False):
+            journal.write("eval-verdict", f"{verdict.probe}: {verdict.text}", step=step)
     return True
 
 

@@ -36,6 +36,8 @@ from .sections import (
 )
 from .toml_file import describe, override, read_toml
 
+_PROBES = ("separator_probe", "copy_probe", "memory_probe")
+"""Those made from held-out documents; see `eval.probes`."""
 _TAGS = ("llama", "gpt", "glm", "causal")
 
 
@@ -153,7 +155,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         if interval is not None and interval.value < 1:
             yield f"{name} = {interval} is not a positive interval"
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
-        bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
+        bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task in _PROBES]
         if bundled:
             yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
 
