@@ -18,7 +18,7 @@ from fsdp_pretrain.record.files import now
 from .attempt import RefusedError, Results
 from .checkpoints import read_checkpoint
 from .jobs import task_set
-from .probes.run import run_probes, with_probes
+from .probes import run_probes, with_probes
 from .tasks import BUNDLED, PROBES, load_tasks, scores, unigram_bits_per_byte
 
 

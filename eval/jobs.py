@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from fsdp_pretrain.checkpoint.locations import stores
-from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, evaluation_due
 from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
@@ -69,12 +69,7 @@ def task_set(tasks: list[str]) -> str:
 
 def is_due(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether the configuration asks to evaluate a checkpoint with this manifest."""
-    if config.eval.every is None:
-        return False
-    if manifest.final:
-        return True
-    before = manifest.consumed - manifest.batch
-    return config.schedule.due(config.eval.every, step=manifest.step, before=before, after=manifest.consumed)
+    return evaluation_due(config, manifest)
 
 
 def due_jobs(run: RunDir, config: Config) -> list[Job]:

@@ -19,8 +19,8 @@ import torch
 from data.text.tokenizer import Tokenizer
 from eval.checkpoints import read_checkpoint
 from eval.harness import CheckpointLM
-from eval.probes.base import Job, Subject, evenly
-from eval.probes.run import PROBES
+from eval.probe import Job, Subject, evenly
+from eval.probes import PROBES
 from eval.tasks import read_heldout
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer

@@ -11,7 +11,7 @@ from math import exp, log
 
 import numpy as np
 
-from .base import Job, Probed, Subject, means
+from .probe import Job, Probed, Subject, means
 
 _SEQUENCES, _HALF, _PLACES = 16, 256, 8
 _EXAMPLES = ("2+3=5", "7-4=3", "9+8=17", "1+6=7", "6-6=0")

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data.text.tokenizer import Tokenizer
-from eval.attempt import Results
-from eval.tasks import read_heldout
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.config.config import Config
 
-from .base import Probed, Scorer, Subject
+from .attempt import Results
 from .curves import arithmetic_probe, copy_probe
 from .memory import memory_probe
-from .separator import separator_probe
+from .probe import Probed, Scorer, Subject
+from .separators import separator_probe
+from .tasks import read_heldout
 
 PROBES: dict[str, Callable[[Subject], Probed]] = {
     each.__name__: each for each in (separator_probe, copy_probe, arithmetic_probe, memory_probe)

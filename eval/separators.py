@@ -14,10 +14,9 @@ from itertools import chain
 from math import log
 from statistics import fmean
 
-from eval.attempt import Verdict
-
-from .base import Probed, Subject, evenly, means
+from .attempt import Verdict
 from .contract import Contract, read_contract
+from .probe import Probed, Subject, evenly, means
 
 _NAME = "separator_probe"
 _DOCUMENTS, _PLACES = 32, 4

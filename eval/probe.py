@@ -13,9 +13,10 @@ from statistics import fmean, stdev
 from typing import Protocol
 
 from data.text.tokenizer import Tokenizer
-from eval.attempt import RefusedError, Verdict
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.config.config import Config
+
+from .attempt import RefusedError, Verdict
 
 Job = tuple[list[int], int]
 """Tokens, and the first of those to score."""

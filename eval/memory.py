@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import hypot, log
 
 from data.packing.packer import Piece
-from eval.attempt import Verdict
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.lineage.provenance import TrainedStep, trained_step
 from fsdp_pretrain.record.files import RunDir
 
-from .base import Job, Probed, Subject, evenly, means
+from .attempt import Verdict
+from .probe import Job, Probed, Subject, evenly, means
 
 _NAME = "memory_probe"
 _STEPS, _SAMPLES = 4, 8
