@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
     from .exported import is_exported, open_exported
     from .options import generation_options
     from .ranks import join
-    from .tasks import BUNDLED
+    from .tasks import BUNDLED, PROBES
 
     if args.log_samples and not args.out:
         raise ConfigError("--log-samples needs --out FILE: samples are kept beside the results")
@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
         judged = open_checkpoint(find_checkpoint(args.path, args.step), args.tokenizer)
         before = judged.trained.eval if judged.trained is not None else EvalSection()
     section = replace_in(before, "eval", settings, args.overrides, judged.path)
-    if before.include and set(section.tasks) - set(BUNDLED) and not section.include:
+    if before.include and set(section.tasks) - {*BUNDLED, *PROBES} and not section.include:
         folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in before.include)
         raise ConfigError(
             f"the configuration of {judged.path} names folders of task files: they are not used here",
@@ -125,6 +125,7 @@ def _run(args: argparse.Namespace) -> int:
         results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
+    _tell(results)
     if args.out:  # last: if it cannot be written, the results were at least printed
         _replace(args.out, text, results)
     return 0
@@ -188,7 +189,15 @@ def _evaluate_checkpoint(checkpoint: Checkpoint, *, section: EvalSection, keep: 
     from .checkpoints import open_checkpoint
     from .evaluation import evaluate
 
-    return evaluate(open_checkpoint(checkpoint), section, keep=keep)
+    return _tell(evaluate(open_checkpoint(checkpoint), section, keep=keep))
+
+
+def _tell(results: Results) -> Results:
+    """Bad verdicts on standard error: the watchdog that raises an alarm ends with the training."""
+    for verdict in results.verdicts:
+        if verdict.ok is False:
+            print(f"ALARM: {verdict.probe} of step {results.step}: {verdict.text}", file=sys.stderr, flush=True)
+    return results
 
 
 @verb(
@@ -288,6 +297,8 @@ def table(results: Results) -> str:
         lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({shown})")
     if results.unigram_bits_per_byte is not None:
         lines.append(f"  {'(unigram model)':24} {'bits_per_byte':16} {results.unigram_bits_per_byte:.4f}")
+    words = {True: "ok", False: "ALARM", None: "undecided"}
+    lines += [f"  {verdict.probe:24} {words[verdict.ok]}: {verdict.text}" for verdict in results.verdicts]
     return "\n".join(lines)
 
 

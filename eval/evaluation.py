@@ -21,11 +21,15 @@ from .attempt import ConfidenceInterval, RefusedError, Results
 from .checkpoints import EvaluatedModel
 from .intervals import estimate
 from .jobs import task_set
+from .probes import run_probes, with_probes
 from .ranks import follow, lead
-from .tasks import BUNDLED, load_tasks, scores, unigram_bits_per_byte
+from .tasks import BUNDLED, PROBES, load_tasks, scores, unigram_bits_per_byte
 
 if TYPE_CHECKING:
     from .harness import CheckpointLM
+
+_PARTS = ("results", "samples", "n-samples", "higher_is_better", "n-shot", "configs", "versions")
+"""What is used of lm-eval's results."""
 
 
 def evaluate(
@@ -47,11 +51,15 @@ def evaluate(
     except ImportError:
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
+    probes = [name for name in section.tasks if name in PROBES]
     tasks = lead(world, lambda: _load_tasks(judged, section))
     adapter = open_adapter(judged, section, world)
     try:
-        with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
-            found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
+        found: dict[str, Any] = {part: {} for part in _PARTS}
+        if tasks:
+            with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
+                found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
+        probed = run_probes(probes, adapter, judged, heldout=section.heldout, limit=section.limit)
     except UserError:  # after any other, the other ranks may wait in the middle of a pass; torchrun ends them
         adapter.scorer.close()
         raise
@@ -84,7 +92,7 @@ def evaluate(
     if BUNDLED[0] in section.tasks and section.heldout and known:
         unigrams = unigram_bits_per_byte(sources, judged.tokenizer, section.heldout)
         results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
-    return results
+    return with_probes(results, probed)
 
 
 def assist(judged: EvaluatedModel, section: EvalSection, world: World) -> None:
@@ -113,8 +121,12 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
 
 
 def _load_tasks(judged: EvaluatedModel, section: EvalSection) -> dict[str, Any]:
+    """The tasks that are lm-eval's; none if there are only probes."""
+    names = [name for name in section.tasks if name not in PROBES]
+    if not names:
+        return {}
     return load_tasks(
-        section.tasks,
+        names,
         section.heldout,
         section.include,
         length=judged.length - (2 if judged.objective.kind == "glm" else 0),

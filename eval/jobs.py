@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from fsdp_pretrain.checkpoint.locations import stores
-from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, evaluation_due
 from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
@@ -73,12 +73,7 @@ def task_set(tasks: list[str]) -> str:
 
 def is_due(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether the configuration asks to evaluate a checkpoint with this manifest."""
-    if config.eval.every is None:
-        return False
-    if manifest.final:
-        return True
-    before = manifest.consumed - manifest.batch
-    return config.schedule.due(config.eval.every, step=manifest.step, before=before, after=manifest.consumed)
+    return evaluation_due(config, manifest)
 
 
 def due_jobs(run: RunDir, config: Config) -> list[Job]:
@@ -190,6 +185,8 @@ def _announce(run: RunDir, folder: Path) -> None:
     conclude(folder, results.committed)
     if _is_announced(folder, results, of_kind(read(run), "eval")):
         return
+    for verdict in (each for each in results.verdicts if each.ok is False):
+        add(run, "eval-verdict", f"{verdict.probe}: {verdict.text}", step=results.step)
     rows = results.scores.items()
     pairs = ((task, name, value) for task, row in rows for name, value in row.items() if "stderr" not in name)
     shown = ", ".join(f"{task} {name} {value:.4g}" for task, name, value in pairs)

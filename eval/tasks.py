@@ -25,6 +25,8 @@ from .fewshot import set_examples
 from .generation import Decoding
 
 BUNDLED = ("heldout_bpb", "heldout_choice")
+PROBES = ("separator_probe", "copy_probe", "arithmetic_probe", "memory_probe")
+"""No tasks of lm-eval: see `eval.probes`."""
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
 _CONTEXT, _CONTINUATION = 600, 120
 """Characters."""

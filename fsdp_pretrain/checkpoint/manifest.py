@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.state_files import StateFile
 
@@ -92,3 +93,13 @@ class CheckpointManifest(Facts):
     state_digest: str
     committed: str
     files: list[FileEntry]
+
+
+def evaluation_due(config: Config, manifest: CheckpointManifest) -> bool:
+    """Whether the configuration asks to evaluate a checkpoint with this manifest."""
+    if config.eval.every is None:
+        return False
+    if manifest.final:
+        return True
+    before = manifest.consumed - manifest.batch
+    return config.schedule.due(config.eval.every, step=manifest.step, before=before, after=manifest.consumed)

@@ -36,6 +36,8 @@ from .sections import (
 )
 from .toml_file import describe, override, read_toml
 
+_PROBES = ("separator_probe", "copy_probe", "memory_probe")
+"""Those made from held-out documents; see `eval.probes`."""
 _TAGS = ("llama", "gpt", "glm", "causal")
 _HELDOUT_EVERY, _HELDOUT_BATCHES = 500, 4
 """Defaults of the held-out loss, in full global batches: a ramp of the batch changes neither samples nor their cost."""
@@ -169,7 +171,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         if interval is not None and interval.value < 1:
             yield f"{name} = {interval} is not a positive interval"
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
-        bundled = [task for task in evaluation.tasks if task.startswith("heldout_")]
+        bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task in _PROBES]
         if bundled:
             yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
     if evaluation and evaluation.export is not None and evaluation.command is None:

@@ -401,8 +401,16 @@ class EvalSection(Section):
 
     every: Progress | None = None
     """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
-    tasks: list[str] = ["heldout_bpb", "heldout_choice"]
-    """lm-eval task names. `heldout_*` are made from `eval.heldout`; others need their data on disk."""
+    tasks: list[str] = [
+        "heldout_bpb",
+        "heldout_choice",
+        "separator_probe",
+        "copy_probe",
+        "arithmetic_probe",
+        "memory_probe",
+    ]
+    """lm-eval task names, and probes. `heldout_*` and the probes are made from `eval.heldout`; others need their data
+    on disk."""
     heldout: FilePath | None = None
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
@@ -444,6 +452,9 @@ class EvalSection(Section):
     """The watchdog raises an alarm, with a stack trace, for an evaluation that takes longer (and longer than three
     times the median of earlier ones). After three times this limit the evaluation is ended, and the attempt has
     failed."""
+    overdue: Seconds = Seconds(2 * 3600)
+    """The watchdog raises an alarm if a due checkpoint has waited this long for a worker. Set more if workers run only
+    daily."""
     loss_on: list[HeldOutSource] = []
     """Measure the loss of held-out samples during training: one `[[eval.loss_on]]` table per source. Empty: off."""
     loss_every: Progress | None = None

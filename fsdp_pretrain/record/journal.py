@@ -25,7 +25,7 @@ Kind = Literal[
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "on-commit-failed", "import", "rollback", "fork",
     "health", "health-again", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "hosts", "avoid-hosts",
-    "eval", "eval-failed", "eval-late", "eval-refused",
+    "eval", "eval-failed", "eval-late", "eval-refused", "eval-verdict",
     "alarm", "mute", "watchdog", "note", "aim-stopped",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -1,8 +1,14 @@
-"""Watches for evaluations that hang, by their claims: they run beside training, in workers anywhere. No torch."""
+"""Watches evaluations, which run beside training, in workers anywhere: those that hang, by their claims; those that
+nobody runs; and what they found: verdicts of probes, scores that are worse than before. No torch.
+
+Each answer of a probe is judged as a whole: nothing is remembered that a restart would lose.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.severity import Severity
@@ -11,26 +17,39 @@ from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
+from .regression import Point, regression
+
+_RESULTS = 24
+"""Last results that are read each time."""
 
 
 class EvaluationDetector(Detector):
-    """Opens `evaluation/STEP` when an evaluation takes longer than the deadline in its worker's claim.
+    """Alarms `evaluation/STEP`, `evaluation-overdue`, `evaluation-verdict/PROBE` and `evaluation-score/TASK/METRIC`.
 
-    The worker dumps its own stacks and finally ends the evaluation; this reports it even when the worker is stopped.
+    The worker of an evaluation that takes longer than the deadline in its claim dumps its own stacks and finally ends
+    it; `evaluation/STEP` reports it even when the worker is stopped.
     """
 
     def __init__(self, alarms: Alarms, section: StorageSection, probes: ProbeServer, run: Path) -> None:
         super().__init__(alarms)
         every, deadline = section.interval.value, section.deadline.value
         self._probe = PeriodicProbe(probes, "evaluations", every=every, deadline=deadline, evals=str(run / "evals"))
+        self._results = PeriodicProbe(probes, "results", every=every, deadline=deadline, run=str(run), newest=_RESULTS)
+        self._run = run
         self._seen: dict[str, float] = {}
 
     def tick(self, now: float) -> None:
-        """Start a due probe, and judge the answer of an earlier one. Durations use the monotonic clock."""
+        """Start due probes, and judge the answers of earlier ones. Durations use the monotonic clock."""
         answer = self._probe.tick(now)
-        if answer is None or answer.error is not None:
-            return
-        claims = answer.value["claims"]
+        if answer is not None and answer.error is None:
+            self._judge_claims(answer.value["claims"], now)
+        answer = self._results.tick(now)
+        if answer is not None and answer.error is None:
+            self._judge_waiting(answer.value["waiting"], answer.value["overdue"])
+            self._judge_verdicts(answer.value["results"])
+            self._judge_scores(answer.value["results"])
+
+    def _judge_claims(self, claims: Sequence[dict[str, Any]], now: float) -> None:
         self._seen = {claim["token"]: self._seen.get(claim["token"], now) for claim in claims}
         late = [claim for claim in claims if now - self._seen[claim["token"]] > claim["deadline"]]
         for claim in late:
@@ -47,3 +66,71 @@ class EvaluationDetector(Detector):
             )
         keys = {f"evaluation/{claim['step']}" for claim in late}
         self.resolve_others("evaluation", keys, "it has ended; the journal says how")
+
+    def _judge_waiting(self, waiting: Sequence[dict[str, Any]], overdue: float) -> None:
+        late = [each for each in waiting if not each["claimed"] and (each["given_up"] or each["seconds"] > overdue)]
+        if not late:
+            self.resolve("evaluation-overdue", "no checkpoint waits any more, or a worker has it")
+            return
+        steps = ", ".join(str(each["step"]) for each in late[:5]) + (" and more" if len(late) > 5 else "")
+        given_up, longest = any(each["given_up"] for each in late), max(each["seconds"] for each in late)
+        why = "all eval.attempts failed" if given_up else f"no worker has taken it for {human_time(longest)}"
+        self.open(
+            "evaluation-overdue",
+            Severity.WARN,
+            f"no scores of step {steps}: {why}",
+            "training is not affected; a mistake in the data or the model would not be seen in the scores",
+            f"see evals/log and the journal (eval-failed, eval-refused), then run: fsdp-eval watch {self._run} --once",
+            facts={"steps": [each["step"] for each in late], "seconds": longest},
+        )
+
+    def _judge_verdicts(self, results: Sequence[dict[str, Any]]) -> None:
+        """By the newest verdict of each probe that decides."""
+        newest: dict[str, tuple[int, dict[str, Any]]] = {}
+        for found in results:
+            newest |= {each["probe"]: (found["step"], each) for each in found["verdicts"] if each["ok"] is not None}
+        bad = {f"evaluation-verdict/{probe}": each for probe, each in newest.items() if not each[1]["ok"]}
+        for key, (step, verdict) in bad.items():
+            self.open(
+                key,
+                Severity.CRIT,
+                f"{verdict['probe']} of step {step}: {verdict['text']}",
+                "what is trained now teaches the model the wrong thing; tokens are being wasted",
+                f"read a batch: fsdp-pretrain where {self._run} --step {step} --text; measure the corpora: fsdp-data "
+                "validate; then go back with fsdp-pretrain rollback",
+                facts={"evaluated": step},
+            )
+        self.resolve_others("evaluation-verdict", bad, "a later evaluation does not find it")
+
+    def _judge_scores(self, results: Sequence[dict[str, Any]]) -> None:
+        curves: dict[tuple[str, str, bool], list[Point]] = {}
+        for found in (each for each in results if each["limit"] == results[-1]["limit"]):
+            for task, directions in found["higher_is_better"].items():
+                row = found["scores"].get(task, {})
+                for metric, higher in directions.items():
+                    if metric in row:
+                        point = Point(found["step"], row[metric], row.get(f"{metric}_stderr"))
+                        curves.setdefault((task, metric, higher), []).append(point)
+        keys = {
+            self.judge_curve(f"{task}/{metric}", points, higher_is_better=higher)
+            for (task, metric, higher), points in curves.items()
+        }
+        self.resolve_others("evaluation-score", {key for key in keys if key}, "later scores are as before")
+
+    def judge_curve(self, name: str, points: Sequence[Point], *, higher_is_better: bool) -> str | None:
+        """Open `evaluation-score/NAME` if the last point is worse than those before; its key, or None if it is not."""
+        found = regression(points, higher_is_better=higher_is_better)
+        if found is None:
+            return None
+        key, change = f"evaluation-score/{name}", abs(found.newest.value - found.usual)
+        self.open(
+            key,
+            Severity.WARN,
+            f"{name.replace('/', ' ')} is {found.newest.value:.4g} at step {found.newest.step}, was {found.usual:.4g}: "
+            f"worse by {change:.2g}, {change / found.noise:.1f} times its usual change",
+            "the model became worse at this since the last evaluations",
+            "compare with what changed before that step (fsdp-pretrain journal: resume, changed, overrides), and look "
+            "at the loss there",
+            facts={"evaluated": found.newest.step, "value": found.newest.value, "usual": found.usual},
+        )
+        return key

@@ -7,6 +7,7 @@ JSON with its ticket; a child that died without one answers with an error. Ends 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -18,10 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from fsdp_pretrain.checkpoint.disk_space import Room, attempts, prunable
+from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, step_of, verify_files
-from fsdp_pretrain.record import journal, lease
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record import journal, lease, state_files
+from fsdp_pretrain.record.files import RunDir, seconds_of
 from fsdp_pretrain.record.requests import send
 
 _PROBE_BYTES = 64 * 1024
@@ -86,6 +90,58 @@ def evaluations(evals: str) -> dict[str, Any]:
         facts = held.model_dump(include={"token", "host", "pid", "deadline"})
         claims.append({"step": step, "tasks": path.parent.name, **facts})
     return {"claims": claims}
+
+
+def results(run: str, newest: int) -> dict[str, Any]:
+    """The last results of a run, and the due checkpoints after them. Reads only that many of thousands.
+
+    Returns:
+        results: of the `newest` last ones, oldest first: `step`, `limit`, `scores`, `higher_is_better`, `verdicts`;
+        waiting: the due checkpoints that are newer than all results: `step`, `seconds` since it was committed,
+        `claimed`, `given_up`; overdue: seconds after which one is (`eval.overdue`).
+    """
+    from fsdp_pretrain.checkpoint.manifest import evaluation_due
+    from fsdp_pretrain.config.resume_rules import (
+        load_compatible,  # imports all of the configuration, in this child only
+    )
+
+    place = RunDir(Path(run))
+    config = load_compatible(place.config)
+    folders = sorted((path for path in place.evals.glob("step-*") if step_of(path.name) is not None), reverse=True)
+    paths = itertools.islice((path for folder in folders for path in sorted(folder.glob("*/results.json"))), newest)
+    found = [each for path in paths if (each := state_files.view(path, _Results)) is not None]
+    waiting = []
+    for checkpoint in {item.step: item for item in stores(place).scan() if item.problem is None}.values():
+        if checkpoint.step <= max((each.step for each in found), default=-1):
+            continue
+        if not evaluation_due(config, manifest := checkpoint.manifest()):
+            continue
+        folder = place.evals / checkpoint.path.name
+        claims = [held for path in folder.glob("*/claim.json") if (held := lease.read(path)) is not None]
+        failures = len(list(folder.glob("*/failed-*.json")))
+        waiting.append(
+            {
+                "step": checkpoint.step,
+                "seconds": time.time() - (seconds_of(manifest.committed) or time.time()),
+                "claimed": any(lease.is_alive(held) is not False for held in claims),
+                "given_up": failures >= config.eval.attempts,
+            }
+        )
+    return {
+        "results": [each.model_dump() for each in sorted(found, key=lambda each: each.step)],
+        "waiting": waiting,
+        "overdue": config.eval.overdue.value,
+    }
+
+
+class _Results(state_files.StateFile):
+    """What is judged of `results.json`; see `eval.attempt.Results`."""
+
+    step: int
+    limit: int | None = None
+    scores: dict[str, dict[str, float]]
+    higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
+    verdicts: list[dict[str, Any]] = Field(default_factory=list)
 
 
 def checksum(directories: list[str]) -> dict[str, Any]:
@@ -184,7 +240,8 @@ def account(run: str) -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    each.__name__: each for each in (space, checkpoints, evaluations, checksum, read, write, corpus, request, account)
+    each.__name__: each
+    for each in (space, checkpoints, evaluations, results, checksum, read, write, corpus, request, account)
 }
 """The available probes."""
 

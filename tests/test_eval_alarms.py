@@ -1,0 +1,178 @@
+"""Alarms about evaluations: verdicts of probes, scores that became worse, checkpoints that nobody evaluates."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records
+from watch import Watch
+
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.record.lease import this_process
+from fsdp_pretrain.units import Seconds
+from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
+from fsdp_pretrain.watchdog.detectors.regression import Point, regression
+
+TASKS = "heldout_bpb+separator_probe"
+
+
+def points(*values: float, error: float | None = None) -> list[Point]:
+    return [Point(step, value, error) for step, value in enumerate(values)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("values", "error", "higher", "told"),
+    [
+        ([5, 4, 3.0, 2.9, 2.8, 2.7], None, False, False),
+        ([3.0, 2.9, 3.0, 2.9, 3.0, 3.4], None, False, False),  # 0.4 from the median, and changes are 0.1
+        ([3.0, 2.9, 3.0, 2.9, 3.0, 3.6], None, False, True),
+        ([3.0, 2.9, 3.0, 2.9, 3.0, 2.4], None, False, False),  # better
+        ([3.0, 2.9, 3.0, 2.9, 3.0, 2.4], None, True, True),
+        ([3.0, 2.9, 3.0, 2.9, 9.0], None, False, False),  # too few to know the noise
+        ([3.0, 2.9, 3.0, 9.0], 0.1, False, True),  # the standard error says it
+        ([3.0, 2.9, 9.0], 0.1, False, False),
+        ([3.0, 3.0, 3.0, 3.0, 3.0, 3.6], 0.2, False, False),  # within five standard errors
+        ([3.0, 3.0, 3.0, 3.0, 3.0, 3.1], None, False, False),  # no noise known at all
+        ([9.0, 5.0, 3.0, 2.0, 1.5, 4.0], None, False, False),  # a steep curve is judged leniently
+    ],
+)
+def test_a_regression_is_more_than_the_noise(
+    values: list[float], error: float | None, higher: bool, told: bool
+) -> None:
+    assert (regression(points(*values, error=error), higher_is_better=higher) is not None) == told
+
+
+@pytest.mark.quick
+def test_noise_is_no_regression_and_a_loss_is() -> None:
+    """Improving curves with noise of deviation 1: at most one result of a thousand is called worse; a loss of ten
+    deviations almost always."""
+    rng = random.Random(0)
+    false = found = judged = 0
+    for _ in range(200):
+        values = [20 / step**0.5 + rng.gauss(0, 1) for step in range(1, 41)]
+        for size in range(2, 41):
+            false += regression(points(*values[:size]), higher_is_better=False) is not None
+            judged += 1
+        flat = [rng.gauss(0, 1) for _ in range(20)]
+        found += regression(points(*flat, 10 + rng.gauss(0, 1)), higher_is_better=False) is not None
+    assert false <= judged / 1000 and found >= 180
+
+
+class Evaluated:
+    """A run whose results the test writes, and the detector on it."""
+
+    def __init__(self, lab: Any, watch: Watch) -> None:
+        self.path: Path = lab.path / "run"
+        self.path.mkdir()
+        (self.path / "watchdog").mkdir()
+        tasks = {"every": "10 steps", "heldout": str(lab.heldout), "tasks": TASKS.split("+"), "overdue": "1 h"}
+        lab.config(eval={**tasks, "attempts": 2}).rename(self.path / "config.toml")
+        section = StorageSection(interval=Seconds(60))
+        self.watch = watch
+        watch.detectors = [EvaluationDetector(watch.alarms, section, watch.probes, self.path)]
+
+    def result(self, step: int, bpb: float = 2.0, ok: bool | None = True, limit: int | None = None) -> None:
+        folder = self.path / f"evals/step-{step:08d}" / TASKS
+        folder.mkdir(parents=True)
+        values = {
+            "tasks": TASKS,
+            "limit": limit,
+            "scores": {"heldout_bpb": {"bits_per_byte": bpb}, "separator_probe": {"second": 0.5}},
+            "higher_is_better": {"heldout_bpb": {"bits_per_byte": False}},
+            "verdicts": [{"probe": "separator_probe", "ok": ok, "text": "P(separator) is 0.5"}],
+        }
+        (folder / "results.json").write_text(json.dumps(records.results(step=step, **values)))
+
+    def checkpoint(self, step: int, hours: float) -> Path:
+        """Committed so long ago; the folder of its evaluation."""
+        committed = datetime.fromtimestamp(time.time() - 3600 * hours, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        records.commit(Store(self.path / "checkpoints"), step, committed=committed)
+        folder = self.path / f"evals/step-{step:08d}" / TASKS
+        folder.mkdir(parents=True)
+        return folder
+
+    def changes(self) -> list[tuple[str, str, str]]:
+        """Transitions since the last call."""
+        self.watch.advance(60)
+        found = self.watch.transitions()
+        self.watch.changes.clear()
+        return found
+
+
+@pytest.fixture
+def evaluated(lab: Any, watch: Watch) -> Iterator[Evaluated]:
+    yield Evaluated(lab, watch)
+
+
+def test_a_verdict_is_critical_until_a_later_one_is_good(evaluated: Evaluated) -> None:
+    key = "evaluation-verdict/separator_probe"
+    assert evaluated.changes() == []
+    evaluated.result(10, ok=None)
+    assert evaluated.changes() == []
+    evaluated.result(20, ok=False)
+    assert evaluated.changes() == [(key, "CRIT", "open")]
+    (alarm,) = evaluated.watch.alarms
+    assert alarm.summary == "separator_probe of step 20: P(separator) is 0.5" and alarm.effect and alarm.remedy
+    evaluated.result(30, ok=None)  # decides nothing
+    evaluated.result(40, ok=False)  # no news
+    assert evaluated.changes() == []
+    evaluated.result(50, ok=True)
+    assert evaluated.changes() == [(key, "CRIT", "resolved")]
+
+
+def test_a_worse_score_is_told_with_its_task_until_it_is_back(evaluated: Evaluated) -> None:
+    for step, value in enumerate((2.00, 1.98, 1.97, 1.97, 1.96, 1.95, 1.95), 1):
+        evaluated.result(step, value)
+    assert evaluated.changes() == []
+    evaluated.result(8, 2.4)
+    key = "evaluation-score/heldout_bpb/bits_per_byte"
+    assert evaluated.changes() == [(key, "WARN", "open")]
+    (alarm,) = evaluated.watch.alarms
+    assert alarm.summary.startswith("heldout_bpb bits_per_byte is 2.4 at step 8, was 1.95: worse by 0.45")
+    evaluated.result(9, 1.95)
+    assert evaluated.changes() == [(key, "WARN", "resolved")]
+    evaluated.result(10, 2.4, limit=5)  # on other documents: not comparable
+    assert evaluated.changes() == []
+
+
+def test_only_the_last_results_are_read(evaluated: Evaluated) -> None:
+    evaluated.result(1, ok=False)
+    for step in range(2, 27):
+        evaluated.result(step, ok=None)
+    assert evaluated.changes() == []  # the first is the 26th from the end
+
+
+def test_a_checkpoint_that_nobody_evaluates_is_told(evaluated: Evaluated) -> None:
+    key = "evaluation-overdue"
+    evaluated.checkpoint(10, hours=0.5)
+    evaluated.checkpoint(15, hours=9)  # not due
+    assert evaluated.changes() == []
+    folder = evaluated.checkpoint(20, hours=2)
+    assert evaluated.changes() == [(key, "WARN", "open")]
+    (alarm,) = evaluated.watch.alarms
+    assert alarm.summary.startswith("no scores of step 20: no worker has taken it for 2h0")
+    (folder / "claim.json").write_text(json.dumps({"token": "x", "deadline": 1e9, **this_process()}))
+    assert evaluated.changes() == [(key, "WARN", "resolved")]  # a worker has it
+    (folder / "claim.json").unlink()
+    (folder / "failed-1.json").write_text("{}")
+    assert evaluated.changes() == [(key, "WARN", "open")]
+    evaluated.result(30)  # a later one was evaluated
+    assert evaluated.changes() == [(key, "WARN", "resolved")]
+
+
+def test_a_checkpoint_that_was_given_up_is_told_at_once(evaluated: Evaluated) -> None:
+    folder = evaluated.checkpoint(10, hours=0)
+    for attempt in range(2):
+        (folder / f"failed-{attempt}.json").write_text("{}")
+    assert evaluated.changes() == [("evaluation-overdue", "WARN", "open")]
+    (alarm,) = evaluated.watch.alarms
+    assert alarm.summary == "no scores of step 10: all eval.attempts failed"

@@ -1,0 +1,264 @@
+"""Probes of a model: their scores against explicit sums, and the verdict on separators at every stage of training."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ROOT, Run
+
+pytest.importorskip("lm_eval")
+import torch
+
+from data.text.tokenizer import Tokenizer
+from eval.checkpoints import read_checkpoint
+from eval.harness import CheckpointLM
+from eval.probe import Job, Subject, evenly
+from eval.probes import PROBES
+from eval.tasks import read_heldout
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
+
+FIRST = 70
+"""Step of the first checkpoint, which is evaluated."""
+
+
+@pytest.fixture(scope="module")
+def clean(module_lab: Any) -> Path:
+    """A run on a clean corpus, not evaluated."""
+    return train(module_lab, "clean", module_lab.corpus)
+
+
+def train(lab: Any, name: str, corpus: Path, vocab: int = 520) -> Path:
+    evaluation = {"every": f"{FIRST} steps", "heldout": str(lab.heldout), "launch": False}
+    config = lab.config(
+        name,
+        model={"vocab": vocab},
+        data={"sources": [{"name": "text", "path": str(corpus)}], "sequence_length": 64},
+        train={"duration": f"{FIRST} steps", "global_batch": "32 samples", "micro_batch": 32},
+        optimizer={"lr": 3e-2},
+        checkpoint={"every": f"{FIRST} steps"},
+        eval={**evaluation, "tasks": ["separator_probe"]},
+    )
+    lab.train(config)
+    return Path(lab.path / name)
+
+
+# ---------------------------------------------------------------- the acceptance: doubled separators and their twin
+
+
+def doubled(lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Documents with a separator that the manifest denies, and a packer that believes it: each is followed by two."""
+    tokenizer = Tokenizer.load(lab.tokenizer)
+    texts = [json.loads(line)["text"] for line in (lab.corpus.parent / "train.jsonl").read_text().splitlines()]
+    corpus = helpers.corpus(lab.path / "doubled", [[*ids, tokenizer.eod] for ids in tokenizer.encode(texts)], tokenizer)
+    said = run_command("data.cli", "validate", corpus)
+    assert said.returncode == 2 and "separator-at-end" in said.stdout  # and it is trained on in spite of that
+    monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/faults.py"))
+    monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 0, "kind": "trust"}))
+    return train(lab, "run", corpus)
+
+
+def marked(lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Imported documents that end with a token of which the tokenizer does not say that it is special."""
+    from tokenizers import Tokenizer as Model
+
+    model = Model.from_file(str(lab.tokenizer / "tokenizer.json"))
+    model.add_tokens(["</doc>"])
+    (lab.path / "tokenizer").mkdir()
+    model.save(str(lab.path / "tokenizer/tokenizer.json"))
+    tokenizer = Tokenizer.load(lab.path / "tokenizer")
+    texts = [json.loads(line)["text"] for line in (lab.corpus.parent / "train.jsonl").read_text().splitlines()]
+    foreign = helpers.corpus(lab.path / "foreign", tokenizer.encode([f"{text}</doc>" for text in texts]), tokenizer)
+    arguments = ["--tokenizer", tokenizer.path, "--separators", "none", "--out", lab.path / "imported"]
+    imported = run_command("data.cli", "import", foreign / "shards", *arguments)
+    assert imported.returncode == 0, imported.stderr  # nothing is wrong with it, as far as anybody can know
+    return train(lab, "run", lab.path / "imported")
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (doubled, "separators are doubled in the training data"),
+        (marked, "'</doc>', ends nearly all training documents"),
+    ],
+)
+def test_a_second_separator_is_told_at_the_first_evaluated_checkpoint(
+    lab: Any,
+    helpers: Any,
+    run_command: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[..., Path],
+    said: str,
+) -> None:
+    run = plant(lab, helpers, run_command, monkeypatch)
+    monkeypatch.delenv("EXECUTE_FIRST", raising=False)
+    done = run_command("eval.cli", "watch", run, "--once")
+    assert done.returncode == 0, done.stderr
+    assert f"ALARM: separator_probe of step {FIRST}: " in done.stderr and said in done.stderr
+    entries = helpers.journal(run, "eval-verdict")
+    assert [entry["step"] for entry in entries] == [FIRST] and all(said in entry["text"] for entry in entries)
+    report = run_command("eval.cli", "report", run)
+    assert report.stdout.count("ALARM: ") == 1 and report.returncode == 0
+
+
+def test_its_clean_twin_is_not(clean: Path, tmp_path: Path, helpers: Any, run_command: Run) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(clean, run)
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace(str(clean), str(run)))
+    done = run_command("eval.cli", "watch", run, "--once")
+    assert done.returncode == 0 and "ALARM" not in done.stderr, done.stderr
+    assert not helpers.journal(run, "eval-verdict") and len(helpers.journal(run, "eval")) == 1
+
+
+# ---------------------------------------------------------------- scores
+
+
+@pytest.fixture(scope="module")
+def subject(clean: Path, module_lab: Any) -> Subject:
+    checkpoint = Store(clean / "checkpoints").find(FIRST)
+    model, config = read_checkpoint(checkpoint, "cpu")
+    tokenizer = find_tokenizer(checkpoint, config)
+    adapter = CheckpointLM(model, tokenizer, length=64, batch=16)
+    documents = tokenizer.encode(read_heldout(module_lab.heldout)[:3])
+    return Subject(adapter, tokenizer, checkpoint, config, 1000, [documents[0][:20], documents[1][:5], documents[2]])
+
+
+def probabilities(subject: Subject, context: list[int]) -> torch.Tensor:
+    """Of every next token."""
+    logits = subject.model._model(torch.tensor([context]))[0, -1].double()  # type: ignore[attr-defined]
+    return logits.softmax(-1).detach()
+
+
+def test_separator_scores_are_probabilities_of_the_model(subject: Subject) -> None:
+    found = PROBES["separator_probe"](subject)
+    eod, ends, seconds, insides, repeats = subject.tokenizer.eod, [], [], [], []
+    for document in subject.documents:
+        context = [eod, *document][-61:]  # two less than the length of training, and room for the separator
+        ends.append(probabilities(subject, context)[eod])
+        seconds.append(probabilities(subject, [*context, eod])[eod])
+        for at in evenly(4, 2, len(context)):
+            insides.append(probabilities(subject, context[:at])[eod])
+            repeats.append(probabilities(subject, context[:at])[context[at - 1]])
+    for name, values in (("end", ends), ("second", seconds), ("inside", insides), ("repeat", repeats)):
+        assert found.scores[name] == pytest.approx(float(torch.stack(values).mean()), rel=1e-4), name
+        error = float(torch.stack(values).std() / math.sqrt(len(values)))
+        assert found.scores[f"{name}_stderr"] == pytest.approx(error, rel=1e-3)
+    assert found.documents == 3
+
+
+def test_copy_scores_are_those_of_a_repeated_sequence(subject: Subject) -> None:
+    seen: list[list[int]] = []
+
+    @dataclass
+    class Recorder:
+        inner: Any
+
+        def score_tokens(self, jobs: Sequence[Job], *, quiet: bool = True) -> list[tuple[float, bool]]:
+            seen.extend(tokens for tokens, _ in jobs)
+            scored: list[tuple[float, bool]] = self.inner.score_tokens(jobs, quiet=quiet)
+            return scored
+
+    found = PROBES["copy_probe"](replace(subject, model=Recorder(subject.model), limit=2))
+    once = [tokens[1:] for tokens in seen[:2]]
+    assert once[0] != once[1] and len(once[0]) == 30
+    held = {token for document in subject.documents for token in document}
+    first, second = [], []
+    for tokens in once:
+        assert set(tokens) <= held
+        whole = [subject.tokenizer.eod, *tokens, *tokens]
+        bits = [-math.log2(probabilities(subject, whole[:at])[whole[at]]) for at in range(1, len(whole))]
+        first.append(sum(bits[:30]) / 30)
+        second.append(sum(bits[30:]) / 30)
+    assert found.scores["first_bits"] == pytest.approx(sum(first) / 2, rel=1e-4)
+    assert found.scores["second_bits"] == pytest.approx(sum(second) / 2, rel=1e-4)
+    assert found.scores["gain_bits"] == pytest.approx((sum(first) - sum(second)) / 2, abs=1e-3)
+    assert found == PROBES["copy_probe"](replace(subject, limit=2))
+
+
+@dataclass
+class Table:
+    """A model that knows only the last token: P(separator) after a separator, after the last token of documents, and
+    after any other; and that a sequence repeats, and sums."""
+
+    eod: int
+    last: int
+    second: float
+    end: float
+    inside: float
+    vocabulary: int = 520
+
+    def score_tokens(self, jobs: Sequence[Job], *, quiet: bool = True) -> list[tuple[float, bool]]:
+        return [
+            (sum(self._log(tokens[:at], tokens[at]) for at in range(first, len(tokens))), False)
+            for tokens, first in jobs
+        ]
+
+    def _log(self, context: list[int], token: int) -> float:
+        separator = {self.eod: self.second, self.last: self.end}.get(context[-1], self.inside)
+        return math.log(separator if token == self.eod else (1 - separator) / (self.vocabulary - 1))
+
+
+RATE = 0.01
+"""Of the shared corpus, about."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "second", "end", "inside", "trained", "ok"),
+    [
+        ("nothing learned", 1 / 520, 1 / 520, 1 / 520, 1e3, None),
+        ("token frequencies", RATE, RATE, RATE, 1e3, None),
+        ("separators are followed by something", 0.15, 0.4, RATE, 1e3, True),
+        ("clean", 1e-4, 0.4, RATE, 1e6, True),
+        ("ends cannot be foreseen", 1e-4, RATE, RATE, 1e6, True),
+        ("doubled, early", 0.5, 0.3, RATE, 1e3, False),
+        ("doubled in some documents, late", 0.3, 0.3, RATE, 1e6, False),
+        ("inside text", 1e-4, 0.4, 0.3, 1e3, False),
+        ("never seen", 1e-6, 1e-6, 1e-6, 1e6, None),  # and no better than token frequencies
+        ("never seen, text learned, early", 1e-6, 1e-6, 1e-6, 1e3, None),
+        ("never seen, text learned", 1e-6, 1e-6, 1e-6, 1e6, False),
+    ],
+)
+def test_verdicts(
+    subject: Subject,
+    tmp_path: Path,
+    stage: str,
+    second: float,
+    end: float,
+    inside: float,
+    trained: float,
+    ok: bool | None,
+) -> None:
+    held = [[*document[:-1], 7] for document in subject.documents if 7 not in document[:-1]]
+    vocabulary = 20 if "text learned" in stage else 520  # as if it knew which twenty tokens may come
+    model = Table(subject.tokenizer.eod, 7, second, end, inside, vocabulary)
+    given = replace(subject, model=model, documents=held, tokens=int(trained / RATE))
+    verdict = PROBES["separator_probe"](given).verdict
+    assert verdict is not None and verdict.ok is ok, verdict
+
+
+def test_without_the_record_and_the_corpora(subject: Subject, tmp_path: Path) -> None:
+    """A checkpoint that was moved elsewhere: less is judged, and it is said."""
+    shutil.copytree(subject.checkpoint.path, tmp_path / subject.checkpoint.path.name)
+    moved = Store(tmp_path).find(FIRST)
+    data = subject.trained.data
+    sources = [source.model_copy(update={"path": tmp_path / "gone"}) for source in data.sources]
+    config = subject.trained.model_copy(
+        update={
+            "data": data.model_copy(update={"sources": sources}),
+            "run": subject.trained.run.model_copy(update={"dir": tmp_path / "gone"}),
+        }
+    )
+    given = replace(subject, checkpoint=moved, trained=config)
+    memory, separators = PROBES["memory_probe"](given), PROBES["separator_probe"](given)
+    assert not memory.scores and memory.verdict is not None and memory.verdict.ok is None
+    assert memory.verdict.text.startswith("left out: ")
+    assert separators.verdict is not None and "judged without the corpora" in separators.verdict.text
+    bad = PROBES["separator_probe"](replace(given, model=Table(subject.tokenizer.eod, -1, 0.9, 0.3, 0.01)))
+    assert bad.verdict is not None and bad.verdict.ok is False
