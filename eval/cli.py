@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fsdp_pretrain.config.sections import EvalSection
 
     from .attempt import Results
+    from .checkpoints import EvaluatedModel
 
 _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
 
@@ -84,14 +85,31 @@ def _names(text: str) -> list[str]:
 )
 def _run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint (of a run: the newest) and print the scores."""
+    from .evaluation import assist, evaluate
+    from .ranks import join, together
+
+    with join() as world:
+        judged, section = together(world, lambda: _choose(args))
+        if world is not None and not world.is_main:
+            assist(judged, section, world)
+            return 0
+        results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
+    text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
+    print(text if args.json else table(results))
+    _tell(results)
+    if args.out:  # last: if it cannot be written, the results were at least printed
+        _replace(args.out, text, results)
+    return 0
+
+
+def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
+    """What `run` evaluates, and how. Raises UserError."""
     from fsdp_pretrain.config.config import replace_in
     from fsdp_pretrain.config.sections import EvalSection
 
     from .checkpoints import open_checkpoint
-    from .evaluation import assist, evaluate
     from .exported import is_exported, open_exported
     from .options import generation_options
-    from .ranks import join
     from .tasks import BUNDLED, PROBES
 
     if args.log_samples and not args.out:
@@ -118,17 +136,7 @@ def _run(args: argparse.Namespace) -> int:
             effect="task files are programs: the author of the checkpoint would choose what runs here",
             remedy=f"if you trust them, add: {folders}",
         )
-    with join() as world:
-        if world is not None and not world.is_main:
-            assist(judged, section, world)
-            return 0
-        results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
-    text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
-    print(text if args.json else table(results))
-    _tell(results)
-    if args.out:  # last: if it cannot be written, the results were at least printed
-        _replace(args.out, text, results)
-    return 0
+    return judged, section
 
 
 def _replace(out: Path, text: str, results: Results) -> None:

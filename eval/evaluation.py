@@ -22,7 +22,7 @@ from .checkpoints import EvaluatedModel
 from .intervals import estimate
 from .jobs import task_set
 from .probes import run_probes, with_probes
-from .ranks import follow, lead
+from .ranks import follow, lead, together
 from .tasks import BUNDLED, PROBES, load_tasks, scores, unigram_bits_per_byte
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
             world=world,
         )
 
-    return build() if world is None else world.together(build)
+    return together(world, build)
 
 
 def _load_tasks(judged: EvaluatedModel, section: EvalSection) -> dict[str, Any]:

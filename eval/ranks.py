@@ -38,6 +38,11 @@ def join() -> Iterator[World | None]:
         yield world
 
 
+def together(world: World | None, act: Callable[[], T]) -> T:
+    """Act on every rank; if any raises a UserError, all do."""
+    return act() if world is None else world.together(act)
+
+
 def lead(world: World | None, act: Callable[[], T]) -> T:
     """On rank 0: act; the others, in `follow`, raise its UserError too."""
     if world is None:

@@ -17,13 +17,13 @@ pytest.importorskip("lm_eval")
 import torch
 
 from data.text.tokenizer import Tokenizer
-from eval.checkpoints import read_checkpoint
-from eval.harness import CheckpointLM
+from eval.checkpoints import open_checkpoint
+from eval.evaluation import open_adapter
 from eval.probe import Job, Subject, evenly
 from eval.probes import PROBES
 from eval.tasks import read_heldout
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
+from fsdp_pretrain.config.sections import EvalSection
 
 FIRST = 70
 """Step of the first checkpoint, which is evaluated."""
@@ -123,16 +123,15 @@ def test_its_clean_twin_is_not(clean: Path, tmp_path: Path, helpers: Any, run_co
 @pytest.fixture(scope="module")
 def subject(clean: Path, module_lab: Any) -> Subject:
     checkpoint = Store(clean / "checkpoints").find(FIRST)
-    model, config = read_checkpoint(checkpoint, "cpu")
-    tokenizer = find_tokenizer(checkpoint, config)
-    adapter = CheckpointLM(model, tokenizer, length=64, batch=16)
-    documents = tokenizer.encode(read_heldout(module_lab.heldout)[:3])
-    return Subject(adapter, tokenizer, checkpoint, config, 1000, [documents[0][:20], documents[1][:5], documents[2]])
+    judged = replace(open_checkpoint(checkpoint), tokens=1000)
+    adapter = open_adapter(judged, EvalSection())
+    documents = judged.tokenizer.encode(read_heldout(module_lab.heldout)[:3])
+    return Subject(adapter, judged, [documents[0][:20], documents[1][:5], documents[2]])
 
 
 def probabilities(subject: Subject, context: list[int]) -> torch.Tensor:
     """Of every next token."""
-    logits = subject.model._model(torch.tensor([context]))[0, -1].double()  # type: ignore[attr-defined]
+    logits = subject.model.scorer._model(torch.tensor([context]))[0, -1].double()  # type: ignore[attr-defined]
     return logits.softmax(-1).detach()
 
 
@@ -238,24 +237,27 @@ def test_verdicts(
     held = [[*document[:-1], 7] for document in subject.documents if 7 not in document[:-1]]
     vocabulary = 20 if "text learned" in stage else 520  # as if it knew which twenty tokens may come
     model = Table(subject.tokenizer.eod, 7, second, end, inside, vocabulary)
-    given = replace(subject, model=model, documents=held, tokens=int(trained / RATE))
+    judged = replace(subject.judged, tokens=int(trained / RATE))
+    given = replace(subject, model=model, documents=held, judged=judged)
     verdict = PROBES["separator_probe"](given).verdict
     assert verdict is not None and verdict.ok is ok, verdict
 
 
 def test_without_the_record_and_the_corpora(subject: Subject, tmp_path: Path) -> None:
     """A checkpoint that was moved elsewhere: less is judged, and it is said."""
-    shutil.copytree(subject.checkpoint.path, tmp_path / subject.checkpoint.path.name)
+    judged = subject.judged
+    assert judged.trained is not None
+    shutil.copytree(judged.path, tmp_path / judged.path.name)
     moved = Store(tmp_path).find(FIRST)
-    data = subject.trained.data
+    data = judged.trained.data
     sources = [source.model_copy(update={"path": tmp_path / "gone"}) for source in data.sources]
-    config = subject.trained.model_copy(
+    config = judged.trained.model_copy(
         update={
             "data": data.model_copy(update={"sources": sources}),
-            "run": subject.trained.run.model_copy(update={"dir": tmp_path / "gone"}),
+            "run": judged.trained.run.model_copy(update={"dir": tmp_path / "gone"}),
         }
     )
-    given = replace(subject, checkpoint=moved, trained=config)
+    given = replace(subject, judged=replace(judged, checkpoint=moved, trained=config))
     memory, separators = PROBES["memory_probe"](given), PROBES["separator_probe"](given)
     assert not memory.scores and memory.verdict is not None and memory.verdict.ok is None
     assert memory.verdict.text.startswith("left out: ")
