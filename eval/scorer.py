@@ -24,7 +24,7 @@ from fsdp_pretrain.models.masks import Visible
 from fsdp_pretrain.parallel.mesh import World
 
 from .generation import Decoding, Sampling
-from .trees import Query, Row, plant
+from .trees import Query, Tree, plant
 
 T = TypeVar("T")
 _LOGITS_AT_ONCE = 2**25
@@ -137,8 +137,8 @@ class Scorer:
         found = self._share(batches, lambda batch: self._score(batch, queries), quiet)
         return [found[number] for number in range(len(queries))]
 
-    def _groups(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        group: list[Row] = []
+    def _groups(self, rows: Sequence[Tree]) -> Iterator[list[Tree]]:
+        group: list[Tree] = []
         for row in rows:
             if group and (len(group) == self._batch or row.branches != group[0].branches):
                 yield group
@@ -147,7 +147,7 @@ class Scorer:
         if group:
             yield group
 
-    def _score(self, rows: list[Row], queries: Sequence[Query]) -> list[tuple[int, Score]]:
+    def _score(self, rows: list[Tree], queries: Sequence[Query]) -> list[tuple[int, Score]]:
         width = max(len(row.tokens) for row in rows)
         tokens, depths, ends = (
             torch.tensor([[*values, *[0] * (width - len(values))] for values in column], device=self._device)

@@ -22,7 +22,7 @@ _NAME = "separator_probe"
 _DOCUMENTS, _PLACES = 32, 4
 _SECOND, _EARLY, _LATE = 3.0, 0.3, 0.1
 """Bound of `second`: times the rate of separators or of repeats, and what is added, before `_ENOUGH` were trained and
-from then on. Models of clean data reach 0.24 for a while before they know what follows a separator."""
+from then on. Models of clean data reached 0.24 for a while before they knew what follows one."""
 _INSIDE, _MARGIN = 5.0, 0.05
 """Bound of `inside`: times the rate, and what is added."""
 _ERRORS = 2.0

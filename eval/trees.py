@@ -30,7 +30,7 @@ class Query:
 
 
 @dataclass
-class Row:
+class Tree:
     """A tree of queries.
 
     Attributes:
@@ -53,13 +53,13 @@ class Row:
         return self.prefix > 0 or self.depths[-1] + 1 < len(self.tokens)
 
 
-def plant(queries: Sequence[Query], capacity: int) -> list[Row]:
+def plant(queries: Sequence[Query], capacity: int) -> list[Tree]:
     """Rows of all queries, each once, of at most `capacity` tokens unless a single query is longer.
 
     A function of the queries alone, whatever their order or the number of ranks.
     """
     order = sorted(range(len(queries)), key=lambda number: (queries[number].prefix, queries[number].inputs, number))
-    rows: list[Row] = []
+    rows: list[Tree] = []
     path: list[int] = []  # of the last query: its tokens' places in the row
     last: Query | None = None
     for number in order:
@@ -67,7 +67,7 @@ def plant(queries: Sequence[Query], capacity: int) -> list[Row]:
         shared = 0 if last is None else _shared(last, query)
         added = len(query.inputs) - shared
         if not rows or shared < _LEAST_SHARED * len(query.inputs) or len(rows[-1].tokens) + added > capacity:
-            rows.append(Row(prefix=query.prefix))
+            rows.append(Tree(prefix=query.prefix))
             shared, path = 0, []
         row = rows[-1]
         start = len(row.tokens)

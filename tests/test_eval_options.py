@@ -175,11 +175,12 @@ def test_mistakes(run: Path, run_command: Run, arguments: list[str], expected: l
 
 def test_samples_on_the_schedule(run: Path, run_command: Run) -> None:
     """Beside the published results; what a killed attempt left there is gone."""
-    folder = run / "evals/step-00000010/heldout_bpb+heldout_choice"
+    config = run / "config.toml"
+    text = config.read_text().replace("log_samples = false", "log_samples = true\nlimit = 2")
+    config.write_text(text)
+    folder = run / "evals/step-00000010" / jobs.task_set(load(config).eval.tasks)
     folder.mkdir(parents=True)
     (folder / "samples_heldout_bpb_0badcafe.jsonl").write_text("{")
-    config = run / "config.toml"
-    config.write_text(config.read_text().replace("log_samples = false", "log_samples = true\nlimit = 2"))
     assert run_command("eval.cli", "watch", run, "--once").returncode == 0
     results = json.loads((folder / "results.json").read_text())
     assert {path.name for path in folder.iterdir()} == {"results.json", *results["samples"].values()}

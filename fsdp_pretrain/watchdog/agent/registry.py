@@ -81,7 +81,7 @@ def build_detectors(
             DataWaitDetector(alarms),
             _data_invariants(config, run, alarms, mounts),
         ]
-        if config.eval.every is not None:
+        if config.eval.every is not None or config.eval.loss_on:
             found.append(EvaluationDetector(alarms, section, probes, run.path))
         shown = config.watchdog.notify.prometheus
         if shown.port is not None or shown.textfile is not None:

@@ -6,11 +6,14 @@ Each answer of a probe is judged as a whole: nothing is remembered that a restar
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -37,6 +40,23 @@ class EvaluationDetector(Detector):
         self._results = PeriodicProbe(probes, "results", every=every, deadline=deadline, run=str(run), newest=_RESULTS)
         self._run = run
         self._seen: dict[str, float] = {}
+        self._heldout: dict[str, deque[Point]] = {}
+        self._worse_heldout: set[str] = set()
+
+    def step(self, record: StepRecord) -> None:
+        """Judge the held-out losses, if they were measured, by those of this start."""
+        super().step(record)
+        for source, loss in (record.heldout or {}).items():
+            points = self._heldout.setdefault(source, deque(maxlen=_RESULTS))
+            if not isfinite(loss.mean):
+                continue
+            points.append(Point(record.step, loss.mean, None))
+            name = f"heldout_loss/{source}"
+            if (key := self.judge_curve(name, points, higher_is_better=False)) is not None:
+                self._worse_heldout.add(key)
+            elif (key := f"evaluation-score/{name}") in self._worse_heldout:
+                self._worse_heldout.remove(key)
+                self.resolve(key, "later measurements are as before")
 
     def tick(self, now: float) -> None:
         """Start due probes, and judge the answers of earlier ones. Durations use the monotonic clock."""
@@ -115,7 +135,9 @@ class EvaluationDetector(Detector):
             self.judge_curve(f"{task}/{metric}", points, higher_is_better=higher)
             for (task, metric, higher), points in curves.items()
         }
-        self.resolve_others("evaluation-score", {key for key in keys if key}, "later scores are as before")
+        self.resolve_others(
+            "evaluation-score", {*filter(None, keys), *self._worse_heldout}, "later scores are as before"
+        )
 
     def judge_curve(self, name: str, points: Sequence[Point], *, higher_is_better: bool) -> str | None:
         """Open `evaluation-score/NAME` if the last point is worse than those before; its key, or None if it is not."""
