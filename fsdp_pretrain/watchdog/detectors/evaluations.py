@@ -52,7 +52,7 @@ class EvaluationDetector(Detector):
                 continue
             points.append(Point(record.step, loss.mean, None))
             name = f"heldout_loss/{source}"
-            if (key := self.judge_curve(name, points, higher_is_better=False)) is not None:
+            if (key := self.judge_curve(name, [*points], higher_is_better=False)) is not None:
                 self._worse_heldout.add(key)
             elif (key := f"evaluation-score/{name}") in self._worse_heldout:
                 self._worse_heldout.remove(key)
