@@ -28,12 +28,12 @@ def join() -> Iterator[World | None]:
     Raises:
         ConfigError: the ranks do not fit the configuration or the machine.
     """
-    # In a heap, what is gathered for each part of the model and freed again would leave holes of many times its size.
-    with suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
+    # In a heap, what is gathered for each part of the model and freed again would leave holes of many times its size.
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     with mesh.connect(ParallelSection(timeout=_TIMEOUT)) as world:
         yield world
 

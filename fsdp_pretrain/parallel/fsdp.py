@@ -59,10 +59,18 @@ def shard_for_inference(model: Decoder, world: World) -> Decoder:
 
     Parameters keep their dtype; a unit's are whole only during its own part of a pass.
     """
-    for unit in units(model, reshard=True):
-        fully_shard(list(unit.modules), mesh=world.mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=world.mesh, reshard_after_forward=True)
+    gathered = [*(unit.modules for unit in units(model, reshard=True)), (model,)]
+    for modules in gathered:
+        fully_shard(list(modules), mesh=world.mesh, reshard_after_forward=True)
+        # What FSDP gathers by itself in a forward pass it keeps a second time until the next unit is gathered.
+        modules[0].register_forward_pre_hook(_unshard, prepend=True)
     return _allocate(model, world.device)
+
+
+def _unshard(module: nn.Module, inputs: object) -> None:
+    del inputs
+    assert isinstance(module, FSDPModule)
+    module.unshard()
 
 
 @dataclass(frozen=True)
