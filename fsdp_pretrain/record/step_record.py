@@ -108,9 +108,7 @@ class StepRecord(_Part):
     loss_sequence: LossSum | None = None  # of the samples' mean losses
     z_loss: LossSum | None = None  # penalty on the squared log-normalisers, if configured
     sources: dict[str, LossSum]  # cross-entropy by source
-    heldout: dict[str, LossSum] | None = (
-        None  # of held-out samples, by source, with the parameters after the step, if due
-    )
+    heldout: dict[str, LossSum] | None = None  # of held-out samples by source, after the step, if due
     grad_norm: float | None  # before clipping, unscaled; None if not finite
     clip: float = 1.0  # factor applied to gradients
     loss_scale: float | None  # of fp16
