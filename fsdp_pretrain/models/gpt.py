@@ -67,12 +67,10 @@ class GPT(Decoder):
         length = x.shape[1]
         if isinstance(slots, Visible):
             distance = slots.key_positions.unsqueeze(1) - slots.query_positions.unsqueeze(2)
-            return add_alibi(slots.keys.unsqueeze(1), distance.unsqueeze(1), self.config.heads, x.dtype)
+            return add_alibi(slots.keys.unsqueeze(1), self.config.heads, x.dtype, distance.unsqueeze(1))
         if self.backend == "flex":  # the blocks add ALiBi
             return block_mask(slots or Slots(torch.full((len(x), 1), length, device=x.device)), length)
-        places = torch.arange(length, device=x.device)
-        distance = (places.unsqueeze(0) - places.unsqueeze(1)).view(1, 1, length, length)
-        return add_alibi(dense_mask(slots, length, x.device), distance, self.config.heads, x.dtype)
+        return add_alibi(dense_mask(slots, length, x.device), self.config.heads, x.dtype)
 
     def initial(self, name: str) -> Initial:
         return scaled_initial(name, self.config.std, self.config.layers)

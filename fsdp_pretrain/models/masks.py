@@ -138,13 +138,17 @@ def alibi_score_mod(heads: int) -> ScoreMod:
     return add
 
 
-def add_alibi(visible: Tensor, distance: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype, distance: Tensor | None = None) -> Tensor:
     """A bias for the scores from a boolean mask, with ALiBi: [B or 1, heads, S, T] of `dtype`.
 
     Args:
         visible: bool [B or 1, 1, S, T].
-        distance: position of the key minus that of the query, int64 [B or 1, 1, S, T]: 0 or less where causal.
+        distance: position of the key minus that of the query, int64 [B or 1, 1, S, T]: 0 or less where causal. None: both
+            are the tokens 0 to S - 1.
     """
+    if distance is None:
+        places = torch.arange(visible.shape[-1], device=visible.device)
+        distance = places.unsqueeze(0) - places.unsqueeze(1)
     slopes = torch.tensor(alibi_slopes(heads), device=visible.device)
     bias = slopes.view(1, heads, 1, 1) * distance
     return bias.masked_fill(~visible, -math.inf).to(dtype)
