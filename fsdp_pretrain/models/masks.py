@@ -143,8 +143,8 @@ def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype, distance: Tensor 
 
     Args:
         visible: bool [B or 1, 1, S, T].
-        distance: position of the key minus that of the query, int64 [B or 1, 1, S, T]: 0 or less where causal. None: both
-            are the tokens 0 to S - 1.
+        distance: position of the key minus that of the query, int64 [B or 1, 1, S, T]: 0 or less where causal. None:
+            both are the tokens 0 to S - 1.
     """
     if distance is None:
         places = torch.arange(visible.shape[-1], device=visible.device)
