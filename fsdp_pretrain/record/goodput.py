@@ -294,7 +294,11 @@ def _references(attempts: list[Start]) -> dict[int, Column]:
 
 def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> GoodputReport | None:
     """The account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
-    history = read_history(run, shown)
+    return account(run, read_history(run, shown))
+
+
+def account(run: RunDir, history: StartHistory) -> GoodputReport | None:
+    """The account of a run with this history; None if it was never started."""
     if not history.attempts:
         return None
     ledger, incidents = _divide(history)

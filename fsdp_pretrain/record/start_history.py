@@ -124,7 +124,7 @@ def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = ite
     table, offset, before = _read_before(path)
     rows, damaged, among = list[tuple[float, ...]](), list[bytes](), 0
     for record, behind in shown(records(path, offset, on_damaged=damaged.append)):
-        rows.append(_row(record))
+        rows.append(step_row(record))
         offset, among = behind, len(damaged)
     if rows:
         table = np.concatenate([table, np.array(rows, dtype=np.float64)])
@@ -175,7 +175,8 @@ def _keep(path: Path, table: Column, offset: int, damaged: int) -> None:
         replace_file(path.with_name(_READ), content.getvalue())
 
 
-def _row(record: StepRecord) -> tuple[float, ...]:
+def step_row(record: StepRecord) -> tuple[float, ...]:
+    """The row of a record in `StepColumns`."""
     return (
         record.step,
         record.batch * record.sequence_length,
@@ -191,8 +192,13 @@ def _row(record: StepRecord) -> tuple[float, ...]:
     )
 
 
-def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> StartHistory:
-    """Read the starts of a run from its record; `shown` may wrap metrics lines in a progress bar."""
+def read_history(
+    run: RunDir,
+    shown: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    columns: Callable[..., tuple[StepColumns, int]] = read_steps,
+) -> StartHistory:
+    """Read the starts of a run from its record; `shown` may wrap metrics lines in a progress bar. `columns` is another
+    `read_steps`, of a program that has read the metrics already."""
     nodes = lineage.nodes(run)
     first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # before it: the parent's
     damaged, wrong = list[bytes](), list[str]()
@@ -210,7 +216,7 @@ def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = 
     status = state_files.view(run.status, Status) or Status()
     attempts, lines = list[Start](), len(damaged)
     for start, until in zip(starts, [*(later.connected for later in starts[1:]), math.inf], strict=False):
-        steps, skipped = read_steps(start.path / METRICS, shown)
+        steps, skipped = columns(start.path / METRICS, shown)
         lines += skipped
         heartbeat = seconds_of(status.heartbeat) if status.segment == start.number else None
         attempts.append(_attempt(start, entries, steps, heartbeat, until))
