@@ -157,9 +157,17 @@ def _import(args: argparse.Namespace) -> int:
     argument("--out", type=Path, required=True, help="directory for tokenizer.json or tokenizer.model"),
 )
 def _train_tokenizer(args: argparse.Namespace) -> int:
-    """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer."""
+    """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer. If it is there already, made from the same
+    text and options by the same program, it stays."""
+    from data.prepare import made
     from data.prepare.train_tokenizer import train_tokenizer
 
+    options = {name: value for name, value in vars(args).items() if name not in ("handler", "inputs", "out")}
+    source = made.origin(args.inputs, **options)
+    if made.is_made(args.out, source):
+        print(f"{args.out}: already there, unchanged")
+        return 0
+    made.begin(args.out)
     tokenizer = train_tokenizer(
         args.inputs,
         args.out,
@@ -168,6 +176,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
         options=_options(args),
         max_bytes=args.max_bytes,
     )
+    made.finish(args.out, source, [tokenizer.path.name])
     separator = f"{tokenizer.decode([tokenizer.eod])!r} = {tokenizer.eod}"
     print(f"{tokenizer.path}: {tokenizer.vocab_size} tokens, separator {separator}")
     return 0
@@ -339,11 +348,18 @@ def _bench(args: argparse.Namespace) -> int:
     argument("--out", type=Path, required=True, help="directory for train.jsonl and heldout.jsonl"),
 )
 def _quickstart_corpus(args: argparse.Namespace) -> int:
-    """Write a real corpus from what every Python installation carries (no download)."""
-    from .prepare import quickstart
+    """Write a real corpus from what every Python installation carries (no download). If it is there already, made
+    from the same installation by the same program, it stays."""
+    from .prepare import made, quickstart
 
+    source = made.origin(quickstart.sources())
+    if made.is_made(args.out, source):
+        print(f"{args.out}: already there, unchanged")
+        return 0
+    made.begin(args.out)
     for split, sizes in quickstart.build(args.out).items():
         print(f"{args.out / (split + '.jsonl')}: {len(sizes)} documents, {sum(sizes) / 1e6:.2f} MB")
+    made.finish(args.out, source, ["train.jsonl", "heldout.jsonl"])
     return 0
 
 

@@ -2,7 +2,8 @@
 # From a fresh clone to an evaluated checkpoint: setup, real text, tokenizer, shards, validation, training under
 # torchrun with hybrid sharding, evaluation by lm-eval. CPU is enough; nothing but Python packages is downloaded.
 #
-#   scripts/quickstart.sh            about ten minutes on two cores, half of it installing packages
+#   scripts/quickstart.sh            about ten minutes on two cores, half of it installing packages; started again, it
+#                                    goes on where it was interrupted, and makes nothing again that is already there
 #   RANKS=2 scripts/quickstart.sh    fewer processes
 #   INSTALL=no scripts/quickstart.sh with the packages of the active Python; nothing is installed
 set -euo pipefail
@@ -11,7 +12,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh all
 ranks=${RANKS:-4}
 work=runs/quickstart
-say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+config=configs/runs/quickstart.toml
+bold='' plain=''
+if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
+say() { printf '\n%s== %s%s\n' "$bold" "$*" "$plain"; }
 
 say "text: sources of this Python installation, split into training and held-out documents"
 fsdp-data quickstart-corpus --out $work/text
@@ -24,11 +28,14 @@ fsdp-data prepare $work/text/train.jsonl --tokenizer $work/tokenizer --out $work
 fsdp-data prepare $work/text/heldout.jsonl --tokenizer $work/tokenizer --out $work/heldout --overwrite
 fsdp-data validate $work/corpus $work/heldout
 
-say "plan"
-fsdp-pretrain plan configs/runs/quickstart.toml --world-size "$ranks"
+if ! fsdp-pretrain finished $config; then
+    say "plan"
+    fsdp-pretrain plan $config --world-size "$ranks"
 
-say "train on $ranks ranks (starting this script again continues from the newest checkpoint)"
-torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train configs/runs/quickstart.toml
+    say "train on $ranks ranks (starting this script again continues from the newest checkpoint)"
+    printf 'look at it from another terminal: %s watch %s/run\n' "$(command -v fsdp-pretrain)" "$work"
+    torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train $config
+fi
 
 say "evaluate what is still due (the trainer started the rest during training)"
 fsdp-eval watch $work/run --once --wait
@@ -37,4 +44,11 @@ say "the run"
 fsdp-pretrain status $work/run || true
 fsdp-pretrain journal $work/run
 fsdp-eval report $work/run
-printf '\nLook at the curves with: %s up --repo %s/run/aim\n' "$(command -v aim || echo aim)" "$work"
+fsdp-pretrain report $work/run
+
+say "complete: open $PWD/$work/run/report.html in a browser"
+cat <<END
+in the terminal:  fsdp-pretrain watch $work/run      (or watch runs: all runs there)
+in Aim:           aim up --repo $work/run/aim
+$([ "${INSTALL:-yes}" = no ] || echo "after:            . .venv/bin/activate")
+END

@@ -45,12 +45,17 @@ def build(out: Path) -> dict[str, list[int]]:
     return texts
 
 
+def sources() -> list[Path]:
+    """The files that the corpus is made from, ordered by path, besides the pydoc topics of this Python."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [p for p in sorted(root.rglob("*.py")) if not _SKIPPED & set(p.relative_to(root).parts)]
+
+
 def _documents() -> Iterator[tuple[str, str]]:
     """(source, text), ordered by path; texts derived from a file have its name before a `#`."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [p for p in sorted(root.rglob("*.py")) if not _SKIPPED & set(p.relative_to(root).parts)]
     seen: set[str] = set()
-    for path in tqdm(paths, desc="quickstart corpus", unit="file", disable=None):
+    for path in tqdm(sources(), desc="quickstart corpus", unit="file", disable=None):
         try:
             text = path.read_text(encoding="utf-8")
             tree = ast.parse(text)

@@ -23,6 +23,7 @@ from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.units import Seconds
 
 from . import alarms, checkpoints, launch, plan
+from .finished import finished
 from .watch import watch
 
 
@@ -30,7 +31,7 @@ def main() -> int:
     """Entry point of the console script."""
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
     plan.add(command)
-    command.add(_status, watch)
+    command.add(_status, watch, finished)
     checkpoints.add(command)
     alarms.add(command)
     command.add(_rollback, _fork, _control, _where, _journal, _goodput, _note, _aim)

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.units import human_bytes, human_count, human_time
+from fsdp_pretrain.console import has_colours
+from fsdp_pretrain.units import human_count
 
 from . import state_files
+from .console_line import console_lines, paint_event, paint_step
 from .files import AppendFile, RunDir, now
 from .journal import Journal, Kind
 from .metrics import METRICS
@@ -43,14 +45,16 @@ class Recorder:
         self._status_written, self._status_fails = -math.inf, False
         self._steps_shown = 0
         self._ahead: list[Milestone] = []
+        self._colours = has_colours(sys.stdout)
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)
+    def say(self, text: str, painted: str | None = None) -> None:
+        """Print a line and add it to the log; on a terminal it may be `painted`."""
+        print(text if painted is None or not self._colours else painted, flush=True)
         self._log.write(f"{now()} {text}")
 
     def event(self, kind: Kind, text: str, **data: Any) -> None:
         self._journal.write(kind, text, **data)
-        self.say(f"[{kind}] {text}")
+        self.say(f"[{kind}] {text}", paint_event(kind, text, data.get("code")))
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
         """A journal entry without console output, on any rank: for events of a single rank that it printed itself."""
@@ -62,7 +66,8 @@ class Recorder:
         self._metrics.write(record.model_copy(update=written).to_line())
         step = record.step
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
-            self.say(console_line(record, target))
+            for line in console_lines(record, target):
+                self.say(line, paint_step(line))
             self._steps_shown += 1
         means = {name: number(loss.mean) for name, loss in (record.heldout or {}).items()}
         measured: dict[str, Any] = {"heldout": {"step": step, "loss": means}} if means else {}
@@ -134,24 +139,3 @@ class NotesOnlyRecorder(Recorder):
         pass
 
     say = event = step = status = watch_for = ended = close = _nothing
-
-
-def console_line(record: StepRecord, target: int) -> str:
-    """One step as a line of `key=value` in a fixed order, parseable by a regular expression."""
-    seconds, norm = record.seconds, record.grad_norm
-    fields = {
-        "step": f"{record.step}/{target}",
-        "tokens": human_count(record.tokens),
-        "loss": f"{record.loss.mean:.4f}",
-        "gnorm": "overflow" if record.overflow else "nan" if norm is None else f"{norm:.3f}",
-        **({} if record.loss_scale is None else {"scale": f"{record.loss_scale:g}"}),
-        "lr": f"{record.lr:.2e}",
-        "tok/s": human_count(record.tokens_per_second),
-        "mfu": "-" if record.mfu is None else f"{record.mfu:.1%}",
-        "mem": human_bytes(record.memory_bytes).replace(" ", ""),
-        "iter": f"{seconds.iteration:.3f}s",
-        "data": f"{seconds.data:.3f}s",
-        "eta": human_time((target - record.step) * seconds.training),
-        **{f"heldout/{name}": f"{loss.mean:.4f}" for name, loss in (record.heldout or {}).items()},
-    }
-    return " ".join(f"{key}={value}" for key, value in fields.items())

@@ -22,7 +22,7 @@ from fsdp_pretrain.watchdog.notify.operator import acknowledge
 from . import fleet, run_page
 from .fleet import FleetFollower, FleetRow
 from .following import RunFollower, RunView
-from .run_page import Choice
+from .run_page import PageChoice
 from .terminal import Terminal
 
 _SECONDS = 1.0
@@ -85,12 +85,13 @@ class RunScreen(LivePage):
     def __init__(self, run: RunDir, changed: Callable[[], None], *, below: bool = False) -> None:
         self._run, self._changed = run, changed
         self._keys = f"{run_page.KEYS}  Esc all runs" if below else run_page.KEYS
-        self._choice = Choice(footer=self._keys)
+        self._choice = PageChoice(footer=self._keys)
         self._asked: Alarm | None = None
         self._said, self._said_at = "", -math.inf
         self.background = Background(RunFollower(run).poll, changed)
 
     def lines(self, width: int, height: int) -> list[Text]:
+        """The page now, with what was asked or said at the bottom."""
         silence, view = self.background.silence, self.background.found
         if view is None:
             return _waiting(f"reading {self._run.path}", silence, height)
@@ -104,6 +105,7 @@ class RunScreen(LivePage):
         return run_page.render(view, choice, width, height)
 
     def press(self, key: str) -> LivePage | None:
+        """Zoom, select an alarm, acknowledge it after a question."""
         view: RunView | None = self.background.found
         alarms = view.alarms if view is not None else []
         choice = self._choice
@@ -143,7 +145,7 @@ class RunScreen(LivePage):
         self._changed()
 
 
-def _zoomed(choice: Choice) -> str:
+def _zoomed(choice: PageChoice) -> str:
     return "zoom: all steps" if choice.shown is None else f"zoom: last {choice.shown:_} steps"
 
 
@@ -179,7 +181,7 @@ def once(run: RunDir, width: int) -> list[Text]:
     follower, whole = RunFollower(run), False
     while not whole:
         view, whole = follower.poll()
-    return run_page.render(view, Choice(selected=-1), width, None)
+    return run_page.render(view, PageChoice(selected=-1), width, None)
 
 
 def show(path: Path, *, fleet_of_runs: bool) -> None:

@@ -21,7 +21,7 @@ KEYS = "q quit  z zoom  a acknowledge  ↑↓ select an alarm"
 
 
 @dataclass(frozen=True)
-class Choice:
+class PageChoice:
     """What the person has chosen on the page."""
 
     zoom: int = 0
@@ -33,7 +33,7 @@ class Choice:
         return ZOOM[self.zoom % len(ZOOM)]
 
 
-def render(view: RunView, choice: Choice, width: int, height: int | None) -> list[Text]:
+def render(view: RunView, choice: PageChoice, width: int, height: int | None) -> list[Text]:
     """The page in `height` lines; None: as many as it needs, without keys, for a file."""
     width = max(width, _NARROWEST)
     lines = _wide(view, choice, width, height) if width >= _WIDE else _narrow(view, choice, width, height)
@@ -55,7 +55,7 @@ def _head(view: RunView, width: int) -> list[Text]:
     ]
 
 
-def _narrow(view: RunView, choice: Choice, width: int, height: int | None) -> list[Text]:
+def _narrow(view: RunView, choice: PageChoice, width: int, height: int | None) -> list[Text]:
     head, shown, half = _head(view, width), choice.shown, (width - 2) // 2
     facts = [
         sections.step_parts(view, width),
@@ -79,7 +79,7 @@ def _narrow(view: RunView, choice: Choice, width: int, height: int | None) -> li
     return [*head, *curves, *facts, *sections.chronicle(view.entries, 8 if height is None else height - 1 - used)]
 
 
-def _wide(view: RunView, choice: Choice, width: int, height: int | None) -> list[Text]:
+def _wide(view: RunView, choice: PageChoice, width: int, height: int | None) -> list[Text]:
     head, shown = _head(view, width), choice.shown
     alarms = sections.alarms(view.alarms, choice.selected, 5)
     room = 40 if height is None else height - 1 - len(head) - len(alarms)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from fsdp_pretrain.record.console_line import tone
 from fsdp_pretrain.record.files import age
 from fsdp_pretrain.record.goodput import State
 from fsdp_pretrain.severity import Severity
@@ -25,19 +26,7 @@ from .following import RunView, state_of
 LEVEL = {OK: "bold black on green", WARN: "bold black on yellow", ALERT: "bold white on red"}
 INK = {OK: "green", WARN: "yellow", ALERT: "bold red"}
 _SEVERITY = {Severity.INFO: "cyan", Severity.WARN: "yellow", Severity.CRIT: "bold red"}
-_KINDS = {
-    "bold red": (
-        "stop",
-        "checkpoint-failed",
-        "checkpoint-missing",
-        "checkpoint-rejected",
-        "eval-failed",
-        "eval-verdict",
-    ),
-    "yellow": ("alarm", "health", "health-again", "health-rollback", "health-skip", "rollback", "restart", "fresh"),
-    "green": ("checkpoint", "eval", "milestone", "ready"),
-}
-_INK_OF = {kind: ink for ink, kinds in _KINDS.items() for kind in kinds}
+_TONE = {"good": "green", "warning": "yellow", "bad": "bold red", "": "cyan"}
 _LABEL, _AXIS, _RECENT = 11, 8, 200
 _PARTS = (
     ("forward_backward", "fwd+bwd", "green"),
@@ -348,9 +337,7 @@ def chronicle(entries: list[dict[str, Any]], most: int) -> list[Text]:
     for entry in entries[-most:] if most > 0 else []:
         day = "" if entry["time"][:10] == f"{datetime.now(UTC):%Y-%m-%d}" else f"{entry['time'][5:10]} "
         step = f" @{entry['step']:_}" if isinstance(entry.get("step"), int) else ""
-        ink = _INK_OF.get(entry["kind"], "cyan")
-        if entry["kind"] == "stop" and entry.get("code") == 0:
-            ink = "green"
+        ink = _TONE[tone(entry["kind"], entry.get("code"))]
         text = one_line(str(entry["text"]))
         lines.append(
             Text.assemble((f"{day}{entry['time'][11:19]} ", "dim"), (entry["kind"], ink), (step, "dim"), f" {text}")

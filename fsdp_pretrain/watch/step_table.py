@@ -29,7 +29,7 @@ _LINES_AT_ONCE = 4000
 
 
 @dataclass(frozen=True)
-class HeldOutLoss:
+class HeldOutPoint:
     """A measured held-out loss: means by source."""
 
     step: int
@@ -43,7 +43,7 @@ class _Segment:
         self._path, self._offset, self._file, self.damaged = path, 0, 0, 0
         self._table = np.empty((1024, len(COLUMN)))
         self._count = 0
-        self.heldout: list[HeldOutLoss] = []
+        self.heldout: list[HeldOutPoint] = []
         self.last: StepRecord | None = None
 
     @property
@@ -88,7 +88,7 @@ class _Segment:
         self.last = record
         if record.heldout:
             means = {name: loss.mean for name, loss in record.heldout.items()}
-            self.heldout.append(HeldOutLoss(record.step, means))
+            self.heldout.append(HeldOutPoint(record.step, means))
 
 
 class StepTable:
@@ -162,7 +162,7 @@ class StepTable:
         """First step of each start on the kept line after the first."""
         return [part.after + 1 for part in self._parts[1:]]
 
-    def heldout(self) -> list[HeldOutLoss]:
+    def heldout(self) -> list[HeldOutPoint]:
         """Held-out losses of the kept line."""
         return [
             found
