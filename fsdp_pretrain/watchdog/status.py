@@ -134,8 +134,8 @@ class StatusReport(BaseModel):
         }
 
 
-def inspect(run: RunDir) -> StatusReport:
-    """Inspect a run directory."""
+def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
+    """Inspect a run directory; if `brief`, without goodput and progress since the last look, which is not noted."""
     report = StatusReport()
     try:
         found = state_files.read(run.status, Status)
@@ -152,7 +152,7 @@ def inspect(run: RunDir) -> StatusReport:
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _check_checkpoints(report, run, report.status)
     _check_next_checkpoint(report, run, report.status)
-    for each in (_add_progress, _add_alarms, _check_watchdog, _add_goodput, _check_files):
+    for each in (_add_progress, _add_goodput) * (not brief) + (_add_alarms, _check_watchdog, _check_files):
         each(report, run)
     return report
 
