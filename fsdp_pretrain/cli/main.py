@@ -18,9 +18,9 @@ from pathlib import Path
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, row, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.record import journal
-from fsdp_pretrain.record.arguments import RUN, SEGMENT
+from fsdp_pretrain.record.arguments import RUN, SEGMENT, run_directory
 from fsdp_pretrain.record.files import stamp
-from fsdp_pretrain.units import Seconds
+from fsdp_pretrain.units import Seconds, human_bytes
 
 from . import alarms, checkpoints, launch, plan
 from .finished import finished
@@ -34,7 +34,7 @@ def main() -> int:
     command.add(_status, watch, finished)
     checkpoints.add(command)
     alarms.add(command)
-    command.add(_rollback, _fork, _control, _where, _journal, _goodput, _note, _aim)
+    command.add(_rollback, _fork, _control, _where, _journal, _goodput, _report, _note, _aim)
     launch.add(command)
     command.add(_config_reference)
     return command.run()
@@ -217,6 +217,26 @@ def _goodput(args: argparse.Namespace) -> int:
     if found is None:
         raise ConfigError(f"there is nothing to count: {args.run.path} was never started")
     print(json.dumps(found.model_dump(), indent=1) if args.json else goodput.render(found))
+    return 0
+
+
+@verb(
+    "report",
+    "runs/quickstart/run",
+    argument("runs", type=run_directory, nargs="+", metavar="RUN", help="run directory; several are compared"),
+    argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in the first RUN)"),
+)
+def _report(args: argparse.Namespace) -> int:
+    """A page to look at: curves, checkpoints, evaluations, events and goodput of a run, or of several to compare, in
+    one HTML file that needs no network."""
+    from tqdm import tqdm
+
+    from fsdp_pretrain.report.page import write_report
+
+    out = args.out or args.runs[0].path / "report.html"
+    shown = partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None)
+    size = write_report(args.runs, out, shown)
+    print(f"{out}: {human_bytes(size)}")
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, Any
@@ -171,9 +172,12 @@ class _Ledger:
         self.begin = self.at = begin
         self.states = dict.fromkeys(State, 0.0)
         self.incident: Interruption | None = None
+        self.pieces: list[tuple[Column, dict[State, Column]]] = []  # when intervals end, and seconds of states in them
 
     def until(self, time: float, state: State) -> None:
-        self.add(max(0.0, time - self.at), state)
+        seconds = max(0.0, time - self.at)
+        self.add(seconds, state)
+        self.pieces.append((np.array([self.at]), {state: np.array([seconds])}))
 
     def add(self, seconds: float, state: State) -> None:
         self.at += seconds
@@ -219,7 +223,9 @@ def _train(ledger: _Ledger, attempt: Start, kept: NDArray[np.bool_], reference: 
     trained, skipped = kept & (steps.skipped == 0), kept & (steps.skipped > 0)
     excess = np.maximum(steps.compute - reference, 0.0)
     early = np.arange(len(steps)) < _WARMUP_STEPS
-    ledger.add(float(excess[trained & early].sum()), State.WARMUP)
+    spent = {State.WARMUP: np.where(trained & early, excess, 0.0)}
+    ledger.pieces.append((ledger.at + np.cumsum(steps.iteration + steps.missing), spent))
+    ledger.add(float(spent[State.WARMUP].sum()), State.WARMUP)
     if ledger.incident is not None:
         ledger.incident.over, ledger.incident = True, None
     for column, rows, state in (
@@ -232,7 +238,8 @@ def _train(ledger: _Ledger, attempt: Start, kept: NDArray[np.bool_], reference: 
         (steps.iteration, ~kept, State.LOST),
         (steps.missing, np.ones_like(kept), State.IDLE_UNKNOWN),
     ):
-        ledger.add(float(column[rows].sum()), state)
+        spent[state] = np.where(rows, column, 0.0)
+        ledger.add(float(spent[state].sum()), state)
 
 
 def _judge(history: StartHistory, attempt: Start, after: Start | None) -> Interruption | None:
@@ -292,13 +299,40 @@ def _references(attempts: list[Start]) -> dict[int, Column]:
     return {a.segment: reference[start:stop] for a, (start, stop) in zip(attempts, pairwise(places), strict=True)}
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """Time in each state since the begin of the account, as a function of time: linear between knots, which are sorted.
+
+    Attributes:
+        time: float64 [knots], seconds since 1970.
+        spent: float64 [knots] by state, seconds.
+    """
+
+    time: Column
+    spent: dict[State, Column]
+
+    def between(self, edges: Column) -> dict[State, Column]:
+        """Seconds in each state between consecutive times: float64 [edges - 1]."""
+        return {state: np.diff(np.interp(edges, self.time, spent)) for state, spent in self.spent.items()}
+
+
+def _timeline(ledger: _Ledger) -> Timeline:
+    time = np.concatenate([[ledger.begin], *(ends for ends, _ in ledger.pieces)])
+    spent = {}
+    for state in State:
+        parts = [states.get(state, np.zeros(len(ends))) for ends, states in ledger.pieces]
+        spent[state] = np.cumsum(np.concatenate([[0.0], *parts]))
+    return Timeline(time, spent)
+
+
 def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> GoodputReport | None:
     """The account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
-    return account(run, read_history(run, shown))
+    found = account(run, read_history(run, shown))
+    return None if found is None else found[0]
 
 
-def account(run: RunDir, history: StartHistory) -> GoodputReport | None:
-    """The account of a run with this history; None if it was never started."""
+def account(run: RunDir, history: StartHistory) -> tuple[GoodputReport, Timeline] | None:
+    """The account of a run whose starts were read, and its states over time; None if it was never started."""
     if not history.attempts:
         return None
     ledger, incidents = _divide(history)
@@ -316,7 +350,7 @@ def account(run: RunDir, history: StartHistory) -> GoodputReport | None:
     iterations = np.concatenate([attempt.steps.iteration for attempt in history.attempts])
     typical = float(np.median(iterations)) if len(iterations) else None
     saves, configured = _saves(history), _configured_interval(run, history, typical)
-    return GoodputReport(
+    report = GoodputReport(
         begin=ledger.begin,
         end=ledger.at,
         wall_seconds=wall,
@@ -338,6 +372,7 @@ def account(run: RunDir, history: StartHistory) -> GoodputReport | None:
         interval=_interval(configured, mtti, saves, typical),
         damaged=Damaged(lines=history.damaged_lines, files=history.damaged_files),
     )
+    return report, _timeline(ledger)
 
 
 def _saves(history: StartHistory) -> Saves:

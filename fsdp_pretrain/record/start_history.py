@@ -31,14 +31,15 @@ _CLEAN = (0, 75)
 _DECLARING = frozenset(("hang", "rank-died"))
 """Detectors whose alarms declare the end of a start."""
 _SAVING = frozenset(("checkpoint", "checkpoint-failed"))
-_READ, _TAIL, _WORTH_KEEPING = "steps.npz", 2048, 1000
+_READ, _TAIL, _WORTH_KEEPING, _CHUNK = "steps.npz", 2048, 1000, 10_000
 
 Column = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class StepColumns:
-    """Columns of a segment's metrics, one row per record, all float64; see `StepRecord`."""
+    """Columns of a segment's metrics, one row per record, all float64, NaN where a record has no finite value; see
+    `StepRecord`."""
 
     step: Column
     tokens: Column  # of the step
@@ -49,8 +50,22 @@ class StepColumns:
     skipped: Column  # 1 where the update was skipped
     batch: Column
     length: Column  # tokens of a sample
-    mfu: Column  # NaN where it is not known
+    mfu: Column
     written: Column  # seconds since 1970
+    consumed: Column  # samples trained after the step
+    trained: Column  # tokens, likewise
+    loss: Column  # mean, natural log
+    grad_norm: Column  # before clipping
+    clip: Column
+    loss_scale: Column
+    lr: Column
+    embedding_shrink: Column
+    forward_backward: Column  # seconds, as are the next two
+    optimizer: Column
+    other: Column
+    tokens_per_second: Column
+    memory: Column  # bytes
+    by_source: dict[str, Column]  # `loss/NAME`, `heldout/NAME`, `share/NAME`: mean losses and planned share of a source
 
     def __len__(self) -> int:
         return len(self.step)
@@ -65,6 +80,9 @@ class StepColumns:
         """Seconds before each step whose records were lost, from the timestamps of the others."""
         lost = np.diff(self.step, prepend=self.step[:1] - 1) > 1
         return np.where(lost, np.maximum(np.diff(self.written, prepend=self.written[:1]) - self.iteration, 0.0), 0.0)
+
+
+_FIXED = tuple(field.name for field in fields(StepColumns) if field.name != "by_source")
 
 
 @dataclass(frozen=True)
@@ -121,16 +139,19 @@ def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = ite
     They are cached beside the file, so the next call reads only new lines. `shown` may wrap the lines in a progress
     bar.
     """
-    table, offset, before = _read_before(path)
-    rows, damaged, among = list[tuple[float, ...]](), list[bytes](), 0
+    known, offset, before = _read_before(path)
+    parts, rows, damaged, among, read = [known], list[_Row](), list[bytes](), 0, 0
     for record, behind in shown(records(path, offset, on_damaged=damaged.append)):
-        rows.append(step_row(record))
-        offset, among = behind, len(damaged)
-    if rows:
-        table = np.concatenate([table, np.array(rows, dtype=np.float64)])
-    if len(rows) >= _WORTH_KEEPING:
+        rows.append(_row(record))
+        offset, among, read = behind, len(damaged), read + 1
+        if len(rows) >= _CHUNK:
+            parts.append(_table(rows))
+            rows = []
+    table = _concatenate([*parts, _table(rows)])
+    if read >= _WORTH_KEEPING:
         _keep(path, table, offset, before + among)
-    return StepColumns(*table.T), before + len(damaged)
+    fixed = {name: table[name] for name in _FIXED}
+    return StepColumns(**fixed, by_source={k: v for k, v in table.items() if k not in fixed}), before + len(damaged)
 
 
 def unread_bytes(run: RunDir) -> int:
@@ -142,20 +163,27 @@ def unread_bytes(run: RunDir) -> int:
 class _Cache(NamedTuple):
     """The result of reading a metrics file up to a byte offset."""
 
-    table: Column
+    table: dict[str, Column]  # by name
     offset: int
     damaged: int
 
 
+class _Row(NamedTuple):
+    """The values of a record: of the columns in `_FIXED`, and by source."""
+
+    values: tuple[float, ...]
+    by_source: dict[str, float]
+
+
 def _read_before(path: Path) -> _Cache:
     """The cache of a metrics file; empty if there is none or it belongs to another file."""
-    width = len(fields(StepColumns))
     with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
         with np.load(path.with_name(_READ), allow_pickle=False) as kept:
-            found, tail = _Cache(kept["table"], int(kept["offset"]), int(kept["damaged"])), kept["tail"].tobytes()
-        if found.table.shape[1:] == (width,) and _tail(path, found.offset) == tail:
+            table = dict(zip(kept["names"].tolist(), np.ascontiguousarray(kept["table"].T), strict=True))
+            found, tail = _Cache(table, int(kept["offset"]), int(kept["damaged"])), kept["tail"].tobytes()
+        if set(_FIXED) <= table.keys() and _tail(path, found.offset) == tail:
             return found
-    return _Cache(np.zeros((0, width)), 0, 0)
+    return _Cache(_table([]), 0, 0)
 
 
 def _tail(path: Path, offset: int) -> bytes:
@@ -168,28 +196,76 @@ def _tail(path: Path, offset: int) -> bytes:
         return b""
 
 
-def _keep(path: Path, table: Column, offset: int, damaged: int) -> None:
+def _keep(path: Path, table: dict[str, Column], offset: int, damaged: int) -> None:
     content, tail = io.BytesIO(), np.frombuffer(_tail(path, offset), dtype=np.uint8)
-    np.savez(content, table=table, offset=offset, tail=tail, damaged=damaged)
+    names, columns = np.array(list(table)), np.stack(list(table.values()), axis=1)
+    np.savez(content, names=names, table=columns, offset=offset, tail=tail, damaged=damaged)
     with contextlib.suppress(OSError):  # reading must also work on a full or read-only disk
         replace_file(path.with_name(_READ), content.getvalue())
 
 
-def step_row(record: StepRecord) -> tuple[float, ...]:
-    """The row of a record in `StepColumns`."""
-    return (
-        record.step,
-        record.batch * record.sequence_length,
-        record.seconds.iteration,
-        record.seconds.data,
-        record.seconds.checkpoint,
-        record.seconds.heldout,
-        record.skipped,
-        record.batch,
-        record.sequence_length,
-        math.nan if record.mfu is None else record.mfu,
-        seconds_of(record.time) or math.nan,
+def _table(rows: list[_Row]) -> dict[str, Column]:
+    columns = np.array([row.values for row in rows], dtype=np.float64).reshape(-1, len(_FIXED)).T
+    table = dict(zip(_FIXED, columns, strict=True))
+    for name in dict.fromkeys(name for row in rows for name in row.by_source):
+        table[name] = np.array([row.by_source.get(name, math.nan) for row in rows], dtype=np.float64)
+    return table
+
+
+def _concatenate(tables: list[dict[str, Column]]) -> dict[str, Column]:
+    """One table of several; NaN where one lacks a column."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    missing = [np.full(len(table["step"]), math.nan) for table in tables]
+    return {
+        name: np.concatenate([table.get(name, empty) for table, empty in zip(tables, missing, strict=True)])
+        for name in names
+    }
+
+
+def _row(record: StepRecord) -> _Row:
+    seconds, ramps = record.seconds, record.ramps
+    return _Row(
+        (
+            record.step,
+            record.batch * record.sequence_length,
+            seconds.iteration,
+            seconds.data,
+            seconds.checkpoint,
+            seconds.heldout,
+            record.skipped,
+            record.batch,
+            record.sequence_length,
+            _known(record.mfu),
+            seconds_of(record.time) or math.nan,
+            record.consumed,
+            record.tokens,
+            record.loss.mean,
+            _known(record.grad_norm),
+            record.clip,
+            _known(record.loss_scale),
+            record.lr,
+            _known(ramps.embedding_shrink),
+            seconds.forward_backward,
+            seconds.optimizer,
+            seconds.other,
+            record.tokens_per_second,
+            record.memory_bytes,
+        ),
+        {
+            **{f"loss/{name}": loss.mean for name, loss in record.sources.items()},
+            **{f"heldout/{name}": loss.mean for name, loss in (record.heldout or {}).items()},
+            **{f"share/{name}": share for name, share in ramps.shares.items()},
+        },
     )
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def step_values(record: StepRecord) -> tuple[float, ...]:
+    """The values of a record in the order of `StepColumns`, without those by source."""
+    return _row(record).values
 
 
 def read_history(
@@ -197,8 +273,8 @@ def read_history(
     shown: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     columns: Callable[..., tuple[StepColumns, int]] = read_steps,
 ) -> StartHistory:
-    """Read the starts of a run from its record; `shown` may wrap metrics lines in a progress bar. `columns` is another
-    `read_steps`, of a program that has read the metrics already."""
+    """Read the starts of a run from its record; `shown` may wrap metrics lines in a progress bar. `columns` replaces
+    `read_steps` in a program that has read the metrics already."""
     nodes = lineage.nodes(run)
     first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # before it: the parent's
     damaged, wrong = list[bytes](), list[str]()

@@ -16,7 +16,7 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.status import Status
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.operator import alarms_file
-from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, assess
+from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, inspect
 
 from .following import Costly, open_alarms, size_of, state_of
 from .sections import INK, LEVEL, one_line, short
@@ -102,7 +102,7 @@ class FleetFollower:
 def describe(run: RunDir) -> FleetRow:
     """The row of a run."""
     try:
-        report = assess(run)
+        report = inspect(run, brief=True)
     except (UserError, OSError) as error:
         text = error.cause if isinstance(error, UserError) else str(error)
         return FleetRow(path=str(run.path), name=run.path.name, state="unreadable", level=ALERT, problem=text)

@@ -24,7 +24,7 @@ from fsdp_pretrain.record.start_history import read_history
 from fsdp_pretrain.record.status import Status
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, read_alarms
 from fsdp_pretrain.watchdog.notify.operator import alarms_file
-from fsdp_pretrain.watchdog.status import StatusReport, assess
+from fsdp_pretrain.watchdog.status import StatusReport, inspect
 
 from .step_table import StepTable
 
@@ -114,7 +114,7 @@ class RunFollower:
         self._journal_read, self._journal_file = 0, 0
         self._entries: deque[dict[str, Any]] = deque(maxlen=_JOURNAL)
         self._evaluations: deque[dict[str, Any]] = deque(maxlen=_SHOWN)
-        self._report = Costly(lambda: (assess(run), open_alarms(run)))
+        self._report = Costly(lambda: (inspect(run, brief=True), open_alarms(run)))
         self._checkpoints = Costly(self._find_checkpoints)
         self._account = Costly(self._divide_time, least=10.0)
         self._view = RunView(run.path, self._table)
@@ -169,7 +169,8 @@ class RunFollower:
         return [_describe(found) for found in stores(self.run).scan()[-_SHOWN:]]
 
     def _divide_time(self) -> GoodputReport | None:
-        return goodput.account(self.run, read_history(self.run, columns=self._table.history))
+        found = goodput.account(self.run, read_history(self.run, columns=self._table.history))
+        return None if found is None else found[0]
 
 
 def _describe(found: Checkpoint) -> ListedCheckpoint:

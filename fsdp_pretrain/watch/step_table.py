@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -17,13 +16,12 @@ from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lineage import LineagePart
 from fsdp_pretrain.record.metrics import METRICS, records
-from fsdp_pretrain.record.start_history import StepColumns, step_row
+from fsdp_pretrain.record.start_history import StepColumns, step_values
 from fsdp_pretrain.record.step_record import StepRecord
 
-_HISTORY = [field.name for field in fields(StepColumns)]
-_MORE = ["loss", "grad_norm", "tokens_per_second", "forward_backward", "optimizer", "other"]
 Values = NDArray[np.float64]
-COLUMN = {name: number for number, name in enumerate([*_HISTORY, *_MORE])}
+_NAMES = [field.name for field in fields(StepColumns) if field.name != "by_source"]
+COLUMN = {name: number for number, name in enumerate(_NAMES)}
 _LINES_AT_ONCE = 4000
 """Lines read before what is there is shown: about a tenth of a second."""
 
@@ -40,7 +38,7 @@ class _Segment:
     """One start's metrics file: rows in a growing table, and the offset up to which it was read."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._file, self.damaged = path, 0, 0, 0
+        self._path, self._offset, self._file = path, 0, 0
         self._table = np.empty((1024, len(COLUMN)))
         self._count = 0
         self.heldout: list[HeldOutPoint] = []
@@ -57,7 +55,7 @@ class _Segment:
         self._file, count = found.st_ino, 0
         if found.st_size == self._offset:
             return 0
-        for record, behind in records(self._path, self._offset, on_damaged=self._skip):
+        for record, behind in records(self._path, self._offset):
             self._add(record)
             self._offset, count = behind, count + 1
             if count == limit:
@@ -68,22 +66,10 @@ class _Segment:
         """Whether this file is what was read so far, and not another in its place."""
         return self._file in (0, file.st_ino) and file.st_size >= self._offset
 
-    def _skip(self, line: bytes) -> None:
-        self.damaged += 1
-
     def _add(self, record: StepRecord) -> None:
         if self._count == len(self._table):
             self._table = np.concatenate([self._table, np.empty_like(self._table)])  # views keep the old one
-        norm, seconds = record.grad_norm, record.seconds
-        more = (
-            record.loss.mean,
-            math.nan if norm is None else norm,
-            record.tokens_per_second,
-            seconds.forward_backward,
-            seconds.optimizer,
-            seconds.other,
-        )
-        self._table[self._count] = (*step_row(record), *more)
+        self._table[self._count] = step_values(record)
         self._count += 1
         self.last = record
         if record.heldout:
@@ -130,11 +116,6 @@ class StepTable:
     def last(self) -> StepRecord | None:
         return next((seen.last for _, seen in sorted(self._segments.items(), reverse=True) if seen.last), None)
 
-    @property
-    def damaged(self) -> int:
-        """Damaged lines, which are passed over."""
-        return sum(segment.damaged for segment in self._segments.values())
-
     def kept(self, *columns: str) -> tuple[Values, ...]:
         """Columns of the kept line, in the order of steps."""
         slices = list(self._slices())
@@ -175,4 +156,4 @@ class StepTable:
     def history(self, path: Path, _: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[StepColumns, int]:
         """As `start_history.read_steps`, from what was read."""
         segment = self._segments.get(int(path.parent.name)) or _Segment(path)
-        return StepColumns(*segment.rows[:, : len(_HISTORY)].T), segment.damaged
+        return StepColumns(*segment.rows.T, {}), 0

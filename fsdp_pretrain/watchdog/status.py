@@ -134,16 +134,8 @@ class StatusReport(BaseModel):
         }
 
 
-def inspect(run: RunDir) -> StatusReport:
-    """Inspect a run directory, and note there that a person looked."""
-    report = assess(run)
-    for each in (_add_progress, _add_goodput):
-        each(report, run)
-    return report
-
-
-def assess(run: RunDir) -> StatusReport:
-    """`inspect` without what has changed since the last look and without goodput: writes nothing."""
+def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
+    """Inspect a run directory; if `brief`, without goodput and progress since the last look, which is not noted."""
     report = StatusReport()
     try:
         found = state_files.read(run.status, Status)
@@ -160,7 +152,7 @@ def assess(run: RunDir) -> StatusReport:
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _check_checkpoints(report, run, report.status)
     _check_next_checkpoint(report, run, report.status)
-    for each in (_add_alarms, _check_watchdog, _check_files):
+    for each in (_add_progress, _add_goodput) * (not brief) + (_add_alarms, _check_watchdog, _check_files):
         each(report, run)
     return report
 

@@ -1,0 +1,225 @@
+"""The curves of a run, small enough for a page: the kept line, and what was trained and left behind.
+
+Steps are combined into buckets with the mean, minimum and maximum of every column, so that a spike of a single step
+stays visible. Around marks, buckets are single steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record.start_history import Column, StepColumns
+
+_AROUND = 40
+"""Steps kept one by one on either side of a mark."""
+_MARKED = 0.4
+"""Largest share of a curve's points that is spent around marks."""
+CLOCKS = ("step", "consumed", "trained", "written")
+"""Columns of the x axes."""
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """A position on every x axis.
+
+    Attributes:
+        step, consumed, trained: steps, samples and tokens.
+        written: seconds since 1970.
+    """
+
+    step: float
+    consumed: float
+    trained: float
+    written: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """Steps in order, of one or more segments: columns by name, float64 [rows].
+
+    Attributes:
+        breaks: rows before which the line was interrupted, sorted.
+    """
+
+    columns: dict[str, Column]
+    breaks: list[int]
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line in buckets, as it is written into the page.
+
+    Attributes:
+        clocks: float64 [points], at the last step of each bucket.
+        mean: float32 [points] by column; NaN where no step of a bucket has a value.
+        least, most: the same, of the columns in which a bucket differs from its mean.
+        breaks: points before which the line was interrupted.
+    """
+
+    clocks: dict[str, Column]
+    mean: dict[str, NDArray[np.float32]]
+    least: dict[str, NDArray[np.float32]]
+    most: dict[str, NDArray[np.float32]]
+    breaks: list[int]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """All that a run trained.
+
+    Attributes:
+        kept: the kept line.
+        left: what a resume, rollback or fork left behind, one line per part.
+    """
+
+    kept: Line
+    left: list[Line]
+
+    def locate(self, step: float | None, time: float | None) -> Clocks:
+        """Where an event was: at a step, a time, or both. NaN where that is not known."""
+        every = self._by_time if step is None else self._by_step
+        if not len(every["step"]):
+            return Clocks(*(math.nan if x is None else x for x in (step, None, None, time)))
+        if step is None:
+            row = max(0, int(np.searchsorted(every["written"], math.nan if time is None else time, side="right")) - 1)
+            found = [float(every[clock][row]) for clock in CLOCKS]
+        else:
+            found = [float(np.interp(step, every["step"], every[clock])) for clock in CLOCKS]
+            found[0] = step
+        return Clocks(found[0], found[1], found[2], found[3] if time is None else time)
+
+    @cached_property
+    def _clocks(self) -> dict[str, Column]:
+        return {name: np.concatenate([line.columns[name] for line in (self.kept, *self.left)]) for name in CLOCKS}
+
+    @cached_property
+    def _by_time(self) -> dict[str, Column]:
+        order = np.argsort(self._clocks["written"], kind="stable")
+        return {name: column[order] for name, column in self._clocks.items()}
+
+    @cached_property
+    def _by_step(self) -> dict[str, Column]:
+        _, first = np.unique(self._clocks["step"], return_index=True)  # the kept line's row, where there are several
+        return {name: column[first] for name, column in self._clocks.items()}
+
+
+def read_lines(nodes: Iterable[lineage.LineageNode], segments: dict[int, StepColumns]) -> Lines:
+    """The lines of a run from its lineage and the columns of every segment."""
+    parts = lineage.line(nodes)
+    kept, left, last = list[dict[str, Column]](), list[Line](), 0.0
+    for number, steps in sorted(segments.items()):
+        columns = _columns(steps)
+        part = next((part for part in parts if part.segment == number), None)
+        after, until = (math.inf, math.inf) if part is None else (max(part.after, last), part.until)
+        on_line = (steps.step > after) & (steps.step <= until)
+        if on_line.any():
+            kept.append({name: column[on_line] for name, column in columns.items()})
+            last = float(steps.step[on_line][-1])
+        edges = np.flatnonzero(np.diff(on_line, prepend=True, append=True))
+        for first, stop in zip(edges[::2], edges[1::2], strict=True):
+            left.append(Line({name: column[first:stop] for name, column in columns.items()}, []))
+    return Lines(_join(kept), left)
+
+
+def _columns(steps: StepColumns) -> dict[str, Column]:
+    names = [name for name in StepColumns.__dataclass_fields__ if name != "by_source"]
+    found = {**{name: getattr(steps, name) for name in names}, **steps.by_source}
+    written = steps.written
+    if len(written):  # clocks of hosts differ, and an axis must not go back
+        known = np.where(np.isfinite(written), written, -math.inf)
+        found["written"] = np.maximum.accumulate(np.where(np.isfinite(known), known, np.nanmin(written)))
+    return found
+
+
+def _join(parts: list[dict[str, Column]]) -> Line:
+    names = dict.fromkeys(name for part in parts for name in part) or dict.fromkeys(CLOCKS)
+    sizes = [len(part["step"]) for part in parts]
+    columns = {
+        name: np.concatenate(
+            [np.zeros(0), *(part.get(name, np.full(size, math.nan)) for part, size in zip(parts, sizes, strict=True))]
+        )
+        for name in names
+    }
+    columns["written"] = np.maximum.accumulate(columns["written"])
+    return Line(columns, np.cumsum(sizes)[:-1].tolist())
+
+
+def pack(lines: list[Line]) -> list[Line]:
+    """Lines one after another, in as few as possible without two that overlap in steps."""
+    lanes: list[list[Line]] = []
+    for line in sorted(lines, key=lambda each: float(each.columns["step"][0])):
+        free = (lane for lane in lanes if lane[-1].columns["step"][-1] < line.columns["step"][0])
+        lane = next(free, None)
+        if lane is None:
+            lanes.append(lane := [])
+        lane.append(line)
+    return [_join([line.columns for line in lane]) for lane in lanes]
+
+
+def reduce(line: Line, names: Iterable[str], points: int, marks: Iterable[float] = ()) -> Curve:
+    """A line in about `points` buckets, none of which spans a break.
+
+    Args:
+        names: columns to keep, besides those of `CLOCKS`.
+        marks: steps around which buckets are single steps.
+    """
+    starts = _starts(line, points, marks)
+    last = np.append(starts[1:], len(line)) - 1
+    single, width = last == starts, max(1, round(len(line) / points))
+    mean, least, most = {}, {}, {}
+    for name in names:
+        if name not in line.columns or not np.isfinite(column := line.columns[name]).any():
+            continue
+        finite = np.isfinite(column)
+        count = np.add.reduceat(finite.astype(np.float64), starts)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            middle = np.add.reduceat(np.where(finite, column, 0.0), starts) / count
+        if width > 1:  # as smooth around marks as elsewhere: what is exact there are minimum and maximum
+            middle = np.where(single & np.isfinite(middle), _smoothed(column, width)[starts], middle)
+        low = np.fmin.reduceat(np.where(finite, column, math.nan), starts).astype(np.float32)
+        high = np.fmax.reduceat(np.where(finite, column, math.nan), starts).astype(np.float32)
+        mean[name] = middle.astype(np.float32)
+        if (low < high).any():
+            least[name], most[name] = low, high
+    breaks = np.searchsorted(starts, line.breaks).tolist()
+    return Curve({name: line.columns[name][last] for name in CLOCKS}, mean, least, most, breaks)
+
+
+def _smoothed(column: Column, width: int) -> Column:
+    """The mean of about `width` finite values around each."""
+    finite = np.isfinite(column)
+    total, count = (
+        np.concatenate([[0.0], np.cumsum(values)])
+        for values in (np.where(finite, column, 0.0), finite.astype(np.float64))
+    )
+    rows = np.arange(len(column))
+    first, stop = np.maximum(0, rows - width // 2), np.minimum(len(column), rows + width // 2 + 1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        smoothed: Column = (total[stop] - total[first]) / (count[stop] - count[first])
+    return smoothed
+
+
+def _starts(line: Line, points: int, marks: Iterable[float]) -> NDArray[np.int64]:
+    """The first row of every bucket."""
+    rows = len(line)
+    if rows <= points:
+        return np.arange(rows)
+    near, allowed = np.zeros(rows, dtype=np.bool_), int(points * _MARKED)
+    for mark in sorted(set(marks), reverse=True):  # where there is too much, the newest
+        place = int(np.searchsorted(line.columns["step"], mark))
+        near[max(0, place - _AROUND) : place + _AROUND] = True
+        if near.sum() > allowed:
+            break
+    usual = np.linspace(0, rows, max(1, points - int(near.sum())), endpoint=False).astype(np.int64)
+    single = np.flatnonzero(near | np.roll(near, 1))
+    return np.unique(np.concatenate([usual, single, np.array([0, *line.breaks], dtype=np.int64)]))

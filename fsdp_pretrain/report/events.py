@@ -1,0 +1,159 @@
+"""What happened to a run, for marks on its curves and a table: entries of the journal, and ends that nobody recorded.
+
+The entries of an alarm or health incident are one event, from its opening to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from fsdp_pretrain.errors import Exit
+from fsdp_pretrain.record.files import seconds_of
+from fsdp_pretrain.record.goodput import Interruption
+from fsdp_pretrain.record.lineage import LineageNode
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+
+from .curves import Clocks, Lines
+
+_MOST, _LONGEST = 3000, 600
+"""Events in a page, and characters of a text."""
+
+
+class Mark(IntEnum):
+    """How an event is shown: only in the table, also above the curves, also as a line through every panel."""
+
+    TABLE = 0
+    STRIP = 1
+    LINE = 2
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event.
+
+    Attributes:
+        at: where it was.
+        group: start, end, change, alarm, save, evaluation, note, progress or other.
+        kind: of its entry in the journal, or `interruption`.
+        until: where an incident ended; None if it is open, or no incident.
+        open: it is an incident that has not ended.
+    """
+
+    at: Clocks
+    group: str
+    kind: str
+    text: str
+    severity: Severity = Severity.INFO
+    mark: Mark = Mark.TABLE
+    until: Clocks | None = None
+    open: bool = False
+
+
+_GROUPS = {
+    "start": "start fresh ready resume import fork launch restart",
+    "end": "stop",
+    "change": "rollback skip changed overrides control optimizer loss-scale mute "
+    "health-rollback health-skip health-again",
+    "alarm": "alarm health",
+    "save": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-fallback checkpoint-late checkpoint-missing "
+    "checkpoint-rejected checkpoint-room on-commit-failed",
+    "evaluation": "eval eval-failed eval-late eval-refused eval-verdict",
+    "note": "note",
+    "progress": "milestone",
+}
+_GROUP = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split()}
+_LINES = frozenset("rollback fork skip health-rollback note eval-verdict checkpoint-missing".split())
+_STRIP = frozenset(
+    "start fresh import stop changed control optimizer mute health-skip health-again milestone checkpoint-failed "
+    "checkpoint-fallback checkpoint-late checkpoint-rejected on-commit-failed "
+    "eval-failed eval-late eval-refused".split()
+)
+_SEVERITY = {
+    **dict.fromkeys("checkpoint-failed checkpoint-missing eval-verdict".split(), Severity.CRIT),
+    **dict.fromkeys(
+        "rollback health-rollback health-skip health-again checkpoint-fallback checkpoint-late checkpoint-rejected "
+        "on-commit-failed eval-failed eval-late eval-refused aim-stopped".split(),
+        Severity.WARN,
+    ),
+}
+_CALM = (Exit.COMPLETE, Exit.RESUME)
+
+
+def read_events(
+    entries: list[dict[str, Any]], nodes: list[LineageNode], lines: Lines, interruptions: list[Interruption]
+) -> tuple[list[Event], int]:
+    """The events of a run, oldest first, and how many were left out because there are too many."""
+    begun = {node.segment: node.step for node in nodes}
+    explained = {each.segment for each in interruptions if each.kind == "failure"}
+    found = [*_incidents(entries, lines), *_interruptions(interruptions, lines)]
+    for entry in entries:
+        if entry["kind"] not in ("alarm", "health"):
+            event = _event(entry, _at(entry, begun, lines))
+            if entry["kind"] == "stop" and entry.get("segment") in explained:
+                event = replace(event, mark=Mark.TABLE)  # the interruption says the same
+            found.append(event)
+    chosen = sorted(found, key=lambda event: (event.mark, event.severity, event.at.written))[-_MOST:]
+    return sorted(chosen, key=lambda event: event.at.written), len(found) - len(chosen)
+
+
+def _at(entry: dict[str, Any], begun: dict[int, int], lines: Lines) -> Clocks:
+    step = entry.get("step")
+    if (step is None and _GROUP.get(entry["kind"]) == "start") or entry["kind"] in ("changed", "overrides"):
+        step = begun.get(entry.get("segment") or 0)
+    return lines.locate(step, seconds_of(entry["time"]))
+
+
+def _event(entry: dict[str, Any], at: Clocks) -> Event:
+    kind, text = entry["kind"], entry["text"]
+    severity = _SEVERITY.get(kind, Severity.INFO)
+    if kind == "stop" and entry.get("code") not in _CALM:
+        severity = Severity.CRIT
+    lost = entry.get("lost")
+    if kind == "rollback" and isinstance(lost, dict) and lost.get("steps"):
+        text += f"; {lost['steps']:_} steps left behind"
+    if entry.get("by"):
+        text += f" ({entry['by']})"
+    mark = Mark.LINE if kind in _LINES else Mark.STRIP if kind in _STRIP else Mark.TABLE
+    return Event(at, _GROUP.get(kind, "other"), kind, text[:_LONGEST], severity, mark)
+
+
+def _incidents(entries: Iterable[dict[str, Any]], lines: Lines) -> Iterator[Event]:
+    """One event for each incident, from the entries of its key."""
+    running: dict[str, Event] = {}
+    for entry in entries:
+        if entry["kind"] not in ("alarm", "health"):
+            continue
+        key, at = str(entry.get("key", "?")), lines.locate(entry.get("step"), seconds_of(entry["time"]))
+        severity = Severity.__members__.get(str(entry.get("severity")), Severity.INFO)
+        said = str(entry.get("summary") or entry["text"].partition(": ")[2] or entry["text"])[:_LONGEST]
+        known = running.get(key)
+        if entry.get("resolved") or entry.get("state") == "resolved":
+            if known is not None:
+                over = f"; over after {human_time(max(0.0, at.written - known.at.written))}"
+                yield replace(running.pop(key), until=at, open=False, text=known.text + over)
+        elif entry.get("state") == "acknowledged" and known is not None:
+            running[key] = replace(known, text=f"{known.text}; acknowledged")
+        elif known is None:
+            mark = Mark.LINE if severity is Severity.CRIT else Mark.STRIP
+            running[key] = Event(at, "alarm", entry["kind"], f"{key}: {said}", severity, mark, open=True)
+        else:
+            worst = max(severity, known.severity)
+            mark = Mark.LINE if worst is Severity.CRIT else Mark.STRIP
+            running[key] = replace(known, text=f"{key}: {said}", severity=worst, mark=mark)
+    yield from running.values()
+
+
+def _interruptions(found: Iterable[Interruption], lines: Lines) -> Iterator[Event]:
+    """Ends that were not planned; rollbacks have an entry of their own."""
+    for each in found:
+        if each.kind != "failure":
+            continue
+        over = f"{human_time(each.recovery_seconds)} to resume" if each.over else "training has not resumed"
+        lost = f", {each.lost_steps:_} steps lost" if each.lost_steps else ""
+        at = lines.locate(each.step, each.time)
+        text = f"{each.cause}; {over}{lost}"[:_LONGEST]
+        yield Event(at, "end", "interruption", text, Severity.CRIT, Mark.LINE)

@@ -1,0 +1,122 @@
+"""What a person looks for first: state, progress, loss, newest verified checkpoint, goodput, open alarms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.goodput import GoodputReport
+from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.watchdog.status import StatusReport
+
+from .curves import Line
+
+_LEVELS = {0: "ok", 1: "warn", 2: "alert"}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact in the header: a name, a value, and what to know about it. `level`: ok, warn or alert."""
+
+    name: str
+    value: str
+    more: str = ""
+    level: str = "ok"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The header of a run.
+
+    Attributes:
+        state: running, complete, ...; see `watchdog.status.StatusReport`.
+        level: of the worst problem.
+        about: what is trained on what, as its newest start said.
+        progress: share of the steps that are done; None if the target is not known.
+        problems: (level, text), worst first.
+    """
+
+    state: str
+    level: str
+    about: str
+    progress: float | None
+    facts: list[Fact]
+    problems: list[tuple[str, str]]
+
+
+def summarize(
+    run: RunDir, found: StatusReport, kept: Line, account: GoodputReport | None, entries: list[dict[str, Any]]
+) -> Summary:
+    """The header of a run, from what `status` found and the kept line."""
+    about = next((entry["text"] for entry in reversed(entries) if entry["kind"] == "start"), "")
+    steps = _last(kept, "step") or 0.0
+    config = _config(run)
+    total = config.schedule.steps if config is not None else found.status.total_steps
+    problems = [(_LEVELS[level], text) for level, text in sorted(found.problems, key=lambda each: -each[0])]
+    return Summary(
+        state=found.state,
+        level=_LEVELS[found.level],
+        about=about,
+        progress=min(1.0, steps / total) if total else None,
+        facts=list(_facts(found, kept, account, config, total)),
+        problems=problems,
+    )
+
+
+def _facts(
+    found: StatusReport, kept: Line, account: GoodputReport | None, config: Config | None, total: int | None
+) -> Iterator[Fact]:
+    step, tokens = _last(kept, "step"), _last(kept, "trained")
+    if step is not None:
+        done = f"{step / total:.1%} of {total:,}" if total else ""
+        yield Fact("Step", f"{step:,.0f}", done)
+        planned = f"of {human_count(config.schedule.tokens(config.schedule.total))}" if config is not None else ""
+        yield Fact("Tokens", human_count(tokens or 0), planned)
+    if (loss := _last(kept, "loss")) is not None:
+        measured = {
+            name: value for name in kept.columns if name.startswith("heldout/") and (value := _last(kept, name))
+        }
+        more = ", ".join(f"held-out {name.partition('/')[2]} {value:.4f}" for name, value in measured.items())
+        yield Fact("Loss", f"{loss:.4f}", more)
+    pace = found.status.iteration_seconds
+    if found.running and pace and step is not None and total:
+        yield Fact("To go", human_time((total - step) * pace), f"at {pace:.3g}s a step")
+    checkpoint = found.verified_checkpoint
+    if checkpoint is not None:
+        behind = (
+            f"{max(0, round((step or 0) - checkpoint.step)):,} steps behind, {human_time(checkpoint.age_seconds)} old"
+        )
+        yield Fact("Verified checkpoint", f"step {checkpoint.step:,}", behind)
+    else:
+        yield Fact("Verified checkpoint", "none", level="warn")
+    if account is not None:
+        count = len(account.incidents)
+        interrupted = f"{count} interruption{'s' * (count != 1)}"
+        more = (
+            f"of {human_time(account.wall_seconds)}, {human_count(account.tokens_per_day)} tokens a day, {interrupted}"
+        )
+        yield Fact("Goodput", f"{account.goodput:.1%}", more)
+    worst = max(
+        (1 if alarm["severity"] == "WARN" else 2 for alarm in found.alarms if alarm["severity"] != "INFO"), default=0
+    )
+    yield Fact("Open alarms", str(len(found.alarms)), ", ".join(alarm["key"] for alarm in found.alarms), _LEVELS[worst])
+
+
+def _config(run: RunDir) -> Config | None:
+    try:
+        return load_recorded(run.config)[0]
+    except UserError:
+        return None
+
+
+def _last(line: Line, name: str) -> float | None:
+    """The last finite value of a column."""
+    column = line.columns.get(name)
+    values = [] if column is None else column[~(column != column)]
+    return float(values[-1]) if len(values) and math.isfinite(values[-1]) else None
