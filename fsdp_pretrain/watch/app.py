@@ -191,7 +191,7 @@ def show(path: Path, *, fleet_of_runs: bool) -> None:
         pages = [first]
         while pages:
             terminal.paint(pages[-1].lines(*terminal.size))
-            for key in terminal.wait(_SECONDS):
+            for key in terminal.wait(2 * _SECONDS):  # what follows wakes it earlier
                 if key == "q":
                     return
                 if key == "escape" and len(pages) > 1:

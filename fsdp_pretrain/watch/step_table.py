@@ -156,4 +156,4 @@ class StepTable:
     def history(self, path: Path, _: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[StepColumns, int]:
         """As `start_history.read_steps`, from what was read."""
         segment = self._segments.get(int(path.parent.name)) or _Segment(path)
-        return StepColumns(*segment.rows.T, {}), 0
+        return StepColumns(**dict(zip(_NAMES, segment.rows.T, strict=True)), by_source={}), 0

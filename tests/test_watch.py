@@ -1,0 +1,395 @@
+"""The live view: in a real terminal, in a file, of one run and of many."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import records
+from laboratory import Lab
+from processes import ROOT, Run, clean_environment
+from records import step_record
+from sight import CALM, until
+from terminals import needs_tmux, terminal  # noqa: F401  (a fixture)
+
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.record import journal, lineage
+from fsdp_pretrain.record.files import RunDir, now
+from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.record.step_record import LossSum
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watch import charts
+from fsdp_pretrain.watch.following import RunFollower, RunView
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.operator import alarms_file
+
+TOTAL = 400
+
+
+class Written:
+    """A run as a trainer writes it, in this process: it looks alive as long as the test is."""
+
+    def __init__(self, lab: Lab, name: str = "small") -> None:
+        self.config = load(lab.config(name))
+        self.run = RunDir(lab.path / name)
+        self.step = 0
+        self.start()
+
+    def start(self) -> None:
+        """A start from the last step, or from the beginning."""
+        segment = self.run.new_segment()
+        number = int(segment.name)
+        lineage.record(segment, parent=number - 1 or None, step=self.step, kind="start")
+        self.run.config.write_text(self.config.to_toml())
+        self.recorder = Recorder(self.run, segment, name=self.run.path.name, console_every=10**6, total_steps=TOTAL)
+        self.recorder.status(force=True, state="starting")
+
+    def train(self, steps: int, **changes: Any) -> None:
+        for self.step in range(self.step + 1, self.step + steps + 1):  # noqa: B020
+            loss = LossSum(sum=256 * (2.0 + 8.0 / self.step), count=256)
+            heldout = {"text": LossSum(sum=3.5 * 4, count=4)} if self.step % 50 == 0 else None
+            self.recorder.step(step_record(self.step, loss=loss, heldout=heldout, **changes), target=TOTAL)
+        self.recorder.status(force=True)
+
+    def save(self) -> None:
+        records.commit(Store(self.run.checkpoints), self.step, committed=now(), segment=self.recorder.number)
+        text = f"step-{self.step:08d}: 7 bytes"
+        self.recorder.event("checkpoint", text, step=self.step, seconds=0.5, bytes=7)
+
+    def alarm(self, key: str, severity: Severity = Severity.CRIT) -> None:
+        alarms = Alarms(alarms_file(self.run), on_change=lambda *_: None)
+        alarms.open(key, severity, f"the summary of {key}")
+        alarms.close()
+
+
+@pytest.fixture
+def written(lab: Lab) -> Written:
+    """150 steps of 400, a checkpoint of step 100, an evaluation, two alarms."""
+    made = Written(lab)
+    made.train(100)
+    made.save()
+    made.train(50)
+    scores = {"cloze": {"acc": 0.25, "acc_stderr": 0.02}, "bpb": {"bits_per_byte": 1.5}}
+    journal.add(made.run, "eval", "cloze acc 0.25", step=100, scores=scores, tasks="cloze+bpb")
+    made.alarm("disk/run")
+    made.alarm("pace", Severity.WARN)
+    return made
+
+
+def contents(run: RunDir) -> dict[str, bytes]:
+    return {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def polled(follower: RunFollower) -> RunView:
+    while True:
+        view, whole = follower.poll()
+        if whole:
+            return view
+
+
+# ------------------------------------------------------------------ in a terminal
+
+
+@needs_tmux
+def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: F811
+    """Follows it, fits every size, acknowledges with a key, writes nothing else, leaves the terminal as it was."""
+    run, before = written.run, contents(written.run)
+    shown = terminal("watch", run.path)
+    screen = shown.shows(
+        "small  RUNNING", "150 of 400", "alarms 2", "CRIT disk/run", "100 verified", "cloze acc 0.25±0.02"
+    )
+    lines = screen.splitlines()
+    assert len(lines) == 24 and max(map(len, lines)) <= 80 and lines[-1].startswith("q quit")
+    for part in (
+        "loss 2.053",
+        "gradient norm",
+        "tokens/s",
+        "step       0.5s",
+        "held-out   text 3.5",
+        "goodput",
+        "ETA 2m05s",
+    ):
+        assert part in screen, screen
+    assert contents(run) == before
+    shown.resize(200, 50)
+    wide = shown.shows("q quit", "pace", "the summary of disk/run", "\x20" * 100)
+    assert len(wide.splitlines()) == 50 and 150 < max(map(len, wide.splitlines())) <= 200
+    written.train(10)
+    shown.shows("160 of 400")
+    shown.press("z", "z")
+    shown.shows("zoom: last 1_000 steps")
+    shown.press("a")
+    shown.shows("acknowledge disk/run?")
+    shown.press("n", "a")
+    shown.shows("acknowledge disk/run?")
+    shown.press("y")
+    shown.shows("disk/run is acknowledged", "WARN pace", "CRIT disk/run (")
+    acknowledged = [entry for entry in journal.read(run) if entry["kind"] == "alarm"]
+    assert [(entry["key"], entry["state"]) for entry in acknowledged] == [("disk/run", "acknowledged")]
+    shutil.move(run.path, run.path.with_name("elsewhere"))
+    shown.shows("NO ANSWER", "is gone; waiting for it")
+    shutil.move(run.path.with_name("elsewhere"), run.path)
+    shown.shows("RUNNING", "160 of 400")
+    shown.press("q")
+    assert "-echo" not in shown.shows("left with 0", "echo") and shown.is_clean()
+
+
+@needs_tmux
+def test_runs_in_a_terminal(lab: Lab, written: Written, terminal: Any) -> None:  # noqa: F811
+    """Worst first; one is opened and left again; Ctrl-C leaves the terminal clean."""
+    other = Written(lab, "other")
+    other.train(20)
+    shown = terminal("watch", lab.path, NO_COLOR="1")
+    lines = shown.shows("1 alert", "2 runs", "2 alarms: disk/run, pace").splitlines()
+    assert [line[:8] for line in lines[2:5]] == [" 1 small", "    2 al", " 2 other"]
+    shown.press("2")
+    shown.shows("other  RUNNING", "20 of 400", "Esc all runs")
+    shown.press("Escape")
+    shown.shows("2 runs")
+    shown.press("Down", "Enter")
+    shown.shows("other  RUNNING")
+    shown.press("C-c")
+    assert "-echo" not in shown.shows("left with 130", "echo") and shown.is_clean()
+
+
+# ------------------------------------------------------------------ not in a terminal
+
+
+def test_a_page_in_a_file(written: Written, run_command: Run) -> None:
+    """One page, no escape codes, the exit code of `status`, nothing written."""
+    before = contents(written.run)
+    for arguments in (["watch", written.run.path], ["watch", written.run.path, "--once"]):
+        done = run_command("fsdp_pretrain.cli", *arguments)
+        assert done.returncode == 2 and "\x1b" not in done.stdout, done
+        assert done.stdout.startswith("small  RUNNING  start 1") and "CRIT disk/run" in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 100
+    assert contents(written.run) == before
+
+
+@pytest.mark.parametrize(
+    ("variables", "stream", "expected"),
+    [
+        ({}, "pipe", False),
+        ({"FORCE_COLOR": "1"}, "pipe", True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "pipe", False),
+        ({}, "terminal", True),
+        ({"NO_COLOR": "1"}, "terminal", False),
+        ({"TERM": "dumb"}, "terminal", False),
+    ],
+)
+def test_colours_are_for_terminals(tmp_path: Path, variables: dict[str, str], stream: str, expected: bool) -> None:
+    """The training console's: on its output only where they belong, never in the log."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from records import step_record;"
+        "from fsdp_pretrain.record.files import RunDir; from fsdp_pretrain.record.recorder import Recorder;"
+        "run = RunDir(Path(sys.argv[2])); r = Recorder(run, run.new_segment(), name='x', console_every=1, total_steps=9);"
+        "r.step(step_record(1), target=9); r.event('stop', 'why', code=93)"
+    )
+    hidden = ("NO_COLOR", "FORCE_COLOR", "TERM")
+    environment = {key: value for key, value in clean_environment().items() if key not in hidden}
+    command = [sys.executable, "-c", code, str(ROOT / "tests"), str(tmp_path / "run")]
+    ours, theirs = os.openpty() if stream == "terminal" else os.pipe()
+    with subprocess.Popen(
+        command, stdout=theirs, env={**environment, "TERM": "xterm", **variables}, cwd="/"
+    ) as process:
+        os.close(theirs) if stream == "terminal" else None
+        assert process.wait() == 0
+    if stream == "pipe":
+        os.close(theirs)
+    written = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "loss=" in written and "why" in written and ("\x1b[" in written) == expected, written
+    assert "\x1b" not in (tmp_path / "run/segments/0001/log").read_text()
+
+
+def test_runs_as_json(lab: Lab, written: Written, run_command: Run) -> None:
+    other = Written(lab, "below/deeper/other")
+    other.train(20)
+    other.recorder.status(force=True, state="complete")
+    (lab.path / "below/corpus/shards").mkdir(parents=True)
+    done = run_command("fsdp_pretrain.cli", "watch", lab.path, "--json")
+    worst, best = json.loads(done.stdout)
+    assert done.returncode == 2
+    assert (worst["name"], worst["state"], worst["level"], worst["alarms"]) == (
+        "small",
+        "running",
+        2,
+        ["disk/run", "pace"],
+    )
+    assert (worst["step"], worst["total_steps"], worst["checkpoint"]["step"]) == (150, TOTAL, 100)
+    assert worst["eta_seconds"] == pytest.approx(250 * 0.5) and worst["loss"] == pytest.approx(2 + 8 / 150)
+    assert best["state"] == "complete" and best["eta_seconds"] is None and best["path"].endswith("below/deeper/other")
+    plain = run_command("fsdp_pretrain.cli", "watch", lab.path)
+    assert (
+        plain.returncode == 2
+        and "\x1b" not in plain.stdout
+        and plain.stdout.index("small") < plain.stdout.index("other")
+    )
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_no_run_is_refused(tmp_path: Path, run_command: Run, there: bool) -> None:
+    done = run_command("fsdp_pretrain.cli", "watch", tmp_path if there else tmp_path / "gone")
+    assert done.returncode == 78 and "is not a run directory" in done.stderr and not done.stdout
+
+
+def test_starts_that_wait_or_died_are_shown_plainly(lab: Lab, run_command: Run) -> None:
+    made = Written(lab)
+
+    def page() -> str:
+        text: str = run_command("fsdp_pretrain.cli", "watch", made.run.path).stdout
+        return text
+
+    assert "small  STARTING" in page() and f"waiting for the first step of {TOTAL}" in page()
+    made.train(3, loss_scale=None)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    made.recorder.status(force=True, pid=gone.pid)
+    assert "NOT RUNNING" in page() and "exited without reporting a reason" in page() and "ETA" not in page()
+    made.recorder.status(force=True, host="another-node")
+    assert "small  RUNNING" in page() and "on another-node" in page()
+    made.recorder.status(force=True, state="failed", exit_intent={"code": 93, "reason": "the disk\nis full"})
+    assert "FAILED" in page() and "exit 93: the disk is full" in page()
+
+
+# ------------------------------------------------------------------ what is read, and how it is drawn
+
+
+def test_only_what_is_new_is_read(lab: Lab) -> None:
+    """A poll reads kilobytes of a record of megabytes, and the kept line is that of `read_metrics`."""
+    made = Written(lab)
+    made.train(3000)
+    follower = RunFollower(made.run)
+    assert list(polled(follower).table.kept("step")[0]) == list(range(1, 3001))
+    polled(follower)
+
+    def read() -> int:
+        return int(Path("/proc/thread-self/io").read_text().split()[1])
+
+    before = read()
+    made.train(5)
+    writing = read() - before
+    view = polled(follower)
+    assert view.table.kept("step")[0][-1] == 3005 and read() - before - writing < 200_000
+    assert (made.run.segment(1) / "metrics.jsonl").stat().st_size > 2_000_000
+    made.step = 1000  # resumes from there
+    made.start()
+    made.train(10, grad_norm=9.0)
+    steps, norms = polled(follower).table.kept("step", "grad_norm")
+    assert list(steps) == list(range(1, 1011)) and set(norms[:1000]) == {0.5} and set(norms[1000:]) == {9.0}
+    assert polled(follower).table.starts() == [1001]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("columns", [60, 2000])
+def test_a_spike_of_one_step_stays(columns: int) -> None:
+    """And the curve has the extremes of the values, for more and for fewer values than columns."""
+    steps, values = np.arange(1.0, 100_001.0), np.full(100_000, 2.0)
+    values[70_000], values[80_000], values[81_000:81_010] = 9.0, 1.0, np.nan
+    low, high = charts.envelope(steps, values, columns, (1.0, 100_000.0))
+    assert high.max() == 9.0 and low.min() == 1.0 and np.isfinite(low).all()
+    assert np.flatnonzero(high > 2.0).tolist() == [int(70_000 / 99_999 * columns)]
+    few = charts.envelope(steps[:3], np.array([1.0, 2.0, 3.0]), columns, (1.0, 3.0))
+    assert (
+        few[0].tolist()
+        == few[1].tolist()
+        == pytest.approx(np.interp(np.arange(columns), [0, columns // 2, columns - 1], [1, 2, 3]).tolist(), abs=0.05)
+    )
+
+
+@pytest.mark.quick
+def test_dots_are_where_the_values_are() -> None:
+    """A straight line in one cell per column pair: the Unicode names of braille patterns say which dots."""
+    steps = np.arange(4.0)
+    drawn = charts.curve(steps, steps, 2, 1, (0.0, 3.0))
+    assert drawn is not None and (drawn.low, drawn.high, drawn.logarithmic) == (0.0, 3.0, False)
+    assert drawn.rows == ["\N{BRAILLE PATTERN DOTS-67}\N{BRAILLE PATTERN DOTS-24}"]
+    assert charts.curve(steps, np.full(4, np.nan), 2, 1, (0.0, 3.0)) is None
+    flat = charts.curve(steps, np.ones(4), 2, 3, (0.0, 3.0), logarithmic=True)
+    assert flat is not None and flat.rows[0] == flat.rows[2] == "\N{BRAILLE PATTERN BLANK}" * 2
+    assert charts.plain("│⣿▓─✓ ") == "|*+-v "
+    assert charts.cells([1.0, 1.0, 1.0], 10) == [4, 3, 3] and charts.cells([0.0], 5) == [0]
+
+
+# ------------------------------------------------------------------ the real thing
+
+
+@needs_tmux
+@pytest.mark.slow
+def test_a_real_run_is_killed_resumes_and_hangs(lab: Lab, terminal: Any, helpers: Any) -> None:  # noqa: F811
+    """Under torchrun, seen at 80 and 200 columns; its alarm is acknowledged there, through the watchdog."""
+    watchdog = {"enabled": True, "interval": "0.2 s", "pace": CALM, "hang": {"soft": "3 s", "hard": "120 s"}}
+    config = lab.config(
+        "real",
+        train={"duration": "100000 steps"},
+        parallel={"shard": 2},
+        checkpoint={"every": "50 steps"},
+        watchdog=watchdog,
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fsdp_pretrain.train",
+        config,
+    ]
+    log = (lab.path / "torchrun.log").open("wb")
+
+    def launch() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [str(word) for word in command], env=helpers.environment(), cwd="/", stdout=log, stderr=log
+        )
+
+    def ranks(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        return [child for child in psutil.Process(job.pid).children() if "fsdp_pretrain.train" in child.cmdline()]
+
+    jobs = [launch()]
+    try:
+        until(RunDir(lab.path / "real").segments.__len__ if False else lambda: RunDir(lab.path / "real").begun)
+        narrow, wide = terminal("watch", lab.path / "real"), terminal("watch", lab.path, width=200, height=50)
+        narrow.shows("real  RUNNING", "50 verified", "of 100_000", "ETA")
+        wide.shows("1 run", "real", "running")
+        wide.press("Enter")
+        wide.shows("real  RUNNING", "gradient norm", "50 verified")
+        for rank in ranks(jobs[0]):
+            rank.kill()
+        jobs[0].wait()
+        for shown in (narrow, wide):
+            assert "RUNNING  " not in shown.shows("start 1", "ALERT").replace("NOT RUNNING  ", "")
+        jobs.append(launch())
+        for shown in (narrow, wide):
+            shown.shows("real  RUNNING  start 2", "resume")
+        stopped = ranks(jobs[1])[1]
+        stopped.send_signal(signal.SIGSTOP)
+        for shown in (narrow, wide):
+            assert max(map(len, shown.shows("CRIT hang").splitlines())) <= (80 if shown is narrow else 200)
+        narrow.press("a")
+        narrow.shows("acknowledge hang?")
+        narrow.press("y")
+        wide.shows("hang (", "acknowledged)")
+        narrow.shows("hang is acknowledged")
+        stopped.send_signal(signal.SIGCONT)
+        for shown in (narrow, wide):
+            shown.shows("none is open")
+            shown.press("q")
+            assert shown.shows("left with 0") and shown.is_clean()
+        states = [entry["state"] for entry in journal.read(RunDir(lab.path / "real")) if entry.get("key") == "hang"]
+        assert states == ["open", "acknowledged", "resolved"]
+    finally:
+        for job in jobs:
+            job.terminate()
+            job.wait()
+        log.close()
