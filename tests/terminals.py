@@ -6,8 +6,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +20,9 @@ needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux
 class TerminalUnderTest:
     """A shell in a terminal of `width` x `height`, which runs a command and then says `left with CODE`."""
 
-    def __init__(self, path: Path, command: list[object], width: int, height: int, **environment: str) -> None:
-        self._tmux = ["tmux", "-S", str(path / "tmux"), "-f", "/dev/null"]
+    def __init__(self, command: list[object], width: int, height: int, **environment: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tmux-")  # a short path: it is that of a socket
+        self._tmux = ["tmux", "-S", f"{self._folder.name}/server", "-f", "/dev/null"]
         script = f"{shlex.join(map(str, command))}; echo left with $?; stty -a | grep -o -- '[-]*echo ' ; exec cat"
         size = ["-x", str(width), "-y", str(height)]
         done = subprocess.run(
@@ -65,18 +66,17 @@ class TerminalUnderTest:
 
     def close(self) -> None:
         subprocess.run([*self._tmux, "kill-server"], capture_output=True)
+        self._folder.cleanup()
 
 
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Any]:
+def terminal() -> Iterator[Any]:
     """Starts `fsdp-pretrain` with arguments in a terminal: `terminal("watch", run, width=80, height=24)`."""
     started: list[TerminalUnderTest] = []
 
     def start(*arguments: object, width: int = 80, height: int = 24, **environment: str) -> TerminalUnderTest:
-        folder = tmp_path / f"terminal-{len(started)}"
-        folder.mkdir()
         command = [sys.executable, "-m", "fsdp_pretrain.cli", *arguments]
-        started.append(TerminalUnderTest(folder, command, width, height, **environment))
+        started.append(TerminalUnderTest(command, width, height, **environment))
         return started[-1]
 
     yield start

@@ -39,9 +39,9 @@ TOTAL = 400
 class Written:
     """A run as a trainer writes it, in this process: it looks alive as long as the test is."""
 
-    def __init__(self, lab: Lab, name: str = "small") -> None:
-        self.config = load(lab.config(name))
-        self.run = RunDir(lab.path / name)
+    def __init__(self, lab: Lab, name: str = "small", below: str = "") -> None:
+        self.run = RunDir(lab.path / below / name)
+        self.config = load(lab.config(name, run={"dir": str(self.run.path)}))
         self.step = 0
         self.start()
 
@@ -213,7 +213,7 @@ def test_colours_are_for_terminals(tmp_path: Path, variables: dict[str, str], st
 
 
 def test_runs_as_json(lab: Lab, written: Written, run_command: Run) -> None:
-    other = Written(lab, "below/deeper/other")
+    other = Written(lab, "other", "below/deeper")
     other.train(20)
     other.recorder.status(force=True, state="complete")
     (lab.path / "below/corpus/shards").mkdir(parents=True)
@@ -317,7 +317,7 @@ def test_dots_are_where_the_values_are() -> None:
     assert charts.curve(steps, np.full(4, np.nan), 2, 1, (0.0, 3.0)) is None
     flat = charts.curve(steps, np.ones(4), 2, 3, (0.0, 3.0), logarithmic=True)
     assert flat is not None and flat.rows[0] == flat.rows[2] == "\N{BRAILLE PATTERN BLANK}" * 2
-    assert charts.plain("│⣿▓─✓ ") == "|*+-v "
+    assert charts.plain("│⣿▓─✓ ") == "|*=-v "
     assert charts.cells([1.0, 1.0, 1.0], 10) == [4, 3, 3] and charts.cells([0.0], 5) == [0]
 
 
@@ -358,7 +358,7 @@ def test_a_real_run_is_killed_resumes_and_hangs(lab: Lab, terminal: Any, helpers
 
     jobs = [launch()]
     try:
-        until(RunDir(lab.path / "real").segments.__len__ if False else lambda: RunDir(lab.path / "real").begun)
+        until(lambda: RunDir(lab.path / "real").begun)
         narrow, wide = terminal("watch", lab.path / "real"), terminal("watch", lab.path, width=200, height=50)
         narrow.shows("real  RUNNING", "50 verified", "of 100_000", "ETA")
         wide.shows("1 run", "real", "running")
