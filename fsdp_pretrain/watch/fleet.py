@@ -162,7 +162,9 @@ def render(
 ) -> list[Text]:
     """The list in `height` lines; None: as many as it needs."""
     count = {level: sum(row.level == level for row in rows) for level in (ALERT, WARN, OK)}
-    title = Text.assemble((str(directory), "bold"), f"  {len(rows)} run{'s' * (len(rows) != 1)}")
+    title = Text.assemble(
+        (_shortened(str(directory), width - 48), "bold"), f"  {len(rows)} run{'s' * (len(rows) != 1)}"
+    )
     for level, name in ((ALERT, "alert"), (WARN, "warning"), (OK, "ok")):
         if count[level]:
             title.append("  ").append(f" {count[level]} {name} ", LEVEL[level])
@@ -173,8 +175,9 @@ def render(
     for number, (row, path) in enumerate(zip(rows, paths, strict=True)):
         values = [show(row).rjust(size) for _, size, show in _COLUMNS]
         mark = f"{number + 1:>2}" if number < 9 else "  "
-        name = path if len(path) <= names else f"…{path[len(path) - names + 1 :]}"
-        line = _line(f"{mark} ", name.ljust(names), row.state, values, "reverse" if number == selected else "")
+        line = _line(
+            f"{mark} ", _shortened(path, names).ljust(names), row.state, values, "reverse" if number == selected else ""
+        )
         line.stylize(INK[row.level], 4 + names, 4 + names + 11)
         wrong = f"{len(row.alarms)} alarm{'s' * (len(row.alarms) != 1)}: {', '.join(row.alarms)}" if row.alarms else ""
         text = Text(f"  {wrong or one_line(row.problem)}", INK[row.level])
@@ -200,6 +203,10 @@ def render(
 
 def _line(mark: str, name: str, state: str, values: Iterable[str], style: str) -> Text:
     return Text.assemble((mark, "dim"), (f"{name} {state:11} {' '.join(values)}", style))
+
+
+def _shortened(path: str, width: int) -> str:
+    return path if len(path) <= width else f"…{path[len(path) - width + 1 :]}"
 
 
 def _below(directory: Path, row: FleetRow) -> str:

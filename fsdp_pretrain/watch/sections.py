@@ -162,7 +162,7 @@ def chart(view: RunView, column: str, name: str, ink: str, size: tuple[int, int]
     span = (float(steps[0]), float(steps[-1]))
     drawn = curve(steps, values, width - _AXIS, height - 1, span, logarithmic=column in _LOGARITHMIC)
     missing = int((~np.isfinite(values)).sum())
-    head = Text.assemble((name, f"bold {ink}"), f" {short(float(values[-1]))}")
+    head = Text.assemble((name, f"bold {ink}"), f" {_tick(float(values[-1]), 4)}")
     if drawn is None:
         return [head.append("  no finite value", "bold red"), *[Text()] * (height - 1)]
     last = view.table.last
@@ -178,8 +178,8 @@ def chart(view: RunView, column: str, name: str, ink: str, size: tuple[int, int]
     return [head, *rows]
 
 
-def _tick(value: float) -> str:
-    return human_count(value) if abs(value) >= 1000 else short(value, 3)
+def _tick(value: float, digits: int = 3) -> str:
+    return human_count(value) if abs(value) >= 1000 else short(value, digits)
 
 
 def axis(view: RunView, width: int, shown: int | None) -> Text:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group
 from rich.text import Text
 
 from .charts import plain
@@ -65,8 +65,9 @@ class Terminal:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height."""
-        return self._console.size.width, self._console.size.height
+        """Width and height: those of the terminal, whatever COLUMNS and LINES say, which do not change with it."""
+        found = os.get_terminal_size(sys.stdout.fileno())
+        return found.columns or 80, found.lines or 24
 
     def __enter__(self) -> Terminal:
         for end in (self._woken, self._wake):
@@ -120,6 +121,7 @@ class Terminal:
 
     def paint(self, lines: Sequence[Text]) -> None:
         """Show a page of as many lines as the screen has."""
+        self._console.size = ConsoleDimensions(*self.size)
         self._screen.update(Group(*adapted(lines, self._console.encoding)))
 
 
