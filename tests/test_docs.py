@@ -79,6 +79,8 @@ COMMANDS = {"fsdp-data": "data.cli", "fsdp-eval": "eval.cli", "fsdp-pretrain": "
 CODES = {
     "fsdp-pretrain status": 1,  # the open alarm
     "fsdp-pretrain alarms": 1,
+    "fsdp-pretrain watch": 1,
+    "fsdp-pretrain finished": 1,  # trained with other settings
     "fsdp-pretrain control": 78,  # no job is running
 }
 """Exit codes other than 0, by how an example begins."""

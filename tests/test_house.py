@@ -22,7 +22,7 @@ TORCH_FREE = """
     fsdp_pretrain.lineage.fork fsdp_pretrain.lineage.provenance fsdp_pretrain.lineage.rollback
     fsdp_pretrain.plan.predict
     fsdp_pretrain.record.aim fsdp_pretrain.record.goodput fsdp_pretrain.record.recorder
-    fsdp_pretrain.watchdog.agent.main fsdp_pretrain.watchdog.agent.registry
+    fsdp_pretrain.watch.app fsdp_pretrain.watchdog.agent.main fsdp_pretrain.watchdog.agent.registry
     fsdp_pretrain.watchdog.detectors.base fsdp_pretrain.watchdog.detectors.nvml
     fsdp_pretrain.watchdog.heartbeat.rank_client fsdp_pretrain.watchdog.notify.notifier
     fsdp_pretrain.watchdog.notify.prometheus fsdp_pretrain.watchdog.probes.worker fsdp_pretrain.watchdog.status
@@ -30,6 +30,7 @@ TORCH_FREE = """
 COMMANDS = [
     *("data.cli", "fsdp_pretrain.cli.main"),
     *("fsdp_pretrain.cli.alarms", "fsdp_pretrain.cli.checkpoints", "fsdp_pretrain.cli.launch"),
+    *("fsdp_pretrain.cli.finished", "fsdp_pretrain.cli.watch"),
 ]
 """Modules with handlers, which import what they run; what needs torch they import by its name in a string."""
 

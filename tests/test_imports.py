@@ -11,7 +11,7 @@ import pytest
 from released import ARCHIVES, unpack
 
 SLOW = set(
-    "aim datasets lm_eval numpy prometheus_client psutil pyarrow pydantic safetensors sentencepiece smtplib ssl tokenizers "
+    "aim datasets lm_eval numpy prometheus_client psutil pyarrow pydantic rich safetensors sentencepiece smtplib ssl tokenizers "
     "tomli_w torch torchdata tqdm transformers xxhash".split()
 )
 """What takes milliseconds to import."""
@@ -38,6 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fsdp_pretrain.cli alarms RUN", STATE | {"psutil"}),
         ("fsdp_pretrain.cli checkpoints RUN list", STATE | {"tomli_w"}),
         ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "psutil", "numpy"}),
+        ("fsdp_pretrain.cli watch RUN --once", STATE | {"tomli_w", "psutil", "numpy", "rich"}),
         ("eval.cli report RUN", STATE),
     ],
 )
