@@ -95,9 +95,10 @@ class RunView:
 
 
 def open_alarms(run: RunDir) -> list[Alarm]:
-    """Alarms that are not over: unacknowledged first, then by severity."""
+    """Alarms that are not over: unacknowledged first, then by severity, then the newest first."""
     found = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
-    return sorted(found, key=lambda alarm: (alarm.state != "open", -alarm.severity))
+    newest = sorted(found, key=lambda alarm: alarm.opened, reverse=True)
+    return sorted(newest, key=lambda alarm: (alarm.state != "open", -alarm.severity))
 
 
 def state_of(report: StatusReport) -> str:
