@@ -242,7 +242,7 @@ def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines == [
         "step=2/10 tokens=512 loss=2.0000 gnorm=0.500 lr=1.00e-03 tok/s=10K mem=1GiB iter=0.500s eta=4s",
         "step=4/10 loss=nan gnorm=nan lr=1.00e-03 tok/s=10K mfu=41.2% mem=1GiB iter=0.500s eta=3s",
-        "step=43680/300000 loss=2.0000 gnorm=0.500 scale=65536 lr=1.00e-03 tok/s=1.23M iter=12.3s eta=36d14h",
+        "step=43680/300000 loss=2.0000 gnorm=0.500 scale=65536 lr=1.00e-03 tok/s=1.23M iter=12.3s eta=36d15h",
         "step=43680/300000 heldout/source-0=2.2500 heldout/source-1=2.2500 heldout/source-2=2.2500",
         "step=43680/300000 heldout/source-3=2.2500 heldout/source-4=2.2500",
     ]

@@ -68,7 +68,7 @@ class Written:
 
     def alarm(self, key: str, severity: Severity = Severity.CRIT) -> None:
         alarms = Alarms(alarms_file(self.run), on_change=lambda *_: None)
-        alarms.open(key, severity, f"the summary of {key}")
+        alarms.open(key, severity, f"the summary of {key}, which says in numbers how bad it is")
         alarms.close()
 
 
@@ -106,7 +106,13 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
     run, before = written.run, contents(written.run)
     shown = terminal("watch", run.path)
     screen = shown.shows(
-        "small  RUNNING", "150 of 400", "alarms 2", "CRIT disk/run", "100 verified", "cloze acc 0.25±0.02"
+        "small  RUNNING",
+        "150 of 400",
+        "alarms 2",
+        "CRIT disk/run",
+        "100 verified",
+        "cloze acc 0.25±0.02",
+        "how bad it is",
     )
     lines = screen.splitlines()
     assert len(lines) == 24 and max(map(len, lines)) <= 80 and lines[-1].startswith("q quit")

@@ -1,7 +1,7 @@
 """What the live view shows of a run: read once, then only what was added.
 
 The costly parts (checkpoints, goodput) are read again when something happened, and otherwise so seldom that they take
-about a fiftieth of the time.
+about a hundredth of the time each.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fsdp_pretrain.watchdog.status import StatusReport, inspect
 from .step_table import StepTable
 
 _JOURNAL, _SHOWN = 200, 8
-_LEAST_SECONDS, _SHARE = 5.0, 50
+_LEAST_SECONDS, _SHARE = 5.0, 100
 T = TypeVar("T")
 
 
 class Costly(Generic[T]):
     """A value that is expensive to read: read again when its `signs` change, and otherwise when it is older than
-    `least` seconds and than fifty times what reading took."""
+    `least` seconds and than a hundred times what reading took."""
 
     def __init__(self, read: Callable[[], T], least: float = _LEAST_SECONDS) -> None:
         self._read, self._least = read, least

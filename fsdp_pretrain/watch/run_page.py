@@ -63,7 +63,7 @@ def _narrow(view: RunView, choice: PageChoice, width: int, height: int | None) -
         *sections.checkpoints(view, width, 1),
         *sections.evaluations(view, 1),
         sections.time_spent(view, width),
-        *sections.alarms(view.alarms, choice.selected, 3),
+        *sections.alarms(view.alarms, choice.selected, width, 3),
     ]
     room = 25 if height is None else height - 1 - len(head) - len(facts)
     small = 3 if room >= 11 else 2 if room >= 8 else 0
@@ -81,7 +81,7 @@ def _narrow(view: RunView, choice: PageChoice, width: int, height: int | None) -
 
 def _wide(view: RunView, choice: PageChoice, width: int, height: int | None) -> list[Text]:
     head, shown = _head(view, width), choice.shown
-    alarms = sections.alarms(view.alarms, choice.selected, 5)
+    alarms = sections.alarms(view.alarms, choice.selected, width, 5)
     room = 40 if height is None else height - 1 - len(head) - len(alarms)
     entries = max(3, min(12, room // 4))
     left = int(width * 0.55)

@@ -312,23 +312,28 @@ def time_spent(view: RunView, width: int) -> Text:
     return label("goodput", Text.assemble((head, "bold"), bar(parts, width - _LABEL - len(head))))
 
 
-def alarms(found: list[Alarm], selected: int, most: int) -> list[Text]:
-    """Open alarms, at most `most` lines; the selected one is marked."""
+def alarms(found: list[Alarm], selected: int, width: int, most: int) -> list[Text]:
+    """Open alarms, at most `most` lines; the selected one is marked, and has a second line if it needs it."""
     if not found:
         return [label("alarms", Text("none is open", "green"))]
     first = max(0, min(selected - most + 1, len(found) - most))
     lines: list[Text] = []
     for number, alarm in enumerate(found[first : first + most], first):
         known = alarm.state == "acknowledged"
-        ink = "dim" if known else _SEVERITY[alarm.severity]
+        name = (f"{alarm.severity.name} {alarm.key}", "dim" if known else _SEVERITY[alarm.severity])
         mark = "▸ " if number == selected else "  "
-        head = f"alarms {len(found)}" if number == first else ""
         facts = f" ({human_time(age(alarm.opened))}{', acknowledged' if known else ''})"
-        text = Text.assemble(
-            mark, (f"{alarm.severity.name} {alarm.key}", ink), (facts, "dim"), f" {one_line(alarm.summary)}"
-        )
-        lines.append(label(head, text))
+        text = Text.assemble(mark, name, (facts, "dim"), f" {one_line(alarm.summary)}")
+        line = label(f"alarms {len(found)}" if number == first else "", text)
+        more = number == max(0, selected) and line.cell_len > width and len(found) < most
+        lines += _broken(line, width) if more else [line]
     return lines
+
+
+def _broken(line: Text, width: int) -> list[Text]:
+    """A line as two, the second indented."""
+    place = line.plain.rfind(" ", 0, width + 1)
+    return [line[:place], Text(" " * (_LABEL + 4)).append_text(line[place + 1 :])]
 
 
 def chronicle(entries: list[dict[str, Any]], most: int) -> list[Text]:
