@@ -31,7 +31,7 @@ class Clocks:
 
     Attributes:
         step, consumed, trained: steps, samples and tokens.
-        written: seconds since 1970.
+        written: wall time, seconds since 1970.
     """
 
     step: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.goodput import GoodputReport, Timeline, account
 from fsdp_pretrain.record.metrics import METRICS
-from fsdp_pretrain.record.start_history import Column, StartHistory, StepColumns, read_history, read_steps
+from fsdp_pretrain.record.start_history import Column, Start, StartHistory, StepColumns, read_history, read_steps
 from fsdp_pretrain.watchdog.status import StatusReport, inspect
 
 from .curves import CLOCKS, Curve, Line, Lines, pack, read_lines, reduce
@@ -92,12 +93,18 @@ def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) ->
             effect="no page was written",
             remedy=f"start its training, or see why that failed: fsdp-pretrain journal {run.path}",
         )
-    segments: dict[int, StepColumns] = {start.segment: start.steps for start in history.attempts}
+    segments = {start.segment: _timed(start) for start in history.attempts}
     for path in run.segments:  # of the parent of a fork, and starts whose environment is damaged
         if int(path.name) not in segments and (path / METRICS).exists():
             segments[int(path.name)] = read_steps(path / METRICS, shown)[0]
     lines = read_lines(history.nodes, {number: steps for number, steps in segments.items() if len(steps)})
     return RunRecord(run, history, lines, *found, journal.read(run), inspect(run, brief=True))
+
+
+def _timed(start: Start) -> StepColumns:
+    """The steps of a start, with the times when they ended: their records are written up to two steps later."""
+    steps, begun = start.steps, start.connected if start.ready is None else start.ready
+    return dataclasses.replace(steps, written=begun + np.cumsum(steps.iteration + steps.missing))
 
 
 def gather(record: RunRecord, columns: list[str], runs: int) -> RunPage:

@@ -43,14 +43,18 @@
       font: "11px system-ui, sans-serif", size: shown ? 30 : 6, gap: 4, space: 90,
     };
     if (!shown) return { ...axis, values: () => [] };
-    if (Report.clock === "written") return axis;
+    const onTime = Report.clocks[Report.clock].column === "written";
     const splits = (u, at, low, high) => {
       const most = Math.max(2, u.width / 110);
-      if (Report.clock !== "elapsed") return ticks(low, high, most);
+      if (!onTime) return ticks(low, high, most);
       const step = spans.find((each) => (high - low) / each <= most) ?? 2592000;
       return Array.from({ length: Math.floor(high / step) - Math.ceil(low / step) + 1 }, (_, index) => (Math.ceil(low / step) + index) * step);
     };
-    const show = Report.clock === "step" ? Report.format.whole : Report.clocks[Report.clock].show;
+    const date = (value) => {
+      const text = Report.format.date(value), inDay = Report.range[1] - Report.range[0] < 1200 ? text.slice(11) : text.slice(11, 16);
+      return value % 86400 === 0 ? text.slice(0, 10) : inDay;
+    };
+    const show = Report.clock === "written" ? date : Report.clocks[Report.clock].show;
     return { ...axis, splits, values: (u, found) => found.map((value) => (value === 0 ? "0" : show(value))) };
   };
   const yAxis = (show, isLog, unit = 1) => ({
@@ -90,10 +94,9 @@
       width: Math.max(200, host.clientWidth),
       legend: { show: false },
       padding: [8, 26, 0, 0],
-      tzDate: (stamp) => uPlot.tzDate(new Date(stamp * 1e3), "Etc/UTC"),
       ...options,
       cursor: { sync: { key: "report" }, drag: { x: true, y: false, setScale: false }, y: false, dataIdx: nearest, points: { size: 6 }, ...options.cursor },
-      scales: { x: { time: Report.clock === "written", range: () => Report.range }, ...options.scales },
+      scales: { x: { time: false, range: () => Report.range }, ...options.scales },
       hooks: {
         ...options.hooks,
         setSelect: [(u) => {
@@ -208,7 +211,9 @@
     return [low === 0 && panel.scale === "zero" ? 0 : low - pad, high + pad];
   };
   const keys = (host, panel, lines, state, redraw) => {
-    const made = lines.filter((line) => line.role === "mean").map((line) => {
+    const means = lines.filter((line) => line.role === "mean"), ranges = means.length < 4 && !narrow();
+    host.classList.toggle("ranges", ranges);
+    const made = means.map((line) => {
       const value = create("b"), swatch = create("i");
       const label = several ? `${line.run.name}${panel.traces.length > 1 ? ` ${line.trace.label}` : ""}` : line.trace.label;
       const button = create("button", { type: "button", className: "key", title: "show or hide" }, swatch, label, value);
@@ -234,7 +239,7 @@
         if (row === null) { row = mean.length - 1; while (row > 0 && mean[row] == null) row -= 1; }
         const most = lines[at]?.role === "most" ? u.data[at + 1][row] : null, least = most === null ? null : u.data[at + 2][row];
         let text = mean[row] == null ? "" : show(most !== null && most === least ? most : mean[row]);
-        if (text && most !== null && least !== null && most > least && u.cursor.idx != null) text += ` (${show(least)} to ${show(most)})`;
+        if (ranges && text && most !== null && least !== null && most > least && u.cursor.idx != null) text += ` (${show(least)} to ${show(most)})`;
         value.textContent = text;
         paint();
       }

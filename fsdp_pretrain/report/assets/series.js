@@ -78,6 +78,20 @@ const Report = { data: JSON.parse(document.getElementById("data").textContent), 
     return high > low ? [low, high] : [low - 0.5, low + 0.5];
   };
 
+  // A position of the first run's kept line on another clock.
+  const convert = (value, from, to) => {
+    const run = Report.data.runs[0], x = Report.onClock(run, run.kept.clocks, from), y = Report.onClock(run, run.kept.clocks, to);
+    const row = x.findIndex((each) => each >= value);
+    return y[row < 0 ? y.length - 1 : row];
+  };
+  // Show the same part of the run on another clock.
+  Report.choose = (clock) => {
+    const before = Report.clock, [first, last] = Report.extent(), [low, high] = Report.range;
+    Report.clock = clock;
+    const every = Report.extent(), from = low <= first ? every[0] : convert(low, before, clock), to = high >= last ? every[1] : convert(high, before, clock);
+    Report.range = to > from ? [from, to] : every;
+  };
+
   // ---------------------------------------------------------------- tables
   // [x, column, ...] of a curve, rising in x, with a row of nulls where the line was interrupted.
   const tabulate = (run, curve, columns, isKept) => {
