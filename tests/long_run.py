@@ -164,7 +164,9 @@ class _Writer:
         lost, self.saved = self.step - to, to
         self.start("rollback", reason="loss spike")
         facts = {"lost": {"steps": lost, "tokens": lost * 10**6}, "by": "ada"}
-        self.tell("rollback", f"back to step {to:_}; because: loss spike", step=to, **facts)
+        self.tell(
+            "rollback", f"back to step {to:_}; because: loss spike; {lost:_} steps are left behind", step=to, **facts
+        )
 
     def evaluate(self, every: int) -> None:
         """Results of every so many steps, as at the end."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Tab, browser, needs_chromium
+from laboratory import Lab
 from long_run import LongRun, write_long_run
 from released import ARCHIVES, unpack
 from sight import tree
@@ -262,3 +263,44 @@ def test_a_hundred_thousand_steps_and_forty_starts_fit(tab: Tab, tmp_path: Path,
     assert (left == 9.0).sum() == len(made.spikes) - 1
     tab.open(out)
     assert tab.value(CHARTS) == 16 and tab.problems == []
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_trained_run_with_a_rollback_a_fork_and_evaluations_tells_its_story(
+    lab: Lab, tab: Tab, tmp_path: Path, run_command: Any, helpers: Any
+) -> None:
+    evaluated = {"every": "10 steps", "launch": False, "tasks": ["heldout_bpb", "separator_probe"], "limit": 4}
+    watched = {"enabled": True, "interval": "0.2 s"}
+    config = lab.config(
+        "run", eval={**evaluated, "heldout": str(lab.heldout), "loss_every": "5 steps"}, watchdog=watched
+    )
+    run, other = lab.path / "run", lab.path / "cooler"
+    lab.train(config)
+    for line in (
+        ("eval.cli", "watch", run, "--once"),
+        ("fsdp_pretrain.cli", "rollback", run, "--to", 10, "--set", "optimizer.lr=5e-3", "--reason", "too hot"),
+        ("fsdp_pretrain.cli", "fork", run, "--at", 10, other, "--set", "optimizer.lr=1e-3"),
+        ("fsdp_pretrain.cli", "note", run, "cooler from here"),
+    ):
+        done = run_command(*line)
+        assert done.returncode == 0, done.stderr
+    lab.train(config)
+    lab.train(other / "config.toml")
+    out = tmp_path / "page.html"
+    done = run_command("fsdp_pretrain.cli", "report", run, other, "--out", out)
+    assert done.returncode == 0, done.stderr
+    for shown, path in zip(page(out)["runs"], (run, other), strict=True):
+        records = helpers.metrics(path)
+        assert column(shown["kept"]["clocks"]["step"]).tolist() == [record["step"] for record in records]
+        means = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
+        assert column(shown["kept"]["mean"]["loss"]) == pytest.approx(means, rel=1e-6)
+    first, second = page(out)["runs"]
+    assert [column(lane["clocks"]["step"]).tolist() for lane in first["left"]] == [list(range(11, 21))]
+    assert {"rollback", "note", "stop"} <= {event["kind"] for event in first["events"]}
+    assert "fork" in {event["kind"] for event in second["events"]} and second["left"] == []
+    bits = next(each for each in first["evaluations"]["curves"] if each["metric"] == "bits_per_byte")
+    assert [(score["at"]["step"], score["left"]) for score in bits["scores"]] == [(10, False), (20, True)]
+    assert [save["state"] for save in first["saves"]] == ["verified", "left", "verified"]
+    tab.open(out)
+    assert tab.problems == []

@@ -45,7 +45,7 @@ class RunPage:
     """What a page shows of a run.
 
     Attributes:
-        begin: when it was launched, seconds since 1970.
+        begin: when it was launched, or of a fork its parent; seconds since 1970.
         kept, left: its curves; those of `left` were left behind.
         bands: the account of its time, over its steps and over wall time.
         left_out: events left out because there are too many.
@@ -98,7 +98,16 @@ def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) ->
         if int(path.name) not in segments and (path / METRICS).exists():
             segments[int(path.name)] = read_steps(path / METRICS, shown)[0]
     lines = read_lines(history.nodes, {number: steps for number, steps in segments.items() if len(steps)})
-    return RunRecord(run, history, lines, *found, journal.read(run), inspect(run, brief=True))
+    return RunRecord(run, history, lines, *found, _entries(run), inspect(run, brief=True))
+
+
+def _entries(run: RunDir) -> list[dict[str, Any]]:
+    """The journal. That of a fork begins with a copy of the parent's, of which what came later is left out."""
+    entries = journal.read(run)
+    forks = [place for place, entry in enumerate(entries) if entry["kind"] == "fork"]
+    place = forks[-1] if forks else 0
+    until = entries[place].get("step") if forks else None
+    return [e for number, e in enumerate(entries) if number >= place or (e.get("step") or 0) <= (until or 0)]
 
 
 def _timed(start: Start) -> StepColumns:
@@ -120,7 +129,7 @@ def gather(record: RunRecord, columns: list[str], runs: int) -> RunPage:
     return RunPage(
         name=record.status.status.run if record.status.status.run != "?" else run.path.resolve().name,
         path=str(run.path),
-        begin=record.account.begin,
+        begin=min([record.account.begin, *lines.kept.columns["written"][:1].tolist()]),
         summary=summarize(run, record.status, lines.kept, record.account, entries),
         kept=reduce(lines.kept, used, points - rest, marks),
         left=left,

@@ -525,7 +525,6 @@
         table.set(key, [...(table.get(key) ?? []), { run, curve }]);
       }
     for (const [key, curves] of table) evaluation(host, JSON.parse(key), curves);
-    return table.size;
   };
 
   // ---------------------------------------------------------------- the page
@@ -547,7 +546,8 @@
     }
     saves(host);
     if (constants.length) host.append(create("p", { className: "constants" }, `Constant: ${constants.join("; ")}.`));
-    document.getElementById("evaluations").hidden = !evaluations(grid) && !runs.some((run) => run.evaluations.verdicts.length);
+    document.getElementById("evaluations").hidden = !runs.some((run) => run.evaluations.curves.length || run.evaluations.verdicts.length);
+    evaluations(grid);
     document.body.style.minHeight = "";
     window.scrollTo(0, scroll);
   };

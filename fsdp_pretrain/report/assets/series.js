@@ -74,7 +74,7 @@ const Report = { data: JSON.parse(document.getElementById("data").textContent), 
       }
     }
     if (!Number.isFinite(low)) return [0, 1];
-    if (!onTime() && low < high / 50) low = 0;
+    if (!onTime() && low < high / 10) low = 0;
     return high > low ? [low, high] : [low - 0.5, low + 0.5];
   };
 

@@ -42,7 +42,7 @@
   // ---------------------------------------------------------------- events
   const all = [...Report.events].sort((a, b) => b.at.written - a.at.written);
   const filter = { group: "marked", text: "", every: false };
-  const KINDS = { marked: (event) => event.mark > 0 || event.severity > 0, worse: (event) => event.severity > 0, all: () => true };
+  const KINDS = { marked: (event) => (event.mark > 0 && event.group !== "progress") || event.severity > 0, worse: (event) => event.severity > 0, all: () => true };
   const found = () => all.filter((event) => (KINDS[filter.group]?.(event) ?? event.group === filter.group)
     && (!filter.text || `${event.kind} ${event.text} ${event.run.name}`.toLowerCase().includes(filter.text)));
   const rowOf = (event) => {
