@@ -154,6 +154,16 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path, run_command: 
     assert (last["low"], last["high"]) == pytest.approx((0.7 - 1.96 * 0.007, 0.7 + 1.96 * 0.007)) and not last["left"]
 
 
+def test_a_run_without_a_step_yet_has_a_page(tmp_path: Path, run_command: Any) -> None:
+    made = write_long_run(tmp_path / "run", steps=40, starts=2)
+    for path in (*made.run.path.glob("segments/*/metrics.jsonl"), made.run.status):
+        path.unlink()
+    done = run_command("fsdp_pretrain.cli", "report", made.run.path)
+    assert done.returncode == 0, done.stderr
+    (run,) = page(made.run.path / "report.html")["runs"]
+    assert len(column(run["kept"]["clocks"]["step"])) == 0 and run["events"] and run["bands"]
+
+
 # --------------------------------------------------------------------- in a browser
 
 
@@ -196,6 +206,20 @@ def test_it_opens_without_a_complaint(tab: Tab, written: Path, width: int, dark:
     widths = tab.value("Report.charts.map((chart) => [chart.width, chart.root.parentElement.clientWidth])")
     assert all(chart <= host for chart, host in widths)
     assert tab.problems == [] and tab.requests == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_run_that_has_just_begun_opens_too(tab: Tab, tmp_path: Path, run_command: Any, steps: int) -> None:
+    made = write_long_run(tmp_path / "run", steps=20, starts=1)
+    metrics = made.run.segment(1) / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:steps]))
+    done = run_command("fsdp_pretrain.cli", "report", made.run.path)
+    assert done.returncode == 0, done.stderr
+    tab.open(made.run.path / "report.html")
+    for clock in ("elapsed", "trained"):
+        click(tab, f"#clocks button[value={clock}]")
+    assert tab.problems == [] and tab.value(CHARTS) > 0
 
 
 @needs_chromium

@@ -174,7 +174,7 @@ def reduce(line: Line, names: Iterable[str], points: int, marks: Iterable[float]
         marks: steps around which buckets are single steps.
     """
     starts = _starts(line, points, marks)
-    last = np.append(starts[1:], len(line)) - 1
+    last = np.append(starts[1:], len(line))[: len(starts)] - 1
     single, width = last == starts, max(1, round(len(line) / points))
     mean, least, most = {}, {}, {}
     for name in names:

@@ -30,7 +30,7 @@ from .gather import RunPage, gather, read
 from .panels import PanelLayout, lay_out
 from .summary import Fact
 
-_SCRIPTS = ("uPlot.iife.min.js", "series.js", "charts.js", "tables.js", "report.js")
+_SCRIPTS = ("uPlot.iife.min.js", "series.js", "plot.js", "curves.js", "charts.js", "tables.js", "report.js")
 _STYLES = ("uPlot.min.css", "report.css")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
