@@ -26,7 +26,7 @@ from .summary import Summary, summarize
 
 _BANDS = 600
 """Intervals of the goodput panel."""
-_CURVE_BYTES = 3_300_000
+_CURVE_BYTES = 3_900_000
 """Of all curves of a page, in base64."""
 _LEFT = 0.25
 """Largest share of a run's points that is spent on what was left behind."""

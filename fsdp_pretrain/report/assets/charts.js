@@ -226,6 +226,7 @@
   Report.build = () => {
     for (const chart of Report.charts.splice(0)) chart.destroy();
     Report.range ??= Report.extent();
+    Report.fine = Report.isFine(Report.range);
     const host = document.getElementById("panels"), grid = document.querySelector("#evaluations .grid");
     const scroll = window.scrollY, height = document.body.offsetHeight;
     document.body.style.minHeight = `${height}px`; // so that rebuilding does not scroll

@@ -71,10 +71,11 @@
   let moving = false;
   Report.zoom = (low, high) => {
     Report.range = [low, high];
+    if (Report.isFine(Report.range) !== Report.fine) return Report.build();
     moving = true;
     for (const chart of Report.charts) chart.setScale("x", { min: low, max: high });
     moving = false;
-    document.dispatchEvent(new Event("zoomed"));
+    return undefined;
   };
   const follow = (u, key) => {
     if (key !== "x" || moving || !u.ready) return;
