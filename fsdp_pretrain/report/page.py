@@ -70,6 +70,7 @@ def render(runs: list[RunPage], layout: PanelLayout, made: float) -> str:
         headers="\n".join(_header(run, number) for number, run in enumerate(runs)),
         made=stamp(made)[:19].replace("T", " "),
         data=data.replace("<", "\\u003c"),
+        licence=_asset("uPlot.LICENSE"),
         scripts="\n".join(f"<script>{text}</script>" for text in scripts),
     )
 
