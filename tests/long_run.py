@@ -48,6 +48,7 @@ class _Writer:
         self.run, self.clock, self.step, self.saved, self.number = self.made.run, BEGIN, 0, 0, 0
         self._consumed = np.concatenate([[0], np.cumsum([self.batch(step) for step in range(1, steps + 1)])])
         path.mkdir(parents=True)
+        self.times: dict[int, float] = {}  # when steps ended
         self._journal = self.run.journal.open("a", encoding="utf-8")
 
     def batch(self, step: int) -> int:
@@ -80,7 +81,8 @@ class _Writer:
         folder.mkdir(parents=True)
         world = {"size": 64, "replicas": 8, "shards": 8}
         times = {"time": stamp(self.clock), "launched": stamp(launched), "host": "node-3", "world": world}
-        state_files.write(folder / "environment.json", times)
+        if kind != "rollback":
+            state_files.write(folder / "environment.json", times)
         place = {"segment": self.number, "parent": parent, "step": self.step, "kind": kind, "consumed": 0, "cursor": 0}
         state_files.write(folder / "lineage.json", {**place, **facts})
         if kind == "rollback":
@@ -117,6 +119,7 @@ class _Writer:
         seconds = {**parts, "data": wait, "checkpoint": stall, "heldout": 3.0 * measured}
         seconds["iteration"] = sum(seconds.values())
         self.clock += seconds["iteration"]
+        self.times[step] = self.clock
         shares = SOURCES if share < 0.8 else {"web": 0.5, "code": 0.3, "books": 0.2}
         tokens, rate = batch * LENGTH, batch * LENGTH / (seconds["iteration"] - seconds["heldout"])
         losses = {"web": loss + 0.1, "code": loss - 0.9, "books": loss + 0.3}
@@ -161,7 +164,9 @@ class _Writer:
         lost, self.saved = self.step - to, to
         self.start("rollback", reason="loss spike")
         facts = {"lost": {"steps": lost, "tokens": lost * 10**6}, "by": "ada"}
-        self.tell("rollback", f"back to step {to:_}; because: loss spike", step=to, **facts)
+        self.tell(
+            "rollback", f"back to step {to:_}; because: loss spike; {lost:_} steps are left behind", step=to, **facts
+        )
 
     def evaluate(self, every: int) -> None:
         """Results of every so many steps, as at the end."""
@@ -180,7 +185,7 @@ class _Writer:
                 "tasks": "tasks",
                 **more,
             }
-            at = stamp(BEGIN + PACE * step)
+            at = stamp(self.times[step])
             state_files.write(folder / "results.json", records.results(step=step, scores=scores, time=at, **facts))
             self.tell("eval", f"hellaswag acc_norm {acc:.4f}", step=step, scores=scores, tasks="tasks")
 

@@ -19,7 +19,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [f"docs/{name}.md" for name in "data training launch evaluation plan huggingface".split()]
+PAGES = [f"docs/{name}.md" for name in "data training launch evaluation plan huggingface report".split()]
 
 
 def blocks(page: str) -> list[str]:
@@ -64,6 +64,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
         pytest.param("docs/launch.md", "runs/demo/run/status.json", marks=pytest.mark.slow),
         pytest.param("docs/evaluation.md", "runs/demo/run/evals/step-00000008", marks=pytest.mark.slow),
         pytest.param("docs/huggingface.md", "runs/demo/hf/config.json", marks=pytest.mark.slow),
+        pytest.param("docs/report.md", "runs/demo/run/report.html", marks=pytest.mark.slow),
     ],
 )
 def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str) -> None:

@@ -21,7 +21,7 @@ TORCH_FREE = """
     fsdp_pretrain.health.auto_rollback fsdp_pretrain.launch.launcher
     fsdp_pretrain.lineage.fork fsdp_pretrain.lineage.provenance fsdp_pretrain.lineage.rollback
     fsdp_pretrain.plan.predict
-    fsdp_pretrain.record.aim fsdp_pretrain.record.goodput fsdp_pretrain.record.recorder
+    fsdp_pretrain.record.aim fsdp_pretrain.record.goodput fsdp_pretrain.record.recorder fsdp_pretrain.report.page
     fsdp_pretrain.watch.app fsdp_pretrain.watchdog.agent.main fsdp_pretrain.watchdog.agent.registry
     fsdp_pretrain.watchdog.detectors.base fsdp_pretrain.watchdog.detectors.nvml
     fsdp_pretrain.watchdog.heartbeat.rank_client fsdp_pretrain.watchdog.notify.notifier

@@ -38,6 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fsdp_pretrain.cli alarms RUN", STATE | {"psutil"}),
         ("fsdp_pretrain.cli checkpoints RUN list", STATE | {"tomli_w"}),
         ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "psutil", "numpy"}),
+        ("fsdp_pretrain.cli report RUN", STATE | {"tomli_w", "psutil", "numpy", "tqdm"}),
         ("fsdp_pretrain.cli watch RUN --once", STATE | {"tomli_w", "psutil", "numpy", "rich"}),
         ("eval.cli report RUN", STATE),
     ],

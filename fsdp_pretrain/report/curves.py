@@ -31,7 +31,7 @@ class Clocks:
 
     Attributes:
         step, consumed, trained: steps, samples and tokens.
-        written: seconds since 1970.
+        written: wall time, seconds since 1970.
     """
 
     step: float
@@ -174,8 +174,7 @@ def reduce(line: Line, names: Iterable[str], points: int, marks: Iterable[float]
         marks: steps around which buckets are single steps.
     """
     starts = _starts(line, points, marks)
-    last = np.append(starts[1:], len(line)) - 1
-    single, width = last == starts, max(1, round(len(line) / points))
+    last = np.append(starts[1:], len(line))[: len(starts)] - 1
     mean, least, most = {}, {}, {}
     for name in names:
         if name not in line.columns or not np.isfinite(column := line.columns[name]).any():
@@ -184,8 +183,6 @@ def reduce(line: Line, names: Iterable[str], points: int, marks: Iterable[float]
         count = np.add.reduceat(finite.astype(np.float64), starts)
         with np.errstate(invalid="ignore", divide="ignore"):
             middle = np.add.reduceat(np.where(finite, column, 0.0), starts) / count
-        if width > 1:  # as smooth around marks as elsewhere: what is exact there are minimum and maximum
-            middle = np.where(single & np.isfinite(middle), _smoothed(column, width)[starts], middle)
         low = np.fmin.reduceat(np.where(finite, column, math.nan), starts).astype(np.float32)
         high = np.fmax.reduceat(np.where(finite, column, math.nan), starts).astype(np.float32)
         mean[name] = middle.astype(np.float32)
@@ -193,20 +190,6 @@ def reduce(line: Line, names: Iterable[str], points: int, marks: Iterable[float]
             least[name], most[name] = low, high
     breaks = np.searchsorted(starts, line.breaks).tolist()
     return Curve({name: line.columns[name][last] for name in CLOCKS}, mean, least, most, breaks)
-
-
-def _smoothed(column: Column, width: int) -> Column:
-    """The mean of about `width` finite values around each."""
-    finite = np.isfinite(column)
-    total, count = (
-        np.concatenate([[0.0], np.cumsum(values)])
-        for values in (np.where(finite, column, 0.0), finite.astype(np.float64))
-    )
-    rows = np.arange(len(column))
-    first, stop = np.maximum(0, rows - width // 2), np.minimum(len(column), rows + width // 2 + 1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        smoothed: Column = (total[stop] - total[first]) / (count[stop] - count[first])
-    return smoothed
 
 
 def _starts(line: Line, points: int, marks: Iterable[float]) -> NDArray[np.int64]:

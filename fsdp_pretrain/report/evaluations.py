@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.attempt import Results, Verdict
-from fsdp_pretrain.record import journal, state_files
+from fsdp_pretrain.record import journal, lineage, state_files
 from fsdp_pretrain.record.files import RunDir, seconds_of
 
 from .curves import Clocks, Lines
@@ -95,9 +95,9 @@ def _read(run: RunDir) -> tuple[list[tuple[Results, bool]], int]:
 
 
 def _journalled(entries: list[dict[str, Any]], known: list[tuple[Results, bool]]) -> list[tuple[Results, bool]]:
-    """What the journal says of evaluations whose results are gone; they count as left behind."""
+    """What the journal says of evaluations whose results are gone, as after a rollback."""
     there = {pair for each, _ in known for pair in ((each.step, each.committed), (each.step, None))}
-    found = []
+    found, kept = [], {id(entry) for entry in lineage.drop_abandoned(entries)}
     for entry in journal.of_kind(entries, "eval"):
         if (entry["step"], committed := entry.get("committed")) in there:
             continue
@@ -107,5 +107,5 @@ def _journalled(entries: list[dict[str, Any]], known: list[tuple[Results, bool]]
             if isinstance(row, dict)
         }
         facts = {"step": entry["step"], "time": entry["time"], "committed": committed}
-        found.append((Results(tokens=0, scores=scores, seconds=0.0, **facts), True))
+        found.append((Results(tokens=0, scores=scores, seconds=0.0, **facts), id(entry) not in kept))
     return found

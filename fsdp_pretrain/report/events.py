@@ -112,9 +112,6 @@ def _event(entry: dict[str, Any], at: Clocks) -> Event:
     severity = _SEVERITY.get(kind, Severity.INFO)
     if kind == "stop" and entry.get("code") not in _CALM:
         severity = Severity.CRIT
-    lost = entry.get("lost")
-    if kind == "rollback" and isinstance(lost, dict) and lost.get("steps"):
-        text += f"; {lost['steps']:_} steps left behind"
     if entry.get("by"):
         text += f" ({entry['by']})"
     mark = Mark.LINE if kind in _LINES else Mark.STRIP if kind in _STRIP else Mark.TABLE

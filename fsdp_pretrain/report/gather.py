@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.goodput import GoodputReport, Timeline, account
 from fsdp_pretrain.record.metrics import METRICS
-from fsdp_pretrain.record.start_history import Column, StartHistory, StepColumns, read_history, read_steps
+from fsdp_pretrain.record.start_history import Column, Start, StartHistory, StepColumns, read_history, read_steps
 from fsdp_pretrain.watchdog.status import StatusReport, inspect
 
 from .curves import CLOCKS, Curve, Line, Lines, pack, read_lines, reduce
@@ -25,7 +26,7 @@ from .summary import Summary, summarize
 
 _BANDS = 600
 """Intervals of the goodput panel."""
-_CURVE_BYTES = 3_300_000
+_CURVE_BYTES = 3_900_000
 """Of all curves of a page, in base64."""
 _LEFT = 0.25
 """Largest share of a run's points that is spent on what was left behind."""
@@ -44,7 +45,7 @@ class RunPage:
     """What a page shows of a run.
 
     Attributes:
-        begin: when it was launched, seconds since 1970.
+        begin: when it was launched, or of a fork its parent; seconds since 1970.
         kept, left: its curves; those of `left` were left behind.
         bands: the account of its time, over its steps and over wall time.
         left_out: events left out because there are too many.
@@ -92,12 +93,27 @@ def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) ->
             effect="no page was written",
             remedy=f"start its training, or see why that failed: fsdp-pretrain journal {run.path}",
         )
-    segments: dict[int, StepColumns] = {start.segment: start.steps for start in history.attempts}
+    segments = {start.segment: _timed(start) for start in history.attempts}
     for path in run.segments:  # of the parent of a fork, and starts whose environment is damaged
         if int(path.name) not in segments and (path / METRICS).exists():
             segments[int(path.name)] = read_steps(path / METRICS, shown)[0]
     lines = read_lines(history.nodes, {number: steps for number, steps in segments.items() if len(steps)})
-    return RunRecord(run, history, lines, *found, journal.read(run), inspect(run, brief=True))
+    return RunRecord(run, history, lines, *found, _entries(run), inspect(run, brief=True))
+
+
+def _entries(run: RunDir) -> list[dict[str, Any]]:
+    """The journal. That of a fork begins with a copy of the parent's, of which what came later is left out."""
+    entries = journal.read(run)
+    forks = [place for place, entry in enumerate(entries) if entry["kind"] == "fork"]
+    place = forks[-1] if forks else 0
+    until = entries[place].get("step") if forks else None
+    return [e for number, e in enumerate(entries) if number >= place or (e.get("step") or 0) <= (until or 0)]
+
+
+def _timed(start: Start) -> StepColumns:
+    """The steps of a start, with the times when they ended: their records are written up to two steps later."""
+    steps, begun = start.steps, start.connected if start.ready is None else start.ready
+    return dataclasses.replace(steps, written=begun + np.cumsum(steps.iteration + steps.missing))
 
 
 def gather(record: RunRecord, columns: list[str], runs: int) -> RunPage:
@@ -113,7 +129,7 @@ def gather(record: RunRecord, columns: list[str], runs: int) -> RunPage:
     return RunPage(
         name=record.status.status.run if record.status.status.run != "?" else run.path.resolve().name,
         path=str(run.path),
-        begin=record.account.begin,
+        begin=min([record.account.begin, *lines.kept.columns["written"][:1].tolist()]),
         summary=summarize(run, record.status, lines.kept, record.account, entries),
         kept=reduce(lines.kept, used, points - rest, marks),
         left=left,

@@ -30,7 +30,7 @@ from .gather import RunPage, gather, read
 from .panels import PanelLayout, lay_out
 from .summary import Fact
 
-_SCRIPTS = ("uPlot.iife.min.js", "series.js", "charts.js", "tables.js", "report.js")
+_SCRIPTS = ("uPlot.iife.min.js", "series.js", "plot.js", "curves.js", "charts.js", "tables.js", "report.js")
 _STYLES = ("uPlot.min.css", "report.css")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -70,6 +70,7 @@ def render(runs: list[RunPage], layout: PanelLayout, made: float) -> str:
         headers="\n".join(_header(run, number) for number, run in enumerate(runs)),
         made=stamp(made)[:19].replace("T", " "),
         data=data.replace("<", "\\u003c"),
+        licence=_asset("uPlot.LICENSE"),
         scripts="\n".join(f"<script>{text}</script>" for text in scripts),
     )
 

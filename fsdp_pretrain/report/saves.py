@@ -50,9 +50,11 @@ def read_saves(run: RunDir, entries: list[dict[str, Any]], nodes: list[LineageNo
         if entry["kind"] != "checkpoint" or not journal.is_whole(entry) or step is None:
             continue
         checkpoint, text = there.get(step), entry["text"]
-        if (entry.get("segment") or 0) < forked and checkpoint is None:
+        segment = entry.get("segment") or 0
+        on_line = not parts or lineage.holds(parts, segment, step)
+        if segment < forked and not (on_line and checkpoint is not None):
             continue  # the parent has it
-        if parts and not lineage.holds(parts, entry.get("segment") or 0, step):
+        if not on_line:
             state = "left"
         elif checkpoint is None or last[step] is not entry:
             state = "lost" if step > newest else "deleted"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
@@ -13,7 +14,7 @@ from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.goodput import GoodputReport
 from fsdp_pretrain.units import human_count, human_time
-from fsdp_pretrain.watchdog.status import StatusReport
+from fsdp_pretrain.watchdog.status import StatusReport, Verified
 
 from .curves import Line
 
@@ -51,7 +52,7 @@ class Summary:
 
 
 def summarize(
-    run: RunDir, found: StatusReport, kept: Line, account: GoodputReport | None, entries: list[dict[str, Any]]
+    run: RunDir, found: StatusReport, kept: Line, account: GoodputReport, entries: list[dict[str, Any]]
 ) -> Summary:
     """The header of a run, from what `status` found and the kept line."""
     about = next((entry["text"] for entry in reversed(entries) if entry["kind"] == "start"), "")
@@ -59,6 +60,9 @@ def summarize(
     config = _config(run)
     total = config.schedule.steps if config is not None else found.status.total_steps
     problems = [(_LEVELS[level], text) for level, text in sorted(found.problems, key=lambda each: -each[0])]
+    if account.damaged.lines:
+        problems.append(("warn", f"damaged lines of the record, passed over: {account.damaged.lines:_}"))
+    problems += [("warn", f"left out: {text}") for text in account.damaged.files]
     return Summary(
         state=found.state,
         level=_LEVELS[found.level],
@@ -70,7 +74,7 @@ def summarize(
 
 
 def _facts(
-    found: StatusReport, kept: Line, account: GoodputReport | None, config: Config | None, total: int | None
+    found: StatusReport, kept: Line, account: GoodputReport, config: Config | None, total: int | None
 ) -> Iterator[Fact]:
     step, tokens = _last(kept, "step"), _last(kept, "trained")
     if step is not None:
@@ -79,33 +83,35 @@ def _facts(
         planned = f"of {human_count(config.schedule.tokens(config.schedule.total))}" if config is not None else ""
         yield Fact("Tokens", human_count(tokens or 0), planned)
     if (loss := _last(kept, "loss")) is not None:
-        measured = {
-            name: value for name in kept.columns if name.startswith("heldout/") and (value := _last(kept, name))
-        }
-        more = ", ".join(f"held-out {name.partition('/')[2]} {value:.4f}" for name, value in measured.items())
+        measured = [(name.partition("/")[2], _last(kept, name)) for name in kept.columns if name.startswith("heldout/")]
+        more = ", ".join(f"held-out {name} {value:.4f}" for name, value in measured if value is not None)
         yield Fact("Loss", f"{loss:.4f}", more)
     pace = found.status.iteration_seconds
     if found.running and pace and step is not None and total:
         yield Fact("To go", human_time((total - step) * pace), f"at {pace:.3g}s a step")
-    checkpoint = found.verified_checkpoint
-    if checkpoint is not None:
-        behind = (
-            f"{max(0, round((step or 0) - checkpoint.step)):,} steps behind, {human_time(checkpoint.age_seconds)} old"
-        )
-        yield Fact("Verified checkpoint", f"step {checkpoint.step:,}", behind)
-    else:
-        yield Fact("Verified checkpoint", "none", level="warn")
-    if account is not None:
-        count = len(account.incidents)
-        interrupted = f"{count} interruption{'s' * (count != 1)}"
-        more = (
-            f"of {human_time(account.wall_seconds)}, {human_count(account.tokens_per_day)} tokens a day, {interrupted}"
-        )
-        yield Fact("Goodput", f"{account.goodput:.1%}", more)
-    worst = max(
-        (1 if alarm["severity"] == "WARN" else 2 for alarm in found.alarms if alarm["severity"] != "INFO"), default=0
-    )
-    yield Fact("Open alarms", str(len(found.alarms)), ", ".join(alarm["key"] for alarm in found.alarms), _LEVELS[worst])
+    yield _checkpoint(found.verified_checkpoint, step or 0.0)
+    count = len(account.incidents)
+    wall, pace_of_day = human_time(account.wall_seconds), human_count(account.tokens_per_day)
+    interrupted = f"{count} interruption{'s' * (count != 1)}"
+    yield Fact("Goodput", f"{account.goodput:.1%}", f"of {wall}, {pace_of_day} tokens a day, {interrupted}")
+    yield _alarms(found.alarms)
+
+
+def _checkpoint(newest: Verified | None, step: float) -> Fact:
+    if newest is None:
+        return Fact("Verified checkpoint", "none", level="warn")
+    behind = max(0, round(step) - newest.step)
+    more = f"{behind:,} steps behind, {human_time(newest.age_seconds)} old"
+    return Fact("Verified checkpoint", f"step {newest.step:,}", more)
+
+
+def _alarms(found: list[dict[str, Any]]) -> Fact:
+    """Those that somebody should know of are counted."""
+    serious = [alarm for alarm in found if alarm["severity"] != "INFO"]
+    level = 2 if any(alarm["severity"] == "CRIT" for alarm in serious) else min(1, len(serious))
+    keys = [*(alarm["key"] for alarm in serious)]
+    keys += [f"{alarm['key']} (for information)" for alarm in found if alarm not in serious]
+    return Fact("Open alarms", str(len(serious)), ", ".join(keys), _LEVELS[level])
 
 
 def _config(run: RunDir) -> Config | None:
@@ -117,6 +123,6 @@ def _config(run: RunDir) -> Config | None:
 
 def _last(line: Line, name: str) -> float | None:
     """The last finite value of a column."""
-    column = line.columns.get(name)
-    values = [] if column is None else column[~(column != column)]
-    return float(values[-1]) if len(values) and math.isfinite(values[-1]) else None
+    column = line.columns.get(name, np.zeros(0))
+    values = column[np.isfinite(column)]
+    return float(values[-1]) if len(values) else None

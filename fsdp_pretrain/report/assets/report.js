@@ -18,8 +18,7 @@
   for (const [name, { label }] of Object.entries(Report.clocks)) {
     const button = create("button", { type: "button", value: name }, label);
     button.addEventListener("click", () => {
-      Report.clock = name;
-      Report.range = Report.extent();
+      Report.choose(name);
       press();
       Report.build();
     });
@@ -56,14 +55,19 @@
 
   // Charts keep their host's width; paper is light and as wide as it is.
   let width = window.innerWidth;
-  const fit = (to) => { for (const chart of Report.charts) chart.setSize({ width: to ?? chart.root.parentElement.clientWidth, height: chart.height }); };
+  const fit = (paper) => {
+    for (const chart of Report.charts) {
+      const to = paper ? (chart.root.closest(".grid") ? 340 : 700) : chart.root.parentElement.clientWidth;
+      chart.setSize({ width: to, height: chart.height });
+    }
+  };
   window.addEventListener("resize", () => {
     if (window.innerWidth === width) return;
     width = window.innerWidth;
-    requestAnimationFrame(() => fit());
+    requestAnimationFrame(() => fit(false));
   });
   let before = null;
-  window.addEventListener("beforeprint", () => { before = root.dataset.theme; paint("light"); Report.build(); fit(700); });
+  window.addEventListener("beforeprint", () => { before = root.dataset.theme; paint("light"); Report.build(); fit(true); });
   window.addEventListener("afterprint", () => { if (before) { choose(before); before = null; } });
 
   document.body.classList.toggle("several", runs.length > 1);

@@ -10,9 +10,34 @@ const Report = { data: JSON.parse(document.getElementById("data").textContent), 
   };
   const decodeAll = (table) => Object.fromEntries(Object.entries(table).map(([name, packed]) => [name, decode(packed)]));
 
+  // A curve with single steps, which are kept around marks, combined into buckets as wide as the others: for a view in
+  // which there are more points than pixels.
+  const coarsen = (curve) => {
+    const { step } = curve.clocks, gaps = step.slice(1).map((each, row) => each - step[row]);
+    const wide = gaps.filter((gap) => gap > 1).sort((a, b) => a - b), width = wide[wide.length >> 1];
+    if (wide.length * 3 < gaps.length) return curve; // hardly anything was combined
+    const starts = [], breaks = [], cuts = new Set(curve.breaks);
+    for (let row = 0; row < step.length; row += 1) {
+      if (cuts.has(row)) breaks.push(starts.length);
+      if (row === 0 || cuts.has(row) || gaps[row - 1] > 1 || row - starts.at(-1) >= width) starts.push(row);
+    }
+    const combine = (columns, act) => Object.fromEntries(Object.entries(columns).map(([name, column]) => [
+      name, starts.map((start, at) => {
+        const found = column.slice(start, starts[at + 1]).filter((value) => value !== null);
+        return found.length ? act(found) : null;
+      }),
+    ]));
+    return {
+      clocks: combine(curve.clocks, (values) => values.at(-1)), breaks,
+      mean: combine(curve.mean, (values) => values.reduce((sum, value) => sum + value, 0) / values.length),
+      least: combine(curve.least, (values) => Math.min(...values)), most: combine(curve.most, (values) => Math.max(...values)),
+    };
+  };
+
   for (const run of Report.data.runs) {
     for (const curve of [run.kept, ...run.left])
       for (const part of ["clocks", "mean", "least", "most"]) curve[part] = decodeAll(curve[part]);
+    run.coarse = { kept: coarsen(run.kept), left: run.left.map(coarsen) };
     for (const band of run.bands) for (const part of ["edges", "seconds"]) band[part] = decodeAll(band[part]);
   }
 
@@ -60,6 +85,12 @@ const Report = { data: JSON.parse(document.getElementById("data").textContent), 
   };
   const onTime = () => Report.clocks[Report.clock].column === "written";
 
+  // Whether single steps can be told apart in a range.
+  Report.isFine = ([low, high]) => Report.data.runs.every((run) => {
+    const x = Report.onClock(run, run.kept.clocks);
+    return x.filter((value) => value >= low && value <= high).length < 1200;
+  });
+
   // Bounds of everything that was trained, on the chosen clock.
   Report.extent = () => {
     let [low, high] = [Infinity, -Infinity];
@@ -74,8 +105,22 @@ const Report = { data: JSON.parse(document.getElementById("data").textContent), 
       }
     }
     if (!Number.isFinite(low)) return [0, 1];
-    if (!onTime() && low < high / 50) low = 0;
+    if (!onTime() && low < high / 10) low = 0;
     return high > low ? [low, high] : [low - 0.5, low + 0.5];
+  };
+
+  // A position of the first run's kept line on another clock.
+  const convert = (value, from, to) => {
+    const run = Report.data.runs[0], x = Report.onClock(run, run.kept.clocks, from), y = Report.onClock(run, run.kept.clocks, to);
+    const row = x.findIndex((each) => each >= value);
+    return y[row < 0 ? y.length - 1 : row];
+  };
+  // Show the same part of the run on another clock.
+  Report.choose = (clock) => {
+    const before = Report.clock, [first, last] = Report.extent(), [low, high] = Report.range;
+    Report.clock = clock;
+    const every = Report.extent(), from = low <= first ? every[0] : convert(low, before, clock), to = high >= last ? every[1] : convert(high, before, clock);
+    Report.range = to > from ? [from, to] : every;
   };
 
   // ---------------------------------------------------------------- tables
@@ -103,19 +148,20 @@ const Report = { data: JSON.parse(document.getElementById("data").textContent), 
   Report.assemble = (panel, log) => {
     const tables = [], lines = [];
     for (const run of Report.data.runs) {
-      const traces = panel.traces.filter((trace) => run.kept.mean[trace.column]);
+      const { kept, left: others } = Report.fine ? run : run.coarse;
+      const traces = panel.traces.filter((trace) => kept.mean[trace.column]);
       const columns = [];
       for (const trace of traces) {
         lines.push({ run, trace, role: "mean" });
-        columns.push(run.kept.mean[trace.column]);
-        if (run.kept.least[trace.column] && !trace.dots) {
+        columns.push(kept.mean[trace.column]);
+        if (kept.least[trace.column] && !trace.dots) {
           lines.push({ run, trace, role: "most" }, { run, trace, role: "least" });
-          columns.push(run.kept.most[trace.column], run.kept.least[trace.column]);
+          columns.push(kept.most[trace.column], kept.least[trace.column]);
         }
       }
-      if (columns.length) tables.push(tabulate(run, run.kept, columns, true));
+      if (columns.length) tables.push(tabulate(run, kept, columns, true));
       const dim = panel.unit === "seconds" ? traces.slice(0, 1) : traces.filter((trace) => !trace.dots);
-      for (const curve of run.left) {
+      for (const curve of others) {
         const left = [];
         for (const trace of dim)
           for (const part of ["most", "mean"]) {

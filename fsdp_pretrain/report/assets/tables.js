@@ -41,8 +41,9 @@
 
   // ---------------------------------------------------------------- events
   const all = [...Report.events].sort((a, b) => b.at.written - a.at.written);
-  const filter = { group: "", text: "", every: false };
-  const found = () => all.filter((event) => (!filter.group || event.group === filter.group || (filter.group === "!" && event.severity > 0))
+  const filter = { group: "marked", text: "", every: false };
+  const KINDS = { marked: (event) => (event.mark > 0 && event.group !== "progress") || event.severity > 0, worse: (event) => event.severity > 0, all: () => true };
+  const found = () => all.filter((event) => (KINDS[filter.group]?.(event) ?? event.group === filter.group)
     && (!filter.text || `${event.kind} ${event.text} ${event.run.name}`.toLowerCase().includes(filter.text)));
   const rowOf = (event) => {
     const show = create("button", { type: "button", className: "link", title: "show it in the curves" }, event.at.step === null ? "show" : format.whole(event.at.step));
@@ -64,7 +65,8 @@
     if (left) host.append(create("p", { className: "note" }, `${format.whole(left)} more are only in the journal.`));
   };
   Report.reveal = (event) => {
-    Object.assign(filter, { group: "", text: "", every: true });
+    Object.assign(filter, { group: "marked", text: "", every: true });
+    Report.filters();
     Report.list();
     const row = [...document.querySelectorAll("#table tr")].find((each) => each.event === event);
     row.classList.add("found");
@@ -80,12 +82,13 @@
   Report.filters = () => {
     const form = document.getElementById("filter");
     const groups = [...new Set(all.map((event) => event.group))].sort();
-    const group = create("select", { ariaLabel: "Which events" }, create("option", { value: "" }, "all events"), create("option", { value: "!" }, "warnings and worse"), ...groups.map((name) => create("option", { value: name }, name)));
+    const group = create("select", { ariaLabel: "Which events" }, create("option", { value: "marked" }, "marked events"), create("option", { value: "worse" }, "warnings and worse"), create("option", { value: "all" }, "all events"), ...groups.map((name) => create("option", { value: name }, name)));
+    group.value = filter.group;
     const text = create("input", { type: "search", placeholder: "search", ariaLabel: "Search the events" });
     const change = () => { Object.assign(filter, { group: group.value, text: text.value.toLowerCase(), every: false }); Report.list(); };
     group.addEventListener("change", change);
     text.addEventListener("input", change);
-    form.addEventListener("submit", (event) => event.preventDefault());
+    form.onsubmit = (event) => event.preventDefault();
     form.replaceChildren(group, text);
   };
 })();
