@@ -21,7 +21,7 @@ from fsdp_pretrain.record.step_record import LossSum
 
 BEGIN = 1_700_000_000.0
 Curves = dict[str, dict[int, float]]
-"""By the path of a curve (`loss/train/all`), the value at each step."""
+"""By the path of a curve (`loss/training`), the value at each step."""
 
 
 class Recorded:
@@ -63,11 +63,11 @@ class Recorded:
             record = records.step_record(step, loss=total, grad_norm=math.sqrt(step), **made)
             file.write(record.to_line())
             found = {
-                "loss/train/all": total.mean,
+                "loss/training": total.mean,
                 "optimizer/grad_norm": math.sqrt(step),
                 "optimizer/lr": 1 / (step + 3),
             }
-            found |= {f"loss/train/{name}": loss.mean for name, loss in losses.items()}
+            found |= {f"loss/training/{name}": loss.mean for name, loss in losses.items()}
             found |= {"training/batch": 8, "training/consumed": record.consumed, "training/tokens": record.tokens}
             found |= {"speed/tokens_per_second": 1e4, "speed/memory_bytes": 2**30}
             found |= {f"speed/seconds/{part}": seconds for part, seconds in record.seconds}
@@ -91,7 +91,7 @@ class Recorded:
         """An evaluation, whose entry comes 25 seconds later."""
         self.tell("eval", BEGIN + 10 * step + 25, step=step, scores={"qa": {"acc": value, "acc_stderr": 0.125}})
         self.expected.setdefault("score/acc/qa", {})[step] = value
-        self.expected.setdefault("score/acc_stderr/qa", {})[step] = 0.125
+        self.expected.setdefault("stderr/acc/qa", {})[step] = 0.125
 
     def state(self, name: str, step: int) -> None:
         state_files.write(self.run.status, {"state": name, "step": step, "heartbeat": stamp(BEGIN + 10 * step)})
@@ -113,12 +113,16 @@ from aim.storage.context import Context
 out = {}
 for run in Repo(sys.argv[1]).iter_runs():
     found = {key: getattr(run, key) for key in "name experiment tags archived active creation_time end_time".split()}
-    found["config"], found["curves"], found["times"] = run["config"], {}, {}
+    found["config"], found["curves"], found["times"], found["page"] = run["config"], {}, {}, []
     for metric in run.metrics():
         context = metric.context.to_dict()
-        path = "/".join([metric.name, *(context[key] for key in ("subset", "source", "task", "part") if key in context)])
+        found["page"].append(metric.name + "_" + ", ".join(f"{key}={value}" for key, value in context.items()))
+        parts = [context[key] for key in ("subset", "source", "task", "part") if key in context]
+        path = "/".join([metric.name, *(part for part in parts if part != "(mixture)")])
         steps, (values, _, times) = metric.data.items_list()
         found["curves"][path], found["times"][path] = list(zip(steps, values)), list(zip(steps, times))
+    found["page"].sort(key=str.upper)  # as the page of a run does
+    found["first"] = next(iter(run.iter_metrics_info()))[0]  # on Aim's page of all runs
     for name in ("incidents", "journal"):
         texts = run.get_text_sequence(name, Context({}))
         found[name] = [] if texts is None else [text.data for row in texts.data.items_list()[1][0] for text in row]

@@ -1,7 +1,7 @@
 """The stream that trackers show: the kept line of a run's record as typed points, from any position on.
 
 Names are chosen so that their alphabetical order, in which trackers list them, is that of interest: `loss`,
-`optimizer/...`, `score/...` (evaluations), `speed/...`, `training/...`.
+`optimizer/...`, `score/...` (evaluations), `speed/...`, `stderr/...` (of the scores), `training/...`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _VALUES = {
     "training/tokens": "tokens",
 }
 """Name -> attribute of a `StepRecord`."""
+_ALL = {"subset": "training", "source": "(mixture)"}
+"""Context of the training loss. Aim's page of a run sorts contexts by their text, its page of runs by a hash of them,
+which is small for these words: the training loss is first on both."""
 _INCIDENTS = frozenset(
     "alarm avoid-hosts checkpoint-failed checkpoint-fallback checkpoint-late checkpoint-missing checkpoint-rejected "
     "checkpoint-room data-read eval-failed eval-late eval-refused eval-verdict health health-again health-rollback "
@@ -47,7 +50,7 @@ class Scalar:
     @property
     def path(self) -> str:
         """Name and context as one path, for trackers without contexts."""
-        return "/".join((self.name, *self.context.values()))
+        return "/".join((self.name, *(value for value in self.context.values() if value != _ALL["source"])))
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,9 @@ class RecordStream:
 
 
 def _values(record: StepRecord) -> StepValues:
-    scalars = [*_losses({"all": record.loss}, "train")]
+    scalars = [*_losses({_ALL["source"]: record.loss}, _ALL["subset"])]
     if len(record.sources) > 1:
-        scalars += _losses(record.sources, "train")
+        scalars += _losses(record.sources, _ALL["subset"])
     scalars += _losses(record.heldout or {}, "heldout")
     values = {name: getattr(record, attribute) for name, attribute in _VALUES.items()}
     scalars += [Scalar(name, value) for name, value in values.items() if value is not None]
@@ -133,12 +136,23 @@ def _losses(losses: Mapping[str, LossSum], subset: str) -> Iterator[Scalar]:
 
 def _scores(entry: dict[str, Any]) -> StepValues:
     scalars = [
-        Scalar(f"score/{metric}", value, {"task": task})
+        Scalar(_score(metric), value, {"task": task})
         for task, metrics in entry["scores"].items()
         for metric, value in metrics.items()
         if isinstance(value, int | float) and math.isfinite(value)
     ]
     return StepValues(entry["step"], seconds_of(entry["time"]) or 0.0, scalars)
+
+
+def _score(metric: str) -> str:
+    spread = metric.endswith("_stderr")
+    return f"stderr/{metric.removesuffix('_stderr')}" if spread else f"score/{metric}"
+
+
+def _line(entry: dict[str, Any]) -> str:
+    """What happened first: trackers show only the beginning of a line."""
+    by = f" ({entry['by']})" if entry.get("by") else ""
+    return f"{entry['kind']}: {entry['text']}{by}, {entry['time'][:19].replace('T', ' ')}"
 
 
 def _texts(entries: list[dict[str, Any]], added: set[int]) -> Iterator[StepText]:
@@ -149,7 +163,7 @@ def _texts(entries: list[dict[str, Any]], added: set[int]) -> Iterator[StepText]
     for entry in entries:
         step = entry.get("step") or step
         for name in ("incidents", "journal") if entry["kind"] in _INCIDENTS else ("journal",):
-            lines.setdefault((name, step), []).append(journal.render(entry).removeprefix("- ").replace("**", ""))
+            lines.setdefault((name, step), []).append(_line(entry))
             if id(entry) in added:
                 changed[name, step] = seconds_of(entry["time"]) or 0.0
     for (name, at), time in changed.items():
