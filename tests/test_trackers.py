@@ -191,10 +191,13 @@ def test_the_view_of_an_earlier_release_is_archived(tmp_path: Path, run_command:
     code = f"""
 import json
 from aim import Run
+from aim.sdk.index_manager import RepoIndexManager
+from aim.sdk.repo import Repo
 run = Run(repo={str(tmp_path / "run/aim")!r}, system_tracking_interval=None, capture_terminal_logs=False)
-run.name = "demo"
+run.name, run["config"] = "demo", {{"a": 1}}
 run.track(1.0, name="batch", step=1)
 run.close()
+RepoIndexManager(Repo({str(tmp_path / "run/aim")!r})).index(run.hash)
 note = {{"repo": {str(tmp_path / "run/aim")!r}, "hash": run.hash, "segment": 1}}
 open({str(tmp_path / "run/aim.json")!r}, "w").write(json.dumps(note))
 """

@@ -18,19 +18,19 @@ def add(command: CommandLine) -> None:
 @verb("aim", _EXAMPLE, RUN)
 def _aim(args: argparse.Namespace) -> int:
     """Build, or bring up to date, the Aim run of a record."""
-    return _rebuild(args, "aim", "aim up --repo {0.parent}")
+    return _rebuild(args, "aim", "aim up --repo {}")
 
 
 @verb("tensorboard", _EXAMPLE, RUN)
 def _tensorboard(args: argparse.Namespace) -> int:
     """Build the TensorBoard directory of a record."""
-    return _rebuild(args, "tensorboard", "tensorboard --logdir {0.parent.parent}")
+    return _rebuild(args, "tensorboard", "tensorboard --logdir {}")
 
 
 @verb("wandb", _EXAMPLE, RUN)
 def _wandb(args: argparse.Namespace) -> int:
     """Build the offline Weights & Biases run of a record; nothing is sent."""
-    return _rebuild(args, "wandb", "wandb sync {0}")
+    return _rebuild(args, "wandb", "wandb sync {}")
 
 
 def _rebuild(args: argparse.Namespace, name: str, look: str) -> int:

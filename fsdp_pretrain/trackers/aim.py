@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +45,7 @@ class AimSink(Sink):
             log_system_params=False,
             capture_terminal_logs=False,
         )
-        self.watched = place / ".aim"
+        self.watched, self.opened = place / ".aim", place
         self._run["config"] = facts.config
         self._describe(facts)
 
@@ -78,8 +79,12 @@ class AimSink(Sink):
         """Archive it: points cannot be removed from an Aim run."""
         if _chunk(place, known).is_dir():
             aim: Any = importlib.import_module("aim")
-            props = aim.Repo.from_path(str(place)).request_props(known, read_only=False)
+            repository = aim.Repo.from_path(str(place))
+            props = repository.request_props(known, read_only=False)
             props.name, props.archived = f"{props.name} ({why})", True
+            tree = repository.request_tree("meta", known, read_only=False).subtree(("meta", "chunks", known))
+            if tree.get("end_time") is None:  # its writer was killed
+                tree["end_time"] = time.time()
 
     @classmethod
     def adopt(cls, run: RunDir) -> None:

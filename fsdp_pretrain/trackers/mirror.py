@@ -121,9 +121,9 @@ class Mirror:
         self._save()
 
     @property
-    def watched(self) -> Path:
+    def opened(self) -> Path:
         """See `Sink`."""
-        return self._sink.watched
+        return self._sink.opened
 
     def sync(self, beat: Callable[[int], object] = lambda count: None) -> int:
         """Add what is new. Returns the number of steps and evaluations. Calls `beat` with that number now and then.
@@ -165,7 +165,7 @@ def rebuild(run: RunDir, name: str, shown: Callable[[int], object]) -> tuple[Pat
         shown: called with the number of steps and evaluations so far.
 
     Returns:
-        What to open: the directory of the view, and the number of steps and evaluations.
+        What to open, and the number of steps and evaluations.
 
     Raises:
         BusyError: another process writes it.
@@ -193,4 +193,4 @@ def rebuild(run: RunDir, name: str, shown: Callable[[int], object]) -> tuple[Pat
             remedy="make it writable; if it is damaged, or another program holds it, move it away and repeat the "
             "command: the record has everything in it",
         ) from None
-    return mirror.watched, count
+    return mirror.opened, count

@@ -24,12 +24,14 @@ class Sink(ABC):
         title: for people.
         id: of the view among others in its place.
         watched: a file or directory that exists as long as the view does.
+        opened: what a person opens to see it.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     id: str
     watched: Path
+    opened: Path
 
     @abstractmethod
     def __init__(self, place: Path, facts: RunFacts, known: str | None, *, fresh: bool) -> None:

@@ -30,7 +30,7 @@ class TensorboardSink(Sink):
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._tensors: Any = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
         self.id = _KEPT
-        folder = place / _KEPT
+        self.opened, folder = place, place / _KEPT
         if fresh:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(folder)

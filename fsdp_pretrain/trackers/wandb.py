@@ -50,7 +50,7 @@ class WandbSink(Sink):
                 x_save_requirements=False,
             ),
         )
-        self.watched = Path(self._run.settings.sync_dir)
+        self.watched = self.opened = Path(self._run.settings.sync_dir)
         if self.watched.parent != place.resolve():
             raise OSError(f"{place} cannot be written; W&B wanted to write to {self.watched.parent}")
         self._run.define_metric("step")
