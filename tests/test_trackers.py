@@ -17,7 +17,7 @@ import pytest
 from processes import CLI, ROOT, Run, clean_environment, python_path
 from sight import until
 from skips import needs_aim
-from views import BEGIN, Recorded, aim_runs, incidents_in, shown, wandb_view
+from views import BEGIN, Recorded, aim_runs, incidents_in, shown, tensorboard_view, wandb_view
 
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.journal import read
@@ -98,13 +98,22 @@ def test_a_view_has_the_numbers_of_the_record(tmp_path: Path, run_command: Run, 
     made.incidents.append("to step 15")
     made.steps(16, 18)
     assert run_command(CLI, name, made.run.path).returncode == 0
-    if name == "wandb":  # two offline runs: W&B cannot rename one
-        newest = max((made.run.path / name).glob("offline-run-*"), key=lambda path: path.stat().st_mtime_ns)
-        for other in set((made.run.path / name).glob("offline-run-*")) - {newest}:
-            assert not other.name.endswith(newest.name.rpartition("-")[2])
-            shutil.rmtree(other)
+    left(name, made.run.path / name)
     check(name, made)
     assert "nothing moves" in shown(name, made.run.path / name)[1]  # what led to it stays visible
+
+
+def left(name: str, place: Path) -> None:
+    """The view from before a rollback to step 15 is kept beside the new one. (In W&B, remove it.)"""
+    if name == "aim":
+        (old,) = [run for run in aim_runs(place).values() if run["archived"]]
+        assert old["name"] == "demo (left by a rollback)" and not old["active"]
+    elif name == "tensorboard":
+        assert set(tensorboard_view(place / "left-1")[0]["loss/training"]) == set(range(1, 21))
+    else:
+        old, new = sorted(place.glob("offline-run-*"), key=lambda path: path.stat().st_mtime_ns)
+        assert old.name.rpartition("-")[2] != new.name.rpartition("-")[2]
+        shutil.rmtree(old)
 
 
 @needs_aim
@@ -156,7 +165,12 @@ def test_followers_share_a_run(tmp_path: Path) -> None:
     made.alarm(20, "CRIT late")
     assert follow(made.run.path, "--once").wait(60) == 0
     check("tensorboard", made)
-    assert len(list(kept.iterdir())) == 2 and stops(made.run.path) == []
+    assert len(list(kept.iterdir())) == 2
+    made.start(parent=1, step=15)  # it was killed, and trains five steps again
+    made.steps(16, 18)
+    assert follow(made.run.path, "--once").wait(60) == 0
+    check("tensorboard", made)
+    assert stops(made.run.path) == []
 
 
 @pytest.mark.slow
