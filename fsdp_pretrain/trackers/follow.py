@@ -112,7 +112,8 @@ def _mirror_once(run: RunDir, name: str, link: Connection, beat: Callable[..., N
 def main(arguments: list[str]) -> None:
     """Run the follower."""
     run, once = RunDir(Path(arguments[0])), "--once" in arguments[1:]
-    run_id.bind(run.path, run_id.read(run.path))
+    if (known := run_id.read(run.path)) is not None:
+        run_id.bind(run.path, known)
     names = wanted(run)
     if once:
         names = [name for name in names if is_installed(name) and not failed(run, name)]
