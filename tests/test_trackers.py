@@ -84,15 +84,24 @@ def stops(path: Path) -> list[str]:
 # ---------------------------------------------------------------- the numbers of the record
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", [pytest.param("aim", marks=[needs_aim, pytest.mark.slow]), "tensorboard", "wandb"])
 def test_a_view_has_the_numbers_of_the_record(tmp_path: Path, run_command: Run, name: str) -> None:
-    """Of the kept line, once each, whatever was there before; after a rollback, in another view."""
+    """Of the kept line, once each."""
+    made = recorded(tmp_path / "run")
+    done = run_command(CLI, name, made.run.path)
+    assert done.returncode == 0, done.stderr
+    assert "22 records" in done.stdout
+    check(name, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EACH)
+def test_a_view_is_built_again(tmp_path: Path, run_command: Run, name: str) -> None:
+    """The same one, whatever was there before; after a rollback, another view."""
     made = recorded(tmp_path / "run")
     for _ in range(2):
-        done = run_command(CLI, name, made.run.path)
-        assert done.returncode == 0, done.stderr
-        assert "22 records" in done.stdout
-        check(name, made)
+        assert run_command(CLI, name, made.run.path).returncode == 0
+    check(name, made)
     made.start(parent=2, step=15, kind="rollback")
     made.tell("rollback", BEGIN + 200, "to step 15", step=15)
     made.incidents.append("to step 15")
@@ -125,6 +134,7 @@ def test_aim_knows_the_run(tmp_path: Path, run_command: Run, ended: str, state: 
     made = recorded(tmp_path / "run", tags=["seven"])
     made.state(ended, 20)
     assert run_command(CLI, "aim", made.run.path).returncode == 0
+    check("aim", made)
     (run,) = aim_runs(tmp_path / "run/aim").values()
     assert (run["name"], run["experiment"], run["archived"], run["active"]) == ("demo", "demo", False, False)
     assert set(run["tags"]) == {"llama", "seven", state}
@@ -279,15 +289,10 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "site"))
 
 
-def slow_but(chosen: set[tuple[str, str]]) -> list[Any]:
-    every = [(name, harm) for name in ALL for harm in (*HARM, "read-only")]
-    marks = {name: [needs_aim] if name == "aim" else [] for name in ALL}
-    return [
-        pytest.param(*pair, marks=[*marks[pair[0]], *([] if pair in chosen else [pytest.mark.slow])]) for pair in every
-    ]
-
-
-@pytest.mark.parametrize(("name", "harm"), slow_but({("wandb", "deleted")}))
+@needs_aim
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("harm", [*HARM, "read-only"])
 def test_a_view_that_breaks_is_one_line_and_harms_no_other(
     tmp_path: Path, request: pytest.FixtureRequest, small_disk: Any, name: str, harm: str
 ) -> None:
