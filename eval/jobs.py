@@ -9,7 +9,6 @@ under the same claim; if the worker is killed in between, the next one writes it
 from __future__ import annotations
 
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,11 +23,11 @@ from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, evaluation_due
 from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.record import lease as claims
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir, make_directory, now, seconds_of
 from fsdp_pretrain.record.journal import Journal, add, of_kind, read
-from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, is_alive, take_away
+from fsdp_pretrain.record.lease import Lease, drop_if_stale
+from fsdp_pretrain.trackers.follower import catch_up
 
 from . import sample_files
 from .attempt import EvaluationError, EvaluationLimits, RefusedError, Results, limits, run_in_child
@@ -115,7 +114,7 @@ def _hold(folder: Path, **facts: float) -> Iterator[Lease | None]:
     """Hold the claim on a job's folder for the block; None if another worker does."""
     make_directory(folder)
     path = folder / "claim.json"
-    _drop_if_stale(path)
+    drop_if_stale(path, _SILENT_SECONDS)
     mine = Lease.take(path, **facts)
     try:
         yield mine
@@ -139,18 +138,6 @@ class Work:
         state_files.write(self.job.results, {**results.model_dump(exclude_unset=True), "committed": self.job.committed})
         sample_files.drop_others(self.job.folder, results.samples.values())
         return True
-
-
-def _drop_if_stale(path: Path) -> None:
-    held = claims.read(path)
-    try:
-        age = time.time() - path.stat().st_mtime
-    except OSError:
-        return
-    if held is None and age < BEAT_SECONDS:  # being written this moment
-        return
-    if held is None or is_alive(held) is False or age >= _SILENT_SECONDS:
-        take_away(path, held)
 
 
 def unannounced(run: RunDir) -> list[Path]:
@@ -199,6 +186,7 @@ def _announce(run: RunDir, folder: Path) -> None:
         tasks=folder.name,
         committed=results.committed,
     )
+    catch_up(run)
 
 
 def watch_once(run: RunDir, config: Config, evaluate: Callable[..., Results] | None = None) -> tuple[int, int]:
@@ -213,7 +201,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Callable[..., Results] | N
         StorageError: results are published, but the journal cannot be written.
     """
     for path in run.evals.glob("step-*/*/claim.json"):  # also of what is done: it would look like work
-        _drop_if_stale(path)
+        drop_if_stale(path, _SILENT_SECONDS)
     for path in unannounced(run):
         with _hold(path.parent) as mine:
             if mine is not None:

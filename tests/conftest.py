@@ -27,7 +27,7 @@ pytest.register_assert_rewrite("watch")
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 tqdm.monitor_interval = 0
 # The slowest files, slowest first, so that parallel workers finish at the same time.
-LONG = "docs training interventions launch hangs checkpoints eval saves kills prepare aim peers gpu_script".split()
+LONG = "docs training interventions launch hangs checkpoints eval saves kills prepare aim trackers peers gpu_script".split()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,7 +19,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [f"docs/{name}.md" for name in "data training launch evaluation plan huggingface report".split()]
+PAGES = [f"docs/{name}.md" for name in "data training launch evaluation plan trackers huggingface report".split()]
 
 
 def blocks(page: str) -> list[str]:
@@ -63,6 +63,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
         ("docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json"),
         pytest.param("docs/launch.md", "runs/demo/run/status.json", marks=pytest.mark.slow),
         pytest.param("docs/evaluation.md", "runs/demo/run/evals/step-00000008", marks=pytest.mark.slow),
+        pytest.param("docs/trackers.md", "runs/demo/run/tensorboard/kept", marks=pytest.mark.slow),
         pytest.param("docs/huggingface.md", "runs/demo/hf/config.json", marks=pytest.mark.slow),
         pytest.param("docs/report.md", "runs/demo/run/report.html", marks=pytest.mark.slow),
     ],
@@ -88,7 +89,8 @@ CODES = {
 NOT_RUN = {"--nnodes 16": "needs 16 nodes", "--tasks hellaswag": "needs the documents of that task"}
 LONG = (
     *("fsdp-pretrain launch", "fsdp-pretrain doctor", "torchrun"),  # start several ranks
-    *("fsdp-data bench", "fsdp-data quickstart-corpus", "fsdp-pretrain aim"),
+    *("fsdp-data bench", "fsdp-data quickstart-corpus"),
+    *("fsdp-pretrain aim", "fsdp-pretrain tensorboard", "fsdp-pretrain wandb"),
     "python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --peers",  # a process per side and round
 )
 QUICKSTART = """

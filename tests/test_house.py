@@ -21,7 +21,9 @@ TORCH_FREE = """
     fsdp_pretrain.health.auto_rollback fsdp_pretrain.launch.launcher
     fsdp_pretrain.lineage.fork fsdp_pretrain.lineage.provenance fsdp_pretrain.lineage.rollback
     fsdp_pretrain.plan.predict
-    fsdp_pretrain.record.aim fsdp_pretrain.record.goodput fsdp_pretrain.record.recorder fsdp_pretrain.report.page
+    fsdp_pretrain.record.goodput fsdp_pretrain.record.recorder fsdp_pretrain.report.page
+    fsdp_pretrain.trackers.aim fsdp_pretrain.trackers.follow fsdp_pretrain.trackers.tensorboard
+    fsdp_pretrain.trackers.wandb
     fsdp_pretrain.watch.app fsdp_pretrain.watchdog.agent.main fsdp_pretrain.watchdog.agent.registry
     fsdp_pretrain.watchdog.detectors.base fsdp_pretrain.watchdog.detectors.nvml
     fsdp_pretrain.watchdog.heartbeat.rank_client fsdp_pretrain.watchdog.notify.notifier
@@ -30,7 +32,7 @@ TORCH_FREE = """
 COMMANDS = [
     *("data.cli", "fsdp_pretrain.cli.main"),
     *("fsdp_pretrain.cli.alarms", "fsdp_pretrain.cli.checkpoints", "fsdp_pretrain.cli.launch"),
-    *("fsdp_pretrain.cli.finished", "fsdp_pretrain.cli.watch"),
+    *("fsdp_pretrain.cli.finished", "fsdp_pretrain.cli.trackers", "fsdp_pretrain.cli.watch"),
 ]
 """Modules with handlers, which import what they run; what needs torch they import by its name in a string."""
 
@@ -128,7 +130,7 @@ def test_packages_with_common_names_are_empty() -> None:
 
 
 def test_torch_free_modules_do_not_import_torch(helpers: Any) -> None:
-    heavy = {"torch", "lm_eval", "aim"}
+    heavy = {"torch", "lm_eval", "aim", "tensorboard", "wandb"}
     used = sorted({*TORCH_FREE, *COMMANDS}.union(*(imports(name, modules()[name]) for name in COMMANDS)))
     code = f"import sys\nfor m in {used!r}: __import__(m)\nassert not {heavy!r} & set(sys.modules)"
     done = subprocess.run(

@@ -329,7 +329,7 @@ def test_a_fork_to_another_file_system_is_a_verified_copy(
 def test_aim_shows_the_kept_line(lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run) -> None:
     config, run = copy
     assert run_command(CLI, "aim", run).returncode == 0
-    first = json.loads((run / "aim.json").read_text())["hash"]
+    first = json.loads((run / "trackers/aim.json").read_text())["id"]
     assert run_command(CLI, "rollback", run, "--to", 12, "--skip-steps", "13:14").returncode == 0
     done = run_command(CLI, "aim", run)
     assert done.returncode == 0 and "12 records" in done.stdout, done.stderr
@@ -340,11 +340,11 @@ import json
 from aim.sdk.repo import Repo
 out = {{}}
 for run in Repo({str(run / "aim")!r}).iter_runs():
-    out[run.hash] = [run.archived, [list(map(int, m.data.items_list()[0])) for m in run.metrics() if m.name == "consumed"]]
+    out[run.hash] = [run.archived, [list(map(int, m.data.items_list()[0])) for m in run.metrics() if m.name == "training/consumed"]]
 print("RESULT" + json.dumps(out))
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert "RESULT" in shown.stdout, shown.stderr
-    second = json.loads((run / "aim.json").read_text())["hash"]
+    second = json.loads((run / "trackers/aim.json").read_text())["id"]
     found = json.loads(shown.stdout.partition("RESULT")[2])
     assert found == {first: [True, []], second: [False, [list(range(1, 25))]]}  # Aim hides what is archived

@@ -22,7 +22,7 @@ from fsdp_pretrain.record.arguments import RUN, SEGMENT, run_directory
 from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.units import Seconds, human_bytes
 
-from . import alarms, checkpoints, launch, plan
+from . import alarms, checkpoints, launch, plan, trackers
 from .finished import finished
 from .watch import watch
 
@@ -34,7 +34,8 @@ def main() -> int:
     command.add(_status, watch, finished)
     checkpoints.add(command)
     alarms.add(command)
-    command.add(_rollback, _fork, _control, _where, _journal, _goodput, _report, _note, _aim)
+    command.add(_rollback, _fork, _control, _where, _journal, _goodput, _report, _note)
+    trackers.add(command)
     launch.add(command)
     command.add(_config_reference)
     return command.run()
@@ -252,16 +253,6 @@ def _note(args: argparse.Namespace) -> int:
     """Add a line to the chronicle."""
     journal.add(args.run, "note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
     print(f"noted in {args.run.journal}")
-    return 0
-
-
-@verb("aim", "runs/quickstart/run", RUN)
-def _aim(args: argparse.Namespace) -> int:
-    """Build, or bring up to date, the Aim run of a record."""
-    from fsdp_pretrain.record import aim
-
-    repository, count = aim.rebuild(args.run)
-    print(f"{repository}: {count} records tracked; look at them with `aim up --repo {repository}`")
     return 0
 
 

@@ -482,3 +482,10 @@ class RecordSection(Section):
     """Mirror the record into Aim during training (needs the extra `aim`). Never affects training."""
     aim_repo: FilePath | None = None
     """Aim repository. Default: `aim/` in the run directory."""
+    tensorboard: bool = False
+    """Mirror the record into TensorBoard files in `tensorboard/` of the run directory (extra `tensorboard`)."""
+    wandb: bool = False
+    """Mirror the record into an offline run of Weights & Biases in `wandb/` of the run directory (extra `wandb`);
+    `wandb sync` is yours to run."""
+    tags: list[str] = []
+    """Tags of the run in trackers, beside its model family, state and origin."""

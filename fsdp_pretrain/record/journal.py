@@ -26,7 +26,8 @@ Kind = Literal[
     "health", "health-again", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "hosts", "avoid-hosts",
     "eval", "eval-failed", "eval-late", "eval-refused", "eval-verdict",
-    "alarm", "mute", "watchdog", "note", "aim-stopped",
+    "alarm", "mute", "watchdog", "note", "tracker-stopped",
+    "aim-stopped",  # of earlier releases
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
 _POLL_SECONDS = 0.5

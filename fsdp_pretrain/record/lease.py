@@ -170,3 +170,16 @@ def take_away(path: Path, held: LeaseRecord | None) -> None:
             with contextlib.suppress(OSError):
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
+
+
+def drop_if_stale(path: Path, silent: float) -> None:
+    """Take a lease away if its holder is dead, or has not renewed it for `silent` seconds."""
+    held = read(path)
+    try:
+        age = time.time() - path.stat().st_mtime
+    except OSError:
+        return
+    if held is None and age < BEAT_SECONDS:  # being written this moment
+        return
+    if held is None or is_alive(held) is False or age >= silent:
+        take_away(path, held)

@@ -39,13 +39,15 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.plan.sizes import check_declared
-from fsdp_pretrain.record import aim, lineage, overrides, run_id
+from fsdp_pretrain.record import lineage, overrides, run_id
 from fsdp_pretrain.record.arguments import parse_trainer
 from fsdp_pretrain.record.files import RunDir, make_directory, replace_file
 from fsdp_pretrain.record.lock import RunLock
 from fsdp_pretrain.record.overrides import Overrides, load_run
 from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
 from fsdp_pretrain.record.run_id import LauncherMemory
+from fsdp_pretrain.trackers.follower import finish_follower, start_follower
+from fsdp_pretrain.trackers.sink import NAMES, check_installed
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 from fsdp_pretrain.watchdog.notify.channels import make_channels
@@ -185,7 +187,7 @@ def _train(
     if context.inbox.discard():
         recorder.event("control", "requests left from before this start were discarded")
     context.inbox.listen()
-    follower = aim.start_follower(run_dir) if world.is_main and config.record.aim else None
+    follower = start_follower(run_dir) if world.is_main else None
 
     def saved(made: SaveResult) -> None:
         memory.remember(checkpoint=made.checkpoint.step)
@@ -213,7 +215,7 @@ def _train(
         start.record_ready(context, state)
     outcome = conclude(trainer.run(), trainer)
     if follower is not None:
-        aim.finish_follower(run_dir, follower)
+        finish_follower(run_dir, follower)
     return outcome
 
 
@@ -234,8 +236,7 @@ def _preflight(config: Config, world: World) -> None:
     """Refuse what can be refused before anything is built. Raises ConfigError."""
     check_declared(config.model, plan.count_parameters(config.model))
     check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
-    if config.record.aim:
-        aim.check_installed()
+    check_installed(name for name in NAMES if getattr(config.record, name))
     if config.watchdog.enabled:
         make_channels(config.watchdog.notify, os.environ)
 

@@ -1,0 +1,88 @@
+"""What a tracker says about a run as a whole: name, tags, state, and when it really began and ended."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.record import exit_intent, journal, lineage, lock, state_files
+from fsdp_pretrain.record.files import RunDir, seconds_of
+from fsdp_pretrain.record.status import Status
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as a tracker names it.
+
+    Attributes:
+        name: `run.name`.
+        experiment: name of the run that it was forked from in the first place, or its own: groups forks.
+        state: running, complete, stopped, failed, or killed: it ended without saying why.
+        tags: model family, `record.tags`, `fork of NAME`, and the state, which is the last one.
+        config: the resolved configuration.
+        started, ended: seconds since 1970; `ended` is None while it runs.
+    """
+
+    name: str
+    experiment: str
+    state: str
+    tags: list[str]
+    config: dict[str, Any]
+    started: float
+    ended: float | None
+
+
+def read_config(run: RunDir) -> dict[str, Any]:
+    """The resolved configuration of a run as plain values. Raises OSError, TOMLDecodeError."""
+    return tomllib.loads(run.config.read_text(encoding="utf-8"))
+
+
+def read_facts(run: RunDir) -> RunFacts:
+    """The facts of a run that was started. Raises OSError, UserError."""
+    config = read_config(run)
+    name = str(config["run"]["name"])
+    forks = [node for node in lineage.nodes(run) if node.kind == "fork" and node.parent is not None]
+    parent = run.segment(forks[-1].parent or 0) / "config.toml" if forks else None
+    state, ended = _end(run)
+    return RunFacts(
+        name=name,
+        experiment=_name(run.segments[0] / "config.toml", name) if forks else name,
+        state=state,
+        tags=[
+            config["model"]["family"],
+            *config.get("record", {}).get("tags", []),
+            *([f"fork of {_name(parent, '?')}"] if parent is not None else []),
+            state,
+        ],
+        config=config,
+        started=_start(run),
+        ended=ended,
+    )
+
+
+def _name(config: Path, otherwise: str) -> str:
+    try:
+        return str(tomllib.loads(config.read_text(encoding="utf-8"))["run"]["name"])
+    except (OSError, ValueError, KeyError):
+        return otherwise
+
+
+def _start(run: RunDir) -> float:
+    """The time of the first entry of the journal; what is before a fork is the parent's."""
+    started = 0.0
+    for entry in journal.read(run):
+        if not started or entry["kind"] == "fork":
+            started = seconds_of(entry["time"]) or 0.0
+    return started
+
+
+def _end(run: RunDir) -> tuple[str, float | None]:
+    """The state, and when it ended."""
+    status = state_files.view(run.status, Status) or Status()
+    last = seconds_of(status.heartbeat) or run.config.stat().st_mtime
+    if status.state in ("complete", "stopped", "failed"):
+        intent = exit_intent.read(run.segments[-1])  # the process may live on for a while
+        return status.state, seconds_of(intent and intent.time) or last
+    return ("running", None) if lock.is_held(run) else ("killed", last)

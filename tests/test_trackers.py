@@ -1,0 +1,381 @@
+"""Views of a record in Aim, TensorBoard and W&B: the same numbers, rebuilt at any time; each may break alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import CLI, ROOT, Run, clean_environment, python_path
+from sight import until
+from skips import needs_aim
+from views import BEGIN, Recorded, aim_runs, incidents_in, shown, tensorboard_view, wandb_view
+
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.journal import read
+from fsdp_pretrain.watchdog.notify.snapshot import METRICS
+
+FOLLOW = "fsdp_pretrain.trackers.follow"
+EACH = [pytest.param("aim", marks=needs_aim), "tensorboard", "wandb"]
+ALL = {"aim": True, "tensorboard": True, "wandb": True}
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+
+
+def recorded(path: Path, **record: Any) -> Recorded:
+    """A run that was killed after step 13, resumed from step 10, and is complete: alarms and evaluations included."""
+    made = Recorded(path, **record)
+    made.start()
+    made.steps(1, 13)
+    made.alarm(7, "CRIT hang open: nothing moves")
+    made.alarm(7, "WARN disk/run open: two fit")
+    made.start(parent=1, step=10)
+    made.steps(11, 20)
+    made.evaluated(10, 0.25)
+    made.evaluated(20, 0.5)
+    made.alarm(20, "CRIT hang resolved: it moves")
+    made.state("complete", 20)
+    return made
+
+
+def follow(path: Path, *flags: str, **variables: str) -> subprocess.Popen[bytes]:
+    """A follower, as training starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", FOLLOW, str(path), *flags],
+        stdin=subprocess.PIPE,
+        stderr=(path / "follower.log").open("ab"),
+        env=clean_environment(**variables),
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def finish(follower: subprocess.Popen[bytes]) -> None:
+    assert follower.stdin is not None
+    follower.stdin.close()
+    assert follower.wait(120) == 0
+
+
+def check(name: str, made: Recorded) -> None:
+    curves, incidents = shown(name, made.run.path / name)
+    assert set(curves) == set(made.expected)
+    for curve, values in made.expected.items():
+        assert curves[curve] == pytest.approx(values, rel=1e-6), curve
+    assert incidents_in(incidents, made.incidents)
+
+
+def stops(path: Path) -> list[str]:
+    """Names of the trackers that the journal says have stopped."""
+    return [name for entry in read(RunDir(path)) if entry["kind"] == "tracker-stopped" for name in entry["trackers"]]
+
+
+# ---------------------------------------------------------------- the numbers of the record
+
+
+@pytest.mark.parametrize("name", [pytest.param("aim", marks=[needs_aim, pytest.mark.slow]), "tensorboard", "wandb"])
+def test_a_view_has_the_numbers_of_the_record(tmp_path: Path, run_command: Run, name: str) -> None:
+    """Of the kept line, once each."""
+    made = recorded(tmp_path / "run")
+    done = run_command(CLI, name, made.run.path)
+    assert done.returncode == 0, done.stderr
+    assert "22 records" in done.stdout
+    check(name, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EACH)
+def test_a_view_is_built_again(tmp_path: Path, run_command: Run, name: str) -> None:
+    """The same one, whatever was there before; after a rollback, another view."""
+    made = recorded(tmp_path / "run")
+    for _ in range(2):
+        assert run_command(CLI, name, made.run.path).returncode == 0
+    check(name, made)
+    made.start(parent=2, step=15, kind="rollback")
+    made.tell("rollback", BEGIN + 200, "to step 15", step=15)
+    made.incidents.append("to step 15")
+    made.steps(16, 18)
+    assert run_command(CLI, name, made.run.path).returncode == 0
+    left(name, made.run.path / name)
+    check(name, made)
+    assert "nothing moves" in shown(name, made.run.path / name)[1]  # what led to it stays visible
+
+
+def left(name: str, place: Path) -> None:
+    """The view from before a rollback to step 15 is kept beside the new one. (In W&B, remove it.)"""
+    if name == "aim":
+        (old,) = [run for run in aim_runs(place).values() if run["archived"]]
+        assert old["name"] == "demo (left by a rollback)" and not old["active"]
+    elif name == "tensorboard":
+        assert set(tensorboard_view(place / "left-1")[0]["loss/training"]) == set(range(1, 21))
+    else:
+        old, new = sorted(place.glob("offline-run-*"), key=lambda path: path.stat().st_mtime_ns)
+        assert old.name.rpartition("-")[2] != new.name.rpartition("-")[2]
+        shutil.rmtree(old)
+
+
+@needs_aim
+@pytest.mark.parametrize(
+    ("ended", "state"), [("running", "killed"), pytest.param("complete", "complete", marks=pytest.mark.slow)]
+)
+def test_aim_knows_the_run(tmp_path: Path, run_command: Run, ended: str, state: str) -> None:
+    """Name, tags, state and times are those of the run, not of the mirror; loss is the first curve of its page."""
+    made = recorded(tmp_path / "run", tags=["seven"])
+    made.state(ended, 20)
+    assert run_command(CLI, "aim", made.run.path).returncode == 0
+    check("aim", made)
+    (run,) = aim_runs(tmp_path / "run/aim").values()
+    assert (run["name"], run["experiment"], run["archived"], run["active"]) == ("demo", "demo", False, False)
+    assert set(run["tags"]) == {"llama", "seven", state}
+    assert (run["creation_time"], run["end_time"]) == (BEGIN, BEGIN + 200)
+    assert run["times"]["loss/training"] == {step: BEGIN + 10 * step for step in range(1, 21)}
+    assert run["times"]["score/acc/qa"] == {10: BEGIN + 125, 20: BEGIN + 225}
+    assert run["first"] == "loss" and run["page"][0] == "loss_source=(mixture), subset=training"
+
+
+@pytest.mark.slow
+def test_wandb_is_told_about_the_run(tmp_path: Path, run_command: Run) -> None:
+    made = recorded(tmp_path / "run", tags=["seven"])
+    done = run_command(CLI, "wandb", made.run.path)
+    assert done.returncode == 0 and "wandb sync" in done.stdout, done.stderr
+    facts = wandb_view(tmp_path / "run/wandb")[2]
+    assert facts[0]["name"] == facts[0]["group"] == "demo" and "complete" in facts[0]["tags"]
+    assert {"exit": 0} in facts
+
+
+# ---------------------------------------------------------------- the follower
+
+
+def test_followers_share_a_run(tmp_path: Path) -> None:
+    """A live run is followed as it grows, by one follower at a time. What comes after its end, as evaluations do, is
+    added by `--once`; then points that are there are not written again."""
+    made = Recorded(tmp_path / "run", tensorboard=True)
+    made.start()
+    made.steps(1, 5)
+    first = follow(made.run.path)
+    kept = tmp_path / "run/tensorboard/kept"
+    until(lambda: kept.exists() and "loss/training" in shown("tensorboard", kept.parent)[0], what="the first steps")
+    made.steps(6, 20)
+    assert follow(made.run.path, "--once").wait(60) == 0
+    assert len(list(kept.iterdir())) == 1  # the other one has it
+    finish(first)
+    check("tensorboard", made)
+    made.evaluated(10, 0.25)
+    made.alarm(20, "CRIT late")
+    assert follow(made.run.path, "--once").wait(60) == 0
+    check("tensorboard", made)
+    assert len(list(kept.iterdir())) == 2
+    made.start(parent=1, step=15)  # it was killed, and trains five steps again
+    made.steps(16, 18)
+    assert follow(made.run.path, "--once").wait(60) == 0
+    check("tensorboard", made)
+    assert stops(made.run.path) == []
+
+
+@pytest.mark.slow
+@needs_aim
+def test_evaluations_after_the_end_are_shown(lab: Any, helpers: Any, run_command: Run) -> None:
+    """By the evaluation itself: training and its follower are over."""
+    tasks = {"every": "10 steps", "tasks": ["heldout_bpb"], "heldout": str(lab.heldout), "launch": False}
+    lab.train(lab.config(record=ALL, eval=tasks))
+    run = lab.path / "run"
+    until(lambda: not writers(run), what="the end of the follower")
+    (before,) = aim_runs(run / "aim").values()
+    assert not [name for name in before["curves"] if name.startswith("score/")] and not before["active"]
+    assert run_command("eval.cli", "watch", run, "--once").returncode == 0
+    until(lambda: not writers(run), what="the end of the follower")
+    expected = {
+        entry["step"]: entry["scores"]["heldout_bpb"]["bits_per_byte"] for entry in helpers.journal(run, "eval")
+    }
+    assert set(expected) == {10, 20}
+    for name in ALL:
+        curves = shown(name, run / name)[0]
+        assert curves["score/bits_per_byte/heldout_bpb"] == pytest.approx(expected, rel=1e-6)
+    (after,) = aim_runs(run / "aim").values()
+    assert (
+        after["end_time"] == before["end_time"] and not after["active"] and not helpers.journal(run, "tracker-stopped")
+    )
+
+
+@needs_aim
+@pytest.mark.slow
+def test_the_view_of_an_earlier_release_is_archived(tmp_path: Path, run_command: Run) -> None:
+    made = recorded(tmp_path / "run")
+    code = f"""
+import json
+from aim import Run
+from aim.sdk.index_manager import RepoIndexManager
+from aim.sdk.repo import Repo
+run = Run(repo={str(tmp_path / "run/aim")!r}, system_tracking_interval=None, capture_terminal_logs=False)
+run.name, run["config"] = "demo", {{"a": 1}}
+run.track(1.0, name="batch", step=1)
+run.close()
+RepoIndexManager(Repo({str(tmp_path / "run/aim")!r})).index(run.hash)
+note = {{"repo": {str(tmp_path / "run/aim")!r}, "hash": run.hash, "segment": 1}}
+open({str(tmp_path / "run/aim.json")!r}, "w").write(json.dumps(note))
+"""
+    (tmp_path / "run/aim").mkdir()
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+    done = run_command(CLI, "aim", made.run.path)
+    assert done.returncode == 0, done.stderr
+    check("aim", made)
+    names = sorted((run["name"], run["archived"]) for run in aim_runs(tmp_path / "run/aim").values())
+    assert names == [("demo", False), ("demo (of an earlier release)", True)]
+    assert not (tmp_path / "run/aim.json").exists()
+
+
+# ---------------------------------------------------------------- a view that breaks
+
+
+def writers(run: Path) -> list[psutil.Process]:
+    """Followers of a run and what they started."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if FOLLOW in (process.info["cmdline"] or []) and str(run) in process.info["cmdline"]:
+            found.append(process)
+    return found
+
+
+def writer(run: Path, name: str) -> psutil.Process:
+    """The process of one tracker."""
+    return psutil.Process(json.loads((run / f"trackers/{name}.lease.json").read_text())["pid"])
+
+
+def delete(run: Path, name: str) -> None:
+    shutil.rmtree(run / name)
+
+
+def replace_by_a_file(run: Path, name: str) -> None:
+    shutil.rmtree(run / name)
+    (run / name).write_text("not a directory")
+
+
+def kill(run: Path, name: str) -> None:
+    writer(run, name).kill()
+
+
+def freeze(run: Path, name: str) -> None:
+    """A tracker that hangs."""
+    writer(run, name).send_signal(signal.SIGSTOP)
+
+
+HARM: dict[str, Callable[[Path, str], None]] = {
+    "deleted": delete,
+    "a-file": replace_by_a_file,
+    "killed": kill,
+    "hanging": freeze,
+}
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers started from now on wait half a minute for a tracker, not two."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        f"import sys\nif {FOLLOW!r} in sys.orig_argv:\n"
+        "    from fsdp_pretrain.trackers import mirror\n    mirror.STUCK_SECONDS = 30.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "site"))
+
+
+@needs_aim
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("harm", [*HARM, "read-only"])
+def test_a_view_that_breaks_is_one_line_and_harms_no_other(
+    tmp_path: Path, request: pytest.FixtureRequest, small_disk: Any, name: str, harm: str
+) -> None:
+    run = tmp_path / "run"
+    made = Recorded(run, **ALL)
+    if harm == "hanging":
+        request.getfixturevalue("impatient")
+    if harm == "read-only":
+        disk = small_disk("1m")
+        (run / name).symlink_to(disk, target_is_directory=True)
+        subprocess.run(["mount", "-o", "remount,ro,size=1m", str(disk)], check=True)
+    made.start()
+    made.steps(1, 5)
+    follower = follow(run)
+    try:
+        if harm in HARM:
+            states = [run / f"trackers/{each}.json" for each in ALL]
+            until(lambda: all(state.exists() for state in states), what="the three views")
+            HARM[harm](run, name)
+        until(lambda: stops(run), what="the end of the broken one")
+        made.steps(6, 20)
+        finish(follower)
+    finally:
+        if follower.poll() is None:
+            follower.kill()
+    assert stops(run) == [name]
+    assert not writers(run)
+    for other in set(ALL) - {name}:
+        check(other, made)
+    made.evaluated(20, 0.5)
+    assert follow(run, "--once").wait(120) == 0  # does not try the broken one again
+    assert stops(run) == [name]
+
+
+@needs_aim
+def test_three_broken_views_leave_training_as_it_is(lab: Any, helpers: Any, gates: Any) -> None:
+    """The same curve, bit for bit, exit 0, and one line each."""
+    lab.train(lab.config("plain"))
+    (gate,) = gates(15)
+    job = lab.start(lab.config(record=ALL))
+    run = lab.path / "run"
+    until(lambda: all((run / f"trackers/{name}.json").exists() for name in ALL), what="the three views")
+    delete(run, "aim")
+    replace_by_a_file(run, "tensorboard")
+    kill(run, "wandb")
+    until(lambda: len(stops(run)) == 3, what="the end of all three")
+    gate.touch()
+    assert job.wait() == [0], job.output()
+    until(lambda: not writers(run), what="the end of the follower")
+    assert helpers.losses(run) == helpers.losses(lab.path / "plain")
+    assert sorted(stops(run)) == sorted(ALL)
+
+
+@pytest.mark.parametrize(
+    "name", ["wandb", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aim", "tensorboard"))]
+)
+def test_asking_for_a_tracker_without_having_it_is_refused(lab: Any, helpers: Any, name: str) -> None:
+    """Refused before training starts, not at its end."""
+    code = (
+        "import importlib.util, sys\n"
+        "real = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name, *a: None if name == {name!r} else real(name, *a)\n"
+        "from fsdp_pretrain.train import main\n"
+        f"sys.exit(main.main([{str(lab.config(record={name: True}))!r}]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=helpers.environment()
+    )
+    assert done.returncode == 78, done.stderr
+    assert f"{name} is not installed" in done.stderr and f"fsdp-pretrain {name} RUN" in done.stderr
+
+
+@pytest.mark.quick
+def test_the_dashboard_shows_what_is_exported() -> None:
+    """Every metric in it is exported, and every exported one is in it."""
+    board = json.loads((ROOT / "configs/alerts/grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    queries += [each["expr"] for each in board["annotations"]["list"]]
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", " ".join(queries))
+    functions = set(re.findall(r"[a-z_]+(?=\()", bare))
+    assert functions <= {"histogram_quantile", "rate", "increase", "deriv", "topk", "changes"}
+    named = set(re.findall(r"\b[a-z][a-z_]+\b", bare)) - functions
+    exported = {metric.name for metric in METRICS}
+    assert named == {*exported, "train_step_seconds_bucket"}
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids) and all('run=~"$run"' in query for query in queries)
