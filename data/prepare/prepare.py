@@ -20,7 +20,7 @@ import numpy as np
 from data.corpus.corpus import CorpusManifest, write_corpus
 from data.corpus.shards import ShardWriter, token_dtype
 from data.text.bad_records import STRICT, BadRecord, BadRecords, MaxBad, passed_over, too_many
-from data.text.files import find_files
+from data.text.files import find_files, missing_numbers
 from data.text.holdout import Holdout
 from data.text.inputs import Document, Unit, plan_shards, read_documents
 from data.text.tokenizer import Progress as Report
@@ -54,8 +54,11 @@ class PrepareOptions:
     max_bad: MaxBad = STRICT
 
     def find(self, inputs: Sequence[str]) -> list[Path]:
-        """The input files. Raises DataError."""
-        return find_files(inputs, self.suffixes, self.only)
+        """The input files; says on standard error which numbered ones are missing. Raises DataError."""
+        files = find_files(inputs, self.suffixes, self.only)
+        for text in missing_numbers(files):
+            print(f"warning: {text}", file=sys.stderr)
+        return files
 
     def read(self, unit: Unit, bad: BadRecords) -> Iterator[Document]:
         """The documents of a unit, held-out ones included; counts good records in `bad`. Raises DataError, OSError."""

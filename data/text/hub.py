@@ -40,10 +40,10 @@ def cached_model(name: str, files: tuple[str, ...]) -> Path:
             f"{folder} holds several revisions", remedy=f"name one of them: {', '.join(map(str, revisions))}"
         )
     local = f"tokenizers/{name.rpartition('/')[2]}"
-    what = "without a tokenizer" if folder.exists() else "not there"
+    what = "has no tokenizer" if folder.exists() else "is not"
     download = f"hf download {name} tokenizer.json tokenizer_config.json --local-dir {local}"
     raise DataError(
-        f"there is no tokenizer at {name}, and as a model of the Hugging Face Hub it is {what} in the cache {cache()}",
+        f"there is no tokenizer at {name}, and a model of that name {what} in the Hugging Face cache {cache()}",
         remedy=f"on a machine with network: `{download}` (tokenizer.model, where it has no tokenizer.json); copy the "
         f"folder here and pass --tokenizer {local}",
     )
