@@ -266,7 +266,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
         choices=("none", "trailing", "leading", "auto"),
         help="for shards without a manifest: what their documents carry (default: auto, what most of them do)",
     ),
-    argument("--against", help="run configuration whose model and other sources must fit the corpus"),
+    argument("--against", help="run configuration whose model, other sources and held-out data must fit the corpus"),
     _WORKERS,
     argument("--no-checksums", dest="checksums", action="store_false", help="do not compare file checksums"),
     JSON,
@@ -275,6 +275,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace) -> int:
     """Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors."""
     from data.text.tokenizer import Tokenizer
+    from data.validate.heldout import heldout_hashes
     from data.validate.report import render
     from data.validate.validate import check_against, validate
     from fsdp_pretrain.config.config import load
@@ -296,6 +297,7 @@ def _validate(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             workers=args.workers,
             checksums=args.checksums,
+            held_out=heldout_hashes(run, directory) if run is not None else None,
             quiet=args.quiet or args.json,
         )
         if run is not None:

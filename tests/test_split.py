@@ -96,9 +96,10 @@ def test_a_larger_holdout_begins_with_the_smaller_one(tmp_path: Path, run_comman
 
 
 def test_training_never_sees_a_held_out_text(
-    tmp_path: Path, run_command: Run, texts: list[str], shared_corpus: Path
+    tmp_path: Path, run_command: Run, texts: list[str], shared_corpus: Path, lab: Any
 ) -> None:
-    """`prepare` with the same share leaves out exactly what `split` writes; so does `train-tokenizer`."""
+    """`prepare` with the same share leaves out exactly what `split` writes; so does `train-tokenizer`. `validate` finds
+    them where the share was forgotten."""
     folder = tmp_path / "in"
     write(folder / "a.jsonl", texts[:400])
     write(folder / "b.parquet", texts[400:] + texts[:50])
@@ -106,12 +107,13 @@ def test_training_never_sees_a_held_out_text(
     assert split.returncode == 0 and "--holdout 10%" in split.stdout, split.stderr
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     sides = {}
-    for name, source, more in (("train", folder, ["--holdout", "10%"]), ("held", tmp_path / "heldout", [])):
-        paths = [source] if name == "train" else [source / "heldout.jsonl"]
-        done = run_command(
-            "data.cli", "prepare", *paths, "--tokenizer", tokenizer.path, "--out", tmp_path / name, *more
-        )
-        assert done.returncode == 0, done.stderr
+    for name, source, more in (
+        ("train", folder, ["--holdout", "10%"]),
+        ("held", tmp_path / "heldout/heldout.jsonl", []),
+        ("all", folder, []),
+    ):
+        command = ["prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / name, *more]
+        assert run_command("data.cli", *command).returncode == 0
         shards = [Shard(tmp_path / name / "shards" / entry.name) for entry in read_manifest(tmp_path / name).shards]
         sides[name] = [tuple(shard.document(n).tolist()) for shard in shards for n in range(shard.documents)]
     taken = set(expected(texts, 10))
@@ -120,20 +122,24 @@ def test_training_never_sees_a_held_out_text(
     statistics = Corpus(tmp_path / "train").manifest.statistics
     assert statistics["holdout"] == "10%"
     assert statistics["held_out"] == len(texts) + 50 - len(sides["train"])
+    loss_on = [{"name": "held", "path": str(tmp_path / "held")}]
+    run = lab.config(eval={"loss_on": loss_on})
+    assert run_command("data.cli", "validate", tmp_path / "train", tmp_path / "held", "--against", run).returncode < 2
+    found = run_command("data.cli", "validate", tmp_path / "all", "--against", run, "--json")
+    assert found.returncode == 2
+    (finding,) = [f for f in json.loads(found.stdout)["corpora"][0]["findings"] if f["code"] == "held-out-documents"]
+    long = {tokens for tokens in sides["held"] if len(tokens) >= 16}
+    assert finding["count"] == sum(tokens in long for tokens in sides["all"]) > 20
     other = run_command(
         "data.cli", "prepare", folder, "--tokenizer", tokenizer.path, "--out", tmp_path / "train", "--holdout", "11%"
     )
     assert other.returncode == 78 and "--overwrite" in other.stderr
-    models = []
-    for name, paths in (
-        ("whole", [folder]),
-        ("rest", [write(tmp_path / "rest.jsonl", [t for t in [*texts, *texts[:50]] if t not in taken])]),
-    ):
-        more = ["--holdout", "10%"] if name == "whole" else []
-        arguments = ["--kind", "bpe", "--vocab-size", 400, "--out", tmp_path / name, *more]
-        assert run_command("data.cli", "train-tokenizer", *paths, *arguments).returncode == 0
-        models.append((tmp_path / name / "tokenizer.json").read_bytes())
-    assert models[0] == models[1]
+    rest = write(tmp_path / "rest.jsonl", [text for text in [*texts, *texts[:50]] if text not in taken])
+    for out, source, more in (("whole", folder, ["--holdout", "10%"]), ("rest", rest, [])):
+        command = ["train-tokenizer", source, "--kind", "bpe", "--vocab-size", 400, "--out", tmp_path / out]
+        assert run_command("data.cli", *command, *more).returncode == 0
+    made = [(tmp_path / out / "tokenizer.json").read_bytes() for out in ("whole", "rest")]
+    assert made[0] == made[1]
 
 
 def test_prompts_decide_for_their_answers(tmp_path: Path, run_command: Run) -> None:
