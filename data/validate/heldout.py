@@ -26,5 +26,6 @@ def _hashes(corpus: Corpus) -> Hashes:
         shard = corpus.shard(number)
         for document in map(shard.document, range(shard.documents)):
             found.append(document_hashes(document, np.zeros(1, np.int64), np.array([len(document)])))
-    hashes: Hashes = np.unique(np.concatenate(found))
-    return hashes[hashes != 0]
+    hashes = np.unique(np.concatenate(found))
+    kept: Hashes = hashes[hashes != 0]
+    return kept
