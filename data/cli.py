@@ -354,6 +354,8 @@ def _inspect(args: argparse.Namespace) -> int:
         print(row("separators", f"stored with each document: {manifest.separators}"))
         if manifest.pairs:
             print(row("documents", "in pairs: a prompt, then its answer"))
+        if holdout := manifest.statistics.get("holdout"):
+            print(row("held out", f"{manifest.statistics['held_out']:_} documents ({holdout})"))
         print(row("fingerprint", manifest.fingerprint))
         for shard in manifest.shards:
             where = f" ({shard.path})" if shard.path else ""

@@ -121,6 +121,8 @@ def test_training_never_sees_a_held_out_text(
     assert not set(sides["train"]) & set(sides["held"]) and len(sides["held"]) == len(taken)
     statistics = Corpus(tmp_path / "train").manifest.statistics
     assert statistics["holdout"] == "10%"
+    shown = run_command("data.cli", "inspect", tmp_path / "train").stdout
+    assert f"held out    {statistics['held_out']} documents (10%)" in shown
     assert statistics["held_out"] == len(texts) + 50 - len(sides["train"])
     loss_on = [{"name": "held", "path": str(tmp_path / "held")}]
     run = lab.config(eval={"loss_on": loss_on})
