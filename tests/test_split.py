@@ -181,6 +181,19 @@ def test_a_killed_split_goes_on_and_a_finished_one_is_not_repeated(
     assert not list(broken.rglob("*.partial"))
 
 
+def test_bad_records_are_passed_over_only_if_allowed(tmp_path: Path, run_command: Run, texts: list[str]) -> None:
+    source = write(tmp_path / "a.jsonl", texts)
+    with source.open("a") as file:
+        file.write('{"text": null}\n')
+    command = ["split", source, "--holdout", "10%", "--out", tmp_path / "out"]
+    for more, code in (([], 78), (["--max-bad", "1"], 0), (["--max-bad", "1"], 0), ([], 78)):
+        done = run_command("data.cli", *command, *more)
+        assert done.returncode == code, done.stderr
+        assert code == 0 or f"line {len(texts) + 1}: field 'text' is null" in done.stderr
+    assert json.loads((tmp_path / "out/split.json").read_text())["bad"] == 1
+    assert len((tmp_path / "out/bad_records.jsonl").read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("share", "expected"),
     [

@@ -86,7 +86,9 @@ def split(
     }
     claim(out, job, len(parts), overwrite=overwrite)
     if (out / REPORT).exists():
-        return SplitReport(**load_json(out / REPORT))
+        done = SplitReport(**load_json(out / REPORT))
+        if options.max_bad.allows(done.bad, done.read + done.bad):
+            return done
     (out / "shards").mkdir(exist_ok=True)
     tasks = [
         Task(out / f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units))

@@ -86,7 +86,9 @@ STRICT = MaxBad()
 
 
 class BadRecords:
-    """Counts what one reader passes over; raises DataError as soon as the limit is certainly exceeded.
+    """Counts what one reader passes over; raises DataError beyond the limit.
+
+    A number is judged at once; a share by `check` at the end, or once there are many bad records and few others.
 
     Attributes:
         good: records that were documents; the reader counts them here.
@@ -104,18 +106,15 @@ class BadRecords:
         self.count += 1
         if self.count <= LISTED:
             self.first.append(record)
-        number = self._limit.share is None
-        if (number and self.count > self._limit.number) or (
-            not number and self.count > max(_HOPELESS, self.good) and not self._limit.allows(self.count, self.read)
-        ):
-            raise too_many(self.count, self.read, self._limit, list(map(str, self.first)))
+        if self._limit.share is None or self.count > max(_HOPELESS, self.good):
+            self.check()
 
     @property
     def read(self) -> int:
         return self.good + self.count
 
     def check(self) -> None:
-        """Raise DataError if there were too many, at the end of reading."""
+        """Raise DataError if there are too many among what was read."""
         if not self._limit.allows(self.count, self.read):
             raise too_many(self.count, self.read, self._limit, list(map(str, self.first)))
 
