@@ -20,11 +20,13 @@ from fsdp_pretrain.units import Progress
 if TYPE_CHECKING:
     from data.corpus.corpus import Vocabulary
     from data.prepare.prepare import PrepareOptions
+    from data.text.bad_records import MaxBad
+    from data.text.holdout import Holdout
 
 
 def main() -> int:
     command = CommandLine("fsdp-data", "Tokenisers, token shards and their validation.")
-    command.add(_prepare, _import, _train_tokenizer, _validate, _inspect, _bench, _quickstart_corpus)
+    command.add(_split, _prepare, _import, _train_tokenizer, _validate, _inspect, _bench, _quickstart_corpus)
     return command.run()
 
 
@@ -42,6 +44,24 @@ def _part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _holdout(text: str) -> Holdout:
+    from data.text.holdout import Holdout
+
+    try:
+        return Holdout.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _max_bad(text: str) -> MaxBad:
+    from data.text.bad_records import MaxBad
+
+    try:
+        return MaxBad.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share such as 0.01%") from None
+
+
 def _processors() -> int:
     """Processors available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -52,6 +72,22 @@ _INPUTS = (
     argument("--text-field", default="text", help="JSONL field or parquet column (default: text)"),
     argument("--split", choices=("file", "lines"), default="file", help="a text file is one document, or each line is"),
     argument("--suffix", action="append", default=[], help="take files with this ending from directories (repeatable)"),
+    argument("--only", metavar="SPLIT", help="take only this split from directories that hold several, such as train"),
+    argument(
+        "--max-bad",
+        type=_max_bad,
+        metavar="N",
+        help="pass over and list up to N records without a text, or a share of them such as 0.01%% (default: 0)",
+    ),
+)
+_ANSWER = argument(
+    "--answer-field", help="field or column of the answer: each record is a prompt (its text) with an answer"
+)
+_WITHOUT = argument(
+    "--holdout",
+    type=_holdout,
+    metavar="SHARE",
+    help="leave out the documents that `fsdp-data split` writes with this share, such as 0.1%%",
 )
 _EOD = argument("--eod", help="text of the separator token, if the tokenizer does not define one")
 _CORPUS = argument("--out", type=Path, required=True, help="corpus directory")
@@ -62,12 +98,47 @@ _DTYPE = argument("--dtype", help="integer type of bin files (default: uint16)")
 
 
 @verb(
+    "split",
+    "runs/quickstart/text/train.jsonl --holdout 1% --out runs/quickstart/heldout-1",
+    *_INPUTS,
+    _ANSWER,
+    argument("--holdout", type=_holdout, required=True, metavar="SHARE", help="share of the documents, such as 0.1%%"),
+    argument("--out", type=Path, required=True, help="directory for heldout.jsonl"),
+    _WORKERS,
+    argument("--overwrite", action="store_true", help="replace what was split from other inputs or options"),
+    JSON,
+    _QUIET,
+)
+def _split(args: argparse.Namespace) -> int:
+    """Write the documents that are held out by the hash of their text, which are the same whatever the files and
+    their order. Interrupted runs continue where they stopped."""
+    from data.prepare.split import split, summary
+
+    report = split(
+        args.inputs,
+        args.out,
+        _options(args, answer_field=args.answer_field),
+        workers=args.workers,
+        overwrite=args.overwrite,
+        quiet=args.quiet,
+    )
+    print(json.dumps(vars(report), indent=1) if args.json else summary(report, args.out))
+    return 0
+
+
+@verb(
     "prepare",
     "runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n    --out runs/quickstart/corpus",
     *_INPUTS,
-    argument("--tokenizer", required=True, help="tokenizer.json, sentencepiece .model, or a directory with one"),
+    argument(
+        "--tokenizer",
+        required=True,
+        help="tokenizer.json, sentencepiece .model, a directory with one, or the name of a model in the cache of the "
+        "Hugging Face Hub",
+    ),
     _EOD,
-    argument("--answer-field", help="field or column of the answer: each record is a prompt (its text) with an answer"),
+    _ANSWER,
+    _WITHOUT,
     _CORPUS,
     _WORKERS,
     argument(
@@ -102,7 +173,9 @@ def _prepare(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
     from data.prepare.prepare import PrepareOptions
 
-    return PrepareOptions(args.text_field, args.split == "lines", tuple(args.suffix), **more)
+    limit = {} if args.max_bad is None else {"max_bad": args.max_bad}
+    lines, suffixes = args.split == "lines", tuple(args.suffix)
+    return PrepareOptions(args.text_field, lines, suffixes, args.only, holdout=args.holdout, **limit, **more)
 
 
 @verb(
@@ -153,6 +226,7 @@ def _import(args: argparse.Namespace) -> int:
     *_INPUTS,
     argument("--kind", choices=("bpe", "sentencepiece"), required=True),
     argument("--vocab-size", type=positive, required=True),
+    _WITHOUT,
     argument("--max-bytes", type=byte_count, default=2 * 10**9, help="text to train on, sampled evenly (default: 2GB)"),
     argument("--out", type=Path, required=True, help="directory for tokenizer.json or tokenizer.model"),
 )
@@ -201,7 +275,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
         choices=("none", "trailing", "leading", "auto"),
         help="for shards without a manifest: what their documents carry (default: auto, what most of them do)",
     ),
-    argument("--against", help="run configuration whose model and other sources must fit the corpus"),
+    argument("--against", help="run configuration whose model, other sources and held-out data must fit the corpus"),
     _WORKERS,
     argument("--no-checksums", dest="checksums", action="store_false", help="do not compare file checksums"),
     JSON,
@@ -210,6 +284,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace) -> int:
     """Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors."""
     from data.text.tokenizer import Tokenizer
+    from data.validate.heldout import heldout_hashes
     from data.validate.report import render
     from data.validate.validate import check_against, validate
     from fsdp_pretrain.config.config import load
@@ -231,6 +306,7 @@ def _validate(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             workers=args.workers,
             checksums=args.checksums,
+            held_out=heldout_hashes(run, directory) if run is not None else None,
             quiet=args.quiet or args.json,
         )
         if run is not None:
@@ -287,6 +363,8 @@ def _inspect(args: argparse.Namespace) -> int:
         print(row("separators", f"stored with each document: {manifest.separators}"))
         if manifest.pairs:
             print(row("documents", "in pairs: a prompt, then its answer"))
+        if holdout := manifest.statistics.get("holdout"):
+            print(row("held out", f"{manifest.statistics['held_out']:_} documents ({holdout})"))
         print(row("fingerprint", manifest.fingerprint))
         for shard in manifest.shards:
             where = f" ({shard.path})" if shard.path else ""

@@ -217,7 +217,7 @@ def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helper
 
 @pytest.mark.quick
 def test_files_named_in_the_documentation_exist() -> None:
-    others = "alarms families performance incidents decisions faults trust".split()
+    others = "first-run glossary faq alarms families performance incidents decisions faults trust".split()
     for page in ["README.md", *PAGES, *(f"docs/{name}.md" for name in others)]:
         text = (ROOT / page).read_text()
         for name in re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.(?:sh|sbatch|toml|md)", text):

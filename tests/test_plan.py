@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from processes import Run
 from pydantic import TypeAdapter
 
+from data.corpus.corpus import read_manifest
 from fsdp_pretrain import models
 from fsdp_pretrain.cli import main
 from fsdp_pretrain.config.config import load
@@ -24,6 +27,7 @@ from fsdp_pretrain.plan import plan
 from fsdp_pretrain.plan import warnings as advice
 from fsdp_pretrain.plan.flops import feed_forward, flops_per_token, hardware_flops_per_token, peak_flops, speed
 from fsdp_pretrain.plan.plan import count_parameters
+from fsdp_pretrain.units import human_count
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,6 +115,51 @@ def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
     config = lab.config("mixed", data={"sources": sources, "skip": ["8:40 samples", "72:80 samples"]})
     row = json.loads(run_command("fsdp_pretrain.cli", "plan", config, "--at", "4 steps", "--json").stdout)
     assert (row["consumed"], row["cursor"], row["shares"]) == (32, 64, {"a": 0.75, "b": 0.25})
+
+
+def test_epochs_and_days(lab: Any, run_command: Run) -> None:
+    """Of every source, against their tokens; the worth of repeats, and the days, against the formulas."""
+    corpus = read_manifest(lab.corpus)
+    stream = corpus.tokens + corpus.documents  # a separator after each
+    sources = [{"name": "a", "path": str(lab.corpus), "weight": 3.0}, {"name": "b", "path": str(lab.corpus)}]
+    config = lab.config(data={"sources": sources}, train={"duration": "2M tokens"})
+    options = ["--world-size", 2, "--device", "NVIDIA H100 80GB HBM3", "--mfu", "40%"]
+    done = run_command("fsdp_pretrain.cli", "plan", config, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    for name, share in (("a", 0.75), ("b", 0.25)):
+        source = result["sources"][name]
+        epochs = 2e6 * share / stream
+        assert source["tokens"] == corpus.tokens
+        assert source["epochs"] == pytest.approx(epochs, rel=0.01) and epochs > 4
+        assert source["worth"] == pytest.approx(1 + 15.387756 * (1 - math.exp((1 - epochs) / 15.387756)), rel=0.01)
+    (warning,) = [text for text in result["warnings"] if text.startswith("a has ")]
+    assert f"{result['sources']['a']['epochs']:.3g} times" in warning and "2305.16264" in warning
+    rate = 2 * 989e12 * 0.4 / result["flops_per_token"]
+    assert result["time"]["days"] == pytest.approx(result["tokens"] / rate / 86_400, rel=0.01)
+    shown = run_command("fsdp_pretrain.cli", "plan", config, *options[:-2], "train.duration=1K tokens").stdout
+    assert "at a predicted MFU of" in shown and f"data        b: {human_count(corpus.tokens)} tokens, read 0.0" in shown
+    assert " is read " not in shown
+    elsewhere = run_command(
+        "fsdp_pretrain.cli", "plan", lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
+    )
+    assert elsewhere.returncode == 0 and "the corpora are not here" in elsewhere.stdout
+
+
+def test_another_budget_and_vocabulary_by_their_keys(run_command: Run) -> None:
+    """50B tokens of the recipe of 2T, and a table of 50,304 rows: what the plan says to change is enough."""
+    recipe = ROOT / "configs/runs/llama-7b-hsdp.toml"
+    refused = run_command("fsdp_pretrain.cli", "plan", recipe, "model.vocab=50_304")
+    assert refused.returncode == 78
+    declared = re.search(r"set (model.declared_params) = ([\d_]+)", refused.stderr)
+    assert declared is not None and int(declared[2]) == 6_738_415_616 + 2 * 4096 * (50_304 - 32_000)
+    changes = ["model.vocab=50_304", f"{declared[1]}={declared[2]}", "train.duration=50B tokens"]
+    done = run_command("fsdp_pretrain.cli", "plan", recipe, *changes, "--json")
+    result = json.loads(done.stdout)
+    assert done.returncode == 0 and result["tokens"] == pytest.approx(50e9, rel=1e-4)
+    assert result["schedule"][-1]["lr"] == pytest.approx(3e-5) and not result["warnings"]
+    longer = run_command("fsdp_pretrain.cli", "plan", recipe, "train.duration=50B tokens", "optimizer.decay=2T tokens")
+    assert "the learning rate ends at 0.0003, above its floor of 3e-05" in longer.stdout
 
 
 GOLDEN = {

@@ -209,6 +209,149 @@ def test_unusable_input_is_named(
     assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+NULLS = b'{"text": "first text"}\n{"text": null}\nnot json\n{"text": "last text"}\n[1]\n'
+
+
+def bad_inputs(folder: Path) -> list[tuple[str, str, int, int | None]]:
+    """Files with bad records, and where those are: file, line or row, its number, its first byte."""
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(NULLS)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(NULLS))
+    pq.write_table(pa.table({"text": ["row", None, "row"] * 2}), folder / "c.parquet", row_group_size=4)
+    lines = [("line", 2, 23), ("line", 3, 38), ("line", 5, 69)]
+    return [
+        *(("a.jsonl", *line) for line in lines),
+        *(("b.jsonl.gz", *line) for line in lines),
+        *(("c.parquet", "row", number, None) for number in (2, 5)),
+    ]
+
+
+@pytest.mark.parametrize(("how", "limit"), [("workers", "8"), ("parts", "60%")])
+def test_bad_records_are_passed_over_up_to_a_limit_and_listed(
+    tmp_path: Path, run_command: Run, shared_corpus: Path, how: str, limit: str
+) -> None:
+    expected = bad_inputs(tmp_path / "in")
+    out = tmp_path / "out"
+    command = ["prepare", tmp_path / "in", "--tokenizer", shared_corpus / "tokenizer", "--out", out]
+    command += ["--shard-size", "30B", "--max-bad", limit]
+    runs = [["--part", "1/2"], ["--part", "2/2"]] if how == "parts" else [["--workers", "2"]]
+    for more in runs:
+        done = run_command("data.cli", *command, *more)
+        assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in (out / "bad_records.jsonl").read_text().splitlines()]
+    assert [(Path(r["path"]).name, r["kind"], r["number"], r["offset"]) for r in found] == expected
+    assert [r["reason"].split(" ")[0] for r in found[:3]] == ["field", "not", "a"]
+    manifest = read_manifest(out)
+    assert (manifest.statistics["bad"], manifest.statistics["read"], manifest.documents) == (8, 8, 8)
+    assert "bad records passed over: 8" in done.stderr and "byte 23, line 2: field 'text' is null" in done.stderr
+
+
+def test_too_many_bad_records_are_refused_and_nothing_is_lost(
+    tmp_path: Path, run_command: Run, shared_corpus: Path
+) -> None:
+    bad_inputs(tmp_path / "in")
+    out = tmp_path / "out"
+    command = ["prepare", tmp_path / "in", "--tokenizer", shared_corpus / "tokenizer", "--out", out]
+    command += ["--shard-size", "30B", "--workers", 1]
+    strict = run_command("data.cli", *command)
+    assert strict.returncode == 78
+    assert "a.jsonl, byte 23, line 2: field 'text' is null" in strict.stderr and "--max-bad N" in strict.stderr
+    few = run_command("data.cli", *command, "--max-bad", 7)
+    assert few.returncode == 78 and "8 of the 16 records read are bad, more than --max-bad 7" in few.stderr
+    share = run_command("data.cli", *command, "--max-bad", "49.9%")
+    assert share.returncode == 78 and "more than --max-bad 49.9%" in share.stderr
+    assert not (out / "manifest.json").exists()
+    made = {path: path.stat().st_mtime_ns for path in out.glob("shards/*.json")}
+    assert run_command("data.cli", *command, "--max-bad", "50%").returncode == 0
+    assert made == {path: path.stat().st_mtime_ns for path in out.glob("shards/*.json")}
+    assert run_command("data.cli", *command).returncode == 78  # strict again
+
+
+def test_a_wrong_field_is_found_before_the_end(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"body": "x"}\n' * 1001 + '{"text": "y"}\n' * 100_000)
+    command = ["prepare", source, "--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
+    done = run_command("data.cli", *command, "--max-bad", "20%")
+    assert done.returncode == 78 and "1_001 of the 1_001 records read are bad" in done.stderr
+    tokenizer = run_command(
+        "data.cli",
+        "train-tokenizer",
+        source,
+        "--kind",
+        "bpe",
+        "--vocab-size",
+        300,
+        "--out",
+        tmp_path / "t",
+        "--max-bad",
+        2,
+    )
+    assert tokenizer.returncode == 78 and "3 of the 3 records read are bad" in tokenizer.stderr
+
+
+def test_folders_of_the_hub_ask_for_a_split(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
+    """With a card, a cache and locks beside the data, as `hf download --local-dir` leaves them."""
+    folder = tmp_path / "wiki"
+    for name, texts in {
+        "en/train-00000-of-00002.parquet": ["a"],
+        "en/train-00001-of-00002.parquet": ["b"],
+        "de/train-00000-of-00003.parquet": ["c"],
+        "en/test-00000-of-00001.parquet": ["judge"],
+        "de/dev/0.jsonl": ["tune"],
+        ".cache/huggingface/download/en/train-00000-of-00002.parquet": ["d"],
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, texts)
+    for name in ("README.md", ".gitattributes", "en/train-00000-of-00002.parquet.lock"):
+        (folder / name).write_text("not data")
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    command = ["prepare", folder, "--tokenizer", tokenizer.path, "--out", tmp_path / "out"]
+    asked = run_command("data.cli", *command)
+    assert asked.returncode == 78 and "test: 1, train: 3, validation: 1" in asked.stderr
+    assert "--only train" in asked.stderr and not (tmp_path / "out").exists()
+    wrong = run_command("data.cli", *command, "--only", "sample")
+    assert wrong.returncode == 78 and "no files of the split sample" in wrong.stderr
+    done = run_command("data.cli", *command, "--only", "train")
+    assert done.returncode == 0, done.stderr
+    assert tokens_of(tmp_path / "out") == tokenizer.encode(["c", "a", "b"])
+    assert "de/train: 1 of 3 files are there" in done.stderr
+    assert [path.name for path in find_files([str(folder)], only="valid")] == ["0.jsonl"]
+    assert len(find_files([str(folder / "en/test-00000-of-00001.parquet"), str(folder / "de/dev")])) == 2
+
+
+def test_tokenizers_of_the_hub_by_name(
+    tmp_path: Path, run_command: Run, shared_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the cache that its tools fill: a snapshot of links into blobs. Else what to download is said."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    command = [
+        "prepare",
+        shared_corpus / "heldout.jsonl",
+        "--tokenizer",
+        "some-org/Model-7b",
+        "--out",
+        tmp_path / "out",
+    ]
+    absent = run_command("data.cli", *command)
+    assert absent.returncode == 78 and str(tmp_path / "hf/hub") in absent.stderr
+    hint = "hf download some-org/Model-7b tokenizer.json tokenizer_config.json --local-dir tokenizers/Model-7b"
+    assert hint in absent.stderr
+    model = tmp_path / "hf/hub/models--some-org--Model-7b"
+    for revision in ("old", "new"):
+        (model / "snapshots" / revision).mkdir(parents=True)
+        (model / "blobs").mkdir(exist_ok=True)
+        (model / "blobs/1234").write_bytes((shared_corpus / "tokenizer/tokenizer.json").read_bytes())
+        (model / "snapshots" / revision / "tokenizer.json").symlink_to("../../blobs/1234")
+    assert "several revisions" in run_command("data.cli", *command).stderr
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("new")
+    done = run_command("data.cli", *command)
+    assert done.returncode == 0, done.stderr
+    assert Corpus(tmp_path / "out").tokenizer().path == tmp_path / "out/tokenizer.json"
+
+
 def test_missing_inputs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no input"):
         find_files([str(tmp_path / "absent")])

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -56,10 +57,11 @@ def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -
             return
         if not overwrite:
             raise DataError(
-                f"{out} holds a corpus made from other inputs, another tokenizer or other options",
+                f"{out} holds what was made from other inputs, another tokenizer or other options",
                 remedy="choose another --out, or pass --overwrite to replace it",
             )
-        for path in [out / "manifest.json", out / "blocks.npy", *out.glob("shards/*")]:
+        results = [out / name for name in ("manifest.json", "blocks.npy", "split.json")]
+        for path in [*results, *out.glob("*.jsonl"), *out.glob("shards/*")]:
             path.unlink(missing_ok=True)
     elif out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty and not a corpus", remedy="choose another --out")
@@ -87,9 +89,22 @@ def gather(out: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict
     """
     for path in (out / "shards").glob("*.partial"):
         path.unlink(missing_ok=True)
-    shards = [load_json(task.prefix.with_name(task.prefix.name + ".json")) for task in tasks]
-    counts = {key: sum(done["counts"][key] for done in shards) for key in shards[0]["counts"]}
+    shards = records(tasks)
+    counts = summed(shards)
     return [done["entry"] for done in shards if done["entry"]["documents"]], counts
+
+
+def records(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """What `write_record` wrote of each shard. Raises DataError."""
+    return [load_json(task.prefix.with_name(task.prefix.name + ".json")) for task in tasks]
+
+
+def summed(done: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The sums of the counts of all shards; those of an earlier version may lack some."""
+    totals: Counter[str] = Counter()
+    for record in done:
+        totals.update(record["counts"])
+    return dict(totals)
 
 
 def describe(manifest: CorpusManifest) -> str:
@@ -98,11 +113,12 @@ def describe(manifest: CorpusManifest) -> str:
 
 
 def make_all(
-    make: Make, tasks: Sequence[Task], todo: Sequence[Task], tokenizer: Tokenizer, workers: int, **bar: Any
+    make: Make, tasks: Sequence[Task], todo: Sequence[Task], tokenizer: Tokenizer | None, workers: int, **bar: Any
 ) -> None:
     """Make the shards of `todo`, which are some of `tasks`, with a progress bar.
 
     Args:
+        tokenizer: for `make`; None if it needs none.
         workers: maximum number of processes; each loads the tokenizer.
         bar: options of tqdm.
 
@@ -119,10 +135,12 @@ def make_all(
                 make(*call, tokenizer, shown.update)
 
 
-def _make_in_pool(make: Make, calls: Sequence[tuple[Any, ...]], tokenizer: Tokenizer, workers: int, bar: Any) -> None:
+def _make_in_pool(
+    make: Make, calls: Sequence[tuple[Any, ...]], tokenizer: Tokenizer | None, workers: int, bar: Any
+) -> None:
     context = multiprocessing.get_context("spawn")
     progress = context.Value("q", 0)
-    arguments = (tokenizer.path, tokenizer.eod, progress)
+    arguments = (None if tokenizer is None else (tokenizer.path, tokenizer.eod), progress)
     pool = ProcessPoolExecutor(workers, context, _start_worker, arguments)
     stop = threading.Event()
     shown = threading.Thread(target=_show, args=(progress, bar, stop), daemon=True)
@@ -154,13 +172,13 @@ def _show(progress: Any, bar: Any, stop: threading.Event) -> None:
         shown = done
 
 
-_worker: tuple[Tokenizer, Any]
+_worker: tuple[Tokenizer | None, Any]
 
 
-def _start_worker(path: Path, eod: int, progress: Any) -> None:
+def _start_worker(tokenizer: tuple[Path, int] | None, progress: Any) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
-    _worker = Tokenizer.load(path, eod), progress
+    _worker = None if tokenizer is None else Tokenizer.load(*tokenizer), progress
 
 
 def _work(make: Make, call: tuple[Any, ...]) -> None:

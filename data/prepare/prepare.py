@@ -6,9 +6,11 @@ corpus is done when `manifest.json` exists. A kill loses at most the shards bein
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,29 +19,58 @@ import numpy as np
 
 from data.corpus.corpus import CorpusManifest, write_corpus
 from data.corpus.shards import ShardWriter, token_dtype
-from data.text.files import find_files
+from data.text.bad_records import STRICT, BadRecord, BadRecords, MaxBad, passed_over, too_many
+from data.text.files import find_files, missing_numbers
+from data.text.holdout import Holdout
 from data.text.inputs import Document, Unit, plan_shards, read_documents
 from data.text.tokenizer import Progress as Report
 from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 
-from .jobs import Task, claim, describe, gather, make_all, write_record
+from .jobs import Task, claim, describe, gather, make_all, records, write_record
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
+BAD_RECORDS = "bad_records.jsonl"
+"""File of a corpus that lists the records that were passed over."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options that decide the content of the shards."""
+    """Options that decide the content of the shards, and which bad records are passed over."""
 
     text_field: str = "text"
     lines: bool = False
     suffixes: tuple[str, ...] = ()
+    only: str | None = None
+    """The split to take from directories."""
     shard_bytes: int | None = None
     max_quarantined: float = 0.001
     answer_field: str | None = None
     """If given, records are prompts with answers: two documents each."""
+    holdout: Holdout | None = None
+    """The documents that are left out; `split` writes them."""
+    max_bad: MaxBad = STRICT
+
+    def find(self, inputs: Sequence[str]) -> list[Path]:
+        """The input files; says on standard error which numbered ones are missing. Raises DataError."""
+        files = find_files(inputs, self.suffixes, self.only)
+        for text in missing_numbers(files):
+            print(f"warning: {text}", file=sys.stderr)
+        return files
+
+    def read(self, unit: Unit, bad: BadRecords) -> Iterator[Document]:
+        """The documents of a unit, held-out ones included; counts good records in `bad`. Raises DataError, OSError."""
+        for document in read_documents(
+            unit, self.text_field, lines=self.lines, answer_field=self.answer_field, on_bad=bad
+        ):
+            bad.good += 1
+            yield document
+
+    def holds_out(self, document: Document) -> bool:
+        """Whether a document is left out."""
+        return self.holdout is not None and self.holdout.takes(document.text)
 
 
 def prepare(
@@ -64,11 +95,12 @@ def prepare(
         The manifest, or None if shards of other parts are still missing.
 
     Raises:
-        DataError: unreadable input, another job in `out`, or too many documents that contain special tokens.
+        DataError: unreadable input, too many bad records, another job in `out`, or too many documents that contain
+            special tokens.
         OSError: the input cannot be read, `out` cannot be written, or the storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
-    files = find_files(inputs, options.suffixes)
+    files = options.find(inputs)
     shards = plan_shards(files, options.shard_bytes, lines=options.lines)
     if not shards:
         raise DataError(f"the input holds no text: {len(files)} files, all of them empty")
@@ -82,25 +114,50 @@ def prepare(
     make_all(make_shard, mine, todo, tokenizer, workers, desc="prepare", disable=quiet or None)
     if not all(task.is_done() for task in tasks):
         return None
-    full, counts = gather(out, tasks)
+    full, summed = gather(out, tasks)
+    counts = {**asdict(_Counts()), **summed}  # shards of an earlier version lack some
+    list_bad(out, tasks, counts, options.max_bad)
     if not full:
-        raise DataError(f"the input holds no text: {counts['read']} documents, all of them empty or quarantined")
+        raise DataError(
+            f"the input holds no text: {counts['read']} documents, all of them empty, quarantined or held out"
+        )
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     statistics = {**counts, "made": made, "text_field": options.text_field}
+    if options.holdout is not None:
+        statistics["holdout"] = str(options.holdout)
     dtype, pairs = token_dtype(tokenizer.vocab_size), options.answer_field is not None
     return write_corpus(out, tokenizer, full, dtype, statistics, pairs=pairs)
 
 
+def list_bad(out: Path, tasks: Sequence[Task], counts: dict[str, int], limit: MaxBad) -> None:
+    """Write and show the bad records of all shards, if any. Raises DataError if they are too many."""
+    if not counts["bad"]:
+        return
+    found = [record for shard in records(tasks) for record in shard.get("bad", [])]
+    replace_file(out / BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found))
+    first = [str(BadRecord(**record)) for record in found[:5]]
+    read = counts["read"] + counts["bad"]
+    if not limit.allows(counts["bad"], read):
+        raise too_many(counts["bad"], read, limit, first)
+    print(passed_over(counts["bad"], first, str(out / BAD_RECORDS)), file=sys.stderr)
+
+
+def input_stamps(paths: Iterable[str]) -> dict[str, list[int]]:
+    """Size and time of change of each file: a job goes on only with the same input. Raises OSError."""
+    stamps = {path: os.stat(path) for path in paths}  # noqa: PTH116
+    return {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()}
+
+
 def _job(shards: list[list[Unit]], tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
     """Everything that decides the content of the shards, as JSON values."""
-    stamps = {unit.path: os.stat(unit.path) for shard in shards for unit in shard}  # noqa: PTH116
     return {
         "shards": [[asdict(unit) for unit in shard] for shard in shards],
-        "stamps": {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()},
+        "stamps": input_stamps(unit.path for shard in shards for unit in shard),
         "tokenizer": tokenizer.fingerprint,
         "text_field": options.text_field,
         "lines": options.lines,
         **({"answer_field": options.answer_field} if options.answer_field is not None else {}),
+        **({"holdout": options.holdout.bound} if options.holdout is not None else {}),
     }
 
 
@@ -109,6 +166,8 @@ class _Counts:
     """Numbers of documents; `characters` and `utf8_bytes` of their text."""
 
     read: int = 0
+    bad: int = 0
+    held_out: int = 0
     empty: int = 0
     repaired: int = 0
     characters: int = 0
@@ -137,12 +196,13 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
     special[list(tokenizer.specials)] = True
     quarantined: list[dict[str, Any]] = []
     sources: list[dict[str, Any]] = []
+    bad, kept = BadRecords(options.max_bad), 0
     with ShardWriter(prefix, dtype) as writer:
         for unit in units:
             place = {"path": unit.path, "start": unit.start}
             sources.append({**place, "stop": unit.stop, "first_document": writer.documents})
-            for document, encoded in _encoded(unit, options, tokenizer, report):
-                counts.read += 1
+            for document, encoded in _encoded(unit, options, tokenizer, bad, report):
+                kept += 1
                 counts.repaired += document.repaired
                 tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
                 if not all(encoded):
@@ -154,22 +214,24 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
                     counts.add(document, encoded, tokenizer)
                     for ids in encoded:
                         writer.append(np.asarray(ids, dtype=dtype))
+        counts.read, counts.bad, counts.held_out = bad.good, bad.count, bad.good - kept
         counts.quarantined = len(quarantined)
-        if counts.quarantined > max(1, options.max_quarantined * counts.read):
+        if counts.quarantined > max(1, options.max_quarantined * kept):
             first = quarantined[0]
             raise DataError(
-                f"{counts.quarantined} of {counts.read} documents contain special tokens in their text, "
+                f"{counts.quarantined} of {kept} documents contain special tokens in their text, "
                 f"first in {first['path']} (line {first['line'] + 1} from byte {first['start']}): "
                 f"{', '.join(first['specials'])}",
                 effect="a separator inside a document would cut it in two for the model",
                 remedy="clean the input, or use a tokenizer that treats these strings as text",
             )
         entry = writer.finish()
-    write_record(prefix, {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined})
+    record = {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined}
+    write_record(prefix, {**record, "bad": [each.to_json() for each in bad.first]})
 
 
 def _encoded(
-    unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, report: Report
+    unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, bad: BadRecords, report: Report
 ) -> Iterator[tuple[Document, list[list[int]]]]:
     """Each document with the ids of its texts. Progress counts characters, slightly fewer than the unit's bytes."""
     left = unit.size
@@ -180,17 +242,20 @@ def _encoded(
         left -= step
         report(step)
 
-    for batch in _batches(unit, options):
+    for batch in _batches(unit, options, bad):
         encoded = iter(tokenizer.encode([text for document in batch for text in document.texts], show))
         for document in batch:
             yield document, [next(encoded) for _ in document.texts]
     show(left)
 
 
-def _batches(unit: Unit, options: PrepareOptions) -> Iterator[list[Document]]:
+def _batches(unit: Unit, options: PrepareOptions, bad: BadRecords) -> Iterator[list[Document]]:
+    """The documents that are not held out."""
     batch: list[Document] = []
     characters = 0
-    for document in read_documents(unit, options.text_field, lines=options.lines, answer_field=options.answer_field):
+    for document in options.read(unit, bad):
+        if options.holds_out(document):
+            continue
         batch.append(document)
         characters += sum(map(len, document.texts))
         if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
@@ -205,6 +270,8 @@ def summary(manifest: CorpusManifest, out: Path) -> str:
     numbers = manifest.statistics
     ratio = numbers["utf8_bytes"] / max(1, manifest.tokens)
     lines = [f"{out}: {describe(manifest)}, {ratio:.2f} bytes per token"]
+    if numbers["held_out"]:
+        lines.append(f"  {numbers['held_out']:_} documents held out ({numbers['holdout']})")
     if numbers["empty"]:
         lines.append(f"  {numbers['empty']:_} empty documents left out")
     if numbers["repaired"]:

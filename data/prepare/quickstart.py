@@ -1,7 +1,8 @@
 """A real corpus without a download, from what every Python installation contains.
 
 Standard-library sources (without tests), their docstrings as running text, and the pydoc topics, split into training
-and held-out documents by file, so that no text derived from a held-out file is trained on.
+and held-out documents by file, so that no text derived from a held-out file is trained on. (`fsdp-data split` decides
+by the text, which cannot know that two texts come from one file.)
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ allowed as pieces, byte fallback. So every text survives a round trip.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
-from data.text.files import find_files
-from data.text.inputs import plan_shards, read_documents
+from data.text.bad_records import BadRecords, passed_over
+from data.text.inputs import plan_shards
 from data.text.tokenizer import EOD, Tokenizer
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
@@ -45,12 +46,16 @@ def train_tokenizer(
 
 
 def _sample(inputs: Sequence[str], options: PrepareOptions, max_bytes: int) -> Iterator[str]:
-    shards = plan_shards(find_files(inputs, options.suffixes), None, lines=options.lines)
+    shards = plan_shards(options.find(inputs), None, lines=options.lines)
     units = [unit for shard in shards for unit in shard]
     every = max(1, -(-sum(unit.size for unit in units) // max_bytes))
-    documents = (read_documents(unit, options.text_field, lines=options.lines) for unit in units)
-    for document in islice(chain.from_iterable(documents), 0, None, every):
-        yield document.text
+    bad = BadRecords(options.max_bad)
+    for document in islice(chain.from_iterable(options.read(unit, bad) for unit in units), 0, None, every):
+        if not options.holds_out(document):
+            yield document.text
+    bad.check()
+    if bad.count:
+        print(passed_over(bad.count, list(map(str, bad.first))), file=sys.stderr)
 
 
 def _train_bpe(texts: Iterator[str], vocab_size: int) -> bytes:

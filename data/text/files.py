@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +21,19 @@ from fsdp_pretrain.errors import DataError, naming
 Kind = Literal["text", "jsonl", "parquet"]
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
-TEXT_SUFFIXES = tuple(suffix + packed for suffix in (".txt", *_KINDS) for packed in ("", *PACKED))
+TEXT_SUFFIXES = (
+    *(suffix + packed for suffix in (".txt", *_KINDS) for packed in ("", *PACKED)),
+    *(f".json{packed}" for packed in PACKED),
+)
 """Suffixes of the files taken from directories by default."""
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    "heldout": "heldout",
+}
+"""Words in names of files and folders that stand for a split, as the Hugging Face Hub reads them, and our own."""
+_NUMBERED = re.compile(r"(.*)[-.](\d{5})-of-(\d{5})\b")
 DAMAGED = "the file is cut off, damaged or not what its name says: restore it or fetch it again"
 _UNPACKED = 64 << 20
 """Maximum bytes of a document in a packed file, unless the file is larger: a few kB can unpack to any size."""
@@ -28,15 +41,16 @@ _SNIFFED = 1 << 16
 _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 
 
-def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
+def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | None = None) -> list[Path]:
     """The named files and those in named directories, without duplicates (symbolic links resolved).
 
     Their order fixes the document numbers. From directories, only files that end in one of `suffixes` are taken, by
-    default `.txt`, JSONL and parquet.
+    default `.txt`, JSONL and parquet, and nothing whose name begins with a dot. If a directory holds several splits,
+    `only` names the one to take.
 
     Raises:
-        DataError: an input does not exist or is not a file, looks like another format than its name says, or nothing is
-            found.
+        DataError: an input does not exist or is not a file, looks like another format than its name says, a directory
+            holds several splits and `only` is None, or nothing is found.
     """
     wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
     missing = [name for name in inputs if not Path(name).exists()]
@@ -45,7 +59,8 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path
     found: dict[Path, Path] = {}
     for path in map(Path, inputs):
         if path.is_dir():
-            here = [inner for inner in files_below(path) if inner.name.endswith(wanted)]
+            inside = [inner for inner in files_below(path) if inner.name.endswith(wanted)]
+            here = _of_split(path, [inner for inner in inside if not _hidden(inner.relative_to(path))], only)
         else:
             require_file(path)
             _check_name(path)
@@ -59,6 +74,60 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path
             remedy=f"files should end in {', '.join(wanted[:4])} ... or be named one by one",
         )
     return list(found.values())
+
+
+def _hidden(path: Path) -> bool:
+    """Whether a file is in a cache or the like: `.cache/huggingface`, `.git`, `.ipynb_checkpoints`."""
+    return any(part.startswith(".") for part in path.parts)
+
+
+def split_of(path: Path) -> str | None:
+    """The split that the name of a file, or of a folder around it, stands for; `path` is relative to the input.
+
+    `data/train-00000-of-00042.parquet`, `my_train_file.jsonl` and `train/0.jsonl.zst` are of the split train. A name of
+    numbered files without such a word is a split of its own, as on the Hugging Face Hub. Plain text has none.
+    """
+    if kind_of(path) == "text":
+        return None
+    for part in (path.name, *reversed(path.parts[:-1])):
+        found = [_SPLITS[word] for word in re.split("[^a-z]+", part.lower()) if word in _SPLITS]
+        if found:
+            return found[0]
+    numbered = _NUMBERED.match(path.name)
+    return numbered[1] if numbered else None
+
+
+def _of_split(directory: Path, files: list[Path], only: str | None) -> list[Path]:
+    """The files of one split. Raises DataError if there are several and none was named, or not that one."""
+    splits = [split_of(file.relative_to(directory)) for file in files]
+    counts = Counter(splits)
+    shown = ", ".join(f"{name or 'no split'}: {count:_}" for name, count in sorted(counts.items(), key=str))
+    if only is not None:
+        wanted = _SPLITS.get(only.lower(), only)
+        if wanted not in counts:
+            raise DataError(f"{directory} has no files of the split {only} (files of {shown or 'no split: 0'})")
+        return [file for file, split in zip(files, splits, strict=True) if split == wanted]
+    if len(counts) > 1:
+        name = "train" if "train" in counts else next(filter(None, counts))
+        raise DataError(
+            f"{directory} holds several splits (files of {shown})",
+            effect="text that is meant for judging the model would be trained on",
+            remedy=f"take one with --only {name}, or name files or folders one by one",
+        )
+    return files
+
+
+def missing_numbers(files: Sequence[Path]) -> list[str]:
+    """Sets of files `NAME-00000-of-00042...` of which some are not there, described."""
+    sets: dict[tuple[Path, str, int], set[int]] = {}
+    for file in files:
+        if match := _NUMBERED.match(file.name):
+            sets.setdefault((file.parent, match[1], int(match[3])), set()).add(int(match[2]))
+    return [
+        f"{folder / name}: {len(numbers):_} of {total:_} files are there"
+        for (folder, name, total), numbers in sorted(sets.items())
+        if len(numbers) < total
+    ]
 
 
 def files_below(directory: Path) -> list[Path]:
@@ -123,11 +192,12 @@ def _check_name(path: Path) -> None:
 
 
 def kind_of(path: Path) -> Kind:
-    """How a file is read, by its suffix; anything unknown is text."""
+    """How a file is read, by its suffix; anything unknown is text. Packed `.json` is JSONL, as published."""
     name = path.name
     for packed in PACKED:
         name = name.removesuffix(packed)
-    return _KINDS.get(Path(name).suffix, "text")
+    suffix = Path(name).suffix
+    return "jsonl" if suffix == ".json" and name != path.name else _KINDS.get(suffix, "text")
 
 
 @contextmanager

@@ -11,11 +11,13 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import DataError
 
+from .bad_records import BadRecord, OnBad, refuse
 from .files import DAMAGED, PACKED, BoundedReader, Kind, kind_of, open_unpacked, parse_json, readable
 
 _OPTIONS = ("--text-field", "--answer-field")
@@ -98,11 +100,15 @@ def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
             yield Unit(str(path), kind, start, stop, stop - start)
 
 
-def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: str | None = None) -> Iterator[Document]:
+def read_documents(
+    unit: Unit, text_field: str, *, lines: bool, answer_field: str | None = None, on_bad: OnBad = refuse
+) -> Iterator[Document]:
     """Documents of one unit, in file order; fields are those of JSONL or columns of parquet files.
 
+    `on_bad` is called for each record that is not JSON or has no text in its fields; then reading continues.
+
     Raises:
-        DataError: unreadable file, invalid JSON, or a record without the fields; names file and line.
+        DataError: unreadable file; from `on_bad`, by default at the first bad record.
         OSError: the storage failed, or the file cannot be read.
     """
     path, names = Path(unit.path), [text_field, *([answer_field] if answer_field is not None else [])]
@@ -110,71 +116,92 @@ def read_documents(unit: Unit, text_field: str, *, lines: bool, answer_field: st
         raise DataError(f"{path} is plain text and has no field {answer_field!r}", remedy="use JSONL or parquet files")
     with readable(path):
         if unit.kind == "parquet":
-            yield from _read_parquet(path, unit, names)
+            yield from _read_parquet(path, unit, names, on_bad)
         elif unit.kind == "text" and not lines:
             with open_unpacked(path) as file:
                 yield _document([BoundedReader(file, path).rest()], 0)
         else:
-            for number, line in _read_lines(path, unit):
+            for line in _read_lines(path, unit):
                 if unit.kind == "text":
-                    yield _document([line.rstrip(b"\r\n")], number)
-                elif line.strip():
-                    yield _json_document(line, number, unit, names)
+                    yield _document([line.content.rstrip(b"\r\n")], line.number)
+                elif line.content.strip():
+                    document = _json_document(line, names)
+                    if isinstance(document, Document):
+                        yield document
+                    else:
+                        on_bad(_bad_line(path, line, *document))
 
 
-def _read_lines(path: Path, unit: Unit) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the lines that start inside the unit. Numbers count from the unit's start."""
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of a unit that begins at byte `first`; `number` and `offset` count from there."""
+
+    content: bytes
+    number: int
+    first: int
+    offset: int
+
+
+def _read_lines(path: Path, unit: Unit) -> Iterator[_Line]:
+    """The lines that start inside the unit."""
     with open_unpacked(path) as file:
         whole, pieces = path.suffix in PACKED, BoundedReader(file, path)
         if not whole and unit.start:
             file.seek(unit.start - 1)
             file.readline()  # the line that straddles the start belongs to the previous unit
-        number = 0
-        while whole or file.tell() < unit.stop:
+        first = 0 if whole else file.tell()
+        number = offset = 0
+        while whole or first + offset < unit.stop:
             line = pieces.line()
             if not line:
                 return
-            yield number, line
-            number += 1
+            yield _Line(line, number, first, offset)
+            number, offset = number + 1, offset + len(line)
 
 
-def _line_in_file(unit: Unit, number: int) -> int:
-    """1-based number in the whole file of a line of a unit."""
-    if Path(unit.path).suffix in PACKED or not unit.start:
-        return number + 1
-    with Path(unit.path).open("rb") as file:
-        before = 0
-        while file.tell() < unit.start:
-            file.readline()
-            before += 1
-    return before + number + 1
+def _bad_line(path: Path, line: _Line, reason: str, remedy: str) -> BadRecord:
+    number = _lines_before(path, line.first) + line.number + 1
+    return BadRecord(str(path), "line", number, line.first + line.offset, reason, remedy)
 
 
-def _json_document(line: bytes, number: int, unit: Unit, names: list[str]) -> Document:
+@lru_cache(maxsize=4)
+def _lines_before(path: Path, byte: int) -> int:
+    """Number of lines of a plain file before the one that starts at a byte."""
+    count = 0
+    if byte:
+        with path.open("rb") as file:
+            while byte > 0 and (piece := file.read(min(byte, 1 << 22))):
+                count += piece.count(b"\n")
+                byte -= len(piece)
+    return count
+
+
+def _json_document(line: _Line, names: list[str]) -> Document | tuple[str, str]:
+    """The document of a line; if it is none, why, and a remedy that may apply."""
     valid = True
     try:
         try:
-            record = parse_json(line)
+            record = parse_json(line.content)
         except UnicodeDecodeError:
-            record, valid = parse_json(line.decode("utf-8", "replace")), False
+            record, valid = parse_json(line.content.decode("utf-8", "replace")), False
     except ValueError as error:
-        raise DataError(f"{unit.path}, line {_line_in_file(unit, number)}: not JSON ({error})") from None
+        return f"not JSON ({error})", ""
     found = [record.get(name) for name in names] if isinstance(record, dict) else []
     texts = [text for text in found if isinstance(text, str)]
     if len(texts) < len(names):
-        raise _no_text(record, names, f"{unit.path}, line {_line_in_file(unit, number)}")
-    return _document(texts, number, repaired=not valid)
+        return _no_text(record, names)
+    return _document(texts, line.number, repaired=not valid)
 
 
-def _no_text(record: Any, names: list[str], where: str) -> DataError:
-    """Why a JSON value is not a record with texts in these fields."""
+def _no_text(record: Any, names: list[str]) -> tuple[str, str]:
+    """Why a JSON value is not a record with texts in these fields, and a remedy."""
     if not isinstance(record, dict):
-        return DataError(f"{where}: {_shown(record)} is not a JSON object")
+        return f"{_shown(record)} is not a JSON object", ""
     name, option = next(pair for pair in zip(names, _OPTIONS, strict=False) if not isinstance(record.get(pair[0]), str))
     if name in record:
-        return DataError(f"{where}: field {name!r} is {_shown(record[name])}, not a string")
+        return f"field {name!r} is {_shown(record[name])}, not a string", ""
     keys = ", ".join(map(_shown, list(record)[:20]))
-    return DataError(f"{where}: no field {name!r} (the record has {keys or 'none'})", remedy=_name_it(option))
+    return f"no field {name!r} (the record has {keys or 'none'})", f"if all lack it, {_name_it(option)}"
 
 
 def _shown(value: Any) -> str:
@@ -183,7 +210,7 @@ def _shown(value: Any) -> str:
 
 
 def _name_it(option: str) -> str:
-    return f"`fsdp-data prepare` and `train-tokenizer` take the name with {option}"
+    return f"name the right one with {option}"
 
 
 def _document(found: Sequence[str | bytes], number: int, *, repaired: bool = False) -> Document:
@@ -222,7 +249,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise DataError(f"cannot read {path} as parquet: {error}", remedy=DAMAGED) from None
 
 
-def _read_parquet(path: Path, unit: Unit, names: list[str]) -> Iterator[Document]:
+def _read_parquet(path: Path, unit: Unit, names: list[str], on_bad: OnBad) -> Iterator[Document]:
     with _parquet(path) as file:
         for name, option in zip(names, _OPTIONS, strict=False):
             _check_column(path, file.schema_arrow, name, option)
@@ -233,8 +260,10 @@ def _read_parquet(path: Path, unit: Unit, names: list[str]) -> Iterator[Document
             for texts in zip(*(_texts(batch.column(name)) for name in names), strict=True):
                 if None in texts:
                     row = sum(rows[: groups[0]]) + number + 1
-                    raise DataError(f"{path}, row {row}: no text in column {names[texts.index(None)]!r} (null)")
-                yield _document(texts, number)
+                    reason = f"no text in column {names[texts.index(None)]!r} (null)"
+                    on_bad(BadRecord(str(path), "row", row, None, reason))
+                else:
+                    yield _document(texts, number)
                 number += 1
         promised = sum(rows[group] for group in groups)
         if number != promised:

@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdp_pretrain.errors import DataError
 
+from .hub import cached_model
 from .splitting import can_cut, parts
 
 EOD = "<|endoftext|>"
@@ -69,7 +70,8 @@ class Tokenizer(ABC):
         """Open a tokenizer.
 
         Args:
-            path: `tokenizer.json`, a sentencepiece `.model`, or a directory that holds one of them.
+            path: `tokenizer.json`, a sentencepiece `.model`, a directory that holds one of them, or the name of a model
+                in the cache of the Hugging Face Hub.
             eod: separator, as text or id; needed only if the tokenizer does not name one.
 
         Raises:
@@ -222,11 +224,13 @@ class _SentencePiece(Tokenizer):
 
 
 def _find(path: Path) -> Path:
+    if not path.exists() and path.suffix not in (".json", ".model"):
+        path = cached_model(str(path), _FILES)
     if path.is_dir():
         found = [path / name for name in _FILES if (path / name).is_file()] or sorted(path.glob("*.model"))
         if len(found) != 1:
             what = "no tokenizer" if not found else f"several tokenizers ({', '.join(p.name for p in found)})"
-            raise DataError(f"{path} holds {what}", remedy="name the tokenizer.json or .model file itself")
+            raise DataError(f"{path} holds {what}", remedy="name the tokenizer.json or .model file itself, by its path")
         return found[0]
     if not path.is_file():
         raise DataError(f"there is no tokenizer at {path}")

@@ -90,6 +90,10 @@ CATALOGUE: dict[str, FindingKind] = {
     "vocabulary-too-small": _error(
         "the model's vocabulary is smaller than the tokenizer's", "raise model.vocab", unit=""
     ),
+    "held-out-documents": _error(
+        "documents are also in the held-out data of the run (`eval.loss_on`), token by token",
+        "prepare again with the --holdout that `fsdp-data split` was given",
+    ),
     "empty-documents": _warning(
         "documents without tokens, declared separators aside (the packer leaves them out)", "drop them when preparing"
     ),

@@ -17,6 +17,7 @@ from data.packing.unigrams import jensen_shannon
 from data.text.documents import FOREIGN_AGREEMENT, repeated
 
 from .findings import EXAMPLES, Example, Findings
+from .heldout import Hashes
 from .meter import LONGEST, Measurement, length_quantile
 from .report import FileFigures, SpecialPlaces
 
@@ -67,13 +68,15 @@ class Totals:
         for number, counts in measured.specials.items():
             self._specials.update({(number, place): count for place, count in enumerate(counts)})
 
-    def add_findings(self, *, decoded: bool) -> None:
-        """Add the findings about the whole: giants, duplicates, files unlike the others.
+    def add_findings(self, *, decoded: bool, held_out: Mapping[str, Hashes]) -> None:
+        """Add the findings about the whole: giants, duplicates, held-out documents, files unlike the others.
 
         If texts could be `decoded` with a tokenizer, the distribution of ids is no finding.
         """
         self._giants()
         self._duplicates()
+        for name, hashes in held_out.items():
+            self._held_out(name, hashes)
         for file, agreement, divergence in zip(self.files, self._agreement, self._divergences(), strict=True):
             file.divergence_bits = divergence
             if len(agreement) >= _JUDGED_DOCUMENTS:
@@ -126,6 +129,13 @@ class Totals:
             note = f"the same as {self.files[one].name}, document {number}"
             examples += [Example(self.files[file].name, again, note=note) for file, again in others]
         self.findings.add("duplicate-documents", extra, examples)
+
+    def _held_out(self, name: str, hashes: Hashes) -> None:
+        for file, first, here in self._hashes:
+            found = np.flatnonzero(np.isin(here, hashes))
+            note = f"also in the held-out corpus {name!r}"
+            examples = [Example(self.files[file].name, first + int(n), note=note) for n in found[:EXAMPLES]]
+            self.findings.add("held-out-documents", len(found), examples)
 
     def _divergences(self) -> list[float | None]:
         """Divergence of each file from all others, in bits; None with too few tokens."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from fsdp_pretrain.errors import DataError
 
 from .checker import TokenChecker
 from .findings import EXAMPLES, Example, Findings
+from .heldout import Hashes
 from .meter import Measurement, Meter
 from .report import ValidationReport, add_texts
 from .totals import Totals
@@ -94,6 +95,7 @@ def validate(
     dtype: str | None = None,
     workers: int = 1,
     checksums: bool = True,
+    held_out: Mapping[str, Hashes] | None = None,
     quiet: bool = False,
 ) -> ValidationReport:
     """Check every document of a corpus, or of token files without a manifest.
@@ -104,6 +106,7 @@ def validate(
         separators: what documents of files without a manifest should carry; None takes what most of them do.
         format, dtype: of files without a manifest, see `open_file`; None takes the format from their names.
         checksums: also read every file once more and compare checksums.
+        held_out: hashes of documents that should not be here, by the name of their corpus.
 
     Raises:
         DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
@@ -122,7 +125,7 @@ def validate(
         for work, measured in zip(works, _each(subject.rules, works, workers), strict=True):
             totals.add(work.number, measured)
             bar.update(work.bytes)
-    totals.add_findings(decoded=subject.rules.tokenizer is not None)
+    totals.add_findings(decoded=subject.rules.tokenizer is not None, held_out=held_out or {})
     if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
         totals.findings.by_code.pop("one-token-documents", None)
     return _report(directory, subject, totals)

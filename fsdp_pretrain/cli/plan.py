@@ -23,6 +23,13 @@ def add(command: CommandLine) -> None:
     command.add(_plan)
 
 
+def _share(text: str) -> float:
+    number = text.strip().removesuffix("%")
+    if not text.strip().endswith("%") or not number.replace(".", "", 1).isdecimal() or not 0 < float(number) <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 45%")
+    return float(number) / 100
+
+
 @verb(
     "plan",
     "configs/runs/llama-7b-hsdp.toml --world-size 128 --device 'NVIDIA A100-SXM4-80GB'",
@@ -36,6 +43,11 @@ def add(command: CommandLine) -> None:
         "--seconds-per-step",
         type=float,
         help="print TFLOP/s, MFU and HFU of --world-size devices that take this time for a step of the full batch",
+    ),
+    argument(
+        "--mfu",
+        type=_share,
+        help="for the days of the run, such as 45%% (default: predicted from --world-size and --device)",
     ),
     argument("--at", help="print the schedule at a point, such as '43680 steps'"),
     argument(
@@ -86,6 +98,8 @@ def _plan(args: argparse.Namespace) -> int:
         return _predict(args)
     if args.tune and args.world_size is None:
         raise ConfigError("--tune needs --world-size")
+    if args.mfu is not None and (args.world_size is None or args.predict or args.tune):
+        raise ConfigError("--mfu needs --world-size and --device, and is not for --predict or --tune")
     if args.world_size is None and (args.device or args.device_memory):
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
@@ -107,6 +121,7 @@ def _plan(args: argparse.Namespace) -> int:
         gpus_per_node=args.gpus_per_node,
         device=args.device,
         available=args.device_memory,
+        mfu=args.mfu,
     )
     print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
     return 0

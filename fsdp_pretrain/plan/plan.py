@@ -19,9 +19,10 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import devices, memory
+from . import devices, epochs, memory, predict
 from . import warnings as advice
 from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
+from .overheads import DAY
 from .sizes import check_declared
 
 _COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
@@ -65,10 +66,28 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
+class RunTime:
+    """How long a run takes.
+
+    Attributes:
+        mfu: stated by the user, or predicted.
+        goodput: predicted share of the time that is not lost to saves and failures; None with a stated MFU.
+    """
+
+    ranks: int
+    device: str
+    days: float
+    mfu: float
+    goodput: float | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
 
     Attributes:
+        sources: how often each is read; None if the corpora are not here.
+        time: on a given number of devices whose speed is known, or None.
         heldout: of the held-out loss, or None.
         markers: where schedules change, see `warnings.markers`.
         schedule: rows of `Schedule.preview`.
@@ -90,6 +109,8 @@ class Plan:
     checkpoint_bytes: int
     checkpoints_kept: int
     disk_bytes: int
+    sources: dict[str, epochs.SourceEpochs] | None
+    time: RunTime | None
     heldout: HeldOut | None
     markers: dict[str, advice.Marker]
     schedule: list[dict[str, float | int]]
@@ -127,6 +148,7 @@ def plan(
     gpus_per_node: int = 8,
     device: str | None = None,
     available: int | None = None,
+    mfu: float | None = None,
 ) -> Plan:
     """Everything `fsdp-pretrain plan` shows.
 
@@ -135,9 +157,11 @@ def plan(
         gpus_per_node: ranks per node, for `parallel.shard = "node"`.
         device: the driver's name of the device, or `cpu`; None: an unknown GPU.
         available: bytes of memory of a device; default: that known for `device`.
+        mfu: for the time of the run; default: predicted, if `device` is known.
 
     Raises:
-        ConfigError: the configuration contradicts itself or the world size.
+        ConfigError: the configuration contradicts itself, the world size or the corpora.
+        DataError: a corpus is damaged, or too small for its `max_epochs`.
     """
     model = models.build(config.model)
     parameters = model.count_parameters()
@@ -156,6 +180,8 @@ def plan(
     length = config.data.sequence_length
     warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
     warnings += _space_warning(config, checkpoint)
+    sources = epochs.read_epochs(config)
+    warnings += epochs.warnings(sources or {})
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
     if layout is not None:
         warnings += advice.shard_warning(memory.shard_padding(model, layout.shards), parameters, layout.shards)
@@ -176,12 +202,35 @@ def plan(
         checkpoint_bytes=checkpoint.bytes,
         checkpoints_kept=kept,
         disk_bytes=checkpoint.bytes * kept,
+        sources=sources,
+        time=None if world is None else _time(config, parameters, world, gpus_per_node, device, mfu),
         heldout=_heldout(config),
         markers=advice.markers(schedule),
         schedule=schedule.preview(),
         warnings=warnings,
         world=layout,
     )
+
+
+def _time(
+    config: Config, parameters: int, world: int, gpus_per_node: int, device: str | None, mfu: float | None
+) -> RunTime | None:
+    """How long the run takes; None if nothing is known of the device. Raises ConfigError."""
+    kind = devices.find(device or "")
+    if mfu is None:
+        if device is None or kind is None or config.train.precision in predict.UNKNOWN_RATES:
+            return None
+        found = predict.predict_one(config, device, world, gpus_per_node)
+        costs = found.costs
+        return RunTime(world, device, found.days, found.mfu, costs.goodput) if costs.goodput else None
+    if device is None or kind is None:
+        raise ConfigError(
+            f"--mfu is a share of the peak of a device, and that of {device!r} is not known",
+            remedy=f"name one of these with --device: {', '.join(devices.names())}",
+        )
+    tokens, length = config.schedule.tokens(config.schedule.total), config.data.sequence_length
+    rate = world * kind.peak * mfu / flops_per_token(parameters, config.model, length)
+    return RunTime(world, device, tokens / rate / DAY, mfu, None)
 
 
 def _heldout(config: Config) -> HeldOut | None:
@@ -258,6 +307,7 @@ def render(plan: Plan) -> str:
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
         f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept and being written)",
     ]
+    lines += _render_sources(plan)
     if plan.heldout is not None:
         lines.append(
             f"  held-out    loss of {plan.heldout.samples:_} samples of {plan.heldout.sources} sources every "
@@ -265,6 +315,8 @@ def render(plan: Plan) -> str:
         )
     if plan.world is not None:
         lines += _render_layout(plan.world)
+    if plan.time is not None:
+        lines.append(_render_time(plan.time))
     ramps = [key for key in plan.schedule[0] if key not in _COLUMNS]
     names = "".join(f" {name:>16}" for name in ramps)
     lines.append(f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}{names}")
@@ -278,6 +330,21 @@ def render(plan: Plan) -> str:
         tokens = human_count(mark.tokens)
         lines.append(f"  {name:<11} after step {mark.step:_}, {mark.samples:_} samples, {tokens} tokens")
     return "\n".join(lines + [f"  warning: {warning}" for warning in plan.warnings])
+
+
+def _render_sources(plan: Plan) -> list[str]:
+    if plan.sources is None:
+        return ["  data        the corpora are not here, so how often they are read is not known"]
+    return [
+        f"  data        {name}: {human_count(source.tokens)} tokens, read {source.epochs:.3g} times"
+        for name, source in plan.sources.items()
+    ]
+
+
+def _render_time(time: RunTime) -> str:
+    stated = f"an MFU of {time.mfu:.1%} as stated, without saves and failures"
+    said = stated if time.goodput is None else f"a predicted MFU of {time.mfu:.1%} and goodput of {time.goodput:.1%}"
+    return f"  time        {time.days:.3g} days on {time.ranks} x {time.device} at {said}"
 
 
 def _render_layout(layout: Layout) -> list[str]:

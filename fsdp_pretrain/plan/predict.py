@@ -20,6 +20,8 @@ from .scale import FITTED, Cluster, Constants, Step, Workload, step
 from .sizes import check_declared, sizes
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+UNKNOWN_RATES = ("fp32", "bf16+fp8")
+"""Precisions for which no rates are on file."""
 _STATE = 16
 """Bytes per parameter of fp32 parameters, gradients and moments."""
 
@@ -142,6 +144,12 @@ def predict(
     )
 
 
+def predict_one(config: Config, device: str, ranks: int, gpus_per_node: int = 8) -> Prediction:
+    """The prediction for one number of ranks, with default links and storage. Raises ConfigError."""
+    cluster = Cluster.of(known_device(config, device), gpus_per_node, None, None)
+    return _predict(config, cluster, operations_of(config), ranks)
+
+
 def known_device(config: Config, name: str | None) -> Device:
     """The device of this name. Raises ConfigError if it is not known, or its rate in the configured precision."""
     device = devices.find(name or "")
@@ -150,7 +158,7 @@ def known_device(config: Config, name: str | None) -> Device:
             f"what a device {name!r} can do is not known" if name else "the speed of a --device is needed",
             remedy=f"name one of these, as its driver does: {', '.join(devices.names())}",
         )
-    if config.train.precision in ("fp32", "bf16+fp8"):
+    if config.train.precision in UNKNOWN_RATES:
         raise ConfigError(
             f'only the rates of bf16 and fp16 are known, not those of train.precision = "{config.train.precision}"'
         )

@@ -55,5 +55,5 @@ def check_declared(model: AnyModel, exact: int) -> None:
             f"model.declared_params = {declared:_}, but this model has {exact:_} parameters "
             f"({(exact - declared) / declared:+.1%})",
             effect="the run would train another model than intended",
-            remedy="correct the shape, or the declared number",
+            remedy=f"correct the shape, or set model.declared_params = {exact:_} if this one is meant",
         )

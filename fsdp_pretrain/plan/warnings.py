@@ -131,6 +131,11 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
             f"the learning rate is at its floor from {schedule.decay:_} of {schedule.total:_} samples on: is the run "
             "longer than the decay was made for?"
         )
+    if schedule.decays and schedule.decay > schedule.total:
+        yield (
+            f"the learning rate ends at {schedule.lr_at(schedule.total):.3g}, above its floor of "
+            f"{config.optimizer.min_lr:.3g}: optimizer.decay is longer than the run; leave it out to end with the run"
+        )
     if config.checkpoint.every.unit == "step" and config.checkpoint.every.value > schedule.steps:
         yield f"checkpoint.every = {config.checkpoint.every} is longer than the run: only its end is saved"
 

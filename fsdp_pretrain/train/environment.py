@@ -40,6 +40,7 @@ _RECORDED_VARIABLES = (
     "CUDA_",
     "NCCL_",
     "GLOO_",
+    "FI_",
     "TORCH",
     "PYTORCH",
     "OMP_",

@@ -1,0 +1,181 @@
+"""`fsdp-data split`: the held-out documents of any input, in one JSONL file.
+
+Only these are written, because they are few: `prepare` and `train-tokenizer` with the same `--holdout` leave them out
+while reading, so that the rest needs no second copy on disk.
+
+    OUT/heldout.jsonl   {"text": ...} a line (and "answer"), without duplicates, in the order of their digests
+    OUT/split.json      counts; written last
+    OUT/bad_records.jsonl
+
+The file is a function of the set of texts: neither order nor files nor processes matter, its first lines are as good a
+sample as any, and the file of a smaller share is its beginning. Parts are made in parallel and merged; a kill loses at
+most the parts being written.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from data.corpus.corpus import load_json
+from data.text.bad_records import BadRecords
+from data.text.holdout import text_digest
+from data.text.inputs import Document, Unit, plan_shards
+from data.text.tokenizer import Progress as Report
+from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.units import human_count
+
+from .jobs import Task, claim, make_all, records, summed, write_record
+from .prepare import PrepareOptions, input_stamps, list_bad
+
+HELDOUT, REPORT = "heldout.jsonl", "split.json"
+_MOST_PARTS = 128
+_KEY = 17
+"""Characters of a digest in hexadecimal and a space, which begin a line of a part."""
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """What was held out.
+
+    Attributes:
+        holdout: the share asked for, such as `0.1%`.
+        read: documents in the input, of which `empty` have no text.
+        bad: records that were passed over.
+        held_out: documents of `read`, of which `duplicates` repeat another one and are not in the file.
+        characters: of the texts in the file.
+    """
+
+    holdout: str
+    read: int
+    empty: int
+    bad: int
+    held_out: int
+    duplicates: int
+    characters: int
+
+
+def split(
+    inputs: Sequence[str], out: Path, options: PrepareOptions, *, workers: int, overwrite: bool, quiet: bool = False
+) -> SplitReport:
+    """Write the documents that `options.holdout` takes into the directory `out`.
+
+    Args:
+        out: created if absent; continued if it holds the same job, refused if it holds another one.
+
+    Raises:
+        DataError: unreadable input, too many bad records, another job in `out`, or no document is held out.
+        OSError: the input cannot be read, `out` cannot be written, or the storage failed.
+    """
+    assert options.holdout is not None
+    files = options.find(inputs)
+    total = sum(unit.size for shard in plan_shards(files, None, lines=options.lines) for unit in shard)
+    parts = plan_shards(files, max(8 << 20, total // _MOST_PARTS), lines=options.lines)
+    job = {
+        "split": [[asdict(unit) for unit in part] for part in parts],
+        "stamps": input_stamps(unit.path for part in parts for unit in part),
+        "fields": [options.text_field, options.answer_field],
+        "lines": options.lines,
+        "holdout": options.holdout.bound,
+    }
+    claim(out, job, len(parts), overwrite=overwrite)
+    if (out / REPORT).exists():
+        done = SplitReport(**load_json(out / REPORT))
+        if options.max_bad.allows(done.bad, done.read + done.bad):
+            return done
+    (out / "shards").mkdir(exist_ok=True)
+    tasks = [
+        Task(out / f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units))
+        for number, units in enumerate(parts)
+    ]
+    todo = [task for task in tasks if not task.is_done((".json", ".jsonl"))]
+    make_all(make_part, tasks, todo, None, workers, desc="split", disable=quiet or None)
+    counts = summed(records(tasks))
+    list_bad(out, tasks, counts, options.max_bad)
+    if not counts["held_out"]:
+        raise DataError(
+            f"--holdout {options.holdout} holds out none of {counts['read']:_} documents", remedy="use a larger share"
+        )
+    written, characters = _merge(out, tasks)
+    numbers = {**counts, "duplicates": counts["held_out"] - written, "characters": characters}
+    report = SplitReport(holdout=str(options.holdout), **numbers)
+    replace_file(out / REPORT, json.dumps(asdict(report), indent=1) + "\n")
+    for task in tasks:
+        for suffix in (".json", ".jsonl"):
+            task.prefix.with_name(task.prefix.name + suffix).unlink(missing_ok=True)
+    (out / "shards").rmdir()
+    return report
+
+
+def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenizer: None, report: Report) -> None:
+    """Write the held-out documents of `units`, sorted, each line after its digest; then the `.json` with the counts.
+
+    Raises:
+        DataError, OSError: see `split`.
+    """
+    bad, empty = BadRecords(options.max_bad), 0
+    lines: list[bytes] = []
+    for unit in units:
+        left = unit.size
+        for document in options.read(unit, bad):
+            step = min(left, sum(map(len, document.texts)))
+            left -= step
+            report(step)
+            if not all(document.texts):
+                empty += 1
+            elif options.holds_out(document):
+                lines.append(_line(document))
+        report(left)
+    lines.sort()
+    replace_file(prefix.with_name(prefix.name + ".jsonl"), b"".join(lines))
+    counts = {"read": bad.good, "empty": empty, "bad": bad.count, "held_out": len(lines)}
+    write_record(prefix, {"counts": counts, "bad": [each.to_json() for each in bad.first]})
+
+
+def _line(document: Document) -> bytes:
+    content = dict(zip(("text", "answer"), document.texts, strict=False))
+    return f"{text_digest(document.text):016x} {json.dumps(content, ensure_ascii=False)}\n".encode()
+
+
+def _merge(out: Path, tasks: Sequence[Task]) -> tuple[int, int]:
+    """Write the file atomically; returns its documents and their characters."""
+    target, documents, characters = out / HELDOUT, 0, 0
+    partial = target.with_name(f".{HELDOUT}.partial")
+    with ExitStack() as stack, naming(target):
+        parts = [stack.enter_context(task.prefix.with_name(task.prefix.name + ".jsonl").open("rb")) for task in tasks]
+        file = stack.enter_context(partial.open("wb"))
+        for line in _without_repeats(heapq.merge(*parts)):
+            file.write(line[_KEY:])
+            documents += 1
+            characters += sum(map(len, json.loads(line[_KEY:]).values()))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(target)
+    return documents, characters
+
+
+def _without_repeats(lines: Iterator[bytes]) -> Iterator[bytes]:
+    before = b""
+    for line in lines:
+        if line != before:
+            yield line
+        before = line
+
+
+def summary(report: SplitReport, out: Path) -> str:
+    """The final message."""
+    kept = f"{report.held_out - report.duplicates:_} documents, {human_count(report.characters)} characters"
+    share = f"{report.held_out:_} of {report.read:_} are held out ({report.held_out / report.read:.3%})"
+    lines = [f"{out / HELDOUT}: {kept}; {share}"]
+    if report.duplicates:
+        lines.append(f"  {report.duplicates:_} of them repeat another one")
+    if report.empty:
+        lines.append(f"  {report.empty:_} empty documents")
+    lines.append(f"  leave them out with --holdout {report.holdout}, in `prepare` and `train-tokenizer`")
+    return "\n".join(lines)

@@ -1,0 +1,210 @@
+"""Held-out documents: a function of their text alone, whatever the files; and training never sees one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+import zstandard
+from processes import Run
+
+from data.corpus.corpus import Corpus, read_manifest
+from data.corpus.shards import Shard
+from data.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def texts(helpers: Any) -> list[str]:
+    rng = random.Random(5)
+    made = [helpers.text(n, rng.choice([4, 40, 150])) for n in range(900)]
+    return [text for text in made if text.strip()]
+
+
+def expected(texts: list[str], percent: float) -> list[str]:
+    """The definition, once more: the digest is below the share of 2^64; in the order of digests, each once."""
+    digests = {text: xxhash.xxh3_64_intdigest(text.encode()) for text in texts}
+    return [text for text in sorted(digests, key=digests.__getitem__) if digests[text] < percent / 100 * 2**64]
+
+
+def heldout(folder: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in (folder / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    """In the format of the name; JSONL with another field beside the text."""
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"n": list(range(len(texts))), "text": texts}), path, row_group_size=50)
+        return path
+    content = "".join(json.dumps({"n": n, "text": text}) + "\n" for n, text in enumerate(texts)).encode()
+    packers = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+    path.write_bytes(packers.get(path.suffix, bytes)(content))
+    return path
+
+
+def test_the_side_of_a_document_depends_on_its_text_alone(tmp_path: Path, run_command: Run, texts: list[str]) -> None:
+    """Not on the format, packing, order, number of files, processes, or repeats."""
+    shuffled = random.Random(1).sample(texts, len(texts))
+    inputs = {
+        "plain": [write(tmp_path / "plain.jsonl", texts)],
+        "parts": [
+            write(tmp_path / "in/b.jsonl.gz", shuffled[:300]),
+            write(tmp_path / "in/a.jsonl.zst", shuffled[300:500]),
+            write(tmp_path / "in/c.json.gz", shuffled[500:600]),
+            write(tmp_path / "in/d.parquet", shuffled[600:]),
+        ],
+        "repeated": [tmp_path / "plain.jsonl", tmp_path / "in"],
+    }
+    files = {}
+    for name, paths in inputs.items():
+        workers = 2 if name == "parts" else 1
+        command = ["split", *paths, "--holdout", "10%", "--out", tmp_path / name, "--workers", workers, "--json"]
+        done = run_command("data.cli", *command)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        files[name] = (tmp_path / name / "heldout.jsonl").read_bytes()
+        assert report["read"] == len(texts) * (2 if name == "repeated" else 1)
+        assert report["held_out"] - report["duplicates"] == len(expected(texts, 10)) > 50
+        assert not list((tmp_path / name).glob("shards*"))
+    assert heldout(tmp_path / "plain") == expected(texts, 10)
+    assert set(files.values()) == {files["plain"]}
+    assert report["duplicates"] >= len(expected(texts, 10))
+
+
+def test_a_larger_holdout_begins_with_the_smaller_one(tmp_path: Path, run_command: Run, texts: list[str]) -> None:
+    source = write(tmp_path / "a.jsonl", texts)
+    found = {}
+    for share in ("0.5%", "5%", "12.5%"):
+        out = tmp_path / share
+        assert run_command("data.cli", "split", source, "--holdout", share, "--out", out).returncode == 0
+        found[share] = (out / "heldout.jsonl").read_bytes()
+        assert heldout(out) == expected(texts, float(share[:-1]))
+    assert found["12.5%"].startswith(found["5%"]) and found["5%"].startswith(found["0.5%"])
+
+
+def test_training_never_sees_a_held_out_text(
+    tmp_path: Path, run_command: Run, texts: list[str], shared_corpus: Path, lab: Any
+) -> None:
+    """`prepare` with the same share leaves out exactly what `split` writes; so does `train-tokenizer`. `validate` finds
+    them where the share was forgotten."""
+    folder = tmp_path / "in"
+    write(folder / "a.jsonl", texts[:400])
+    write(folder / "b.parquet", texts[400:] + texts[:50])
+    split = run_command("data.cli", "split", folder, "--holdout", "10%", "--out", tmp_path / "heldout")
+    assert split.returncode == 0 and "--holdout 10%" in split.stdout, split.stderr
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    sides = {}
+    for name, source, more in (
+        ("train", folder, ["--holdout", "10%"]),
+        ("held", tmp_path / "heldout/heldout.jsonl", []),
+        ("all", folder, []),
+    ):
+        command = ["prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / name, *more]
+        assert run_command("data.cli", *command).returncode == 0
+        shards = [Shard(tmp_path / name / "shards" / entry.name) for entry in read_manifest(tmp_path / name).shards]
+        sides[name] = [tuple(shard.document(n).tolist()) for shard in shards for n in range(shard.documents)]
+    taken = set(expected(texts, 10))
+    assert sides["train"] == [tuple(tokenizer.encode([text])[0]) for text in [*texts, *texts[:50]] if text not in taken]
+    assert not set(sides["train"]) & set(sides["held"]) and len(sides["held"]) == len(taken)
+    statistics = Corpus(tmp_path / "train").manifest.statistics
+    assert statistics["holdout"] == "10%"
+    shown = run_command("data.cli", "inspect", tmp_path / "train").stdout
+    assert f"held out    {statistics['held_out']} documents (10%)" in shown
+    assert statistics["held_out"] == len(texts) + 50 - len(sides["train"])
+    loss_on = [{"name": "held", "path": str(tmp_path / "held")}]
+    run = lab.config(eval={"loss_on": loss_on})
+    assert run_command("data.cli", "validate", tmp_path / "train", tmp_path / "held", "--against", run).returncode < 2
+    found = run_command("data.cli", "validate", tmp_path / "all", "--against", run, "--json")
+    assert found.returncode == 2
+    (finding,) = [f for f in json.loads(found.stdout)["corpora"][0]["findings"] if f["code"] == "held-out-documents"]
+    long = {tokens for tokens in sides["held"] if len(tokens) >= 16}
+    assert finding["count"] == sum(tokens in long for tokens in sides["all"]) > 20
+    other = run_command(
+        "data.cli", "prepare", folder, "--tokenizer", tokenizer.path, "--out", tmp_path / "train", "--holdout", "11%"
+    )
+    assert other.returncode == 78 and "--overwrite" in other.stderr
+    rest = write(tmp_path / "rest.jsonl", [text for text in [*texts, *texts[:50]] if text not in taken])
+    for out, source, more in (("whole", folder, ["--holdout", "10%"]), ("rest", rest, [])):
+        command = ["train-tokenizer", source, "--kind", "bpe", "--vocab-size", 400, "--out", tmp_path / out]
+        assert run_command("data.cli", *command, *more).returncode == 0
+    made = [(tmp_path / out / "tokenizer.json").read_bytes() for out in ("whole", "rest")]
+    assert made[0] == made[1]
+
+
+def test_prompts_decide_for_their_answers(tmp_path: Path, run_command: Run) -> None:
+    source = tmp_path / "a.jsonl"
+    rows = [{"q": f"question {n % 200}?", "a": f"answer {n}"} for n in range(400)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--text-field", "q", "--answer-field", "a", "--holdout", "20%"]
+    assert run_command("data.cli", "split", source, *arguments, "--out", tmp_path / "out").returncode == 0
+    found = [json.loads(line) for line in (tmp_path / "out/heldout.jsonl").read_text().splitlines()]
+    taken = set(expected([row["q"] for row in rows], 20))
+    assert sorted((row["text"], row["answer"]) for row in found) == sorted(
+        (row["q"], row["a"]) for row in rows if row["q"] in taken
+    )
+
+
+def test_a_killed_split_goes_on_and_a_finished_one_is_not_repeated(
+    tmp_path: Path, helpers: Any, texts: list[str]
+) -> None:
+    folder = tmp_path / "in"
+    for number in range(40):  # 8 MB make a part
+        write(folder / f"{number}.jsonl", [text * 40 for text in texts[number::40]])
+    command = [sys.executable, "-m", "data.cli", "split", str(folder), "--holdout", "5%", "--workers", "2", "--out"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    environment = helpers.environment()
+    subprocess.run([*command, str(whole)], check=True, cwd="/", env=environment, capture_output=True)
+    process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
+    helpers.wait_for(lambda: list(broken.glob("shards/*.json")) or process.poll() is not None, what="a part")
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for _ in range(2):
+        subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
+    assert (broken / "heldout.jsonl").read_bytes() == (whole / "heldout.jsonl").read_bytes()
+    stamp = (broken / "heldout.jsonl").stat().st_mtime_ns
+    subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
+    assert (broken / "heldout.jsonl").stat().st_mtime_ns == stamp
+    assert not list(broken.rglob("*.partial"))
+
+
+def test_bad_records_are_passed_over_only_if_allowed(tmp_path: Path, run_command: Run, texts: list[str]) -> None:
+    source = write(tmp_path / "a.jsonl", texts)
+    with source.open("a") as file:
+        file.write('{"text": null}\n')
+    command = ["split", source, "--holdout", "10%", "--out", tmp_path / "out"]
+    for more, code in (([], 78), (["--max-bad", "1"], 0), (["--max-bad", "1"], 0), ([], 78)):
+        done = run_command("data.cli", *command, *more)
+        assert done.returncode == code, done.stderr
+        assert code == 0 or f"line {len(texts) + 1}: field 'text' is null" in done.stderr
+    assert json.loads((tmp_path / "out/split.json").read_text())["bad"] == 1
+    assert len((tmp_path / "out/bad_records.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        ("0.1", "not a share such as 0.1%"),
+        ("0%", "not a share"),
+        ("100%", "not a share"),
+        ("0.0001%", "holds out none of"),
+    ],
+)
+def test_unusable_shares_are_refused(tmp_path: Path, run_command: Run, share: str, expected: str) -> None:
+    source = write(tmp_path / "a.jsonl", ["one text", "another text"])
+    done = run_command("data.cli", "split", source, "--holdout", share, "--out", tmp_path / "out")
+    assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out/heldout.jsonl").exists()
