@@ -22,12 +22,13 @@ from fsdp_pretrain.record.arguments import RUN, SEGMENT
 from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.units import Seconds
 
-from . import alarms, checkpoints, launch, plan
+from . import alarms, checkpoints, init, launch, plan
 
 
 def main() -> int:
     """Entry point of the console script."""
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
+    init.add(command)
     plan.add(command)
     command.add(_status)
     checkpoints.add(command)
