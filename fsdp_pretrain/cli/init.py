@@ -17,10 +17,11 @@ _NEXT = """\
 
 Try it: a small model on two processes, a few minutes on any machine, nothing is downloaded:
   cd {directory}
-  fsdp-data quickstart-corpus --out runs/quickstart/text
-  fsdp-data train-tokenizer runs/quickstart/text/train.jsonl --kind bpe --vocab-size 2048 --out runs/quickstart/tokenizer
-  fsdp-data prepare runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer --out runs/quickstart/corpus
-  fsdp-data prepare runs/quickstart/text/heldout.jsonl --tokenizer runs/quickstart/tokenizer --out runs/quickstart/heldout
+  in=runs/quickstart
+  fsdp-data quickstart-corpus --out $in/text
+  fsdp-data train-tokenizer $in/text/train.jsonl --kind bpe --vocab-size 2048 --out $in/tokenizer
+  fsdp-data prepare $in/text/train.jsonl --tokenizer $in/tokenizer --out $in/corpus
+  fsdp-data prepare $in/text/heldout.jsonl --tokenizer $in/tokenizer --out $in/heldout
   fsdp-pretrain launch --nproc-per-node 2 configs/runs/quickstart.toml
 
 Your own: change configs/runs/llama-7b-hsdp.toml, then:
