@@ -1,8 +1,8 @@
 """torchrun as a child of the launcher: `python -m fsdp_pretrain.launch.elastic_agent`, with torchrun's own arguments.
 
 Two things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
-process of a job, and torchrun would kill the ranks while they save. And it prints no report of failed ranks if the first
-of them ended with a code of its own (`errors.Exit`): that rank has said why.
+process of a job, and torchrun would kill the ranks while they save. And it prints no report of failed ranks if the
+first of them ended with a code of its own (`errors.Exit`): that rank has said why.
 """
 
 from __future__ import annotations
