@@ -197,9 +197,10 @@ class Torchrun(subprocess.Popen[bytes]):
         """Whether there are fewer ranks than there were."""
         return len(self.ranks()) < self._most
 
-    def signal_ranks(self, number: int) -> bool:
-        """Signal the ranks directly (torchrun would kill them 30 s later); returns whether there were any."""
+    def ask_to_stop(self, number: int) -> bool:
+        """Signal the ranks, and torchrun, which takes note (see `elastic_agent`); returns whether there were ranks."""
         ranks = self.ranks()
+        self.send_signal(number)
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)

@@ -70,7 +70,7 @@ class TorchrunWatch:
         now = time.monotonic()
         if at_once:
             self._kill_at = now
-        elif self._child.signal_ranks(number):
+        elif self._child.ask_to_stop(number):
             self._kill_at = self._kill_at or now + self._settings.stop_timeout.value
         else:  # no ranks yet, so nothing to save
             self._kill_at = now
