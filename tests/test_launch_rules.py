@@ -213,7 +213,7 @@ def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: in
     (tmp_path / "run").mkdir()
     (tmp_path / "run/avoid_hosts").write_text("bad1\nbad2\n")
     fakes = {
-        "srun": f'case "$*" in *--print-run*) echo {tmp_path}/run ;; *) echo "$@" > {tmp_path}/srun; exit {code} ;; esac',
+        "srun": f'case "$*" in *--print-run*) echo {tmp_path}/run ;; *) echo "$@" > {tmp_path}/started; exit {code} ;; esac',
         "scontrol": f'case "$1 $2" in "show hostnames") echo node1; echo node2 ;; '
         f'"show job") echo "   ReqNodeList=(null) ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
         "scancel": f'echo "scancel $@" >> {log}',
@@ -235,7 +235,7 @@ def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: in
     done = subprocess.run(["bash", script, "my.toml", "a=1"], env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert (log.read_text().splitlines() if log.exists() else []) == expected
-    started = (tmp_path / "srun").read_text().strip()
+    started = (tmp_path / "started").read_text().strip()
     assert started.startswith("--container-image=it fsdp-pretrain launch --nnodes 2 --rdzv-endpoint node1 ")
     assert started.endswith(" my.toml a=1")
 
