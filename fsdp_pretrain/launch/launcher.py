@@ -169,6 +169,7 @@ class Launcher:
 
     def _end(self, decision: RestartDecision) -> int:
         assert decision.code is not None
+        torchrun.ignore_requests()
         last = self._history[-1].outcome if self._history else StartOutcome(None, "")
         _say(f"exit {decision.code}: {decision.reason}")
         if decision.overruled:

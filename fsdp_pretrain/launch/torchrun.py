@@ -127,13 +127,20 @@ def die_with_launcher() -> None:
         os._exit(1)  # torchrun died while this rank was importing
 
 
-def exit_code(outcome: Exit) -> int:
-    """The exit code of a rank that ends as all ranks agreed.
+def end_as_agreed(outcome: Exit) -> int:
+    """The exit code of a rank that ends as all ranks agreed; from now on it ignores requests to stop.
 
     With a launcher, which reads the outcome from the record, it is 0: torchrun takes any other for a failure, ends the
-    ranks that still run, and prints a report.
+    ranks that still run, and prints a report. Slurm may repeat its requests until the job is gone.
     """
+    ignore_requests()
     return int(Exit.COMPLETE if LAUNCHER in os.environ else outcome)
+
+
+def ignore_requests() -> None:
+    """Ignore requests to stop, also while the interpreter ends, when handlers are gone already."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def leave_note(code: int, reason: str) -> bool:
@@ -172,8 +179,7 @@ class Torchrun(subprocess.Popen[bytes]):
         self._most = 0
 
         def prepare() -> None:
-            for number in STOP_SIGNALS:  # until `elastic_agent` has its handlers
-                signal.signal(number, signal.SIG_IGN)
+            ignore_requests()  # until `elastic_agent` has its handlers
             die_with_parent(me)
 
         super().__init__(command, env=environment, start_new_session=True, preexec_fn=prepare)
