@@ -123,7 +123,8 @@ def test_a_job_is_stopped_queued_again_and_completed(
     until(lambda: cluster.job(job)["JobState"] == "COMPLETED", LONG, lambda: project.log(job), every=0.2)
     assert cluster.job(job)["NodeList"] == "n[1,3]"
     assert not [line for line in project.log(job).splitlines() if re.search(NOISE, line)]
-    lab.train(lab.config("whole", checkpoint={"every": "1000 steps"}, train={"duration": "30 steps"}), ranks=4)
+    whole = lab.config("whole", checkpoint={"every": "1000 steps"}, train={"duration": "30 steps"})
+    assert lab.start(whole, ranks=4, nodes=2).wait() == [0] * 4
     assert helpers.losses(run) == helpers.losses(lab.path / "whole")
 
 
