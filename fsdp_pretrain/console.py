@@ -65,7 +65,8 @@ class _Version(argparse.Action):
         except PackageNotFoundError:
             torch = "no torch"
         where = f"Python {platform.python_version()}, {torch}, {platform.platform()}"
-        parser.exit(message=f"{parser.prog} {__version__} ({where})\n")
+        print(f"{parser.prog} {__version__} ({where})")
+        parser.exit()
 
 
 def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
