@@ -215,8 +215,9 @@ def test_an_installation_starts_a_project(tmp_path: Path, install: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_image_can_be_built(tmp_path: Path) -> None:
-    """The steps of the Dockerfile in a fresh environment: `COPY . .` is a clone, `/work` is a folder."""
+def test_the_images_can_be_built(tmp_path: Path) -> None:
+    """The steps of the Dockerfile in a fresh environment: `COPY . .` is a clone, `/work` is a folder. Then the command
+    of the development container in the same clone and environment."""
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(None, 1) for line in lines if line and not line.startswith("#")]
     assert [step[0] for step in steps] == "ARG FROM ENV WORKDIR COPY RUN RUN WORKDIR CMD".split()
@@ -227,3 +228,8 @@ def test_the_image_can_be_built(tmp_path: Path) -> None:
     shown = here.run(" ".join(json.loads(steps[-1][1])), cwd=tmp_path / "work")
     assert "usage: fsdp-pretrain" in shown and "torch 2." in here.run("fsdp-pretrain --version")
     assert (tmp_path / "work/scripts/slurm/train.sbatch").exists()
+    (tmp_path / "source/.venv").symlink_to(tmp_path / "venv")
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    here.run(container["postCreateCommand"], cwd=tmp_path / "source")
+    here.run("pytest --version && ruff --version && mypy --version", cwd=tmp_path / "source")
+    assert os.access(tmp_path / "source/.git/hooks/pre-commit", os.X_OK)

@@ -155,10 +155,9 @@ def test_a_chain_goes_on_at_the_time_limit_and_ends_with_the_run(
 
 
 def test_a_job_that_is_not_to_be_queued_again(cluster: Cluster, lab: Any, helpers: Any, run_command: Any) -> None:
-    """It saves and ends; submitted again, it completes. Then its checkpoints are evaluated, each by a job."""
+    """It saves and ends; submitted again, it completes. Then a job evaluates what is due, and another one checkpoint."""
     project, run = Project(cluster, lab, run_command, 6), lab.path / "run"
-    command = "sbatch --wait --gpus-per-node=1 --cpus-per-task=1 scripts/slurm/eval_checkpoint.sbatch"
-    evaluation = {"every": "20 steps", "heldout": str(lab.heldout), "limit": 1, "launch": False, "command": command}
+    evaluation = {"every": "20 steps", "heldout": str(lab.heldout), "limit": 1, "launch": False}
     config = lab.config(checkpoint={"every": "1000 steps"}, eval={**evaluation, "device": "cpu"})
     job = project.submit(config)
     project.says(job, "[ready]")
@@ -170,7 +169,17 @@ def test_a_job_that_is_not_to_be_queued_again(cluster: Cluster, lab: Any, helper
     assert cluster.job(job)["ExitCode"] == "75:0" and helpers.metrics(run)[-1]["step"] < 20
     job = project.submit(config)
     until(lambda: cluster.job(job)["JobState"] == "COMPLETED", LONG, lambda: project.log(job), every=0.2)
-    one = ("--parsable", "--wait", "--gpus-per-node=1", "--cpus-per-task=1")
-    line = ("sbatch", *one, "scripts/slurm/eval.sbatch", run)
-    cluster.run(*line, cwd=project.path, ENV_FILE="env.sh", DEVICE="cpu")
-    assert list(run.glob("evals/step-00000020/*/results.json")), project.path
+    checkpoint, results = run / "checkpoints/step-00000020", lab.path / "results.json"
+    names = {"EVAL_CHECKPOINT": checkpoint, "EVAL_TASKS": "heldout_bpb", "EVAL_RESULTS": results}
+    for script, argument in (("eval", run), ("eval_checkpoint", "")):
+        line = (
+            "sbatch",
+            "--wait",
+            "--gpus-per-node=1",
+            "--cpus-per-task=1",
+            f"scripts/slurm/{script}.sbatch",
+            argument,
+        )
+        variables = {name: str(value) for name, value in names.items()}
+        cluster.run(*line, cwd=project.path, ENV_FILE="env.sh", DEVICE="cpu", **variables)
+    assert results.exists() and list(run.glob("evals/step-00000020/*/results.json"))
