@@ -215,7 +215,7 @@ def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: in
     fakes = {
         "srun": f'case "$*" in *--print-run*) echo {tmp_path}/run ;; *) echo "$@" > {tmp_path}/started; exit {code} ;; esac',
         "scontrol": f'case "$1 $2" in "show hostnames") echo node1; echo node2 ;; '
-        f'"show job") echo "   ReqNodeList=(null) ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
+        f'"show job") echo "   JobState=RUNNING Reason=None ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
         "scancel": f'echo "scancel $@" >> {log}',
     }
     (tmp_path / "env.sh").write_text("[ -n $UNSET ] && SRUN=(srun --container-image=it)\n")
