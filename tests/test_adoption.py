@@ -145,6 +145,16 @@ def test_the_repository_says_what_a_visitor_asks() -> None:
 
 
 @pytest.mark.quick
+def test_the_repository_links_to_nothing_outside() -> None:
+    """A link to one machine's environment was once committed, and a fresh clone could not be set up."""
+    listed = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is not a checkout")
+    links = {line.split("\t")[1] for line in listed.stdout.splitlines() if line.startswith("120000")}
+    assert links == {f"fsdp_pretrain/starter/{folder}" for folder in STARTING_SET}
+
+
+@pytest.mark.quick
 def test_hooks_run_the_tools_of_the_tests() -> None:
     pytest.importorskip("pre_commit")
     yaml = pytest.importorskip("yaml")
