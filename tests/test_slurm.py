@@ -96,11 +96,12 @@ def test_a_job_is_stopped_queued_again_and_completed(
     job = project.submit(config, nodes=2)
 
     def goes_on(restarts: int) -> dict[str, str]:
-        """Wait until it is queued again, and have it start now: Slurm lets two minutes pass."""
+        """Wait until it is queued again, and have it start soon: Slurm lets two minutes pass, and a node refuses a job
+        in the second in which it ended there."""
         until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, lambda: project.log(job), every=0.2)
         found = until(lambda: (now := cluster.job(job))["Reason"] == "BeginTime" and now, LONG, every=0.2)
         assert found["Restarts"] == str(restarts) and (project.log(job).count("the launcher ended with")) == restarts
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
         return dict(found)
 
     until(lambda: helpers.metrics(run) if run.exists() else None, LONG, lambda: project.log(job), every=0.1)
