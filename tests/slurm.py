@@ -61,7 +61,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-SchedulerParameters=batch_sched_delay=0,bf_interval=1
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=2
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
