@@ -13,12 +13,14 @@ import argparse
 import errno
 import io
 import os
+import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
+from . import __version__
 from .errors import Exit, StorageError, UserError
 
 Handler = Callable[[argparse.Namespace], int]
@@ -47,6 +49,24 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(int(Exit.REFUSED), f"{self.prog}: error: {message}\n")
+
+
+class _Version(argparse.Action):
+    """Prints the versions that a report of a defect needs, and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the versions of this program and what it runs on")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            torch = f"torch {version('torch')}"
+        except PackageNotFoundError:
+            torch = "no torch"
+        where = f"Python {platform.python_version()}, {torch}, {platform.platform()}"
+        print(f"{parser.prog} {__version__} ({where})")
+        parser.exit()
 
 
 def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
@@ -105,6 +125,7 @@ class CommandLine:
 
     def __init__(self, name: str, description: str) -> None:
         self._parser = Parser(prog=name, description=description)
+        self._parser.add_argument("--version", action=_Version)
         self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
 
     def add(self, *verbs: Verb) -> argparse.ArgumentParser:
@@ -125,6 +146,10 @@ class CommandLine:
     def _run(self, arguments: Sequence[str] | None) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):  # output may have characters that stdout cannot encode
             sys.stdout.reconfigure(errors="backslashreplace")
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; ends here
+            import argcomplete
+
+            argcomplete.autocomplete(self._parser)
         parsed, unknown = self._parser.parse_known_args(arguments)
         if hasattr(parsed, "passed_on"):  # for another command
             parsed.passed_on = unknown

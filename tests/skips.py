@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-MACHINE = r"needs a CUDA device|needs Chromium|needs? root|aim has no release for this Python|this is not a checkout|needs tmux"
+MACHINE = (
+    r"needs a CUDA device|needs Chromium|needs? root|aim has no release for this Python|this is not a checkout|needs tmux"
+    r"|slurm-wlm is not installed"
+)
 PACKAGES = r"could not import|is an optional extra|the project is not installed here"
 """Further allowed reasons, unless all packages are installed: `TEST_PACKAGES=all`, which `scripts/test.sh` sets."""
 

@@ -31,7 +31,7 @@ class Reader:
     """Runs the commands of page after page in one directory."""
 
     def __init__(self, path: Path, environment: dict[str, str]) -> None:
-        self.path, self._environment, self._read = path, environment, 0
+        self.path, self.environment, self._read = path, environment, 0
 
     def read_up_to(self, page: str) -> None:
         """Run the pages up to this one that were not run yet."""
@@ -40,7 +40,7 @@ class Reader:
             for block in blocks(name):
                 ran = subprocess.run(
                     ["bash", "-euo", "pipefail", "-c", block],
-                    cwd=self.path, env=self._environment, capture_output=True, text=True,
+                    cwd=self.path, env=self.environment, capture_output=True, text=True,
                 )  # fmt: skip
                 assert ran.returncode == 0, f"{name}:\n{block}\n{ran.stdout}\n{ran.stderr}"
 
@@ -73,6 +73,20 @@ def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str)
     assert blocks(page)
     reader.read_up_to(page)
     assert (reader.path / made).exists()
+
+
+def test_python_of_the_documentation_runs(reader: Reader) -> None:
+    """As the cells of a notebook, one after the other, beside the run of docs/training.md."""
+    reader.read_up_to("docs/training.md")
+    cells = re.findall(r"^```python run\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(cells) == 5
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(cells)],
+        cwd=reader.path, env=reader.environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    step, loss, *_ = ran.stdout.split()
+    assert int(step) >= 8 and 0 < float(loss) < 10
 
 
 # ---------------------------------------------------------------- examples in --help
@@ -217,7 +231,7 @@ def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helper
 
 @pytest.mark.quick
 def test_files_named_in_the_documentation_exist() -> None:
-    others = "first-run glossary faq alarms families performance incidents decisions faults trust".split()
+    others = "first-run glossary faq alarms families performance incidents decisions faults trust python".split()
     for page in ["README.md", *PAGES, *(f"docs/{name}.md" for name in others)]:
         text = (ROOT / page).read_text()
         for name in re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.(?:sh|sbatch|toml|md)", text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,8 +117,8 @@ def dies_at(folder: Path, cursor: int) -> Path:
 
 
 def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
-    """Fault matrix 16, 11: kill -9 of a rank is reported with its number and followed by a new start; SIGUSR1 to the
-    launcher saves, stops, exits 75."""
+    """Fault matrix 16, 11: kill -9 of a rank is reported with its number and followed by a new start; SIGUSR1 to
+    every process of the job saves, stops, exits 75, without a word about failures."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
     job = launch(config)
     job.reaches(12)
@@ -131,9 +132,13 @@ def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
     died = json.loads((job.run / "segments/0001/exit_intent.json").read_text())
     assert (died["code"], died["suspects"]) == (75, [1]) and died["restart"]
     job.reaches(restart["last_step"] + 5)
-    job.process.send_signal(signal.SIGUSR1)
-    job.ends(75)
+    assert "Root Cause" in job.output()  # of the kill
+    before = len(job.output())
+    for process in [psutil.Process(job.process.pid), *job.family()]:  # as Slurm does
+        process.send_signal(signal.SIGUSR1)
+    assert not re.search("Traceback|FAILED|Root Cause|exitcode|closing signal", job.ends(75)[before:])
     assert job.intent() == {"code": 75, "reason": "stopped on request (SIGUSR1)"}
+    assert not [one for one in helpers.journal(job.run, "watchdog") if "restarted" in one["text"]]
     last = helpers.metrics(job.run)[-1]["step"]
     assert (job.run / f"checkpoints/step-{last:08d}/verified.json").exists()
     assert helpers.journal(job.run, "resume")[-1]["step"] >= 10 and segments(job) == 2

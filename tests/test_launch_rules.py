@@ -213,12 +213,12 @@ def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: in
     (tmp_path / "run").mkdir()
     (tmp_path / "run/avoid_hosts").write_text("bad1\nbad2\n")
     fakes = {
-        "srun": f'echo "$@" > {tmp_path}/srun; exit {code}',
+        "srun": f'case "$*" in *--print-run*) echo {tmp_path}/run ;; *) echo "$@" > {tmp_path}/started; exit {code} ;; esac',
         "scontrol": f'case "$1 $2" in "show hostnames") echo node1; echo node2 ;; '
-        f'"show job") echo "   ReqNodeList=(null) ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
+        f'"show job") echo "   JobState=RUNNING Reason=None ExcNodeList=spare" ;; *) echo "$@" >> {log} ;; esac',
         "scancel": f'echo "scancel $@" >> {log}',
-        "fsdp-pretrain": f"echo {tmp_path}/run",
     }
+    (tmp_path / "env.sh").write_text("[ -n $UNSET ] && SRUN=(srun --container-image=it)\n")
     for name, text in fakes.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -228,12 +228,22 @@ def test_what_slurm_is_told(tmp_path: Path, code: int, array: bool, restarts: in
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_SUBMIT_DIR": str(tmp_path),
+        "ENV_FILE": "env.sh",
         "SLURM_RESTART_COUNT": str(restarts),
         **({"SLURM_ARRAY_JOB_ID": "4"} if array else {}),
     }
     done = subprocess.run(["bash", script, "my.toml", "a=1"], env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert (log.read_text().splitlines() if log.exists() else []) == expected
-    started = (tmp_path / "srun").read_text().strip()
-    assert started.startswith("--kill-on-bad-exit=1 --wait=60 fsdp-pretrain launch --nnodes 2 --rdzv-endpoint node1 ")
+    started = (tmp_path / "started").read_text().strip()
+    assert started.startswith("--container-image=it fsdp-pretrain launch --nnodes 2 --rdzv-endpoint node1 ")
     assert started.endswith(" my.toml a=1")
+
+
+@pytest.mark.parametrize("script", ["train", "eval", "eval_checkpoint"])
+def test_a_missing_environment_is_refused(tmp_path: Path, script: str) -> None:
+    path = Path(__file__).resolve().parent.parent / f"scripts/slurm/{script}.sbatch"
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "ENV_FILE": "env.sh"}
+    done = subprocess.run(["bash", path, "my.toml"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 78
+    assert done.stdout == f"error: ENV_FILE=env.sh: there is no such file in {tmp_path}\n"

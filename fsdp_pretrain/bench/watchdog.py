@@ -135,7 +135,7 @@ def _agent(config: Config, record: StepRecord, seconds: float) -> dict[str, floa
     after, elapsed = _cpu(process.pid), time.monotonic() - started
     memory = sum(psutil.Process(pid).memory_info().rss for pid in after if psutil.pid_exists(pid))
     used = sum(after.values()) - sum(before.values())  # not by pid: the time of an ended child moves to its parent
-    process.terminate()
+    process.kill()  # it ignores requests to stop while it has ranks
     process.wait(30)
     return {"ranks": _RANKS, "core_share": used / elapsed, "memory_bytes": memory, "seconds": elapsed}
 

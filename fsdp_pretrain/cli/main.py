@@ -22,7 +22,7 @@ from fsdp_pretrain.record.arguments import RUN, SEGMENT, run_directory
 from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.units import Seconds, human_bytes
 
-from . import alarms, checkpoints, launch, plan, trackers
+from . import alarms, checkpoints, init, launch, plan, trackers
 from .finished import finished
 from .watch import watch
 
@@ -30,6 +30,7 @@ from .watch import watch
 def main() -> int:
     """Entry point of the console script."""
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
+    init.add(command)
     plan.add(command)
     command.add(_status, watch, finished)
     checkpoints.add(command)

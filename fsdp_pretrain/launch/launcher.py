@@ -67,7 +67,7 @@ class Launcher:
     def run(self) -> int:
         """Start until there is a reason to end; the exit code. Raises UserError from the checks around a start."""
         limit.check_grace(self._run, self._settings.grace)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in torchrun.STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         known = run_id.read(self._run.path)
         if known is not None:  # no start may find another run directory in its place
@@ -169,6 +169,7 @@ class Launcher:
 
     def _end(self, decision: RestartDecision) -> int:
         assert decision.code is not None
+        torchrun.ignore_requests()
         last = self._history[-1].outcome if self._history else StartOutcome(None, "")
         _say(f"exit {decision.code}: {decision.reason}")
         if decision.overruled:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.lease import process_start, this_process
 from fsdp_pretrain.watchdog.heartbeat.rank_client import root
@@ -31,6 +31,9 @@ what its starts have seen of the run, see `record.run_id.LauncherMemory`."""
 
 WRONG_OPTIONS = 2
 """Exit code of a torchrun that does not know one of its options."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Requests to stop. Whoever sends one may send it to every process of the job; only launcher and ranks act on it."""
 
 _PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
@@ -58,8 +61,9 @@ def command(
         meeting += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", conf]
         meeting += ["--local-addr", args.local_addr] if args.local_addr else []
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", args.nnodes, "--nproc-per-node"),
-        *(args.nproc_per_node, "--max-restarts", "0", *meeting, *rest, "-m", module, *arguments),
+        *(sys.executable, "-m", "fsdp_pretrain.launch.elastic_agent", "--signals-to-handle", "SIGHUP,SIGQUIT"),
+        *("--nnodes", args.nnodes, "--nproc-per-node", args.nproc_per_node, "--max-restarts", "0", *meeting, *rest),
+        *("-m", module, *arguments),
     ]
 
 
@@ -123,6 +127,22 @@ def die_with_launcher() -> None:
         os._exit(1)  # torchrun died while this rank was importing
 
 
+def end_as_agreed(outcome: Exit) -> int:
+    """The exit code of a rank that ends as all ranks agreed; from now on it ignores requests to stop.
+
+    With a launcher, which reads the outcome from the record, it is 0: torchrun takes any other for a failure, ends the
+    ranks that still run, and prints a report. Slurm may repeat its requests until the job is gone.
+    """
+    ignore_requests()
+    return int(Exit.COMPLETE if LAUNCHER in os.environ else outcome)
+
+
+def ignore_requests() -> None:
+    """Ignore requests to stop, also while the interpreter ends, when handlers are gone already."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def leave_note(code: int, reason: str) -> bool:
     """From a rank: leave the launcher of this node an exit code that no segment holds. False without a launcher."""
     path = os.environ.get(NOTE)
@@ -157,7 +177,12 @@ class Torchrun(subprocess.Popen[bytes]):
         me = os.getpid()
         self._ranks: dict[int, psutil.Process] = {}
         self._most = 0
-        super().__init__(command, env=environment, start_new_session=True, preexec_fn=lambda: die_with_parent(me))
+
+        def prepare() -> None:
+            ignore_requests()  # until `elastic_agent` has its handlers
+            die_with_parent(me)
+
+        super().__init__(command, env=environment, start_new_session=True, preexec_fn=prepare)
 
     def ranks(self) -> list[psutil.Process]:
         """Its living ranks."""
@@ -178,9 +203,10 @@ class Torchrun(subprocess.Popen[bytes]):
         """Whether there are fewer ranks than there were."""
         return len(self.ranks()) < self._most
 
-    def signal_ranks(self, number: int) -> bool:
-        """Signal the ranks directly (torchrun would kill them 30 s later); returns whether there were any."""
+    def ask_to_stop(self, number: int) -> bool:
+        """Signal the ranks, and torchrun, which takes note (see `elastic_agent`); returns whether there were ranks."""
         ranks = self.ranks()
+        self.send_signal(number)
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)

@@ -70,11 +70,10 @@ class TorchrunWatch:
         now = time.monotonic()
         if at_once:
             self._kill_at = now
-        elif self._child.signal_ranks(number):
+        elif self._child.ask_to_stop(number):
             self._kill_at = self._kill_at or now + self._settings.stop_timeout.value
-        else:  # no ranks yet, so nothing to save: torchrun ends them and itself
-            self._child.terminate()
-            self._kill_at = self._kill_at or now + self._settings.end_timeout.value
+        else:  # no ranks yet, so nothing to save
+            self._kill_at = now
 
     def _note(self, what: str, true: bool) -> None:
         """Remember since when a condition holds after which torchrun should end soon."""

@@ -88,7 +88,7 @@ def _start(args: argparse.Namespace) -> int:
     try:
         heartbeat = build_heartbeat(config)
         with mesh.connect(config.parallel) as world:
-            return int(run(config, world, lasting, terms, heartbeat, memory))
+            return torchrun.end_as_agreed(run(config, world, lasting, terms, heartbeat, memory))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
 

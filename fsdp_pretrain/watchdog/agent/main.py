@@ -77,7 +77,8 @@ def main() -> int:
     parser.add_argument("--attempt", default="", help="what all nodes of a start have in common")
     parser.add_argument("--again", type=int, default=0, help="how often it was started before")
     args = parser.parse_args(namespace=AgentArguments())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):  # requests to stop, to every process of a job
+        signal.signal(number, signal.SIG_IGN)
     config = Config.model_validate(tomllib.loads(sys.stdin.read()))
     sweep(root(), args.pages)
     name = hashlib.sha256(f"{args.run} {socket.gethostname()} {args.node}".encode()).hexdigest()[:16]
@@ -385,7 +386,7 @@ class Agent:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         del number, frame
-        self._asked_to_end = True
+        self._asked_to_end = not self._ranks.alive  # else it is a request to the job: watch its last save
 
 
 def _deaths(died: list[Beat]) -> str:

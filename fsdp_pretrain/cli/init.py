@@ -1,0 +1,71 @@
+"""`fsdp-pretrain init`: copies the starting set, `fsdp_pretrain/starter`, which holds links to directories of the
+repository; a wheel has the files themselves."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from fsdp_pretrain.console import CommandLine, argument, verb
+from fsdp_pretrain.errors import ConfigError, shortened
+
+STARTER = Path(__file__).resolve().parent.parent / "starter"
+
+_NEXT = """\
+{count} files in {directory}: configurations (configs/), Slurm scripts (scripts/slurm/). They are yours to change.
+
+Try it: a small model on two processes, a few minutes on any machine, nothing is downloaded:
+  cd {directory}
+  in=runs/quickstart
+  fsdp-data quickstart-corpus --out $in/text
+  fsdp-data train-tokenizer $in/text/train.jsonl --kind bpe --vocab-size 2048 --out $in/tokenizer
+  fsdp-data prepare $in/text/train.jsonl --tokenizer $in/tokenizer --out $in/corpus
+  fsdp-data prepare $in/text/heldout.jsonl --tokenizer $in/tokenizer --out $in/heldout
+  fsdp-pretrain launch --nproc-per-node 2 configs/runs/quickstart.toml
+
+Your own: change configs/runs/llama-7b-hsdp.toml, then:
+  fsdp-pretrain plan configs/runs/llama-7b-hsdp.toml --world-size 8
+  sbatch --nodes 1 scripts/slurm/train.sbatch configs/runs/llama-7b-hsdp.toml
+"""
+
+
+def add(command: CommandLine) -> None:
+    """Add the verb."""
+    command.add(_init)
+
+
+@verb("init", "my-project", argument("directory", type=Path, metavar="DIR", help="may exist; made if it does not"))
+def _init(args: argparse.Namespace) -> int:
+    """Copy a starting set into a directory: configurations of models and runs, alert rules, Slurm scripts. Files that
+    were copied before and changed are never overwritten."""
+    from fsdp_pretrain.atomic import create_file
+
+    directory: Path = args.directory
+    if not starting_set():
+        raise ConfigError(f"{STARTER} is empty: the installation is incomplete", remedy="install the project again")
+    files = {directory / path.relative_to(STARTER): path for path in starting_set()}
+    changed = [str(target) for target, source in files.items() if target.exists() and not _same(target, source)]
+    if changed:
+        raise ConfigError(
+            f"these files exist and are not those of this version:\n{shortened(changed)}",
+            effect="nothing was copied",
+            remedy="name another directory, and take over from there what you want",
+        )
+    for target, source in files.items():
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            create_file(target, source.read_bytes())
+            target.chmod(source.stat().st_mode)
+    print(_NEXT.format(count=len(files), directory=shlex.quote(str(directory))), end="")
+    return 0
+
+
+def starting_set() -> list[Path]:
+    """All files of the starting set, in `STARTER`."""
+    folders = sorted(path for path in STARTER.glob("*/*") if path.is_dir())
+    return sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
+
+
+def _same(target: Path, source: Path) -> bool:
+    return target.is_file() and target.read_bytes() == source.read_bytes()

@@ -1,0 +1,48 @@
+"""torchrun as a child of the launcher: `python -m fsdp_pretrain.launch.elastic_agent`, with torchrun's own arguments.
+
+Two things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
+process of a job, and torchrun would kill the ranks while they save. And it prints torchrun's report of failed ranks
+only if it tells something: not if the first of them ended with a code of its own (`errors.Exit`), since that rank has
+said why, and as one line during a stop, where ranks and nodes lose each other.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from fsdp_pretrain.errors import Exit
+
+from .torchrun import STOP_SIGNALS
+
+_EXPLAINED = {int(code) for code in Exit} - {int(Exit.UNEXPECTED)}
+
+
+def main() -> int:
+    """Run torchrun. Returns 1 for a failure that was explained; raises torchrun's errors otherwise."""
+    asked: list[int] = []
+    for number in STOP_SIGNALS:  # a handler, because the ranks would inherit SIG_IGN
+        signal.signal(number, lambda got, _: asked.append(got))
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main()
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        if first.exitcode in _EXPLAINED:
+            return int(Exit.UNEXPECTED)
+        if not asked:
+            raise
+        print(f"torchrun: rank {rank} ended with {first.exitcode} during the stop", file=sys.stderr, flush=True)
+    except Exception as error:
+        if not asked:
+            raise
+        print(f"torchrun: during the stop: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    else:
+        return int(Exit.COMPLETE)
+    return int(Exit.UNEXPECTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
