@@ -17,7 +17,7 @@ from processes import ROOT, Run, clean_environment, python_path
 from sight import until
 
 COMMANDS = {"fsdp-pretrain": "fsdp_pretrain.cli", "fsdp-data": "data.cli", "fsdp-eval": "eval.cli"}
-STARTING_SET = ("configs/models", "configs/runs", "configs/alerts", "scripts/slurm")
+STARTING_SET = ("configs/models", "configs/runs", "configs/alerts", "configs/kubernetes", "scripts/slurm")
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,8 @@ def add(command: CommandLine) -> None:
 
 @verb("init", "my-project", argument("directory", type=Path, metavar="DIR", help="may exist; made if it does not"))
 def _init(args: argparse.Namespace) -> int:
-    """Copy a starting set into a directory: configurations of models and runs, alert rules, Slurm scripts. Files that
-    were copied before and changed are never overwritten."""
+    """Copy a starting set into a directory: configurations of models and runs, alert rules, Slurm scripts, a JobSet.
+    Files that were copied before and changed are never overwritten."""
     from fsdp_pretrain.atomic import create_file
 
     directory: Path = args.directory
