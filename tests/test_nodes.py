@@ -204,17 +204,21 @@ Sides = Callable[..., list[Side]]
 
 @pytest.fixture
 def sides(lab: Any, two_nodes: Any) -> Iterator[Callable[..., list[Side]]]:
-    """Starts a launcher on each of two nodes, and waits until step 12 is recorded."""
+    """Starts a launcher on each of two nodes, and waits until two steps after the first save are recorded."""
     started: list[Side] = []
 
-    def start(steps_: int = 120, **options: Any) -> list[Side]:
+    def start(steps_: int = 120, every: int = 10, **options: Any) -> list[Side]:
         ranks = options.get("ranks", 1)
-        sections = {"train": {"duration": f"{steps_} steps"}, "checkpoint": {"every": "10 steps"}, "launch": HASTE}
+        sections = {
+            "train": {"duration": f"{steps_} steps"},
+            "checkpoint": {"every": f"{every} steps"},
+            "launch": HASTE,
+        }
         config = lab.config(parallel={**SLOW, "shard": ranks}, **sections)
         lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2 * ranks)
         for node in two_nodes(**{"ranks": 1, **options}):
             started.append(Side(node, config, lab.path / f"{node.name}.log"))
-        until(lambda: steps(lab.path / "run") > 12 or started[0].process.poll() is not None)
+        until(lambda: steps(lab.path / "run") > every + 2 or started[0].process.poll() is not None)
         return started
 
     yield start
@@ -253,9 +257,13 @@ def starts(run: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Sides) -> None:
-    """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve continues bitwise."""
-    both, run = sides(ranks=2), lab.path / "run"
+    """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve continues bitwise.
+
+    Between two saves, which are far apart: how long one may take is not known before the third.
+    """
+    both, run = sides(steps_=240, every=60, ranks=2), lab.path / "run"
     name, pid = both[1].node.name, both[1].rank(3)
+    until(lambda: helpers.journal(run, "checkpoint"))
     os.kill(pid, signal.SIGSTOP)
     alarm = hang(run, suspects=[3])
     assert f"rank 3 ({name}, pid {pid}) is stopped" in alarm["summary"]
