@@ -78,7 +78,7 @@ def kill_the_follower(repo: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["follower-killed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("locked", "cannot-be-made"))],
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("follower-killed", "locked", "cannot-be-made")],
 )
 def test_damage_is_one_journal_line(lab: Any, helpers: Any, reference: list[Any], damage: str, gates: Any) -> None:
     """Training is bitwise what it is without Aim, exits with 0, and the journal has exactly one line about it."""

@@ -147,6 +147,7 @@ def dry_run(out: Path, helpers: Any, *flags: str) -> list[dict[str, Any]]:
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_dry_run_of_some_parts(tmp_path: Path, helpers: Any) -> None:
     parts = dry_run(tmp_path / "out", helpers, "--only", "suite,7b-kernels,features")

@@ -83,6 +83,7 @@ def test_the_plain_loop_trains_as_the_trainer_does(
     assert moved > 1 and difference < apart * moved
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sides_take_turns_and_one_that_fails_ends_no_other(
     lab: Any, run_command: Any, helpers: Any, tmp_path: Path

@@ -190,7 +190,7 @@ def test_another_job_is_not_mixed_in(tmp_path: Path, run_command: Run, shared_co
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2, byte 14: not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "no field 'text' (the record has \"body\")"),
         ("a.jsonl", b"[1]\n", "a list is not a JSON object"),
         ("a.jsonl", b'{"text": ""}\n', "holds no text"),
@@ -243,7 +243,7 @@ def test_bad_records_are_passed_over_up_to_a_limit_and_listed(
     assert [r["reason"].split(" ")[0] for r in found[:3]] == ["field", "not", "a"]
     manifest = read_manifest(out)
     assert (manifest.statistics["bad"], manifest.statistics["read"], manifest.documents) == (8, 8, 8)
-    assert "bad records passed over: 8" in done.stderr and "byte 23, line 2: field 'text' is null" in done.stderr
+    assert "bad records passed over: 8" in done.stderr and "line 2, byte 23: field 'text' is null" in done.stderr
 
 
 def test_too_many_bad_records_are_refused_and_nothing_is_lost(
@@ -255,7 +255,7 @@ def test_too_many_bad_records_are_refused_and_nothing_is_lost(
     command += ["--shard-size", "30B", "--workers", 1]
     strict = run_command("data.cli", *command)
     assert strict.returncode == 78
-    assert "a.jsonl, byte 23, line 2: field 'text' is null" in strict.stderr and "--max-bad N" in strict.stderr
+    assert "a.jsonl, line 2, byte 23: field 'text' is null" in strict.stderr and "--max-bad N" in strict.stderr
     few = run_command("data.cli", *command, "--max-bad", 7)
     assert few.returncode == 78 and "8 of the 16 records read are bad, more than --max-bad 7" in few.stderr
     share = run_command("data.cli", *command, "--max-bad", "49.9%")

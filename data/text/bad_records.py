@@ -35,8 +35,8 @@ class BadRecord:
     remedy: str = ""
 
     def __str__(self) -> str:
-        byte = "" if self.offset is None else f"byte {self.offset}, "
-        return f"{self.path}, {byte}{self.kind} {self.number}: {self.reason}"
+        byte = "" if self.offset is None else f", byte {self.offset}"
+        return f"{self.path}, {self.kind} {self.number}{byte}: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
         """For the lists in files."""
