@@ -34,6 +34,7 @@ def followers(run: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_mirror_and_rebuild_agree_with_the_record(lab: Any, helpers: Any, tokenizer: Any, run_command: Any) -> None:
     books = helpers.corpus(lab.path / "books", tokenizer.encode([helpers.text(n, 40) for n in range(20)]), tokenizer)
     heldout = {"loss_on": [{"name": "books", "path": str(books)}], "loss_every": "5 steps"}

@@ -60,7 +60,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
     ("page", "made"),
     [
         ("docs/data.md", "runs/demo/corpus/manifest.json"),
-        ("docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json"),
+        pytest.param(
+            "docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json", marks=pytest.mark.slow
+        ),
         pytest.param("docs/launch.md", "runs/demo/run/status.json", marks=pytest.mark.slow),
         pytest.param("docs/evaluation.md", "runs/demo/run/evals/step-00000008", marks=pytest.mark.slow),
         pytest.param("docs/trackers.md", "runs/demo/run/tensorboard/kept", marks=pytest.mark.slow),
@@ -75,6 +77,8 @@ def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str)
     assert (reader.path / made).exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_python_of_the_documentation_runs(reader: Reader) -> None:
     """As the cells of a notebook, one after the other, beside the run of docs/training.md."""
     reader.read_up_to("docs/training.md")

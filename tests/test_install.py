@@ -34,6 +34,7 @@ def test_scripts_without_an_installation(carried: dict[str, str], tmp_path: Path
     assert not (tmp_path / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_the_gpu_suite_without_an_installation(carried: dict[str, str], tmp_path: Path) -> None:
     """Without a GPU, it is at least collected."""
     script = [ROOT / "scripts/test_gpu.sh", "--only", "suite", tmp_path]

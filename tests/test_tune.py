@@ -92,6 +92,7 @@ def test_the_command(config: Path, run_command: Run, arguments: list[str], code:
         assert f"fastest: {' '.join(shown['overrides'])}" in done.stdout
 
 
+@pytest.mark.slow
 def test_trials_measure_the_best_and_name_what_fails(lab: Any) -> None:
     config = load(lab.config(train={"global_batch": "64 samples", "micro_batch": 1}), [])
     choices = tune(config, H100, 2, gpus_per_node=2).fitting[:2]
