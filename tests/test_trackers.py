@@ -328,16 +328,35 @@ def test_a_view_that_breaks_is_one_line_and_harms_no_other(
 
 
 @needs_aim
-def test_three_broken_views_leave_training_as_it_is(lab: Any, helpers: Any, gates: Any) -> None:
+@pytest.mark.parametrize(
+    "harms",
+    [
+        pytest.param((delete, replace_by_a_file, kill), id="deleted-a-file-killed"),
+        pytest.param((freeze, freeze, freeze), id="hanging", marks=pytest.mark.slow),
+        pytest.param((), id="read-only", marks=pytest.mark.slow),
+    ],
+)
+def test_three_broken_views_leave_training_as_it_is(
+    lab: Any, helpers: Any, gates: Any, request: pytest.FixtureRequest, small_disk: Any, harms: tuple[Any, ...]
+) -> None:
     """The same curve, bit for bit, exit 0, and one line each."""
     lab.train(lab.config("plain"))
+    run = lab.path / "run"
+    if freeze in harms:
+        request.getfixturevalue("impatient")
+    if not harms:
+        disk = small_disk("1m")
+        run.mkdir()
+        for name in ALL:
+            (disk / name).mkdir()
+            (run / name).symlink_to(disk / name, target_is_directory=True)
+        subprocess.run(["mount", "-o", "remount,ro,size=1m", str(disk)], check=True)
     (gate,) = gates(15)
     job = lab.start(lab.config(record=ALL))
-    run = lab.path / "run"
-    until(lambda: all((run / f"trackers/{name}.json").exists() for name in ALL), what="the three views")
-    delete(run, "aim")
-    replace_by_a_file(run, "tensorboard")
-    kill(run, "wandb")
+    if harms:
+        until(lambda: all((run / f"trackers/{name}.json").exists() for name in ALL), what="the three views")
+    for name, harm in zip(ALL, harms, strict=False):
+        harm(run, name)
     until(lambda: len(stops(run)) == 3, what="the end of all three")
     gate.touch()
     assert job.wait() == [0], job.output()
