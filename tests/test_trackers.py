@@ -86,9 +86,9 @@ def stops(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", [pytest.param("aim", marks=[needs_aim, pytest.mark.slow]), "tensorboard", "wandb"])
 def test_a_view_has_the_numbers_of_the_record(tmp_path: Path, run_command: Run, name: str) -> None:
-    """Of the kept line, once each."""
+    """Of the kept line, once each; the run is named as a person would, from where they are."""
     made = recorded(tmp_path / "run")
-    done = run_command(CLI, name, made.run.path)
+    done = run_command(CLI, name, "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "22 records" in done.stdout
     check(name, made)

@@ -51,7 +51,7 @@ class WandbSink(Sink):
             ),
         )
         self.watched = self.opened = Path(self._run.settings.sync_dir)
-        if self.watched.parent != place.resolve():
+        if self.watched.resolve().parent != place.resolve():
             raise OSError(f"{place} cannot be written; W&B wanted to write to {self.watched.parent}")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
