@@ -286,7 +286,7 @@ def test_a_node_dies(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
     name = both[1].node.name
     both[1].signal(signal.SIGKILL)
     until(lambda: alarms(run, f"node/{name}"))
-    until(lambda: (intent(run) or {}).get("lost") == [name])
+    until(lambda: (intent(run) or {}).get("lost") == [name], what=lambda: f"{intent(run)}; {both[0].log.read_text()}")
     if nnodes == "2":
         both[0].ends(75)
         assert "did not find each other" in both[0].log.read_text() and starts(run) == 1
