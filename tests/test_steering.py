@@ -23,6 +23,7 @@ from fsdp_pretrain.config.steering import Steering
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record.milestones import milestones
 from fsdp_pretrain.record.step_record import Ramps
 from fsdp_pretrain.units import Progress
@@ -265,6 +266,24 @@ def test_the_glm_timeline_names_every_jump() -> None:
     continuous = "timeline=[{at='42_700 steps',continuous=true,optimizer={min_lr=4e-6}}]"
     (placed,) = recipe("glm-130b", continuous).schedule.timeline
     assert not placed.jumps or abs(placed.jumps[0].after - placed.jumps[0].before) < 1e-12
+
+
+def test_plan_shows_the_steps_around_every_entry(lab: Any) -> None:
+    timeline = [
+        {"at": "7 steps", "reason": "tired", "rewarm": "4 steps"},
+        {"at": "0 steps", "optimizer": {"weight_decay": 0.2}},
+        {"at": "90 steps", "train": {"grad_clip": 0.95}},
+    ]
+    found = plan.plan(load(lab.config(timeline=timeline)))
+    rows = {row["step"]: row["rewarm"] for row in found.schedule}
+    assert {step: rows[step] for step in (6, 7, 8, 10, 11, 12)} == {6: 1, 7: 1, 8: 0.25, 10: 0.75, 11: 1, 12: 1}
+    lines = plan.render(found).splitlines()
+    (at,) = [
+        number for number, line in enumerate(lines) if "after step 7, 56 samples: rewarm = 4 steps (tired)" in line
+    ]
+    assert lines[at + 1].split()[:2] == ["jump:", "lr"] and lines[at + 1].endswith("-> 0 (-100.0%)")
+    assert any("at 90 steps: train.grad_clip = 0.95: the run has ended by then" in text for text in found.warnings)
+    assert [entry["step"] for entry in found.to_json()["timeline"]] == [0, 7, 90]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from processes import Run
 
 from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
 
 OTHER = {
@@ -91,6 +93,11 @@ def test_crashes_inside_every_ramp_change_nothing(
         gates()
     module_lab.train(eventful, f"run.dir={run}")
     assert story(helpers, run) == story(helpers, whole) and len(story(helpers, run)) == 20
+    planned = [load(eventful).schedule.at(step) for step in range(1, 21)]  # what `plan` shows, to the bit
+    for row, (_, lr, ramps, *_) in zip(planned, story(helpers, run), strict=True):
+        assert row["lr"] == lr and {key: json.loads(json.dumps(row[key])) for key in ramps if key != "shares"} == {
+            key: value for key, value in ramps.items() if key != "shares"
+        }
     assert digest(run) == digest(whole)
     assert len({tuple(ramps["betas"]) for _, _, ramps, *_ in story(helpers, run)}) > 10
 

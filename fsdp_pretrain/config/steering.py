@@ -260,7 +260,9 @@ class SteeredValues:
     # ------------------------------------------------------------------ continuity
 
     def _jumps(self, at: int, placed: Sequence[tuple[int, TimelineEntry]]) -> Iterator[Jump]:
-        """What jumps at a place."""
+        """What jumps at a place; at the beginning of the run, nothing can."""
+        if at == 0:
+            return
         here = [entry for place, entry in placed if place == at]
         meant = any(entry.allow_jump for entry in here)
         begun = {key.partition(".")[2] for entry in here for key, value in entry.changes() if _begins(value)}
