@@ -15,7 +15,6 @@ from fsdp_pretrain.config.resume_rules import (
     refuse_unknown,
     undeclared,
 )
-from fsdp_pretrain.config.steering import jumps
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
 from fsdp_pretrain.record import lineage
@@ -189,9 +188,8 @@ class Resume:
         here = changes(stands, self._config)
         missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
-        following = content.consumed + self._config.schedule.batch.batch_at(content.consumed)
-        values = [config.schedule.values_at(following) for config in (stands, self._config)]
-        refuse(str(checkpoint.path), wrong, missing, content.cursor, [str(jump) for jump in jumps(*values)])
+        at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
+        refuse(str(checkpoint.path), wrong, missing, content.cursor, at_once)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
