@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from fsdp_pretrain.config.resume_rules import (
-    DECLARED,
     changes,
     differences,
     load_recorded,
@@ -187,13 +186,14 @@ class Resume:
         stands, unknown = load_recorded(path)
         refuse_unknown(path, unknown)
         here = changes(stands, self._config)
-        missing = undeclared(here, self._terms.changes) if content.consumed else []  # nothing learned yet
+        missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
-        refuse(str(checkpoint.path), wrong, missing, content.cursor)
+        at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
+        refuse(str(checkpoint.path), wrong, missing, content.cursor, at_once)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
-        return changed, [change.text for change in here if change.kind == DECLARED]
+        return changed, [change.text for change in undeclared(here, (), content.consumed)]
 
     def _judge_reset(self, step: int) -> bool:
         """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""
