@@ -174,6 +174,18 @@ def test_a_shift_of_level_is_told_of_in_time(config: Config, ranks: int, shift: 
     assert len(delays) == 6 and sorted(delays)[3] <= 96
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_divergence_is_told_with_the_step_before_it(config: Config, seed: int) -> None:
+    """tr8: the curve was bad from step 4,700 on, and blew up at 7,000: 0.02 nats in 100 steps are no spike."""
+    loss = 2 + np.maximum(0, np.arange(7_000) - 4_700) * 2e-4 + noise(seed, 7_000, 64)
+    health, told = Health(config), list[tuple[int, str]]()
+    for entry in simulated(loss, norms(seed, 7_000, 0)):
+        told += [(entry.step, found.summary) for found in health.step(entry).findings if found.key == "loss/level"]
+    (step, summary), *_ = told
+    before = int(summary.partition("around step ")[2].partition(" ")[0])
+    assert 4_700 < step < 5_200 and step - 600 < before <= 4_700, told
+
+
 def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:
     gradients = norms(1, 700, 0)
     gradients[[300, 500, 505, 509, 600, 601]] *= 10

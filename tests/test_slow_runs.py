@@ -209,6 +209,23 @@ def test_a_slow_decline_is_told_before_it_is_large(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("part", "named"), [("data", "waiting for data"), ("forward_backward", "computing"), ("optimizer", "the optimiser")]
+)
+def test_the_part_of_a_step_that_grows_is_named(tmp_path: Path, part: str, named: str) -> None:
+    """By 1 ms every ten steps, while the others stay as they are."""
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
+    drift, noise = SlowdownDetector(alarms, PaceSection(), tmp_path / "pace.json", [HOST]), random.Random(5)
+    for step in range(1, 1_201):
+        usual = {"data": 0.01, "forward_backward": 0.08, "optimizer": 0.01, "checkpoint": 0.0}
+        seconds = {name: value * noise.lognormvariate(0, 0.01) for name, value in usual.items()}
+        seconds[part] += max(0, step - 1_000) * 1e-4
+        drift.step(step_record(step, world=2, seconds={"iteration": sum(seconds.values()), **seconds}))
+    (alarm,) = [alarm for alarm in alarms if alarm.key == "pace"]
+    assert alarm.facts["part"] == named and f"what grew most is {named}: 0.0" in alarm.summary
+
+
+@pytest.mark.quick
 def test_noise_among_the_others_does_not_make_a_straggler_as_fast(tmp_path: Path) -> None:
     """Rank 3 is slower in windows 9 to 15; in the 12th the others differ by so much that it would not be reported."""
     reported = list[tuple[str, str, int]]()
