@@ -133,9 +133,10 @@ def test_ramps_that_have_ended_need_no_edit(lab: Any, run_command: Run) -> None:
 @pytest.mark.shows("A19")
 def test_a_noisy_template_is_seen_in_its_loss(lab: Any, helpers: Any, run_command: Run) -> None:
     """Two sources, of which one has noise for answers. Named by its loss, and by the worst samples."""
-    rng, tokenizer = random.Random(1), Tokenizer.load(lab.tokenizer)
-    plain = sorted(set(range(20, 500)) - {tokenizer.eod, *tokenizer.specials})
-    noisy = helpers.corpus(lab.path / "noisy", [rng.choices(plain, k=200) for _ in range(60)], tokenizer)
+    words = sorted({*open_packer(load(lab.config("plain"))).pack(0, 300).tokens[:, :-1].ravel().tolist()} - {0})
+    noise, tokenizer = random.Random(1), Tokenizer.load(lab.tokenizer)
+    assert tokenizer.eod == 0
+    noisy = helpers.corpus(lab.path / "noisy", [noise.choices(words, k=200) for _ in range(60)], tokenizer)
     sources = [{"name": "good", "path": str(lab.corpus)}, {"name": "noisy", "path": str(noisy)}]
     train = {"duration": "40 steps", "global_batch": "16 samples", "micro_batch": 16}
     lab.train(lab.config(data={"sources": sources}, train=train, checkpoint={"every": "20 steps"}))

@@ -327,6 +327,7 @@ def test_a_view_that_breaks_is_one_line_and_harms_no_other(
     assert stops(run) == [name]
 
 
+@pytest.mark.shows("B18")
 @needs_aim
 def test_three_broken_views_leave_training_as_it_is(lab: Any, helpers: Any, gates: Any) -> None:
     """The same curve, bit for bit, exit 0, and one line each."""
