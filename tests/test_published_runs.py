@@ -78,7 +78,7 @@ def test_no_curve_depends_on_the_times_of_files(steered: Path, tmp_path: Path, h
 
 @pytest.mark.shows("D5")
 def test_a_checkpoint_is_as_large_as_its_tensors(steered: Path, run_command: Run) -> None:
-    """tr11's were ten times larger, since slices were saved with all of what they were cut from."""
+    """Ten times larger once, when slices were saved with all of what they were cut from."""
     done = run_command(CLI, "plan", steered / "config.toml", "--json")
     for step in steered.glob("checkpoints/step-*"):
         written = sum(path.stat().st_size for path in step.glob("*.distcp"))
@@ -97,7 +97,7 @@ def test_a_fork_may_read_the_rest_in_another_order(steered: Path, tmp_path: Path
 
 @pytest.mark.shows("A10")
 def test_a_source_that_was_replaced_is_named(lab: Any, helpers: Any) -> None:
-    """GLM-130B found after 100 steps that the multi-task data were the wrong ones."""
+    """GLM-130B's multi-task data were the wrong ones until somebody looked."""
     corpus = lab.path / "corpus"
     shutil.copytree(lab.corpus, corpus)
     config = lab.config(data={"sources": [{"name": "tasks", "path": str(corpus)}]}, train={"duration": "4 steps"})
@@ -113,7 +113,7 @@ def test_a_source_that_was_replaced_is_named(lab: Any, helpers: Any) -> None:
 @pytest.mark.quick
 @pytest.mark.shows("A20")
 def test_ramps_that_have_ended_need_no_edit(lab: Any, run_command: Run) -> None:
-    """GLM-130B took flags out of its starts once their ramps were over, one of them by mistake too early."""
+    """GLM-130B took flags out of its start once their ramps were over."""
     weight = [{"at": "0 samples", "value": 0.0}, {"at": "8192 samples", "value": 3.0}]
     shrink = [{"at": "2 steps", "value": 0.1}, {"at": "1000 steps", "value": 1.0}]
     configs = {}
