@@ -133,9 +133,10 @@ def test_ramps_that_have_ended_need_no_edit(lab: Any, run_command: Run) -> None:
 @pytest.mark.shows("A19")
 def test_a_noisy_template_is_seen_in_its_loss(lab: Any, helpers: Any, run_command: Run) -> None:
     """Two sources, of which one has noise for answers. Named by its loss, and by the worst samples."""
-    words = sorted({*open_packer(load(lab.config("plain"))).pack(0, 300).tokens[:, :-1].ravel().tolist()} - {0})
     noise, tokenizer = random.Random(1), Tokenizer.load(lab.tokenizer)
-    assert tokenizer.eod == 0
+    words = sorted(
+        {*open_packer(load(lab.config("plain"))).pack(0, 300).tokens[:, :-1].ravel().tolist()} - {tokenizer.eod}
+    )
     noisy = helpers.corpus(lab.path / "noisy", [noise.choices(words, k=200) for _ in range(60)], tokenizer)
     sources = [{"name": "good", "path": str(lab.corpus)}, {"name": "noisy", "path": str(noisy)}]
     train = {"duration": "40 steps", "global_batch": "16 samples", "micro_batch": 16}
@@ -144,6 +145,6 @@ def test_a_noisy_template_is_seen_in_its_loss(lab: Any, helpers: Any, run_comman
     means = [{name: loss["sum"] / loss["count"] for name, loss in record["sources"].items()} for record in records]
     apart = [mean["noisy"] - mean["good"] for mean in means]
     assert statistics.mean(apart) > 5 * statistics.stdev(apart) / len(apart) ** 0.5
-    shown = run_command(CLI, "where", lab.path / "run", "--step", 40, "--losses", "--json")
+    shown = run_command("eval.cli", "samples", lab.path / "run", "--step", 40, "--json")
     worst = json.loads(shown.stdout)["samples"][:4]
     assert shown.returncode == 0 and {sample["source"] for sample in worst} == {"noisy"}, shown.stderr
