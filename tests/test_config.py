@@ -55,6 +55,7 @@ def problems(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.shows("B15")
 def test_resolved_configuration_loads_to_the_same_object(good: Path, tmp_path: Path) -> None:
     config = load(good, ["optimizer.lr=2e-4", "parallel.timeout=5 minutes", "train.grad_clip=0", "run.name=other"])
     assert (config.optimizer.lr, config.parallel.timeout.value, config.run.name) == (2e-4, 300, "other")
@@ -100,6 +101,7 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         assert part in text
 
 
+@pytest.mark.shows("A16")
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -113,6 +113,7 @@ def some_tokens(count: int = 512) -> Tensor:
 # ------------------------------------------------------------------------ out
 
 
+@pytest.mark.shows("D25")
 @pytest.mark.parametrize("family", ["llama", "llama-linear", "gpt"])
 def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
     trained: Callable[[str], RunDir], family: str, tmp_path: Path
@@ -196,6 +197,7 @@ def test_exports_that_are_refused(trained: Callable[[str], RunDir], module_lab: 
     assert not list(tmp_path.glob("*other*"))
 
 
+@pytest.mark.shows("D25")
 @pytest.mark.parametrize("odd", [{"positions": "alibi"}, {"embedding_norm": True}])
 def test_a_model_transformers_cannot_express_is_not_exported(module_lab: Any, odd: dict[str, Any]) -> None:
     config = load(module_lab.config("odd", model={**GPT, **odd}))

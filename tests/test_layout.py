@@ -102,6 +102,7 @@ def trained(module_lab: Any) -> Path:
     return config
 
 
+@pytest.mark.shows("C2")
 @pytest.mark.filterwarnings("ignore")
 def test_plain_dcp_reads_it(trained: Path, tmp_path: Path) -> None:
     config = load(trained)

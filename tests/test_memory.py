@@ -47,6 +47,7 @@ def world() -> Iterator[Any]:
         yield connected
 
 
+@pytest.mark.shows("B20")
 @pytest.mark.parametrize(
     ("model", "overrides"),
     [

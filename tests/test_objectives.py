@@ -481,6 +481,7 @@ def test_special_tokens_need_ids_of_their_own(glm: Path, packer: Packer, first: 
         open_packer(load(glm, [f"data.objective.first_special={size - 1}"]))
 
 
+@pytest.mark.shows("A33")
 def test_the_objective_is_identity(glm: Path) -> None:
     config = load(glm)
     packer = open_packer(config)

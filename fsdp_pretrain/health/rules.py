@@ -118,7 +118,8 @@ class LossLevelRule:
         levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
         rise, limit = levels[-1] - min(levels), max(self.limits.level, _LEVEL_NOISE * self.noise)
         if rise > limit:
-            text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best of {_BLOCKS * _BLOCK} steps"
+            best = step - _BLOCK * (len(levels) - 1 - levels.index(min(levels)) + _JOINED)
+            text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best, around step {best}"
             return self.incident.seen(Severity.WARN, step, f"{text} (limit {limit:.3f})")
         if rise < limit / 2:
             return self.incident.settle(step, f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best")
