@@ -78,6 +78,8 @@ class ExportedFolder:
                 remedy="export the checkpoint with this version",
             )
         length = self._number("max_position_embeddings" if isinstance(self.model, LlamaModel) else "n_positions")
+        if isinstance(self.model, LlamaModel) and self.model.sliding_window:
+            length = min(length, self.model.sliding_window)  # in longer ones it would be another model
         eod = self._number("eos_token_id")
         return ExportFacts(step=0, tokens=0, sequence_length=length, eod=eod, objective=CausalObjective())
 

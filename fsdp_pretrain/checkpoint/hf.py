@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data.packing.opening import open_packer
 from fsdp_pretrain import __version__, models
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError, StorageError
 from fsdp_pretrain.record import state_files
@@ -238,4 +239,8 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
                 "= false here; if the table does, add --accept tied-head",
             )
         said += "; its lm_head.weight, which is not the embedding table, was left out (--accept tied-head)"
+    window = config.model.sliding_window if isinstance(config.model, LlamaModel) else None
+    if window:
+        length = config.data.sequence_length
+        said += f"; its sliding_window of {window} tokens is not in force, since samples have {length}"
     return begin(run, config, packer, source, folder, said)
