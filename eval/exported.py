@@ -2,7 +2,7 @@
 
 The folder stands alone: the run's configuration is not there. What was exported by this project says in
 `fsdp_pretrain.json` how the model was trained; without that file it is taken as trained to predict every next token, as
-long as its positions, separated by its end-of-sequence token.
+long as its positions, or its window if that is shorter, separated by its end-of-sequence token.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from eval.scorer import Prompt, Scorer
 from fsdp_pretrain.checkpoint import hf
 from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf, weights
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples
+from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples, warn_of_qwen2
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError, DataError, UserError
 from fsdp_pretrain.record.files import RunDir
@@ -206,18 +206,41 @@ def test_a_model_transformers_cannot_express_is_not_exported(module_lab: Any, od
         to_hf(config.model, sequence_length=32, eod=0, dtype="float32")
 
 
-@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
-def test_tokenizers_encode_alike_in_transformers(shared_corpus: Path, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "family"), [("bpe", "llama"), ("sentencepiece", "llama"), ("bpe", "mistral"), ("bpe", "qwen3")]
+)
+def test_tokenizers_encode_alike_in_transformers(shared_corpus: Path, kind: str, family: str, tmp_path: Path) -> None:
     ours = learn(shared_corpus / "train.jsonl", tmp_path / "tokenizer", kind)
     (tmp_path / "out").mkdir()
     printed = export_tokenizer(ours, tmp_path / "out", sequence_length=32)
     assert ("converted" in printed) == (kind == "sentencepiece")
-    (tmp_path / "out/config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "out/config.json").write_text(json.dumps({"model_type": family}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = [*samples(ours), *(json.loads(line)["text"] for line in (shared_corpus / "heldout.jsonl").open())]
     assert theirs(texts)["input_ids"] == ours.encode(texts)
     assert theirs.eos_token_id == ours.eod
     assert [theirs.decode(ids) for ids in ours.encode(texts[1:3])] == texts[1:3]
+
+
+@pytest.mark.parametrize("splits", ["as Qwen", "otherwise"])
+def test_an_export_of_qwen2_says_when_autotokenizer_encodes_otherwise(
+    shared_corpus: Path, splits: str, tmp_path: Path
+) -> None:
+    """transformers 5 rebuilds the tokenizer of every Qwen2."""
+    content = json.loads((shared_corpus / "tokenizer/tokenizer.json").read_text())
+    if splits == "as Qwen":
+        published = transformers.Qwen2Tokenizer().backend_tokenizer
+        content |= {name: json.loads(published.to_str())[name] for name in ("normalizer", "pre_tokenizer")}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours, out = Tokenizer.load(tmp_path), tmp_path / "out"
+    out.mkdir()
+    export_tokenizer(ours, out, sequence_length=32)
+    (out / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    alike = theirs(samples(ours))["input_ids"] == ours.encode(samples(ours))
+    assert alike == (splits == "as Qwen") == (warn_of_qwen2(ours, out) == "")
+    by_name = transformers.PreTrainedTokenizerFast.from_pretrained(out)
+    assert by_name(samples(ours))["input_ids"] == ours.encode(samples(ours))
 
 
 def test_settings_of_a_tokenizer_file_that_change_texts_are_not_exported(shared_corpus: Path, tmp_path: Path) -> None:
@@ -301,6 +324,7 @@ def test_import_is_the_same_function_and_goes_out_again_bit_for_bit(lab: Any, na
     run = RunDir(config.run.dir)
     done = hf.import_folder(run, folder, config, ["tokenizer"])
     assert done.padded == 0 and done.saved.checkpoint.verified
+    assert ("window of 32 tokens is not in force" in done.tokenizer) == (name == "mistral-window")
     assert_equal_logits(our_logits(run, 0, some_tokens()), their_logits(folder, some_tokens()))
     hf.export_checkpoint(run, 0, lab.path / "again", dtype="fp32", shard_bytes=10**9)
     again = load_file(lab.path / "again/model.safetensors")
