@@ -139,8 +139,8 @@ def warn_of_qwen2(tokenizer: Tokenizer, folder: Path) -> str:
         model = Model.from_file(str(path))
         model.encode_special_tokens = True
         split = pre_tokenizers.Split(Regex(_QWEN), "isolated")
-        model.normalizer = normalizers.NFC()  # type: ignore[assignment]
-        model.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        model.normalizer = normalizers.NFC()
+        model.pre_tokenizer = pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         encoded = [each.ids for each in model.encode_batch(samples(tokenizer), add_special_tokens=False)]
