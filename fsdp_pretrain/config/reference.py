@@ -53,8 +53,8 @@ def _lines(outer: type[Section] = Config, prefix: str = "") -> Iterator[str]:
                 continue
             title = f"[[{key}]]" if _is_list(field.annotation) else f"[{key}]"
             if isinstance(tag, str):
-                (choice,) = get_args(section.model_fields[tag].annotation)
-                title += f' with {tag} = "{choice}"'
+                choices = [f'"{choice}"' for choice in get_args(section.model_fields[tag].annotation)]
+                title += f" with {tag} = {', '.join(choices)}"
             title = f"`{title}`"
             if list(section.model_fields) != [tag]:
                 yield from _table(title, key, section)

@@ -60,7 +60,7 @@ def shape(model: AnyModel) -> Proportions:
         head_size=model.head_dim,
         ffn=ffn,
         ffn_per_hidden=ffn / h,
-        ffn_per_hidden_usual=4.0 if matrices == 2 else 8 / 3,
+        ffn_per_hidden_usual=4.0 if matrices == 2 or model.family == "qwen2" else 8 / 3,
         rows=model.rows,
         init_std=None if isinstance(model, GLMModel) else model.std,
         init_std_rules={"sqrt(2/(5h))": (2 / (5 * h)) ** 0.5, "sqrt(1/(3h))": (1 / (3 * h)) ** 0.5},
