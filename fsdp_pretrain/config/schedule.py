@@ -17,6 +17,8 @@ from itertools import pairwise
 
 from fsdp_pretrain.units import Progress
 
+from .sequence_stages import SequenceStages
+
 
 @dataclass(frozen=True)
 class Ramp:
@@ -130,7 +132,8 @@ class Schedule:
 
     The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a linear
     `warmup` from 0; `curve` (`cosine`, `linear`, `constant`) leads to `min_lr` at `decay`, counted from the start of
-    the run (None: at its end). `shrink` are points of the embedding-gradient shrink.
+    the run (None: at its end). `shrink` are points of the embedding-gradient shrink. `lengths` are those of the samples
+    trained, if not all have `sequence_length` tokens.
     """
 
     def __init__(
@@ -145,8 +148,9 @@ class Schedule:
         warmup: Progress,
         decay: Progress | None,
         shrink: Sequence[tuple[Progress, float]] = (),
+        lengths: SequenceStages | None = None,
     ) -> None:
-        self.sequence_length, self.batch = sequence_length, batch
+        self.batch, self.lengths = batch, lengths or SequenceStages.constant(sequence_length)
         self.steps = batch.step_at(self.samples(duration))
         self.total = batch.consumed_at(self.steps)
         self.warmup = self.samples(warmup)
@@ -169,11 +173,12 @@ class Schedule:
         if progress.unit == "step":
             return self.batch.consumed_at(progress.value)
         if progress.unit == "token":
-            return -(-progress.value // self.sequence_length)
+            return self.lengths.samples(progress.value)
         return progress.value
 
     def tokens(self, samples: int) -> int:
-        return samples * self.sequence_length
+        """Tokens of the first `samples` samples trained."""
+        return self.lengths.tokens(samples)
 
     def lr_at(self, consumed: int) -> float:
         """Learning rate of the step that brings the counter to `consumed`."""

@@ -34,8 +34,10 @@ def milestones(config: Config) -> list[Milestone]:
         found.append((full, f"the batch ramp ends: {schedule.batch.full:_} samples a step from here on"))
     for place in schedule.shrink.places if schedule.shrink is not None else []:
         found.append((place, f"embedding shrink is {schedule.ramps_at(place)['embedding_shrink']:g}"))
+    for start, length in zip(schedule.lengths.starts, schedule.lengths.lengths, strict=True):
+        found.append((start, f"samples have {length:_} tokens from here on"))
     tokens = _FEWEST_TOKENS
     while tokens <= schedule.tokens(schedule.total):
-        found.append((-(-tokens // schedule.sequence_length), f"{human_count(tokens)} tokens"))
+        found.append((schedule.lengths.samples(tokens), f"{human_count(tokens)} tokens"))
         tokens = tokens * 5 // 2 if str(tokens).startswith("2") else tokens * 2  # 1, 2, 5, 10, 20, ...
     return sorted({Milestone(place, text) for place, text in found if 0 < place < schedule.total})
