@@ -78,10 +78,7 @@ def test_conversions_are_sums_over_the_samples(stages: list[tuple[int, int, bool
         for tokens in random.Random(1).sample(range(sums[-1]), 40):
             assert clock.samples(tokens) == bisect_left(sums, tokens)
         first, stop = 13, 160
-        between = Counter[int]()
-        for length, count in clock.between(first, stop):
-            between[length] += count
-        assert between == Counter(each[first:stop])
+        assert clock.between(first, stop) == Counter(each[first:stop])
 
 
 @quick
@@ -443,7 +440,7 @@ def staged(lab: Any, **sections: dict[str, Any]) -> Path:
         **{
             "data": {"stages": TABLES},
             "optimizer": {"warmup": "200 tokens", "decay": "2000 tokens"},
-            "checkpoint": {"every": "2 steps", "keep_last": 9},
+            "checkpoint": {"every": "2 steps", "keep_last": 9, "background": False},
             **sections,
         }
     )
@@ -468,19 +465,11 @@ def test_kills_in_a_stage_and_over_its_end_continue_bit_for_bit(lab: Any, helper
     assert [record["tokens"] for record in records] == tokens_of(load(config))
     assert [record["sequence_length"] for record in records] == [8] * 10 + [16] * 6 + [32] * 4
     assert [record["step_tokens"] for record in records if record["step_tokens"]] == [2 * 16 + 6 * 32]
-    for step in (9, 17):  # resumed before the first change, and before the step that has samples of both lengths
-        gates(step + 2)
+    for step, saved in ((6, 4), (11, 10), (18, 16)):  # in a stage, at its end, before the step with both lengths
+        gates(step)
         job = lab.start(config, f"run.dir={killed}", ranks=2)
-        helpers.wait_for(
-            lambda step=step, job=job: (
-                (
-                    (killed / f"checkpoints/step-{step - 1:08}/manifest.json").exists()
-                    and helpers.metrics(killed)[-1]["step"] >= step - 1
-                )
-                or job.ranks[0].poll() is not None
-            ),
-            what=f"step {step}",
-        )
+        made = killed / f"checkpoints/step-{saved:08}/manifest.json"
+        helpers.wait_for(lambda made=made, job=job: made.exists() or job.ranks[0].poll() is not None, what="a save")
         job.kill()
         job.wait()
     gates()
@@ -494,7 +483,7 @@ def test_rollback_over_a_change_with_a_skip(lab: Any, helpers: Any, run_command:
     """Back from the last stage into the first, steps around the change skipped, on another number of ranks."""
     config, run = staged(lab), lab.path / "run"
     lab.train(config, ranks=2)
-    back = ["rollback", run, "--to", 8, "--skip-steps", "10:12", "--yes"]
+    back = ["rollback", run, "--to", 8, "--skip-steps", "10:12"]
     done = run_command("fsdp_pretrain.cli", *back)
     assert done.returncode == 0, done.stderr
     lab.train(config, ranks=1)

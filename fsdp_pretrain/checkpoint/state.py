@@ -55,7 +55,7 @@ def identity(config: Config, packer: Packer) -> RunIdentity:
         objective["version"] = VERSION
     fixed = ("sequence_length", "seed", "lanes", "attention", "positions", "loss_across_documents")
     stages = packer.pieces.stages
-    lengths = {"stages": list(zip(stages.starts, stages.lengths, strict=True))} if data.stages else {}
+    lengths = {"stages": list(map(list, zip(stages.starts, stages.lengths, strict=True)))} if data.stages else {}
     return RunIdentity(
         model=config.model.model_dump(mode="json", exclude={"declared_params"}),
         data={**{key: getattr(data, key) for key in fixed}, "objective": objective, **lengths},

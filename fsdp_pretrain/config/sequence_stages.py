@@ -7,6 +7,7 @@ both: samples read (`cursor`, places in the data), and samples trained (`consume
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -51,10 +52,6 @@ class SequenceStages:
             found = cls((*found.starts, end), (*found.lengths, length))
         return found
 
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
     def trained(self, skips: Skips) -> SequenceStages:
         """The same stages, counted in samples trained instead of samples read."""
         skipped = [sum(max(0, min(stop, start) - first) for first, stop in skips.ranges) for start in self.starts]
@@ -66,11 +63,19 @@ class SequenceStages:
         """Tokens of the sample with this index."""
         return self.lengths[bisect_right(self.starts, sample) - 1]
 
-    def between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(length, number of samples) of the stretches of samples [first, stop)."""
+    def changes(self) -> Iterator[tuple[int, int]]:
+        """(first sample, length) of every change of the length."""
+        for start, (before, length) in zip(self.starts[1:], pairwise(self.lengths), strict=True):
+            if length != before:
+                yield start, length
+
+    def between(self, first: int, stop: int) -> dict[int, int]:
+        """Number of samples of each length among samples [first, stop)."""
+        found = Counter[int]()
         for start, end, length in zip(self.starts, (*self.starts[1:], stop), self.lengths, strict=True):
             if (count := min(end, stop) - max(start, first)) > 0:
-                yield length, count
+                found[length] += count
+        return dict(found)
 
     def interval(self, every: Progress) -> int:
         """Samples of an interval in samples or tokens, at the last length."""
@@ -78,7 +83,7 @@ class SequenceStages:
 
     def tokens(self, samples: int) -> int:
         """Tokens of the first `samples` samples."""
-        return sum(length * count for length, count in self.between(0, samples))
+        return sum(length * count for length, count in self.between(0, samples).items())
 
     def samples(self, tokens: int) -> int:
         """The fewest first samples that have at least so many tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -203,7 +202,7 @@ def plan(
         samples=schedule.total,
         tokens=schedule.tokens(schedule.total),
         flops=_flops(config, parameters),
-        sequence_lengths=_sequence_lengths(config),
+        sequence_lengths=schedule.lengths.between(0, schedule.total),
         global_batches=schedule.batches(),
         world_sizes=sizes,
         checkpoint_bytes=checkpoint.bytes,
@@ -238,17 +237,10 @@ def _time(
     return RunTime(world, device, _flops(config, parameters) / (world * kind.peak * mfu) / DAY, mfu, None)
 
 
-def _sequence_lengths(config: Config) -> dict[int, int]:
-    found = Counter[int]()
-    for length, samples in config.schedule.lengths.between(0, config.schedule.total):
-        found[length] += samples
-    return found
-
-
 def _flops(config: Config, parameters: int) -> float:
     """FLOPs of the model for the whole run."""
-    lengths = _sequence_lengths(config).items()
-    return sum(length * samples * flops_per_token(parameters, config.model, length) for length, samples in lengths)
+    lengths = config.schedule.lengths.between(0, config.schedule.total)
+    return sum(n * length * flops_per_token(parameters, config.model, length) for length, n in lengths.items())
 
 
 def _heldout(config: Config) -> HeldOut | None:

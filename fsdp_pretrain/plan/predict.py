@@ -213,7 +213,7 @@ def _predict(config: Config, cluster: Cluster, operations: Operations, ranks: in
     tokens = parts.tokens(work)
     flops = flops_per_token(work.sizes.total, config.model, config.data.sequence_length)
     seconds = 0.0
-    for length, samples in schedule.lengths.between(0, schedule.total):
+    for length, samples in schedule.lengths.between(0, schedule.total).items():
         staged = workload(config, cluster, ranks, length)
         seconds += samples * length / (step(staged, cluster).tokens(staged) * ranks)
     return Prediction(

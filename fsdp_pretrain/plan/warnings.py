@@ -77,8 +77,8 @@ def markers(schedule: Schedule) -> dict[str, Marker]:
     samples = {"lr_peak": schedule.warmup, "batch_full": batch.stages[-1].consumed}
     if schedule.decays:
         samples["lr_floor"] = schedule.decay
-    stages = schedule.lengths
-    samples |= {f"length_{n}": start for start, n in zip(stages.starts[1:], stages.lengths[1:], strict=True)}
+    for start, length in schedule.lengths.changes():
+        samples.setdefault(f"length_{length}", start)
     return {
         name: Marker(batch.step_at(at), at, schedule.tokens(at))
         for name, at in samples.items()

@@ -34,8 +34,7 @@ def milestones(config: Config) -> list[Milestone]:
         found.append((full, f"the batch ramp ends: {schedule.batch.full:_} samples a step from here on"))
     for place in schedule.shrink.places if schedule.shrink is not None else []:
         found.append((place, f"embedding shrink is {schedule.ramps_at(place)['embedding_shrink']:g}"))
-    for start, length in zip(schedule.lengths.starts, schedule.lengths.lengths, strict=True):
-        found.append((start, f"samples have {length:_} tokens from here on"))
+    found += [(at, f"samples have {length:_} tokens from here on") for at, length in schedule.lengths.changes()]
     tokens = _FEWEST_TOKENS
     while tokens <= schedule.tokens(schedule.total):
         found.append((schedule.lengths.samples(tokens), f"{human_count(tokens)} tokens"))

@@ -65,7 +65,7 @@ class StepRecords:
     def of(self, issued: IssuedStep) -> StepRecord:
         """The record of a step whose metrics have arrived."""
         config, world, state = self._config, self._world, issued.state
-        lengths = dict(config.schedule.lengths.between(state.consumed - state.batch, state.consumed))
+        lengths = config.schedule.lengths.between(state.consumed - state.batch, state.consumed)
         tokens = {length: length * samples for length, samples in lengths.items()}
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
         losses, targets = sums.losses.tolist(), sums.targets.tolist()
