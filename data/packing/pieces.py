@@ -51,7 +51,7 @@ class Pieces:
         """The group of a sample. A full window is a group of its own."""
         stage = bisect_right(self.stages.starts, sample) - 1
         start, window, pieces = self.stages.starts[stage], self._windows[stage], self._pieces[stage]
-        if pieces == 1 and stage == len(self._pieces) - 1:
+        if pieces == 1:
             return Group(sample, window + sample - start, 1, 1)
         windows = self._windows[stage + 1] - window
         number = min((sample - start) // (GROUP * pieces), max(1, windows // GROUP) - 1)

@@ -139,7 +139,7 @@ class SequenceStage(Section):
     """A stage of shorter samples."""
 
     length: Positive
-    """Tokens per sample: a whole part of `data.sequence_length`."""
+    """Tokens per sample; it divides `data.sequence_length`."""
     until: Place
     """End of the stage: samples or tokens read since the beginning of the run, rounded up to whole samples of
     `data.sequence_length` tokens."""

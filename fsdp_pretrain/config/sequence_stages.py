@@ -39,7 +39,7 @@ class SequenceStages:
         """
         found = cls.constant(length)
         for number, (short, until) in enumerate(stages):
-            if short >= length or length % short:
+            if length % short:
                 raise ValueError(
                     f"data.stages: a length of {short} is not a whole part of data.sequence_length = {length}"
                 )
